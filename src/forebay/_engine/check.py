@@ -235,7 +235,8 @@ def _empty_samples(root: Root, id: int) -> None:
     claims = locks.Claims(root.pack(id) / "index", root.files.open)
     try:
         for slot in pack_files.bad_slots(root, id, words):
-            pack_files.empty_slot(words[pack_files.HEADER_WORDS :], claims, slot, words[pack_files.HEADER_WORDS + slot])
+            cells = pack_files.cells_of(words)
+            pack_files.empty_slot(cells, claims, slot, cells[slot])
     finally:
         claims.close()
 

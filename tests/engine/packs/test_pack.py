@@ -96,10 +96,11 @@ def test_every_payload_begins_at_a_multiple_of_64(length: int) -> None:
 
 def test_what_another_boot_wrote_is_compared_with_its_checksum(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a crash of the machine the word may be on the disk, and the payload not."""
-    with cache.samples("a", SLOTS) as samples, monkeypatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(pack_records, "boot_tag", lambda: 7)
-        for slot in range(3):
-            samples.put(slot, body(slot))
+        with cache.samples("a", SLOTS) as samples:
+            for slot in range(3):
+                samples.put(slot, body(slot))
     number, offset = pack_records.place_of(word(place_of(cache), 1))
     poke(pack_files.segment_path(cache._store.root, int(place_of(cache).name, 16), number), offset + pack_records.HEADER + 10, bytes(100))  # type: ignore[union-attr]
     with cache.samples("a", SLOTS) as samples:
@@ -124,8 +125,11 @@ def test_what_another_boot_wrote_is_compared_with_its_checksum(cache: forebay.Ca
         "within 2",
     ],
 )
-def test_a_forged_word_leads_to_nothing(cache: forebay.Cache, samples: forebay.Samples, forged: int | str) -> None:
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_forged_word_leads_to_nothing(cache: forebay.Cache, samples: forebay.Samples, forged: int | str, mapped: bool) -> None:
     place = place_of(cache)
+    if mapped:
+        assert samples.get(2) == body(2)
     if forged == "of slot 4":
         forged = word(place, 4)
     elif forged == "within 2":
@@ -136,6 +140,67 @@ def test_a_forged_word_leads_to_nothing(cache: forebay.Cache, samples: forebay.S
     assert samples.put(3, body(3))  # the slot was emptied
     assert [samples.get(slot) for slot in (2, 3, 4)] == [body(2), body(3), body(4)]
     assert cache.check(deep=True) == []
+
+
+def hints(samples: forebay.Samples) -> memoryview:
+    found: memoryview = samples._pack._hints  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize("forged", ["none", "of slot 4", "one byte more", "of another pack", "of another boot", "beyond the segment"])
+def test_a_hint_of_a_length_is_believed_only_where_it_proves_itself(cache: forebay.Cache, samples: forebay.Samples, forged: str) -> None:
+    """Slot 2 is read first, so that the segment is mapped: then the hint alone would lead to the bytes."""
+    pack, length = samples._pack, len(body(6))
+    assert samples.get(2) == body(2)
+    right, word_of_6 = hints(samples)[6], word(place_of(cache), 6)
+    key = pack_records.hint_key(pack.id)
+    hints(samples)[6] = {
+        "none": 0,
+        "of slot 4": hints(samples)[4],
+        "one byte more": right + 1,
+        "of another pack": pack_records.length_hint(pack_records.hint_key(pack.id + 1), word_of_6, length + 1),
+        "of another boot": pack_records.length_hint(key ^ 1 << 40, word_of_6, length + 1),
+        "beyond the segment": pack_records.length_hint(key, word_of_6, pack_records.HINTED),
+    }[forged]
+    assert samples.get(6) == body(6)
+    assert hints(samples)[6] == right  # stored again
+
+
+def test_a_record_that_another_process_wrote_is_read_without_its_header(
+    cache: forebay.Cache, samples: forebay.Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_header(*_: object, **__: object) -> None:
+        raise AssertionError("a header was read")
+
+    with cache.samples("a", SLOTS) as fresh:
+        assert fresh.get(2) == body(2)  # maps the segment
+        with monkeypatch.context() as patch:
+            patch.setattr(pack_records, "length_of", no_header)
+            assert [fresh.get(slot) for slot in (4, 6)] == [body(4), body(6)]
+            assert in_child(lambda: bytes(fresh.get(8) or b"")) == body(8)
+            assert fresh.get(5) is None
+
+
+def test_an_index_of_a_version_without_hints_is_read_and_written(cache: forebay.Cache) -> None:
+    with cache.samples("old", 1000) as samples:
+        assert all(samples.put(slot, body(slot, 100)) for slot in range(500))
+    index = place_of(cache) / "index"
+    assert index.stat().st_size == pack_files.index_size(1000)
+    os.truncate(index, pack_files.PAGE + 2 * pack_files.PAGE)
+    with cache.samples("old", 1000) as samples:
+        assert len(hints(samples)) == 0
+        assert samples.put(999, body(999, 100))
+        assert [samples.get(slot) for slot in (0, 499, 500, 999)] == [body(0, 100), body(499, 100), None, body(999, 100)]
+        assert samples.verify() == []
+
+
+def test_a_sample_that_is_too_long_for_a_hint_is_read_by_its_header(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_records, "HINTED", 99)
+    with cache.samples("a", 4) as samples:
+        assert samples.put(0, bytes(99))
+        assert samples.put(1, bytes(100))
+        assert (hints(samples)[0] != 0, hints(samples)[1]) == (True, 0)
+        assert [len(samples.get(slot) or b"") for slot in (0, 1)] == [99, 100]
 
 
 def test_a_torn_word_is_none(cache: forebay.Cache, samples: forebay.Samples) -> None:

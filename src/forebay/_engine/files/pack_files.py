@@ -1,6 +1,7 @@
 """The files of a pack, an array of samples: one index of fixed length, and segments that writers append records to.
 
-``packs/<id>/index``: a page of header (magic, root, pack, length, frozen, quota), then one word per slot; allocated completely.
+``packs/<id>/index``: a page of header (magic, root, pack, length, frozen, quota), then a word for each slot, then another one for each
+slot, a hint of the length of its record: see `pack_records.length_hint`. Allocated completely.
 ``packs/<id>/<number>``: a segment, of one writer; blocks are allocated before they are written, and the rest is punched at the end."""
 
 from __future__ import annotations
@@ -17,14 +18,25 @@ from forebay.errors import Damaged
 
 HEADER_WORDS = PAGE // 8
 _MAGIC = int.from_bytes(b"FBPACK01", "little")
-FROZEN, QUOTA = 4, 5
-"""Words of the header that may change: whether the pack is closed to new records; the most bytes it may have, 0 for no limit. The last
+_LENGTH, FROZEN, QUOTA = 3, 4, 5
+"""Words of the header. Two may change: whether the pack is closed to new records; the most bytes it may have, 0 for no limit. The last
 word of the page is reserved for the caller."""
 
 
 def index_size(length: int) -> int:
     """Bytes of an index of ``length`` slots."""
-    return PAGE + -(-length * 8 // PAGE) * PAGE
+    return PAGE + -(-length * 16 // PAGE) * PAGE
+
+
+def cells_of(words: memoryview) -> memoryview:
+    """The words of the slots, of an index."""
+    return words[HEADER_WORDS : HEADER_WORDS + words[_LENGTH]]
+
+
+def hints_of(words: memoryview) -> memoryview:
+    """The hints of lengths, of an index; none in an index of a version that had none."""
+    begin, length = HEADER_WORDS + words[_LENGTH], words[_LENGTH]
+    return words[begin : begin + length] if len(words) >= begin + length else words[:0]
 
 
 def build(root: Root, id: int, length: int, *, keyhash: int = 0) -> None:
@@ -63,7 +75,8 @@ def list_packs(root: Root) -> Iterator[int]:
 
 
 def map_index(root: Root, id: int, length: int | None, *, writable: bool) -> memoryview:
-    """Return the words of an index, including its header. Raises FileNotFoundError, or `Damaged` if it is not the index of this pack.
+    """Return the words of an index, its header included: see `cells_of`, `hints_of`. Raises FileNotFoundError, or `Damaged` if it
+    is not the index of this pack.
 
     ``length``: the expected number of slots; None: whatever the header says."""
     path = root.pack(id) / "index"
@@ -71,9 +84,9 @@ def map_index(root: Root, id: int, length: int | None, *, writable: bool) -> mem
     try:
         if length is None:
             length = int.from_bytes(os.pread(fd, 8, 24), "little")
-        status, size = os.fstat(fd), index_size(length)
-        if status.st_size != size:
-            raise Damaged(f"{path} has {status.st_size} bytes where {size} are right", key=str(path))
+        size, right = os.fstat(fd).st_size, index_size(length)
+        if size not in (right, index_size(-(-length // 2))):
+            raise Damaged(f"{path} has {size} bytes where {right} are right", key=str(path))
         words = mappings.words(mappings.map_file(fd, size, writable=writable))
     finally:
         os.close(fd)
@@ -159,8 +172,8 @@ def find_tail(root: Root, id: int, number: int, words: memoryview) -> int | None
 
     ``words``: of the index, including its header. The segment's writer is dead, so nothing changes meanwhile."""
     low, high = number << 40, (number + 1) << 40
-    slots = words.tolist()
-    last, slot = max(((word, at) for at, word in enumerate(slots[HEADER_WORDS:]) if low <= word < high), default=(0, 0))
+    slots = cells_of(words).tolist()
+    last, slot = max(((word, at) for at, word in enumerate(slots) if low <= word < high), default=(0, 0))
     if not last:
         return pack_records.START
     _, offset = pack_records.place_of(last)
@@ -182,7 +195,7 @@ def bad_slots(root: Root, id: int, words: memoryview) -> list[int]:
     """Every slot whose record differs from what was stored. Reads all bytes."""
     bad: list[int] = []
     by_segment: dict[int, list[tuple[int, int]]] = {}
-    for slot, word in enumerate(words[HEADER_WORDS:].tolist()):
+    for slot, word in enumerate(cells_of(words).tolist()):
         if word:
             number, offset = pack_records.place_of(word)
             by_segment.setdefault(number, []).append((offset, slot))

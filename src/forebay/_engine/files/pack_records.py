@@ -1,10 +1,12 @@
 """The format of one sample in a segment, and of the index word that points to it. Pure functions.
 
     index word   segment << 40 | offset / 16, one aligned 8-byte store; 0: the slot is empty
+    length hint  40 bits that prove it, length of the payload; of no use for longer payloads, and in another boot of the machine
     record       header of 32 bytes, payload
     header       slot, length, xxh3-64 of the payload (8 bytes each), boot tag, CRC-32 of all before it (4 bytes each)
 
-A record is accepted only if its header's checksum is right, it names this slot of this pack, and it ends within the segment.
+A record is accepted only if its header's checksum is right, it names this slot of this pack, and it ends within the segment. Its writer,
+and whoever accepts it, stores a length hint: other processes believe the hint, and touch no page of the record.
 Payloads start at multiples of 64, so that arrays in them are aligned."""
 
 from __future__ import annotations
@@ -25,6 +27,11 @@ START = ALIGN - HEADER
 """The offset of the first record of a segment; every record starts this far above a multiple of `ALIGN`."""
 MAX_SEGMENT = (1 << 24) - 1
 
+HINT_BITS = 24
+HINTED, PROOFS = (1 << HINT_BITS) - 1, 1 << 64 - HINT_BITS
+SIXTEENTHS = (1 << 40) - 1
+"""The part of an index word that is the offset, in units of 16 bytes."""
+
 _BODY = struct.Struct("<QQQI")
 _HEADER = struct.Struct("<QQQII")
 
@@ -36,7 +43,19 @@ def word_of(segment: int, offset: int) -> int:
 
 def place_of(word: int) -> tuple[int, int]:
     """The segment and the offset that a word names."""
-    return word >> 40, (word & ((1 << 40) - 1)) << 4
+    return word >> 40, (word & SIXTEENTHS) << 4
+
+
+def hint_key(pack: int) -> int:
+    """What the hints of a pack are mixed with: those of another pack, and of another boot, prove nothing."""
+    return boot_tag() << 32 | seed_of(pack)
+
+
+def length_hint(key: int, word: int, length: int) -> int:
+    """A word that says how long the record is that an index word names; 0 for a length that does not fit. ``key``: see `hint_key`.
+
+    It is a hint that proves itself: `hash` mixes numbers, in the same way in each process."""
+    return 0 if length > HINTED else hash((key, word, length)) % PROOFS << HINT_BITS | length
 
 
 def footprint(length: int) -> int:

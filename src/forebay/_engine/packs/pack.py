@@ -25,12 +25,10 @@ from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HIT
 from forebay._engine.index.slots import Slots
 from forebay._engine.locks.leases import Lease
 from forebay._engine.packs.packing import SegmentRequest
-from forebay._engine.packs.segments import GONE, Appender, Finder, Mapped, Segments, finder
+from forebay._engine.packs.segments import GONE, MANY_HITS, Appender, Finder, Mapped, Records, Segments, finder
 from forebay._kernel import host, locks, mappings
 from forebay._model import Buffer
 
-MANY_HITS = 1024
-"""After so many hits, the first use of another slot adds them to the counters."""
 ASK_AGAIN = 2.0
 """Seconds after which a writer that got no space asks again, even if nothing was evicted meanwhile."""
 
@@ -48,10 +46,12 @@ class Pack:
         self._segments, self._slots, self._counters, self._space = segments, slots, counters, space
         self._root, self._seed = root, pack_records.seed_of(self.id)
         words = pack_files.map_index(self._root, self.id, length, writable=not self._root.read_only)
-        self._words, self._cells = words, words[pack_files.HEADER_WORDS : pack_files.HEADER_WORDS + length]
+        self._words, self._cells, self._hints = words, pack_files.cells_of(words), pack_files.hints_of(words)
+        self._hint_key = pack_records.hint_key(self.id)
         self._starts, self._ends = mappings.words_of_process(length), mappings.words_of_process(length)
         self._mapped = Mapped(root, self.id)
         self._view = self._mapped.view
+        self._places: dict[int, tuple[int, int]] = {}
         self._finder: weakref.ref[Finder] | None = None
         self._hits = self._misses = self._bytes = self._stored = 0  # since the last `flush_counts`
         self._read_only = False
@@ -86,7 +86,8 @@ class Pack:
         """`find` as a function that is faster to call, and keeps the pack alive."""
         function = self._finder() if self._finder is not None else None
         if function is None:
-            function = finder(self._starts, self._ends, self._view, self._find_slowly)
+            records = Records(self._cells, self._hints, self._hint_key, self._starts, self._ends, self._places)
+            function = finder(records, self._view, self._find_slowly, self.flush_counts)
             self._finder = weakref.ref(function)
             if self.closed:
                 function.shut()
@@ -153,10 +154,17 @@ class Pack:
         if size is None:
             self._empty(slot, word)
             return False
+        self._places[number] = begin, begin + length  # after `show`: who sees it reads from the larger view
+        self._note_length(slot, word, size)
         start = begin + offset + pack_records.HEADER
         self._starts[slot] = start
         self._ends[slot] = start + size  # last: a reader that sees it relies on the other
         return True
+
+    def _note_length(self, slot: int, word: int, length: int) -> None:
+        """Let other processes find a record without a look at its header. Caller: has written it, or found it sound."""
+        if self._hints and not self._root.read_only:
+            self._hints[slot] = pack_records.length_hint(self._hint_key, word, length)
 
     def _empty(self, slot: int, word: int) -> None:
         """Empty the slot of a damaged record, so that it is not served and can be filled again."""
@@ -220,7 +228,9 @@ class Pack:
         try:
             if self._cells[slot]:
                 return False
-            host.set_word(self._cells, slot, pack_records.word_of(appender.number, tail))
+            word = pack_records.word_of(appender.number, tail)
+            self._note_length(slot, word, length)
+            host.set_word(self._cells, slot, word)
         finally:
             claims.let_go(slot)
         appender.tail = tail + need
@@ -321,7 +331,7 @@ class Pack:
     def bad_slots(self) -> list[int]:
         """Compare every record with its checksum; returns the damaged slots, which are emptied."""
         self._check_open()
-        bad = pack_files.bad_slots(self._root, self.id, self._words[: pack_files.HEADER_WORDS + self.length])
+        bad = pack_files.bad_slots(self._root, self.id, self._words)
         for slot in bad:
             self._empty(slot, self._cells[slot])
             self._ends[slot] = 0

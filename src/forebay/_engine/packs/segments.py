@@ -7,10 +7,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from forebay import errors
-from forebay._engine.files import pack_files
+from forebay._engine.files import pack_files, pack_records
 from forebay._engine.files.layout import PAGE, Root
 from forebay._engine.packs.packing import SegmentRequest, TakenSegment
 from forebay._kernel import host, locks, mappings
@@ -32,23 +32,58 @@ class Finder(Protocol):
     def __call__(self, slot: int, copy: bool = False) -> memoryview | None: ...
 
 
-def finder(starts: memoryview, ends: memoryview, view: memoryview, slowly: Find) -> Finder:
-    """A function that returns the payload of a slot, ``view[starts[slot]:ends[slot]]``. ``slowly`` is called if the end is 0, or for a
-    writable copy."""
+MANY_HITS = 1024
+"""After so many hits, the first use of another slot adds them to the counters."""
+Places = dict[int, tuple[int, int]]
+"""Where segments, by their numbers, begin and end in the view."""
+
+
+class Records(NamedTuple):
+    """What is known of the records of a pack. ``cells``, ``hints``: of its index; ``key``: of the hints; ``starts``, ``ends``: of payloads
+    that this process has found before, in the view; ``places``: of the segments that it has mapped."""
+
+    cells: memoryview
+    hints: memoryview
+    key: int
+    starts: memoryview
+    ends: memoryview
+    places: Places
+
+
+def finder(records: Records, view: memoryview, slowly: Find, flush: Callable[[], None]) -> Finder:
+    """A function that returns the payload of a slot, ``view[starts[slot]:ends[slot]]``. If its end is 0, the hint of its length tells
+    where it is; ``slowly`` is called where that proves nothing, and for a writable copy. ``flush`` takes the counts when they are many."""
+    cells, hints, key, starts, ends, places = records
     hits = size = 0
+    header, sixteenths, hinted, bits, proofs = (
+        pack_records.HEADER, pack_records.SIXTEENTHS, pack_records.HINTED, pack_records.HINT_BITS, pack_records.PROOFS
+    )  # fmt: skip
 
     def find(slot: int, copy: bool = False) -> memoryview | None:
         nonlocal hits, size
         try:
             end = ends[slot]
-        except IndexError:
-            end = 0
-        if end and slot >= 0 and not copy:
-            start = starts[slot]
-            hits += 1
-            size += end - start
-            return view[start:end]
-        return slowly(slot, copy)
+            if slot < 0 or copy:
+                return slowly(slot, copy)
+            if end:
+                start = starts[slot]
+            else:
+                word, hint = cells[slot], hints[slot]
+                length = hint & hinted
+                start, limit = places[word >> 40]
+                start += header + ((word & sixteenths) << 4)
+                end = start + length
+                if hint >> bits != hash((key, word, length)) % proofs or end > limit:  # `pack_records.length_hint`, without a call
+                    return slowly(slot, copy)
+                starts[slot] = start
+                ends[slot] = end  # last: a reader that sees it relies on the other
+                if hits >= MANY_HITS:
+                    flush()
+        except (IndexError, KeyError):
+            return slowly(slot, copy)
+        hits += 1
+        size += end - start
+        return view[start:end]
 
     def take() -> tuple[int, int]:
         nonlocal hits, size
