@@ -126,6 +126,50 @@ def test_what_another_process_writes_is_seen_at_once(tasks: Tasks) -> None:
     assert tasks.read("t") == (False, None)
 
 
+@pytest.mark.parametrize("size", [10, 300_000], ids=["row", "file"])
+@pytest.mark.parametrize("copy", [False, True])
+def test_the_first_read_of_a_process_is_one_step_by_the_index(tasks: Tasks, size: int, copy: bool) -> None:
+    tasks.write("t", np.arange(size))
+
+    def young() -> None:
+        def long_way(*_: object) -> None:
+            raise AssertionError("the long way was taken")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Store, "view", long_way)
+            before = tasks.stats().hits
+            found = tasks.read("t", copy=copy)[1]
+            np.testing.assert_array_equal(found, np.arange(size))
+            assert found.flags.writeable is copy
+            assert tasks.stats().hits == before + 1
+        if copy:
+            found[:] = 0
+        np.testing.assert_array_equal(tasks.read("t")[1], np.arange(size))
+
+    in_child(young)
+
+
+def test_the_first_read_of_a_process_takes_no_value_of_other_arguments_or_codecs(cache: Cache) -> None:
+    tasks, plain = cache.tasks("flow"), cache.tasks("flow", codec="json")
+    assert tasks._values.keep("k", "of one", digest="0" * 32)
+    assert plain.write("t", "text")
+
+    def young() -> tuple[object, ...]:
+        return tasks._values.look("k", "1" * 32), tasks._values.look("k", "0" * 32), tasks.read("t"), plain.read("t")
+
+    assert in_child(young) == (None, ("of one",), (False, None), (True, "text"))
+
+
+def test_what_cannot_be_decoded_is_no_hit(tasks: Tasks) -> None:
+    assert tasks._values.origin.store.put("flow", "t", b"no pickle", meta="pickle")  # type: ignore[union-attr]
+
+    def young() -> tuple[object, ...]:
+        stats = tasks.stats()
+        return tasks.read("t"), tasks.stats().hits - stats.hits, tasks.stats().misses - stats.misses
+
+    assert in_child(young) == ((False, None), 0, 1)
+
+
 @pytest.mark.parametrize("tag", ["a:b", "m.f:x", "ä" * 300, " ", "a/b?c#d", "", "line\nline", "\0"])
 def test_tags_are_any_text(tasks: Tasks, tag: str) -> None:
     assert tasks.write(tag, tag)

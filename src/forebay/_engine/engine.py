@@ -14,7 +14,7 @@ from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root, open_root
 from forebay._engine.index.counters import Counters
 from forebay._engine.index.hosts import SilentHosts
-from forebay._engine.index.keys import KeyIndex
+from forebay._engine.index.keys import EntryHint, KeyIndex
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.slots import RECORDS, Slots, SlotsBroken, SlotsReplaced
 from forebay._engine.locks.leases import Leases
@@ -357,7 +357,7 @@ class Engine:
         if writing and (self._unset is not None or self._lower):
             self._set_late()
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: Entry | EntryHint) -> None:
         """Note that an entry is used now."""
         if self.slots.id_of(entry.slot) == entry.id:
             self.slots.touch(entry.slot, self.slots.clock.now())

@@ -120,6 +120,9 @@ class PassThrough:
     def first_touch(self, space: str, key: str, max_age: int, *, alias: str = "") -> None:
         """See `Store.first_touch`."""
 
+    def first_value(self, space: str, key: str) -> None:
+        """See `Store.first_value`."""
+
     def view_leased(self, space: str, key: str, lease: Any) -> None:
         return None
 
@@ -138,7 +141,7 @@ class PassThrough:
     def alias(self, space: str, name: str, entry: Any) -> None:
         """Nothing is remembered."""
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: Any) -> None:
         """Nothing is kept."""
 
     def set_aside(self, entry: Entry, why: str) -> None:
@@ -167,9 +170,6 @@ class PassThrough:
 
     def put_pieces(self, space: str, key: str, pieces: Sequence[Buffer], **label: Any) -> NoReturn:
         raise _refusal(self.why, key, sum(memoryview(piece).nbytes for piece in pieces))
-
-    def private(self, hit: Remembered) -> memoryview:
-        return memoryview(bytearray(hit.view))
 
     def is_intact(self, hit: Remembered) -> bool:
         return True

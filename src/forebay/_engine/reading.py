@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from typing import NamedTuple
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, entries
@@ -28,6 +29,14 @@ log = logger("forebay.reading")
 COPIED = 1 << 20
 """Files up to this size are copied when a process reads them for the first time: that is cheaper than a mapping."""
 _MANY = 1_000_000
+
+
+class FirstValue(NamedTuple):
+    """A value that a process reads for the first time. ``meta``: the small text that its entry carries."""
+
+    view: memoryview
+    meta: str
+    hint: EntryHint
 
 
 class Reading:
@@ -97,12 +106,59 @@ class Reading:
     def _value_of(self, space: str, names: tuple[str, ...], hint: EntryHint) -> memoryview | None:
         """The bytes of a small value; None where it is gone, or damaged."""
         row = entries.value(self._catalog, hint.id)
-        if row is None or len(row[0]) != hint.size or blobs.checksum_of(row[0]) != row[1]:
+        if row is None or row[0] is None or blobs.checksum_of(row[0]) != row[1]:
             return None
         view = memoryview(row[0])
         if self._memo.is_again(hint.id, hint.size):
             self._memo.add_mapped(space, names, hint.slot, hint.id, view)
         return view
+
+    def expect(self, space_id: int, key: str) -> bool:
+        """Whether the index of keys knows an entry, which is touched: its reader comes soon. What is colder is evicted first, but nothing
+        is held: it may be gone by then. Raises `SlotsReplaced`."""
+        self._memo.let_go()
+        hint = self._keys.find(space_id, key)
+        if hint is not None:
+            self._slots.touch(hint.slot, self._slots.clock.now())
+        return hint is not None
+
+    def first_value(self, space_id: int, key: str) -> FirstValue | None:
+        """What a process reads of a key for the first time, by the index of keys and one statement by id: a file is mapped. None where the
+        process has read it before, so that `view` remembers it; where the index does not know it; or where anything is not as it should
+        be. Counts and touches nothing. Raises `SlotsReplaced`."""
+        self._memo.let_go()
+        hint = self._keys.find(space_id, key)
+        if hint is None or self._memo.is_again(hint.id, hint.size):
+            return None
+        row = entries.value(self._catalog, hint.id)
+        if row is None:
+            return None
+        data, checksum, meta = row
+        if hint.is_file:
+            view = self._map_hinted(hint)
+        else:
+            view = memoryview(data) if data is not None and blobs.checksum_of(data) == checksum else None
+        # The last look: what was read of the slot was of this entry.
+        return FirstValue(view, meta, hint) if view is not None and self._slots.id_of(hint.slot) == hint.id else None
+
+    def _map_hinted(self, hint: EntryHint) -> memoryview | None:
+        """The bytes of a file; None where it is gone, or is not as it was published."""
+        path = self._root.blob_name(hint.id, hint.suffix)
+        try:
+            fd = self._root.files.open(path)
+        except OSError:
+            return None
+        try:
+            status = os.fstat(fd)
+            if status.st_size != hint.size or not blobs.has_seal(status, hint.seal):
+                return None
+            view = mappings.map_file(fd, hint.size)
+            mappings.note_file(view, path, status)
+            return view
+        except OSError:  # as many mappings as a process may have
+            return None
+        finally:
+            os.close(fd)
 
     def view(self, space: str, space_id: int, key: str) -> Remembered | None:
         """The bytes of a key; None if there is no entry."""
@@ -157,15 +213,6 @@ class Reading:
         """The bytes of a leased entry, remembered; None where they are damaged or gone."""
         data = self._bytes_of(lease.entry)
         return self._memo.add(space, key, lease.entry, data) if data is not None else None
-
-    def private(self, entry: Entry) -> memoryview | None:
-        """The bytes of a file, mapped writable with stores that nobody else sees; None for a small value or a file that is gone."""
-        if entry.kind != "blob":
-            return None
-        try:
-            return blobs.map_blob(self._root, entry, private=True)[0]
-        except (OSError, errors.Damaged):  # evicted meanwhile; or as many mappings, or files, as a process may have
-            return None
 
     def is_intact(self, entry: Entry, data: memoryview) -> bool:
         """Whether these are the bytes that were stored, whatever was checked before; else the entry is set aside."""

@@ -29,10 +29,12 @@ from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
 
 if TYPE_CHECKING:
+    from forebay._engine.index.keys import EntryHint
     from forebay._engine.index.limits import NodeLimits
     from forebay._engine.key_locks import KeyLocks
     from forebay._engine.loading import Reservations
     from forebay._engine.pack_handles import Packs
+    from forebay._engine.reading import FirstValue
     from forebay._engine.stats import Facts, Usage
     from forebay._engine.write.insert import Label
     from forebay._engine.write.publish import Writing
@@ -152,6 +154,18 @@ class Store:
         return engine.reading.first_touch(space, row.id, key, max_age, alias or key)
 
     @recover_and_retry
+    def expect(self, space: str, key: str) -> bool:
+        """See `Reading.expect`."""
+        row = self.engine.known_spaces.get(space)
+        return row is not None and self.engine.reading.expect(row.id, key)
+
+    @recover_and_retry
+    def first_value(self, space: str, key: str) -> FirstValue | None:
+        """See `Reading.first_value`."""
+        row = self.engine.known_spaces.get(space)
+        return None if row is None else self.engine.reading.first_value(row.id, key)
+
+    @recover_and_retry
     def view(self, space: str, key: str) -> Remembered | None:
         """The bytes of a key, mapped, and remembered for the next call; None if there is no entry. Counts and touches nothing."""
         self.engine.counters.claim()
@@ -197,10 +211,6 @@ class Store:
         """Whether a leased entry is what was stored; checked once in each process. A damaged entry is set aside."""
         return self.engine.reading.is_sound(lease)
 
-    def private(self, remembered: Remembered) -> memoryview:
-        """The same bytes, writable, with stores that only this view shows: a mapping of its own, or a copy where there is no file."""
-        return self.engine.reading.private(remembered.entry) or memoryview(bytearray(remembered.view))
-
     def is_intact(self, remembered: Remembered) -> bool:
         """Whether all bytes are what was stored. A damaged entry is set aside, and counted."""
         return self.engine.reading.is_intact(remembered.entry, remembered.view)
@@ -215,7 +225,7 @@ class Store:
         """Remember an entry under another name too, such as a URL as the caller writes it."""
         self.engine.memo.alias(space, name, remembered)
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: Entry | EntryHint) -> None:
         """Note that an entry is used now."""
         self.engine.touch(entry)
 
@@ -386,9 +396,7 @@ class Store:
         every = victims if isinstance(victims, Sequence) else tuple(victims)
         # Trees go first: the files that they link are spared while they exist.
         trees = {id for batch in batches(every) for id in self._remove(batch, True)} if self._has_trees() else set()
-        removed: list[str] = []
-        spared: list[str] = []
-        freed = 0
+        removed, spared, freed = list[str](), list[str](), 0
         for batch in batches(every):
             ids = self._remove(batch, False)
             for victim in batch:

@@ -46,10 +46,10 @@ class Space:
             return quick
         checked(key)
         try:
+            quick = store.first_touch(self.name, key, FOREVER)
+            if quick is not None:
+                return quick
             with waits.time_limit(self._origin.timeout):
-                quick = store.first_touch(self.name, key, FOREVER)
-                if quick is not None:
-                    return quick
                 hit = store.view(self.name, key)
         except errors.CacheFault as error:
             self._origin.fall_back(error, f"{self.name}:{key}")

@@ -11,7 +11,7 @@ from forebay import errors
 from forebay._engine.index.memo import Remembered
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
-from forebay._kernel import host, waits
+from forebay._kernel import host, mappings, waits
 from forebay._logs import logger
 from forebay._model import Buffer
 from forebay.codecs import MAPPED_FROM, Codec
@@ -68,6 +68,9 @@ class Values:
         store = self._store()
         hit = self._quick(key)
         if hit is None:
+            first = self._first(store, key, digest, copy)
+            if first is not None:
+                return first
             store, hit = self._slowly(store, key)
             if hit is None:
                 return None
@@ -80,6 +83,23 @@ class Values:
             self.origin.store.count_hit(hit.size)
             self.counted["hits"] += 1
         return value
+
+    def _first(self, store: Store | PassThrough, key: str, digest: str | None, copy: bool) -> tuple[Any] | None:
+        """The value of a key that this process has not read yet, in a tuple, if the index of keys leads to it. None: `_slowly` tells."""
+        try:
+            first = store.first_value(self.space, key)
+        except errors.CacheFault:
+            return None
+        if first is None or first.meta != self._meta(digest):
+            return None
+        try:
+            value = self._decode(first.view, copy)
+        except Exception:  # noqa: BLE001  # whatever a value's own code raises: it does so again, where that is told
+            return None
+        store.touch(first.hint)
+        store.count_hit(first.hint.size)
+        self.counted["hits"] += 1
+        return (value,)
 
     def _slowly(self, store: Store | PassThrough, key: str) -> tuple[Store | PassThrough, Remembered | None]:
         """Look the key up in the catalog of this root, else in the upstream root. Returns also which of them has it."""
@@ -108,7 +128,7 @@ class Values:
 
     def _decoded(self, store: Store | PassThrough, key: str, hit: Remembered, label: str, copy: bool) -> tuple[Any] | None:
         try:
-            return (self._decode(store, hit, copy),)
+            return (self._decode(hit.view, copy),)
         except (AttributeError, ImportError) as error:
             # Of a class that is not there in this program; it may be in another one.
             self._say(label or key, "class", f"{label or key}: {self.space}:{key} cannot be read here, and stays: {error}")
@@ -117,10 +137,10 @@ class Values:
             self._drop_unreadable(store, key, hit, error)
             return None
 
-    def _decode(self, store: Store | PassThrough, hit: Remembered, copy: bool) -> Any:
+    def _decode(self, view: memoryview, copy: bool) -> Any:
         if not copy:
-            return self.codec.decode(hit.view, lambda: store.private(hit))
-        own = memoryview(bytearray(hit.view)) if hit.size < MAPPED_FROM else store.private(hit)
+            return self.codec.decode(view, lambda: _private(view))
+        own = memoryview(bytearray(view)) if view.nbytes < MAPPED_FROM else _private(view)
         return self.codec.decode(own, lambda: own)
 
     def _drop_unreadable(self, store: Store | PassThrough, key: str, hit: Remembered, error: Exception) -> None:
@@ -158,7 +178,7 @@ class Values:
         damage: Exception | None = None
         if hit is not None and hit.entry.meta == self._meta(digest):
             try:
-                return (self._decode(store, hit, copy),)
+                return (self._decode(hit.view, copy),)
             except Exception as error:  # noqa: BLE001  # whatever the value's own code raises, or damage: what was encoded tells
                 damage = error
         own = memoryview(bytearray(b"".join(pieces)))  # another one has put its own there since, or evicted it
@@ -430,6 +450,15 @@ def _unpickled(error: errors.FillFailed) -> Exception | None:
     except Exception:  # noqa: BLE001  # such as a class that is not there
         return None
     return original if isinstance(original, Exception) else None
+
+
+def _private(view: memoryview) -> memoryview:
+    """The same bytes, writable, with stores that only this view shows: a mapping of its own, or a copy where there is no file."""
+    try:
+        own = mappings.private(view, view.obj)
+    except OSError:  # as many mappings, or files, as a process may have
+        own = None
+    return memoryview(bytearray(view)) if own is None else own
 
 
 def _parsed(meta: str) -> tuple[str, str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import NoneType
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from forebay._engine.catalog import checked
-from forebay._engine.catalog.connection import CatalogBroken, Rows, Txn
+from forebay._engine.catalog.connection import Catalog, CatalogBroken, Rows, Txn
 from forebay._engine.catalog.schema import COUNT_SLOTS, DOOMED, LIVE, SUPERSEDED
 from forebay._engine.catalog.transactions import SLOTS, next_slot, number_below
 from forebay._engine.index.slots import RECORDS
@@ -41,6 +42,7 @@ _VICTIMS = {
     for count in (_AT_ONCE, 512)
 }
 _DELETE_MANY = f"DELETE FROM entries WHERE id IN ({_SIXTEEN})"
+_VALUE = f"SELECT p.data, e.checksum, e.meta FROM entries e LEFT JOIN payloads p ON p.id = e.id WHERE e.id = ? AND e.state = {LIVE}"
 _DELETE_DATA = f"DELETE FROM payloads WHERE id IN ({_SIXTEEN})"
 
 
@@ -98,10 +100,12 @@ def payload(rows: Rows, id: int) -> bytes | None:
     return row[0] if row else None
 
 
-def value(rows: Rows, id: int) -> tuple[bytes, bytes] | None:
-    """The bytes of a live small value, and their checksum."""
-    row = rows.one(f"SELECT p.data, e.checksum FROM entries e JOIN payloads p ON p.id = e.id WHERE e.id = ? AND e.state = {LIVE}", id)
-    return row if row is not None and type(row[0]) is bytes else None
+def value(rows: Catalog, id: int) -> tuple[bytes | None, bytes, str] | None:
+    """The bytes of a live entry, None if they are in a file; their checksum; and the small text that the entry carries.
+
+    None where there is no such entry. The caller compares the checksum, or the seal of the file."""
+    row: tuple[bytes | None, bytes, str] | None = rows.quick_one(_VALUE, id)
+    return row if row is not None and type(row[0]) in (bytes, NoneType) and type(row[2]) is str else None
 
 
 def any_leftovers(rows: Rows) -> bool:

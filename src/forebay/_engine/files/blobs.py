@@ -95,9 +95,9 @@ def open_blob(root: Root, id: int, suffix: str = "") -> int:
         raise
 
 
-def map_blob(root: Root, entry: Entry, *, private: bool = False) -> tuple[memoryview, os.stat_result]:
+def map_blob(root: Root, entry: Entry) -> tuple[memoryview, os.stat_result]:
     """The entry's bytes, read-only, and the state of their file; good until the last view of them is gone, also after an eviction. Holds
-    no descriptor. ``private``: writable, with stores that stay in this process.
+    no descriptor.
 
     Raises FileNotFoundError where the file is gone, `Damaged` where it has another size.
     """
@@ -106,7 +106,7 @@ def map_blob(root: Root, entry: Entry, *, private: bool = False) -> tuple[memory
         status = os.fstat(fd)
         if status.st_size != entry.size:
             raise Damaged(f"{entry.name}: it has {status.st_size} bytes, {entry.size} were stored", key=entry.key)
-        view = mappings.map_file(fd, entry.size, writable=private, private=private)
+        view = mappings.map_file(fd, entry.size)
         if entry.size:
             mappings.note_file(view, root.blob_name(entry.id, entry.suffix), status)
         return view, status
@@ -155,6 +155,8 @@ def verify_blob(root: Root, path: Path, size: int, checksum: bytes) -> bool:
 
 def checksum_of(source: Buffer | int) -> bytes:
     """The checksum (16 bytes) of a buffer, or of the whole file behind a descriptor."""
+    if type(source) is bytes and 0 < len(source) <= BLOCK:  # the same in fewer steps: small values are compared at each first read
+        return xxhash.xxh3_128_digest(xxhash.xxh3_128_digest(source))
     whole = xxhash.xxh3_128()
     if isinstance(source, int):
         for start in range(0, os.fstat(source).st_size, BLOCK):

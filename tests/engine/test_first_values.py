@@ -1,0 +1,161 @@
+"""What a process reads of a value for the first time, by the index of keys: the right bytes, or none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay._engine.store import Store
+from tests.harness import MiB, bytes_of, opened
+from tests.processes import fork, in_child
+
+LARGE = b"l" * 100_000
+BODIES = {"small": b"s" * 1_000, "large": LARGE, "empty": b""}
+
+
+@pytest.fixture
+def store(quick_path: Path) -> Iterator[Store]:
+    with opened(quick_path / "root", 64 * MiB) as store:
+        for key, body in BODIES.items():
+            store.put("v", key, body, meta=f"meta of {key}")
+        store.spaces.lookup("v")
+        yield store
+
+
+def first(store: Store, key: str) -> tuple[bytes, str] | None:
+    value = store.first_value("v", key)
+    return None if value is None else (bytes(value.view), value.meta)
+
+
+@pytest.mark.parametrize("key", BODIES)
+def test_a_young_process_reads_a_value_and_its_meta_without_a_look_for_the_key(store: Store, key: str) -> None:
+    def young() -> None:
+        with opened(store.root.path) as mine:
+            mine.spaces.lookup("v")
+
+            def no_key(*_: object) -> None:
+                raise AssertionError("the catalog was asked for the key")
+
+            mine.engine.leases.current = no_key  # type: ignore[method-assign, assignment]
+            assert first(mine, key) == (BODIES[key], f"meta of {key}")
+            assert first(mine, "none") is None
+
+    in_child(young)
+
+
+@pytest.mark.parametrize("key", BODIES)
+def test_a_forked_child_reads_it_too(store: Store, key: str) -> None:
+    assert in_child(lambda: first(store, key)) == (BODIES[key], f"meta of {key}")
+    assert first(store, key) == (BODIES[key], f"meta of {key}")
+
+
+def test_what_was_read_before_is_left_to_the_call_that_remembers(store: Store) -> None:
+    assert first(store, "large") is not None
+    assert first(store, "large") is None
+    assert bytes_of(store, "large") == LARGE
+
+
+def test_a_file_is_mapped_and_stays_after_its_eviction(store: Store) -> None:
+    value, entry = store.first_value("v", "large"), store.entry("v", "large")
+    assert value is not None
+    assert entry is not None
+    assert not isinstance(value.view.obj, bytes)
+    assert value.view.readonly
+    assert store.discard(entry)
+    assert value.view == LARGE
+
+
+def test_it_is_no_hit_and_no_use_until_its_reader_says_so(store: Store) -> None:
+    entry = store.entry("v", "large")
+    assert entry is not None
+    store.engine.slots.touch(entry.slot, 1)
+    before = store.counts()
+    value = store.first_value("v", "large")
+    assert value is not None
+    assert store.counts() == before
+    assert store.engine.slots.used(entry.slot) == 1
+    store.touch(value.hint)
+    assert store.engine.slots.used(entry.slot) > 1
+
+
+@pytest.mark.parametrize("change", ["payload", "checksum", "no bytes", "no text"])
+def test_a_damaged_row_is_not_served(store: Store, change: str) -> None:
+    statement, value = {
+        "payload": ("UPDATE payloads SET data = ? WHERE length(data) = 1000", b"S" * 1_000),
+        "checksum": ("UPDATE entries SET checksum = ? WHERE size = 1000", b"0" * 16),
+        "no bytes": ("UPDATE payloads SET data = ? WHERE length(data) = 1000", "s" * 1_000),
+        "no text": ("UPDATE entries SET meta = ? WHERE size = 1000", b"meta of small"),
+    }[change]
+    with store.engine.catalog.write() as txn:
+        assert txn.run(statement, value) == 1
+    assert first(store, "small") is None
+    assert bytes_of(store, "small") is None
+
+
+@pytest.mark.parametrize("change", ["written to", "cut", "removed", "link", "directory"])
+def test_a_file_that_is_not_as_it_was_published_is_not_served(store: Store, change: str) -> None:
+    entry = store.entry("v", "large")
+    assert entry is not None
+    path = store.root.blob(entry.id, entry.suffix)
+    path.chmod(0o600)
+    if change == "written to":
+        with open(path, "r+b") as file:
+            file.write(b"?")
+    elif change == "cut":
+        os.truncate(path, 5_000)
+    else:
+        path.rename(store.root.path.parent / "elsewhere")
+        if change == "link":
+            path.symlink_to(store.root.path.parent / "elsewhere")
+        elif change == "directory":
+            path.mkdir()
+    assert first(store, "large") is None
+    assert bytes_of(store, "large") is None  # it is set aside
+
+
+@pytest.mark.parametrize("size", [200, 70_000])
+def test_a_new_version_of_another_process_is_read_at_once(store: Store, size: int) -> None:
+    with opened(store.root.path) as other:
+        fork(lambda: other.put("v", "large", b"n" * size, meta="new")).wait()
+    assert first(store, "large") == (b"n" * size, "new")
+
+
+def test_what_is_replaced_while_it_is_read_is_not_served(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its meta may be that of the one, and its use that of the other."""
+    read = store.engine.reading._map_hinted
+
+    def replaced(*args: Any) -> memoryview | None:
+        data = read(*args)
+        store.put("v", "large", b"n" * 70_000, meta="new")
+        return data
+
+    with monkeypatch.context() as m:
+        m.setattr(store.engine.reading, "_map_hinted", replaced)
+        assert first(store, "large") is None
+    assert first(store, "large") == (b"n" * 70_000, "new")
+
+
+def test_a_statement_that_fails_is_asked_again_by_the_long_way(store: Store) -> None:
+    catalog = store.engine.catalog
+    assert catalog.quick_one("SELECT 1 + ?", 2) == (3,)
+    assert catalog.quick_one("SELECT 1 FROM entries WHERE id = -1") is None
+    catalog.before_fork()  # closes the connection
+    catalog.after_fork_parent()
+    assert catalog._con is None
+    assert catalog.quick_one("SELECT 1 + ?", 2) == (3,)
+
+
+def test_what_is_expected_is_the_last_to_be_evicted(store: Store) -> None:
+    entry = store.entry("v", "large")
+    assert entry is not None
+    store.engine.slots.touch(entry.slot, 1)
+    assert not store.expect("v", "none")
+    assert not store.expect("no space", "large")
+    assert store.expect("v", "large")
+    assert store.engine.slots.used(entry.slot) > 1
+    assert store.discard(entry)
+    assert not store.expect("v", "large")
