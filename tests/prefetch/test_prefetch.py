@@ -16,12 +16,13 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine.store import Store
 from forebay._engine.write.reservations import SpaceReservation
 from forebay.prefetch import PassThrough, Prefetcher, loader
 from forebay.prefetch.loads import State
 from forebay.sources import DecodedSource, SourceInfo
 from tests.harness import MiB
-from tests.items import Items, Sized, body, until
+from tests.items import Items, Sized, body, threads_named, until
 from tests.processes import Gate, fork, in_child
 
 KEYS = [f"k{i}" for i in range(40)]
@@ -408,6 +409,93 @@ def test_a_dropped_stream_lets_go_of_what_is_queued(lone: Prefetcher, source: It
     assert lone.get_lazy("last").get() == body("last")
     lone.close()
     assert not set(source.reads) - {"k0", "k1", "last"}
+
+
+def entries_of(cache: forebay.Cache, *keys: str) -> list[Any]:
+    """The entries of the items of these keys."""
+    return [entry for entry in cache.entries("prefetch") if entry.key.rpartition("~")[0].rpartition("/")[2] in keys]
+
+
+@pytest.fixture
+def warmed(cache: forebay.Cache, source: Items) -> list[str]:
+    """Items that the cache has: half of them in files. The source has forgotten that they were read."""
+    keys = KEYS[:20]
+    source.sizes = dict.fromkeys(keys[::2], 50_000)
+    with cache.prefetcher(source) as pool:
+        assert pool.warm(keys).failed == ()
+    source.reads.clear()
+    return keys
+
+
+@pytest.mark.parametrize("ahead", [0, 7, 64])
+def test_a_stream_of_what_the_cache_has_needs_no_thread_and_no_lease(
+    cache: forebay.Cache, source: Items, warmed: list[str], ahead: int
+) -> None:
+    with cache.prefetcher(source) as pool:
+        for n, (key, value) in enumerate(zip(warmed * 3, pool.stream(warmed * 3, ahead=ahead), strict=True)):
+            assert value == source.body(key)
+            assert type(value) is bytes
+            if n == 10:
+                assert not any(cache._store.is_leased(entry) for entry in cache.entries("prefetch"))
+        assert threads_named("forebay-prefetch") == []
+    assert source.reads == []
+
+
+def test_a_forked_child_goes_on_with_a_stream(cache: forebay.Cache, source: Items, warmed: list[str]) -> None:
+    with cache.prefetcher(source) as pool:
+        stream = pool.stream(warmed, ahead=6)
+        assert next(stream) == source.body(warmed[0])
+        rest = [source.body(key) for key in warmed[1:]]
+        assert in_child(lambda: list(stream)) == rest
+        assert list(stream) == rest
+    assert source.reads == []
+
+
+@pytest.mark.parametrize("what", ["evicted", "replaced", "damaged"])
+def test_what_goes_between_the_look_ahead_and_its_turn_is_read_from_the_source(
+    cache: forebay.Cache, source: Items, warmed: list[str], what: str
+) -> None:
+    store = cache._store
+    assert isinstance(store, Store)
+    with cache.prefetcher(source) as pool:
+        stream = pool.stream(warmed, ahead=6)
+        assert next(stream) == source.body(warmed[0])
+        for entry in entries_of(cache, warmed[3], warmed[4]):
+            if what == "evicted":
+                assert store.discard(entry)
+            elif what == "replaced":
+                store.put("prefetch", entry.key, b"another version")
+            elif entry.kind == "blob":
+                path = store.root.blob(entry.id, entry.suffix)
+                path.chmod(0o600)
+                path.write_bytes(b"?" * entry.size)
+        values = list(stream)
+        for at in (3, 4):
+            assert values[at - 1] == (b"another version" if what == "replaced" else source.body(warmed[at]))
+        assert values[4:] == [source.body(key) for key in warmed[5:]]
+    damaged = [warmed[4]]  # of an even number: in a file
+    assert sorted(set(source.reads)) == {"evicted": warmed[3:5], "replaced": [], "damaged": damaged}[what]
+
+
+def test_a_stream_goes_on_after_its_prefetcher_was_closed_with_what_it_looked_for(
+    cache: forebay.Cache, source: Items, warmed: list[str]
+) -> None:
+    pool = cache.prefetcher(source)
+    stream = pool.stream(warmed[:6], ahead=64)
+    assert next(stream) == source.body(warmed[0])
+    (entry,) = entries_of(cache, warmed[2])
+    assert cache._store.discard(entry)
+    pool.close()
+    assert list(stream) == [source.body(key) for key in warmed[1:6]]
+    assert source.reads == [warmed[2]]
+
+
+def test_a_stream_of_a_pool_that_keeps_nothing_removes_what_others_kept(cache: forebay.Cache, source: Items, warmed: list[str]) -> None:
+    with cache.prefetcher(source, keep=False) as pool:
+        assert pool.count == len(warmed)
+        assert list(pool.stream(warmed, ahead=9)) == [source.body(key) for key in warmed]
+        until(lambda: pool.count == 0, "the end of the items")
+    assert source.reads == []
 
 
 def test_stream_raises_at_the_item_and_refuses_nonsense(any_pool: Any, source: Items) -> None:

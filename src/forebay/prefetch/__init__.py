@@ -7,7 +7,7 @@ import secrets
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Buffer, Item_co, Noted, as_bytes
 from forebay.origin import Origin
+from forebay.origin.spaces import FOREVER
 from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
 from forebay.prefetch.lazies import PassThrough as PassThrough
 from forebay.prefetch.loader import Loader, abandon
@@ -56,6 +57,7 @@ class Prefetcher(Pool[Item_co]):
         session = self._join()
         self._loader = Loader(self._job(session))
         self.identity = f"{self.name}:{self._digest}"
+        self._hit = self._store.hot_lookup(self.name)
         # Weakly: an error that a caller keeps holds its frames, these hold a lazy, and a lazy holds this object.
         weakref.finalize(self, abandon, weakref.ref(self._loader.queue)).atexit = False
 
@@ -99,6 +101,46 @@ class Prefetcher(Pool[Item_co]):
         if type(key) is not str or not key:
             raise errors.ConfigError(f"key must be a str that is not empty, not {key!r}", name="key", value=repr(key))
         return Lazy(self, key, self._loader.submit(key, *self._name_of(key)))
+
+    def _stream(self, keys: Iterable[str], ahead: int) -> Iterator[Item_co]:
+        """What the cache has is read when its turn comes, in the thread of the caller, and without a lease: no caller holds these items.
+        Notes of items are not read: see `Noted`."""
+        if not self._options["keep"]:  # such an item lives as long as its lease
+            yield from super()._stream(keys, ahead)
+            return
+        window: deque[Lazy[Item_co] | tuple[str, str]] = deque()
+        for key in keys:
+            window.append(self._stored_name(key) or self.get_lazy(key))
+            if len(window) > ahead:
+                yield self._item(window.popleft())
+        while window:
+            yield self._item(window.popleft())
+
+    def _stored_name(self, key: str) -> tuple[str, str] | None:
+        """The key, and the name of the item in the cache, if the index of keys knows it; None: a load tells."""
+        if type(key) is not str or not key or self.closed:
+            return None
+        name, _ = self._name_of(key)
+        try:
+            return (key, name) if self._store.expect(self.name, name) else None
+        except errors.CacheFault:
+            return None
+
+    def _item(self, ahead: Lazy[Item_co] | tuple[str, str]) -> Item_co:
+        """What a lazy gives, or what the cache has under a name; where it is gone by now, or damaged, it is loaded."""
+        if isinstance(ahead, Lazy):
+            return ahead.get()
+        key, name = ahead
+        data: Buffer | None = self._hit(name, FOREVER)
+        if data is None:
+            try:
+                data = self._store.first_touch(self.name, name, FOREVER)
+            except errors.CacheFault:
+                data = None
+        if data is None and not self.closed:
+            return self.get_lazy(key).get()
+        item: Item_co = self._maker.value(key, self._maker.make(key) if data is None else data)
+        return item
 
     def put(self, obj: T, name: str = "") -> Lazy[T]:
         """Spill a pickled object to disk and return a lazy for it. Its bytes are removed when the lazy is read or dropped. ``name``: what
@@ -257,7 +299,8 @@ class _Maker:
         if not self.is_raw:
             view = memoryview(data).toreadonly()
             return self.codec.decode(view, lambda: memoryview(bytearray(view)))
-        value: Any = data if isinstance(data, bytes) else bytes(data)
+        copied = data.obj if isinstance(data, memoryview) else data  # a first touch reads small files into bytes
+        value: Any = copied if isinstance(copied, bytes) and len(copied) == len(data) else bytes(data)
         for decode in self._decoders:
             value = decode(key, value)
         return value
