@@ -62,6 +62,7 @@ MEMORY = "tests/cli/test_memory.py::test_memory_does_not_grow_with_what_is_kept"
 KEYS = "tests/engine/index/test_keys.py::"
 LIMITS = "tests/engine/index/test_limits.py::"
 LOOP = "tests/remote/test_limits.py::"
+FIRST_VALUES = "tests/engine/test_first_values.py::"
 STREAMING = "tests/adapters/streaming/test_streaming_prefix.py::"
 
 MUTANTS = (
@@ -125,6 +126,27 @@ MUTANTS = (
         3, "a first touch does not look at the slot again", "_engine/reading.py",
         "        if data is None or words[base + ID] != hint.id:", "        if data is None:",
         f"{KEYS}test_what_is_replaced_while_it_is_read_is_not_served",
+    ),
+    Mutant(
+        1, "the first read of a value does not compare its checksum", "_engine/reading.py",
+        " if data is not None and blobs.checksum_of(data) == checksum else None", " if data is not None else None",
+        f"{FIRST_VALUES}test_a_damaged_row_is_not_served[payload]",
+    ),
+    Mutant(
+        1, "the first read of a value maps a file that was written to", "_engine/reading.py",
+        "            if status.st_size != hint.size or not blobs.has_seal(status, hint.seal):\n",
+        "            if status.st_size != hint.size:\n",
+        f"{FIRST_VALUES}test_a_file_that_is_not_as_it_was_published_is_not_served[written to]",
+    ),
+    Mutant(
+        3, "the first read of a value does not look at the slot again", "_engine/reading.py",
+        " and self._slots.id_of(hint.slot) == hint.id else None", " else None",
+        f"{FIRST_VALUES}test_what_is_replaced_while_it_is_read_is_not_served",
+    ),
+    Mutant(
+        12, "the first read of a process takes a value of other arguments", "tasks/values.py",
+        "        if first is None or first.meta != self._meta(digest):\n", "        if first is None:\n",
+        f"{TASKS}test_the_first_read_of_a_process_takes_no_value_of_other_arguments_or_codecs",
     ),
     Mutant(
         10, "spaces share keys in the index", "_engine/index/keys.py",
@@ -1050,6 +1072,22 @@ MUTANTS = (
         "tests/engine/packs/test_pack.py::test_what_another_boot_wrote_is_compared_with_its_checksum",
     ),
     Mutant(
+        1, "a hint of a length is believed though it proves nothing", "_engine/packs/segments.py",
+        "                if hint >> bits != hash((key, word, length)) % proofs or end > limit:", "                if end > limit:",
+        "tests/engine/packs/test_pack.py::test_a_hint_of_a_length_is_believed_only_where_it_proves_itself[one byte more]",
+    ),
+    Mutant(
+        1, "a hint of a length leads out of its segment", "_engine/packs/segments.py",
+        "                if hint >> bits != hash((key, word, length)) % proofs or end > limit:",
+        "                if hint >> bits != hash((key, word, length)) % proofs:",
+        "tests/engine/packs/test_pack.py::test_a_hint_of_a_length_is_believed_only_where_it_proves_itself[beyond the segment]",
+    ),
+    Mutant(
+        1, "a hint of a length of another boot is believed", "_engine/files/pack_records.py",
+        "    return boot_tag() << 32 | seed_of(pack)\n", "    return seed_of(pack)\n",
+        "tests/engine/packs/test_pack.py::test_what_another_boot_wrote_is_compared_with_its_checksum",
+    ),
+    Mutant(
         4, "segments are not charged", "_engine/catalog/segments.py",
         "    _charge(txn, segment.pack, segment.number, segment.size)\n",
         "",
@@ -1084,6 +1122,16 @@ MUTANTS = (
         2, "a failed load is told to nobody else", "prefetch/loader.py",
         "            self._store.locks.note_failure(self._config.space, ref.name, error)\n", "",
         "tests/scenarios/test_prefetch.py::test_s06_a_failure_reaches_all_who_wait",
+    ),
+    Mutant(
+        1, "a stream believes that what it looked for is still there", "prefetch/__init__.py",
+        "        if data is None and not self.closed:\n            return self.get_lazy(key).get()\n", "        data = data or b\"\"\n",
+        "tests/prefetch/test_prefetch.py::test_what_goes_between_the_look_ahead_and_its_turn_is_read_from_the_source[evicted]",
+    ),
+    Mutant(
+        4, "a pool that keeps nothing streams without leases", "prefetch/__init__.py",
+        "        if not self._options[\"keep\"]:  # such", "        if False:  # such",
+        "tests/prefetch/test_prefetch.py::test_a_stream_of_a_pool_that_keeps_nothing_removes_what_others_kept",
     ),
     Mutant(
         3, "items without a version outlive those who use them", "prefetch/__init__.py",
