@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import random
 import statistics
 import threading
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _common import FLOOR, OURS, PEER, Line, Part, Timing, interleave, main, seconds
+from _common import FLOOR, OURS, PEER, Line, Part, Timing, interleave, main, python, seconds
 from _prefetch import (
     ENERGON,
     PLAIN,
@@ -277,6 +278,72 @@ def _serve(pipe: Any, count: int) -> None:
         pipe.recv()
 
 
+# -- what the cache has ------------------------------------------------------------------------------------------------
+
+_CACHED = """
+import json, os, random, sys, time
+import forebay
+
+class Kept:  # it is never read
+    uri, version = "bench://kept", "1"
+    __getitem__ = None
+
+root, files, how, count = sys.argv[1:4] + [int(sys.argv[4])]
+names = [f"{number:06d}" for number in range(count)]
+first, rest = names[0], names[1:]
+random.Random(4).shuffle(rest)
+cache = forebay.Cache(root, max_age="forever")
+if how == "stream":
+    pool = cache.prefetcher(Kept(), workers=2)
+    every = lambda names: pool.stream(names)
+elif how == "read":
+    every = lambda names: (cache.read(f"{files}/{name}", force=True) for name in names)
+else:
+    every = lambda names: (open(f"{files}/{name}", "rb").read() for name in names)
+for data in every([first]):
+    assert data
+wall, cpu = time.perf_counter(), time.process_time()
+for data in every(rest):
+    data[0], data[-1], data[len(data) // 2]
+print(json.dumps([(time.perf_counter() - wall) / len(rest), (time.process_time() - cpu) / len(rest)]))
+"""
+
+
+class Kept:
+    """A source that has a version, so that its items stay for other processes."""
+
+    uri, version = "bench://kept", "1"
+
+    def __getitem__(self, key: str) -> bytes:
+        return os.urandom(ITEM)
+
+
+def cached(folder: Path, quick: bool) -> list[Line]:
+    """Items that another process has loaded, each once, in a random order; beside first reads of as many objects by `Cache.read`."""
+    import forebay
+
+    count, rounds = (40, 1) if quick else (3_000, 7)
+    files, root = folder / "files", folder / "root"
+    files.mkdir()
+    keys = [f"{number:06d}" for number in range(count)]
+    with forebay.Cache(root, budget="80%", max_age="forever") as cache:
+        for key in keys:
+            (files / key).write_bytes(os.urandom(ITEM))
+            cache.pull(files / key)
+        with cache.prefetcher(Kept()) as pool:
+            assert not pool.warm(keys).failed
+    line = Line(f"`stream` over {count:,} items of 100 KB that the cache has, in random order, in a fresh process", "<= 1.5x first `read`")
+    line.timings = {"Forebay": Timing(OURS), "`Cache.read`, first": Timing(FLOOR), "open + read": Timing(FLOOR)}
+    for _ in range(rounds):
+        for timing, how in zip(line.timings.values(), ("stream", "read", "plain"), strict=True):
+            wall, cpu = python(_CACHED, str(root), str(files), how, str(count))
+            timing.wall.append(wall)
+            timing.cpu.append(cpu)
+    over = 1 / line.ratio("`Cache.read`, first")
+    line.note, line.met = f"{over:.2f}x a first `read`", over <= 1.5
+    return [line]
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -312,7 +379,7 @@ def _peak(tell: Callable[[tuple[int, int]], None], way: Any, size: int, folder: 
         assert len(held) == len(keys)
 
 
-ROWS = {"order": order, "once": once, "publishing": publishing, "demand": demand, "server": server, "memory": memory}
+ROWS = {"order": order, "once": once, "publishing": publishing, "demand": demand, "server": server, "cached": cached, "memory": memory}
 
 if __name__ == "__main__":
     main("prefetch", ROWS)

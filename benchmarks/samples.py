@@ -72,6 +72,27 @@ def get_of(folder: Path, size: int, count: int, quick: bool) -> list[Line]:
     return [line, first]
 
 
+def first(folder: Path, quick: bool) -> list[Line]:
+    """Each sample of 10 KB once, in a random order, in fresh processes: one, and eight at the same time, each all of them."""
+    count, rounds = (300, 1) if quick else (20_000, 7)
+    in_a_child(arrays.fill, folder, count, os.urandom(SMALL))
+    order, labels = shuffled(count), ("Forebay", "index array + slice", "lmdb buffers")
+    lines = []
+    for processes in (1, 8):
+        who = "a process" if processes == 1 else f"{processes} processes at the same time: time per get of all"
+        line = Line(f"the first pass over {count:,} samples of 10 KB by {who}", "<= 1x lmdb buffers")
+        line.timings = {label: Timing(KINDS[label]) for label in labels}
+        for _ in range(rounds):
+            for label, timing in line.timings.items():
+                wall, cpu = crowd(processes, _one_pass, (label, folder, count), order)
+                timing.wall.append(wall / count / processes)
+                timing.cpu.append(cpu / count / processes)
+        line.note = f"{1e-6 / line.ours.median:.2f} M/s"
+        line.met = line.ratio("lmdb buffers") >= 1
+        lines.append(line)
+    return lines
+
+
 def _one_pass(gate: Any, which: Loaded, order: list[int], member: int) -> None:
     fetch = arrays.getter(*which)
     gate.wait()
@@ -406,7 +427,7 @@ def codec_of(folder: Path, codec: str, quick: bool) -> Line:
     return line
 
 
-ROWS = {"get": get, "put": put, "together": together, "beside": beside, "open": opening, "space": space, "codecs": codecs}
+ROWS = {"get": get, "first": first, "put": put, "together": together, "beside": beside, "open": opening, "space": space, "codecs": codecs}
 
 if __name__ == "__main__":
     main("samples", ROWS)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import _tasks
-from _common import FLOOR, OURS, PEER, Line, Part, Timing, interleave, main, seconds, time_starts
+from _common import FLOOR, OURS, PEER, Line, Part, Timing, interleave, main, python, seconds, time_starts
 from _tasks import CHIA, Keeper, keepers, started_ray, with_chia
 
 KB, MB = 1000, 1_000_000
@@ -99,6 +99,61 @@ def write(folder: Path, quick: bool) -> list[Line]:
 def _writes(keeper: Keeper, fresh: Any, value: Any, times: int) -> None:
     for tag in itertools.islice(fresh, times):
         keeper.write(tag, value)
+
+
+# -- the first read of a process ---------------------------------------------------------------------------------------
+
+_FIRST = """
+import json, random, sys, time
+import diskcache, forebay
+
+root, disk, what, count = sys.argv[1:4] + [int(sys.argv[4])]
+cache, peer = forebay.Cache(root), diskcache.Cache(disk)
+tasks = cache.tasks("bench")
+tags = [f"{what}/{number}" for number in range(count)]
+ways = {"Forebay": cache.get if what == "bytes" else lambda tag: tasks.read(tag)[1], "diskcache": peer.get}
+for way in ways.values():  # what is imported and opened late
+    assert way(tags[0]) is not None
+tags = tags[1:]
+random.Random(4).shuffle(tags)
+spent = {name: [0.0, 0.0] for name in ways}
+step = max(len(tags) // 16, 1)
+for start in range(0, len(tags), step):
+    for name, way in ways.items():
+        wall, cpu = time.perf_counter(), time.process_time()
+        for tag in tags[start : start + step]:
+            assert way(tag) is not None
+        spent[name][0] += time.perf_counter() - wall
+        spent[name][1] += time.process_time() - cpu
+print(json.dumps({name: [seconds / len(tags) for seconds in both] for name, both in spent.items()}))
+"""
+
+
+def first(folder: Path, quick: bool) -> list[Line]:
+    """What this process has not read before: each value once, in a random order, in fresh processes."""
+    count, few, rounds = (40, 10, 1) if quick else (2_000, 200, 7)
+    ours, disk = _tasks.Forebay(folder), _tasks.Disk(folder)
+    for kind, size, number in (("bytes", KB, count), ("value", KB, count), ("array", MB, few)):
+        value = os.urandom(KB) if kind == "bytes" else value_of(size)
+        for i in range(number):
+            assert ours.cache.put(f"bytes/{i}", value) if kind == "bytes" else ours.write(f"{kind}/{i}", value)
+            disk.write(f"{kind}/{i}", value)
+    return [
+        _first(folder, "bytes", "`Cache.get` of 1 KB", count, rounds),
+        _first(folder, "value", "`tasks.read` of 1 KB", count, rounds),
+        _first(folder, "array", "`tasks.read` of an array of 1 MB", few, rounds),
+    ]
+
+
+def _first(folder: Path, kind: str, what: str, count: int, rounds: int) -> Line:
+    line = Line(f"first {what}, {count:,} in a fresh process", "<= 60 us" if kind == "array" else "<= 1x diskcache")
+    line.timings = {"Forebay": Timing(OURS), "diskcache": Timing(PEER)}
+    for _ in range(rounds):
+        for label, (wall, cpu) in python(_FIRST, str(folder / "root"), str(folder / "diskcache"), kind, str(count)).items():
+            line.timings[label].wall.append(wall)
+            line.timings[label].cpu.append(cpu)
+    line.met = line.ours.median <= 60e-6 if kind == "array" else line.ratio("diskcache") >= 1
+    return line
 
 
 # -- a function that is called again -----------------------------------------------------------------------------------
@@ -299,7 +354,7 @@ def _read_chia(tag: str, kept: object) -> list[float]:
     return _timed(lambda: ray.get(handle.read.remote(tag))[1])
 
 
-ROWS = {"read": read, "write": write, "call": call, "open": opening, "ray": on_ray}
+ROWS = {"read": read, "first": first, "write": write, "call": call, "open": opening, "ray": on_ray}
 
 if __name__ == "__main__":
     main("tasks", ROWS, variables={"chia": (CHIA, "where CHIA's source is, to measure its cache too")})

@@ -129,7 +129,7 @@ MUTANTS = (
     ),
     Mutant(
         1, "the first read of a value does not compare its checksum", "_engine/reading.py",
-        " if data is not None and blobs.checksum_of(data) == checksum else None", " if data is not None else None",
+        " or (data is not None and blobs.checksum_of(data) != checksum):", ":",
         f"{FIRST_VALUES}test_a_damaged_row_is_not_served[payload]",
     ),
     Mutant(

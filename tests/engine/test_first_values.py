@@ -96,6 +96,20 @@ def test_a_damaged_row_is_not_served(store: Store, change: str) -> None:
     assert bytes_of(store, "small") is None
 
 
+def test_the_sound_row_of_another_value_is_not_served(store: Store) -> None:
+    """Two rows changed places: their bytes and checksums agree, but the index knows another size."""
+    store.put("v", "other", b"o" * 2_000)
+    small, other = store.entry("v", "small"), store.entry("v", "other")
+    assert small is not None
+    assert other is not None
+    with store.engine.catalog.write() as txn:
+        for table in ("entries", "payloads"):
+            for old, new in ((small.id, -1), (other.id, small.id), (-1, other.id)):
+                txn.run(f"UPDATE {table} SET id = ? WHERE id = ?", new, old)
+    assert first(store, "small") is None
+    assert store.first_touch("v", "other", 1 << 63, alias="other") is None
+
+
 @pytest.mark.parametrize("change", ["written to", "cut", "removed", "link", "directory"])
 def test_a_file_that_is_not_as_it_was_published_is_not_served(store: Store, change: str) -> None:
     entry = store.entry("v", "large")

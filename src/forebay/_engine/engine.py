@@ -16,7 +16,7 @@ from forebay._engine.index.counters import Counters
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.keys import EntryHint, KeyIndex
 from forebay._engine.index.memo import Memo
-from forebay._engine.index.slots import RECORDS, Slots, SlotsBroken, SlotsReplaced
+from forebay._engine.index.slots import ID, RECORDS, USED, Slots, SlotsBroken, SlotsReplaced
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.reading import Reading
@@ -359,8 +359,9 @@ class Engine:
 
     def touch(self, entry: Entry | EntryHint) -> None:
         """Note that an entry is used now."""
-        if self.slots.id_of(entry.slot) == entry.id:
-            self.slots.touch(entry.slot, self.slots.clock.now())
+        words, base = self.slots.record(entry.slot)
+        if words[base + ID] == entry.id and not self.root.read_only:
+            words[base + USED] = self.slots.clock.now()
 
     def _set_late(self) -> None:
         """Set what could not be set when the root was opened, before anything is written that it may forbid."""

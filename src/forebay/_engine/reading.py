@@ -106,7 +106,7 @@ class Reading:
     def _value_of(self, space: str, names: tuple[str, ...], hint: EntryHint) -> memoryview | None:
         """The bytes of a small value; None where it is gone, or damaged."""
         row = entries.value(self._catalog, hint.id)
-        if row is None or row[0] is None or blobs.checksum_of(row[0]) != row[1]:
+        if row is None or row[0] is None or len(row[0]) != hint.size or blobs.checksum_of(row[0]) != row[1]:
             return None
         view = memoryview(row[0])
         if self._memo.is_again(hint.id, hint.size):
@@ -134,12 +134,11 @@ class Reading:
         if row is None:
             return None
         data, checksum, meta = row
-        if hint.is_file:
-            view = self._map_hinted(hint)
-        else:
-            view = memoryview(data) if data is not None and blobs.checksum_of(data) == checksum else None
+        view = memoryview(data) if data is not None else self._map_hinted(hint)
+        if view is None or view.nbytes != hint.size or (data is not None and blobs.checksum_of(data) != checksum):
+            return None
         # The last look: what was read of the slot was of this entry.
-        return FirstValue(view, meta, hint) if view is not None and self._slots.id_of(hint.slot) == hint.id else None
+        return FirstValue(view, meta, hint) if self._slots.id_of(hint.slot) == hint.id else None
 
     def _map_hinted(self, hint: EntryHint) -> memoryview | None:
         """The bytes of a file; None where it is gone, or is not as it was published."""

@@ -515,8 +515,9 @@ class Store:
 
     def count_hit(self, size: int) -> None:
         """Count a hit of ``size`` bytes."""
-        self.engine.counters.add(counters.HITS)
-        self.engine.counters.add(counters.BYTES_HIT, size)
+        counts, at = self.engine.counters.block()
+        counts[at + counters.HITS] += 1
+        counts[at + counters.BYTES_HIT] += size
 
     def count(self, name: str, n: int = 1) -> None:
         """Add ``n`` to the counter ``name``, one of `counters.NAMES`."""

@@ -347,10 +347,10 @@ class Catalog:
 
     def quick_one(self, sql: str, *values: Any) -> Any:
         """`one`, for a row that proves itself by a checksum: it does not look whether the index of the log was retired meanwhile, which
-        takes as long as the statement."""
+        takes as long as the statement. Caller: knows that this process was not forked by C code (`Engine.check_usable`)."""
         with self._mutex:
             con = self._con
-            if con is not None and not self._still and self._pid == os.getpid():
+            if con is not None and not self._still:
                 try:
                     rows = con.execute(sql, values).fetchall()
                 except sqlite3.Error as error:
