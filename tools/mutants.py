@@ -133,6 +133,11 @@ MUTANTS = (
         f"{FIRST_VALUES}test_a_damaged_row_is_not_served[payload]",
     ),
     Mutant(
+        1, "the first read of a value does not compare its size", "_engine/reading.py",
+        "        if view is None or view.nbytes != hint.size or (data", "        if view is None or (data",
+        f"{FIRST_VALUES}test_the_sound_row_of_another_value_is_not_served",
+    ),
+    Mutant(
         1, "the first read of a value maps a file that was written to", "_engine/reading.py",
         "            if status.st_size != hint.size or not blobs.has_seal(status, hint.seal):\n",
         "            if status.st_size != hint.size:\n",
@@ -140,7 +145,8 @@ MUTANTS = (
     ),
     Mutant(
         3, "the first read of a value does not look at the slot again", "_engine/reading.py",
-        " and self._slots.id_of(hint.slot) == hint.id else None", " else None",
+        "        return FirstValue(view, meta, hint) if self._slots.id_of(hint.slot) == hint.id else None\n",
+        "        return FirstValue(view, meta, hint)\n",
         f"{FIRST_VALUES}test_what_is_replaced_while_it_is_read_is_not_served",
     ),
     Mutant(
