@@ -167,9 +167,9 @@ def test_what_is_expected_is_the_last_to_be_evicted(store: Store) -> None:
     entry = store.entry("v", "large")
     assert entry is not None
     store.engine.slots.touch(entry.slot, 1)
-    assert not store.expect("v", "none")
-    assert not store.expect("no space", "large")
-    assert store.expect("v", "large")
+    assert not store.reservations.expect("v", "none")
+    assert not store.reservations.expect("no space", "large")
+    assert store.reservations.expect("v", "large")
     assert store.engine.slots.used(entry.slot) > 1
     assert store.discard(entry)
-    assert not store.expect("v", "large")
+    assert not store.reservations.expect("v", "large")

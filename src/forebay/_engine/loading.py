@@ -1,4 +1,4 @@
-"""`Store.reservations`: what a prefetcher needs beside reads and writes: space reserved ahead, and sessions."""
+"""`Store.reservations`: what a prefetcher needs beside reads and writes: space reserved ahead, what to expect, and sessions."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ class Reservations:
 
     def __init__(self, engine: Engine, spaces: Spaces) -> None:
         self.engine, self._spaces = engine, spaces
+
+    @recover_and_retry
+    def expect(self, space: str, key: str) -> bool:
+        """See `Reading.expect`."""
+        row = self.engine.known_spaces.get(space)
+        return row is not None and self.engine.reading.expect(row.id, key)
 
     @recover_and_retry
     def open(self, space: str) -> SpaceReservation:

@@ -7,6 +7,7 @@ the caller as a `CacheFault`.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 import time
@@ -152,12 +153,6 @@ class Store:
         if row is None:
             return None
         return engine.reading.first_touch(space, row.id, key, max_age, alias or key)
-
-    @recover_and_retry
-    def expect(self, space: str, key: str) -> bool:
-        """See `Reading.expect`."""
-        row = self.engine.known_spaces.get(space)
-        return row is not None and self.engine.reading.expect(row.id, key)
 
     @recover_and_retry
     def first_value(self, space: str, key: str) -> FirstValue | None:

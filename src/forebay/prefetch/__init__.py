@@ -122,7 +122,7 @@ class Prefetcher(Pool[Item_co]):
             return None
         name, _ = self._name_of(key)
         try:
-            return (key, name) if self._store.expect(self.name, name) else None
+            return (key, name) if self._store.reservations.expect(self.name, name) else None
         except errors.CacheFault:
             return None
 
