@@ -7,7 +7,6 @@ the caller as a `CacheFault`.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import threading
 import time
