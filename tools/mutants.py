@@ -594,7 +594,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "the budget goes with the catalog", "_engine/space/settings.py",
-        "settings_file.read(root) or Kept(**asdict(before or Settings()))", "Kept()",
+        "settings_file.read(root) or Kept(*(before or Settings()))", "Kept()",
         f"{DAMAGE}test_the_first_call_that_meets_the_damage_goes_on[cut 0]",
     ),
     Mutant(

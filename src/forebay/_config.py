@@ -7,9 +7,8 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from forebay._logs import logger
 from forebay.errors import ConfigError
@@ -171,8 +170,7 @@ def _wrong(name: str, value: object, why: str) -> ConfigError:
     return ConfigError(f"{name}={value!r} is not valid: {why}", name=name, value=str(value))
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentSettings:
+class EnvironmentSettings(NamedTuple):
     """The settings in the environment. None: not set.
 
     ``budget`` and ``min_free`` stay text, since a share depends on the disk; `parse_size` has accepted them. ``max_rate``: bytes a second.
@@ -222,10 +220,11 @@ class EnvironmentSettings:
         return cls(**values), faults
 
 
+REMOTE = ("CONNECT_TIMEOUT", "READ_TIMEOUT", "TOTAL_TIMEOUT", "ATTEMPTS", "CONNECTIONS", "STREAMS")
+"""The names of the variables from which `RemoteOptions` are made, without ``FOREBAY_``."""
 KNOWN = frozenset({
     *("HOME", "BUDGET", "MIN_FREE", "MAX_RATE", "MAX_CONNECTIONS", "MAX_AGE", "OFFLINE", "SHARED", "PROGRESS", "VERBOSITY", "CLAIMS"),
-    "S3_ANONYMOUS",
-    *("CONNECT_TIMEOUT", "READ_TIMEOUT", "TOTAL_TIMEOUT", "ATTEMPTS", "CONNECTIONS", "STREAMS"),
+    "S3_ANONYMOUS", *REMOTE,
 })  # fmt: skip
 """The names of all variables that Forebay reads, without ``FOREBAY_``."""
 

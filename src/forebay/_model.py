@@ -1,4 +1,4 @@
-"""The types that all packages share: frozen dataclasses, and the protocols between the engine, the sources and the remotes."""
+"""The types that all packages share: records, and the protocols between the engine, the sources and the remotes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import enum
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard
 
 from forebay.errors import ConfigError
 
@@ -83,8 +82,7 @@ class Codec(Protocol[Item]):
         """Return the value of such bytes. ``data`` is read-only, and stays valid as long as anything refers to it."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Span:
+class Span(NamedTuple):
     """``length`` bytes from ``start``."""
 
     start: int
@@ -96,8 +94,7 @@ class Span:
         return self.start + self.length
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(NamedTuple):
     """A remote's description of an object.
 
     ``size``: bytes, None where the remote does not say. ``validator``: the ETag as sent (quotes and ``W/`` included), else
@@ -112,8 +109,7 @@ class ObjectInfo:
     modified: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
+class Partial(NamedTuple):
     """The part that an earlier fetch left. A fetch may resume it while the object still has this validator and this size."""
 
     size: int
@@ -121,19 +117,16 @@ class Partial:
     missing: tuple[Span, ...]
 
 
-@dataclass(slots=True)
 class Transfer:
     """What a remote did for one call, for the counters and for the user."""
 
-    requests: int = 0
-    received: int = 0
-    retries: int = 0
-    resumed: int = 0
-    info: ObjectInfo | None = None
+    def __init__(
+        self, requests: int = 0, received: int = 0, retries: int = 0, resumed: int = 0, info: ObjectInfo | None = None
+    ) -> None:  # fmt: skip
+        self.requests, self.received, self.retries, self.resumed, self.info = requests, received, retries, resumed, info
 
 
-@dataclass(frozen=True, slots=True)
-class SourceInfo:
+class SourceInfo(NamedTuple):
     """Where an item comes from. ``uri``: of the dataset; ``key``: of the item in it; ``shard``: the shard that holds it, if any;
     ``files``: the names of its files."""
 
@@ -301,8 +294,7 @@ class Noted(bytes):
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One version of one key in one space.
 
     ``size``: bytes stored. ``charge``: bytes counted against the budget (whole blocks). ``kind``: ``blob``, ``value``,
@@ -350,8 +342,7 @@ def noted(meta: str, **types: type) -> dict[str, Any] | None:
     return content if sound and all(0 <= value < 1 << 48 for value in values if type(value) is int) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Victim:
+class Victim(NamedTuple):
     """An entry that a `Plan` would remove."""
 
     name: str
@@ -366,8 +357,7 @@ class Victim:
         return cls(entry.name, entry.size, entry.charge, entry.used, entry.id)
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """The result of a removal: ``freed`` bytes of ``removed`` entries, and of ``stray_files`` that no entry named; ``spared`` were in use,
     pinned, or already gone."""
 
@@ -377,8 +367,7 @@ class Report:
     stray_files: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Strays:
+class Strays(NamedTuple):
     """Files in a root that no budget counts; bytes are whole blocks. ``files``, ``bytes``: Forebay's own, which no entry names;
     ``foreign``, ``foreign_bytes``: other programs', which are left alone."""
 
@@ -388,8 +377,7 @@ class Strays:
     foreign_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """One result of a check. ``kind``: a short word; ``subject``: the file, entry or total; ``found``: a description."""
 
     kind: str

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from forebay._engine.catalog import Catalog, entries, spaces
 from forebay._engine.catalog.wal import Wal
@@ -14,15 +14,13 @@ from forebay._engine.index.slots import Slots
 from forebay._engine.locks.leases import Leases
 from forebay._model import Entry
 
-_set = object.__setattr__  # of an entry that nobody else has yet: `replace` takes as long as all the rest
 ENTRIES_PER_PAGE = 1000
 """Entries that are read at a time: a few milliseconds of SQLite."""
 Facts = tuple[str, int, float, float, str, bool]
 """Of an entry: key, bytes, when it was last used and when created, in seconds since 1970, life, and whether it is leased."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """How full a root is, in bytes: used by entries, reserved by writes, and the budget; and its limits of transfers, 0: none."""
 
     used: int
@@ -51,11 +49,10 @@ class StatsReader:
         times = self._slots.times([entry.slot for entry in rows])
         walls = self._slots.clock.walls
         used, validated = walls(last for last, _ in times), walls(at for _, at in times)
-        for entry, last, at in zip(rows, used, validated, strict=True):
-            _set(entry, "used", last)
-            _set(entry, "validated", at)
-            _set(entry, "leased", entry.id in leased)
-        return rows
+        return [
+            entry._replace(used=last, validated=at, leased=entry.id in leased)
+            for entry, last, at in zip(rows, used, validated, strict=True)
+        ]
 
     def fact_page(self, space: int, after: str | None, *, backwards: bool = False) -> list[Facts]:
         """`page`, with only the facts that listings of many entries show."""
@@ -79,7 +76,7 @@ class StatsReader:
 
     def with_times(self, entry: Entry) -> Entry:
         clock = self._slots.clock
-        return replace(entry, used=clock.wall(self._slots.used(entry.slot)), validated=clock.wall(self._slots.validated(entry.slot)))
+        return entry._replace(used=clock.wall(self._slots.used(entry.slot)), validated=clock.wall(self._slots.validated(entry.slot)))
 
     def usage(self) -> Usage:
         limits = spaces.limits(self._catalog)

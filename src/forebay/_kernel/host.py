@@ -16,8 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from forebay._logs import logger
 from forebay._model import Buffer
@@ -304,8 +303,7 @@ def read_small(path: Path, largest: int) -> bytes | None:
         os.close(fd)
 
 
-@dataclass(frozen=True, slots=True)
-class Disk:
+class Disk(NamedTuple):
     """A file system, in bytes. ``block``: its allocation unit; ``free``: bytes available to this user.
 
     ``inodes_free``: 0 also where the file system does not count them."""

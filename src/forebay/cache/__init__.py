@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, overload
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, overload
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import no_hit
 from forebay._engine.locks.leases import Lease
-from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
@@ -26,6 +24,7 @@ from forebay.origin.spaces import URLS
 from forebay.remote.urls import Url
 
 if TYPE_CHECKING:
+    from forebay._engine.passthrough import PassThrough
     from forebay.cache.aio import AsyncFetches, AsyncLocal
     from forebay.cache.entries import Entries, Name
     from forebay.cache.many import LocalFiles
@@ -432,7 +431,7 @@ class Cache:
         ``space:key`` comes before a key of `Cache.put` that reads the same. Raises `Ambiguous` where a name means several entries."""
         space_key = self._find(name)
         entry = self._store.entry(*space_key) if space_key is not None else None
-        return replace(entry, leased=self._store.is_leased(entry)) if entry is not None else None
+        return entry._replace(leased=self._store.is_leased(entry)) if entry is not None else None
 
     def hold(self, name: Name) -> Lease:
         """A lease on the file or the directory stored under a name; nothing is fetched. Raises `NotCached`."""

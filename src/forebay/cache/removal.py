@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from forebay._kernel import waits
 from forebay._model import Entry, Report, Victim
@@ -49,6 +48,6 @@ def prune(origin: Origin) -> Plan:
         with waits.time_limit(origin.timeout):
             origin.store.make_room()
             strays = origin.store.remove_strays()
-            return replace(report, freed=report.freed + strays.bytes, stray_files=strays.files)
+            return report._replace(freed=report.freed + strays.bytes, stray_files=strays.files)
 
     return Plan(plan(origin, None, None, None, all=False).victims, execute)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import errors
 from forebay._engine.index.memo import Remembered
-from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._model import Buffer, Victim, as_bytes, is_text
 from forebay.origin import Origin
+
+if TYPE_CHECKING:
+    from forebay._engine.passthrough import PassThrough
 
 T = TypeVar("T")
 

@@ -193,7 +193,7 @@ def _pull_directory(
         with lease:
             if target is not None:
                 cache.copy_directory(url, target, force=True, overwrite=overwrite, **part)
-            return replace(lease.entry, size=size)  # the size of its files, not of the tree of links
+            return lease.entry._replace(size=size)  # the size of its files, not of the tree of links
     except NoSpace:
         if target is None:
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -181,7 +180,7 @@ def _carry_out(
         if not confirmed("Remove them?"):
             raise typer.Exit(FAILED)
     report = plan.execute()
-    output.document({**dataclasses.asdict(report), **extra})
+    output.document({**report._asdict(), **extra})
     output.report(report)
     return report
 

@@ -344,6 +344,8 @@ def _entries_and_strays(entries: int, strays: int) -> str:
 
 
 def _jsonable(value: object) -> object:
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _jsonable(value._asdict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _jsonable({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     if isinstance(value, Mapping):

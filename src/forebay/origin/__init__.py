@@ -2,58 +2,63 @@
 
 from __future__ import annotations
 
+import functools
 import io
-import json
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar, cast
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
 from forebay._engine.locks.leases import Lease, in_place
-from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Span, Transfer, noted
-from forebay.origin.files import RANGE, RangeFile, opened
-from forebay.origin.opening import CacheHandle, Reopening, RootOptions, others_can_write
-from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, in_memory, is_same_version, sha256_of
+from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Span, Transfer
+from forebay.origin.opening import CacheHandle, Reopening, RootOptions, in_memory, no_store, others_can_write
+from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, is_expected, is_same_version, sha256_of
 from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS
 
 if TYPE_CHECKING:
+    from forebay._engine.passthrough import PassThrough
     from forebay._engine.write.publish import Writing
 
 log = logger("forebay.origin")
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
 class Origin:
     """The state that the fronts of one cache share: its store, its remotes, and the defaults of its calls. Reads objects through the store.
+
+    ``offline``, ``max_age`` (nanoseconds), ``timeout`` (seconds that a call waits in total): the defaults of calls.
 
     Callable from any thread and after a fork. Pickles as the arguments that opened it: unpickling opens it again, once for all handles of
     one pickle, and leaves the limits of the root as they are."""
 
-    store: Store | PassThrough
-    options: remote.RemoteOptions
-    upstream: Store | None = None
-    warned: set[str] = field(default_factory=set)  # the kinds of problem that were logged
-    offline: bool = False  # the default of calls, as are ``max_age`` (nanoseconds) and ``timeout``
-    max_age: int = 300_000_000_000
-    timeout: float | None = None  # seconds that a call waits in total
-    reopening: Reopening | None = None  # while ``store`` is a `PassThrough` that a later call may replace
-    root: Path = Path()
-    init_kwargs: dict[str, Any] = field(default_factory=dict)  # of `for_root`, without the limits of the root
-    closed: bool = False
-    unset_spaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # spaces that fronts requested before there was a store
-    _targets: dict[str, Target] = field(default_factory=dict)
-    _handles: weakref.WeakSet[CacheHandle] = field(default_factory=weakref.WeakSet)
+    def __init__(
+        self, store: Store | PassThrough, options: remote.RemoteOptions | None = None, upstream: Store | None = None, *,
+        offline: bool = False, max_age: int = 300_000_000_000, timeout: float | None = None, reopening: Reopening | None = None,
+        root: Path | None = None, init_kwargs: dict[str, Any] | None = None, warned: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        self.store, self.upstream = store, upstream
+        self._options = options
+        self.offline, self.max_age, self.timeout = offline, max_age, timeout
+        self.reopening = reopening  # while ``store`` is a `PassThrough` that a later call may replace
+        self.root, self.init_kwargs = root or Path(), init_kwargs or {}  # of `for_root`, without the limits of the root
+        self.warned = set(warned)  # the kinds of problem that were logged
+        self.closed = False
+        self.unset_spaces: dict[str, dict[str, Any]] = {}  # spaces that fronts requested before there was a store
+        self._targets: dict[str, Target] = {}
+        self._handles: weakref.WeakSet[CacheHandle] = weakref.WeakSet()
+
+    @functools.cached_property
+    def options(self) -> remote.RemoteOptions:
+        """How requests are sent. Made by the first request."""
+        return self._options or remote.RemoteOptions()
 
     # -- opening and closing ---------------------------------------------------------------------------------------
 
@@ -74,16 +79,16 @@ class Origin:
         }  # fmt: skip
         age = environment.max_age if max_age is None else _config.parse_age(max_age, name="max_age")
         timeout = _config.parse_timeout(timeout)
-        options = remote_options or remote.RemoteOptions.from_environment()  # before anything is opened
+        if any(f"FOREBAY_{name}" in os.environ for name in _config.REMOTE):
+            remote_options = remote_options or remote.RemoteOptions.from_environment()  # checked before anything is opened
         with waits.time_limit(timeout):
-            store = root_options.open_or_pass() if enabled else PassThrough()
+            store = root_options.open_or_pass() if enabled else no_store()
         above = RootOptions(Path(upstream), shared=True, read_only=True).open_or_pass() if upstream is not None else None
         return cls(
-            store, options, above if above is not None and above.keeps else None,
-            warned=set() if enabled else {"NoSpace"},  # the caller disabled the cache, and needs no warning about it
+            store, remote_options, above if above is not None and above.keeps else None,
             offline=environment.offline if offline is None else offline, max_age=int(min(age * 1_000_000_000, FOREVER)), timeout=timeout,
             reopening=Reopening(root_options) if enabled and not store.keeps else None, root=root_options.path.absolute(),
-            init_kwargs=init_kwargs,
+            init_kwargs=init_kwargs, warned=() if enabled else ("NoSpace",),  # who disabled the cache needs no warning about it
         )  # fmt: skip
 
     @classmethod
@@ -184,7 +189,7 @@ class Origin:
         if known is not None:
             return known
         key = remote.canonical(text)
-        target = Target(text, key, remote.suffix_of_key(key), remote.resolver(text, self.options), remote.local_path(text))
+        target = Target(text, key, remote.suffix_of_key(key), remote.resolver(text, lambda: self.options), remote.local_path(text))
         if len(self._targets) >= 10_000:
             self._targets.clear()
         self._targets[text] = target
@@ -241,6 +246,8 @@ class Origin:
         if options.bypass:
             return self._stream(target, options)
         try:
+            from forebay.origin.files import opened  # imported late: many programs never open a file
+
             return opened(self.lease(target, options))
         except (errors.CacheFault, errors.WaitTimeout) as error:
             self.fall_back(error, target.key)
@@ -278,7 +285,7 @@ class Origin:
         lease = self.store.lease(URLS, target.key)
         stamp = self.store.stamp(lease.entry) if lease is not None else None
         is_old = options.refresh and (not seen or stamp == seen[0])
-        if lease is not None and not is_old and self.is_fresh(lease.entry, options) and self.is_expected(lease, options):
+        if lease is not None and not is_old and self.is_fresh(lease.entry, options) and is_expected(lease, options):
             return lease
         seen.append(stamp)
         if lease is not None:
@@ -288,20 +295,12 @@ class Origin:
     def is_fresh(self, entry: Entry, options: FetchOptions) -> bool:
         return self.store.validated(entry) >= options.since
 
-    def is_expected(self, lease: Lease, options: FetchOptions) -> bool:
-        if options.etag and not is_same_version(lease.entry.validator, options.etag):
-            return False
-        if options.sha256 is None:
-            return True
-        known = noted(lease.entry.meta, sha256=str)
-        return bool((known["sha256"] if known else sha256_of(lease.path)) == options.sha256.lower())
-
     # -- fetching, under the key's lock ----------------------------------------------------------------------------
 
     def obtain(self, target: Target, options: FetchOptions, spilling: SpillingSink | None) -> Lease:
         """Validate the entry, else fetch it. The last look was under the key's lock: no other process is fetching it."""
         old = self.store.lease(URLS, target.key)
-        if old is None or not self.is_expected(old, options):
+        if old is None or not is_expected(old, options):
             return self._fetch(target, options, spilling)
         try:
             current = self._validate(target, options, old)
@@ -435,7 +434,7 @@ class Origin:
         if digest != options.sha256.lower():
             writing.discard()
             raise errors.ChecksumMismatch.of(target.key, f"sha256 {options.sha256.lower()}", f"sha256 {digest}")
-        writing.set_meta(json.dumps({"sha256": digest}))
+        writing.set_meta(f'{{"sha256": "{digest}"}}')  # JSON
 
     def count(self, transfer: Transfer) -> None:
         self.store.count("requests", transfer.requests)
@@ -503,6 +502,8 @@ class Origin:
         self.count(Transfer(requests=1))
         if info is None or info.size is None:
             return io.BytesIO(self.direct(target, options))
+        from forebay.origin.files import RANGE, RangeFile
+
         return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, target.key, info, self), RANGE))
 
     def local(self, target: Target, options: FetchOptions) -> Lease:

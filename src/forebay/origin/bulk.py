@@ -21,7 +21,7 @@ from forebay._engine.locks.leases import Lease
 from forebay._kernel import waits
 from forebay._kernel.threads import Threads
 from forebay._model import BegunFetch, can_begin
-from forebay.origin.request import FetchOptions, SpillingSink, Target
+from forebay.origin.request import FetchOptions, SpillingSink, Target, is_expected
 from forebay.origin.spaces import URLS
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class BulkFetch:
 
     def _is_usable(self, request: Request, lease: Lease) -> bool:
         options = request.options
-        return not options.refresh and self._origin.is_fresh(lease.entry, options) and self._origin.is_expected(lease, options)
+        return not options.refresh and self._origin.is_fresh(lease.entry, options) and is_expected(lease, options)
 
     def _serve(self, request: Request, lease: Lease) -> bool:
         """Give a request the lease, or the bytes. False where these are damaged or gone."""

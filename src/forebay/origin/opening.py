@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from forebay import _config, errors
 from forebay._engine.files.faults import FULL
-from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host, waits
 from forebay._kernel.below import LinkInTheWay
 from forebay._logs import logger
+
+if TYPE_CHECKING:
+    from forebay._engine.passthrough import PassThrough
 
 log = logger("forebay.cache")
 
@@ -23,14 +24,25 @@ def is_network(path: Path) -> bool:
     return not host.is_local(host.fs_kind(path))
 
 
+def no_store(why: str = "the cache is switched off") -> PassThrough:
+    """What stands for the store where there is none."""
+    from forebay._engine.passthrough import PassThrough  # imported late: most programs have a store
+
+    return PassThrough(why)
+
+
+def in_memory() -> int:
+    """The limit where there is no budget, in bytes: half of the machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
 class CacheHandle(Protocol):
     """An object that a front returns, and closes with its origin."""
 
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RootOptions:
+class RootOptions(NamedTuple):
     """A root directory, and the options with which `Cache` opens it. ``budget``, ``min_free``: as the user wrote them."""
 
     path: Path
@@ -90,7 +102,7 @@ class RootOptions:
                 raise
             # as text: the error itself would keep its frames
             log.warning("the cache in %s cannot be used, reading past it: %s", self.path, str(error))
-            return PassThrough(str(error))
+            return no_store(str(error))
 
 
 class Reopening:

@@ -11,7 +11,8 @@ from forebay import errors, remote
 from forebay._engine.locks.leases import Lease
 from forebay._model import BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
 from forebay.origin import Origin
-from forebay.origin.request import Target, in_memory
+from forebay.origin.opening import in_memory
+from forebay.origin.request import Target
 from forebay.origin.spaces import URLS
 from forebay.remote import RemoteOptions
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from forebay import _config, _model, errors
 from forebay._model import Buffer, BufferSink, Content, ObjectInfo, Partial, Remote, Span, can_clone
@@ -14,14 +12,14 @@ from forebay.remote import urls
 
 if TYPE_CHECKING:
     from forebay._engine.locks.fill import KeyHold, OnWait
+    from forebay._engine.locks.leases import Lease
     from forebay._engine.passthrough import PassThrough
     from forebay._engine.store import Store
     from forebay._engine.write.publish import Writing
     from forebay.origin import Origin
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A URL: where it is fetched from, and the key under which it is stored. Only ``url`` may contain secrets."""
 
     url: str
@@ -36,8 +34,7 @@ class Target:
         return self.resolve()
 
 
-@dataclass(frozen=True, slots=True)
-class FetchOptions:
+class FetchOptions(NamedTuple):
     """The options of one call. ``since``: serve what was validated at or after this (nanoseconds of the store's clock; 1: ever;
     -1: even if it was invalidated). ``refresh``: serve only what was validated since the call began, whatever the clock says.
     ``timeout``: seconds to wait for another process. ``bypass``: neither look into the cache nor write to it. ``force``: keep a local
@@ -169,6 +166,16 @@ def is_same_version(validator: str | None, expected: str) -> bool:
     return (validator or "").removeprefix("W/").strip('"') == expected.removeprefix("W/").strip('"')
 
 
+def is_expected(lease: Lease, options: FetchOptions) -> bool:
+    """Whether a leased entry has the ETag and the SHA-256 that the caller expects, if it expects any."""
+    if options.etag and not is_same_version(lease.entry.validator, options.etag):
+        return False
+    if options.sha256 is None:
+        return True
+    known = _model.noted(lease.entry.meta, sha256=str)
+    return bool((known["sha256"] if known else sha256_of(lease.path)) == options.sha256.lower())
+
+
 def sha256_of(content: Content) -> str:
     """The digest of bytes, or of the content of a file."""
     import hashlib
@@ -177,11 +184,6 @@ def sha256_of(content: Content) -> str:
         return hashlib.sha256(content).hexdigest()
     with open(content, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def in_memory() -> int:
-    """The limit where there is no budget, in bytes: half of the machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def folder_of(key: str) -> str:

@@ -10,13 +10,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forebay._model import Remote
-from forebay.remote.base import RemoteOptions as RemoteOptions
-from forebay.remote.base import tracking_hosts as tracking_hosts
 from forebay.remote.urls import canonical as canonical
 from forebay.remote.urls import hashed, scheme
 from forebay.remote.urls import is_url as is_url
@@ -27,12 +23,27 @@ from forebay.remote.urls import shown as shown
 from forebay.remote.urls import suffix as suffix
 from forebay.remote.urls import suffix_of_key as suffix_of_key
 
+if TYPE_CHECKING:
+    from forebay._model import Remote
+    from forebay.remote.base import RemoteOptions as RemoteOptions
+    from forebay.remote.base import tracking_hosts as tracking_hosts
+
 _remotes: dict[tuple[str, RemoteOptions], Remote] = {}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("RemoteOptions", "tracking_hosts"):
+        raise AttributeError(f"module 'forebay.remote' has no attribute {name!r}")
+    from forebay.remote import base  # by the first request: a hit needs none of it
+
+    return getattr(base, name)
 
 
 def resolve(url: str, options: RemoteOptions | None = None) -> Remote:
     """The remote that serves ``url``: one for each scheme and options in a process. Raises `MissingExtra`, and `ConfigError` for an
     unknown scheme."""
+    from forebay.remote.base import RemoteOptions
+
     kind = scheme(url)
     key = ("http" if kind == "https" else kind, options or RemoteOptions())
     remote = _remotes.get(key)
@@ -40,12 +51,12 @@ def resolve(url: str, options: RemoteOptions | None = None) -> Remote:
     return remote if remote is not None else _remotes.setdefault(key, _create(*key))
 
 
-def resolver(url: str, options: RemoteOptions) -> Callable[[], Remote]:
-    """Return a function that returns the remote of ``url``. Those for HTTP and S3 are imported by its first call, so that a hit does not
-    wait for them. For any other scheme the remote is created now: raises what `resolve` raises."""
+def resolver(url: str, options: Callable[[], RemoteOptions]) -> Callable[[], Remote]:
+    """Return a function that returns the remote of ``url``. Those for HTTP and S3, and the options, are imported by its first call, so
+    that a hit does not wait for them. For any other scheme the remote is created now: raises what `resolve` raises."""
     if scheme(url) in ("http", "https", "s3"):
-        return functools.partial(resolve, url, options)
-    remote = resolve(url, options)
+        return lambda: resolve(url, options())
+    remote = resolve(url, options())
     return lambda: remote
 
 

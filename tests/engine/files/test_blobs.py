@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ def test_an_empty_blob_is_an_empty_view(root: Root) -> None:
 def test_a_blob_of_another_size_is_damaged(root: Root) -> None:
     entry = stored(root, b"some bytes")
     with pytest.raises(Damaged, match="10 bytes, 11 were stored") as caught:
-        blobs.map_blob(root, replace(entry, size=11))
+        blobs.map_blob(root, entry._replace(size=11))
     assert caught.value.key == entry.key
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Rows, Txn
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(NamedTuple):
     """A process that writes to the root. All but ``id`` is information for people, never for liveness."""
 
     id: int
@@ -24,8 +22,7 @@ class Owner:
         return f"process {self.pid} on {self.host} ({self.command})"
 
 
-@dataclass(frozen=True, slots=True)
-class KeyWait:
+class KeyWait(NamedTuple):
     """A wait for the key ``target``, by a holder of the keys ``held``. ``number``: of this wait among those of its process."""
 
     owner: int

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Rows, Txn
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """Bytes reserved for one write. Its id becomes the entry's. ``owner`` None: a partial file that waits for a successor.
 
     ``rows``: for how many entries it is. With ``keyhash`` 0 it has no files: see `SpaceReservation`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from forebay._engine.catalog import entries
@@ -18,8 +17,7 @@ ALLOWANCE = 8 << 20
 """Bytes of the catalog, small values apart, that the budget does not count."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpaceRow:
+class SpaceRow(NamedTuple):
     """A named part of the root. ``quota`` binds stored bytes of live entries, ``max_count`` their number; ``charge`` is what the budget
     counts."""
 
@@ -124,7 +122,7 @@ def _space(row: Sequence[Any]) -> SpaceRow:
     if set(map(type, words)) != {str} or space.policy.lower() not in _POLICIES or space.id <= 0:
         raise CatalogBroken(f"the catalog is damaged: the row of the space {space.name!r}", damaged=True)
     if min(space.bytes, space.charge, space.entries) < 0:  # a check reports them, and a repair counts again
-        return replace(space, bytes=max(space.bytes, 0), charge=max(space.charge, 0), entries=max(space.entries, 0))
+        return space._replace(bytes=max(space.bytes, 0), charge=max(space.charge, 0), entries=max(space.entries, 0))
     return space
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -97,16 +96,20 @@ def id_left(directory: Path) -> int | None:
     return id if magic == SLOTS_MAGIC and id >> 62 == 0 else None
 
 
-@dataclass(frozen=True)
 class Root:
     """An open root: its path and its rules. Holds no descriptor: picklable, usable after a fork and from any thread.
 
     ``id``: the random number that FORMAT, catalog and slots share. ``shared``: belongs to a group; all modes include the group."""
 
-    path: Path
-    id: int
-    shared: bool = False
-    read_only: bool = False
+    def __init__(self, path: Path, id: int, *, shared: bool = False, read_only: bool = False) -> None:
+        self.path, self.id, self.shared, self.read_only = path, id, shared, read_only
+        self._facts = path, id, shared, read_only
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Root) and self._facts == other._facts
+
+    def __hash__(self) -> int:
+        return hash(self._facts)
 
     @cached_property
     def files(self) -> Below:

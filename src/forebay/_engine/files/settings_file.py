@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -27,8 +26,7 @@ NAMES = ("budget", "min_free", "max_entries", "max_rate", "max_connections")
 """The limits of a root, apart from those of its spaces."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpaceLimits:
+class SpaceLimits(NamedTuple):
     """The limits that users set for one space."""
 
     name: str
@@ -38,8 +36,7 @@ class SpaceLimits:
     max_count: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """The limits that users set for a root, sizes in bytes; None: nothing was set. ``max_rate`` (bytes a second), ``max_connections``: 0 is
     no limit. ``spaces``: those whose limits were set."""
 
@@ -70,13 +67,13 @@ def read(root: Root) -> Kept | None:
 
 def says(root: Root, kept: Kept) -> bool:
     """Whether the file contains ``kept``."""
-    return read(root) == replace(kept, spaces=_sane([asdict(space) for space in kept.spaces]))
+    return read(root) == kept._replace(spaces=_sane([space._asdict() for space in kept.spaces]))
 
 
 def write(root: Root, kept: Kept) -> None:
     """Write ``kept`` to the file. Caller: holds the writer lock. A disk error is not raised: the next open writes it again."""
-    spaces = _sane([asdict(space) for space in kept.spaces])
-    body = {"root": f"{root.id:016x}", **asdict(kept), "spaces": [asdict(space) for space in spaces]}
+    spaces = _sane([space._asdict() for space in kept.spaces])
+    body = {"root": f"{root.id:016x}", **kept._asdict(), "spaces": [space._asdict() for space in spaces]}
     text = json.dumps({**body, "checksum": _checksum(body)}, indent=1) + "\n"
     try:
         root.replace(root.settings, text.encode())

@@ -4,7 +4,7 @@ wins."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from forebay._config import format_size
 from forebay._engine.catalog import Catalog, spaces
@@ -23,8 +23,7 @@ OF_TRANSFERS = frozenset({"max_rate", "max_connections"})
 """Limits that take no room."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """The limits that the opener of a root sets, sizes in bytes; None leaves a limit as it was set before. ``max_rate``: bytes a second
     from remotes; ``max_connections``: to a host; 0 lifts these two."""
 
@@ -36,7 +35,7 @@ class Settings:
 
     def over(self, earlier: Settings) -> Settings:
         """These settings, with those of an earlier call where these are None."""
-        return Settings(**{name: value if value is not None else getattr(earlier, name) for name, value in asdict(self).items()})
+        return Settings(*(ours if ours is not None else before for ours, before in zip(self, earlier, strict=True)))
 
 
 def apply(
@@ -48,15 +47,15 @@ def apply(
     A new root gets three quarters of the free space as its budget, and leaves a twentieth of the disk free. A root whose catalog was lost
     gets the limits in the file beside it, else those that were in force ``before`` for this process. A lower limit is applied at once;
     False: the catalog was too busy, and ``make_room`` is due. Raises `WriterBusy` if a limit must be changed and cannot be."""
-    given = {name: value for name, value in asdict(settings).items() if value is not None}
+    given = {name: value for name, value in settings._asdict().items() if value is not None}
     there = spaces.limits(catalog)
     if there["budget"] is not None and all(there[name] == value for name, value in given.items()):
         return Settings(**there), True
     with catalog.write() as txn:
         there = spaces.limits(txn)
         first = there["budget"] is None
-        kept = (settings_file.read(root) or Kept(**asdict(before or Settings()))) if first else Kept()
-        limits = {name: value if value is not None else getattr(kept, name) for name, value in asdict(settings).items()}
+        kept = (settings_file.read(root) or Kept(*(before or Settings()))) if first else Kept()
+        limits = {name: value if value is not None else getattr(kept, name) for name, value in settings._asdict().items()}
         if first:
             disk = host.disk(root.path)
             limits["budget"] = disk.free * 3 // 4 if limits["budget"] is None else limits["budget"]

@@ -9,7 +9,6 @@ So a loader need not ask before each read, and one transaction publishes what se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from forebay import errors
@@ -179,7 +178,7 @@ class SpaceReservation:
         if left == NOTHING:  # bytes without entries stay reserved: the caller then asks for so much less
             reservations.delete(txn, row.id)
             return None
-        row = replace(row, size=left.size, charge=left.charge, rows=left.entries)
+        row = row._replace(size=left.size, charge=left.charge, rows=left.entries)
         reservations.set_size(txn, row.id, row.size, row.charge, True, row.rows)
         return row
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import io
 import os
@@ -230,7 +229,7 @@ class ArrowClient:
         folder = prefix.rpartition("/")[0]
         for entry in files_with_prefix(lambda: entries(folder, False), prefix, lambda directory: entries(directory, True)):
             info = self._info(url + entry["name"][len(prefix) :], entry["info"], None)
-            yield dataclasses.replace(info, validator=None) if self._has_etags else info
+            yield info._replace(validator=None) if self._has_etags else info
 
     def parallel(self, url: str) -> bool:
         return True

@@ -8,7 +8,6 @@ sockets only.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pickle
@@ -193,10 +192,10 @@ class Server:
         client = self._client(filesystem)
         match verb:
             case "stat":
-                yield ITEM, json.dumps(dataclasses.astuple(client.stat(url))).encode()
+                yield ITEM, json.dumps(client.stat(url)).encode()
             case "list":
                 for info in client.list(url):
-                    yield ITEM, json.dumps(dataclasses.astuple(info)).encode()
+                    yield ITEM, json.dumps(info).encode()
             case "read":
                 for block in client.read(url, Span(*args)):
                     yield from ((DATA, block[at : at + BLOCK]) for at in range(0, len(block), BLOCK))
@@ -205,7 +204,7 @@ class Server:
             case "write":
                 path, exclusive, body = args
                 client.write(url, path or body, exclusive, lambda done: send(channel, ITEM, json.dumps([done]).encode()))
-                yield ITEM, json.dumps(dataclasses.astuple(client.stat(url))).encode()
+                yield ITEM, json.dumps(client.stat(url)).encode()
             case "delete":
                 client.delete(url)
 
