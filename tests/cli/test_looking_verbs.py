@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay import Cache
+from forebay._engine.index import keys
 from forebay._kernel import host
 from forebay.testing import ScriptedServer
 
@@ -157,6 +158,48 @@ def test_doctor_of_a_healthy_cache(run: Run, filled: Cache) -> None:
     assert ran.code == 0
     assert "wrong" not in states(run).values()
     assert "4 entries" in ran.out
+
+
+def index_finding(run: Run) -> dict[str, str]:
+    ran = run("doctor", "--json")
+    assert ran.code == 0
+    (finding,) = [finding for finding in ran.json if finding["name"] == "index of keys"]
+    assert bool(finding["todo"]) == (finding["state"] == "slow")
+    return dict(finding)
+
+
+def test_doctor_tells_that_the_index_leads_to_all_entries(run: Run, filled: Cache) -> None:
+    finding = index_finding(run)
+    assert finding["state"] == "ok"
+    assert "leads to 4 of 4 entries" in finding["found"]
+    assert "0% full, last grown" in finding["found"]
+
+
+def test_doctor_tells_that_there_is_no_index(run: Run, filled: Cache) -> None:
+    (filled.path / "index" / "table").unlink()
+    finding = index_finding(run)
+    assert (finding["state"], "none yet" in finding["found"]) == ("slow", True)
+
+
+def test_doctor_tells_that_the_index_is_damaged(run: Run, filled: Cache) -> None:
+    (filled.path / "index" / "table").unlink()
+    (filled.path / "index" / "table").write_bytes(bytes(8192))
+    finding = index_finding(run)
+    assert (finding["state"], "damaged" in finding["found"]) == ("slow", True)
+
+
+def test_doctor_tells_that_the_index_leads_nowhere(run: Run, filled: Cache) -> None:
+    (filled.path / "index" / "000").unlink()
+    finding = index_finding(run)
+    assert (finding["state"], "leads to 0 of 4 entries" in finding["found"]) == ("slow", True)
+
+
+def test_doctor_tells_that_the_index_is_full(run: Run, filled: Cache) -> None:
+    table = filled._store.engine.keys._table  # type: ignore[union-attr]
+    assert table is not None
+    table.words[keys._USED] = table.mask + 1
+    finding = index_finding(run)
+    assert (finding["state"], "100% full" in finding["found"]) == ("slow", True)
 
 
 def test_doctor_makes_nothing(run: Run, home: Path) -> None:

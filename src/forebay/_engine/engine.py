@@ -195,7 +195,7 @@ class Engine:
     def stats(self) -> StatsReader:
         from forebay._engine.stats import StatsReader
 
-        return StatsReader(self.root, self.catalog, self.slots, self.counters, self.leases)
+        return StatsReader(self.root, self.catalog, self.slots, self.keys, self.counters, self.leases)
 
     @property
     def limits(self) -> NodeLimits:

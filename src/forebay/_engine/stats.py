@@ -10,12 +10,15 @@ from forebay._engine.catalog.wal import Wal
 from forebay._engine.files.layout import FANS
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import NAMES, Counters
+from forebay._engine.index.keys import IndexFacts, KeyIndex
 from forebay._engine.index.slots import Slots
 from forebay._engine.locks.leases import Leases
 from forebay._model import Entry
 
 ENTRIES_PER_PAGE = 1000
 """Entries that are read at a time: a few milliseconds of SQLite."""
+SAMPLED = 1000
+"""Entries that `StatsReader.index_use` looks up."""
 Facts = tuple[str, int, float, float, str, bool]
 """Of an entry: key, bytes, when it was last used and when created, in seconds since 1970, life, and whether it is leased."""
 
@@ -31,11 +34,19 @@ class Usage(NamedTuple):
     max_connections: int = 0
 
 
+class IndexUse(NamedTuple):
+    """What the index of keys is good for: of ``sampled`` entries it leads to ``led``. ``facts``: None where there is no index."""
+
+    facts: IndexFacts | None
+    sampled: int
+    led: int
+
+
 class StatsReader:
     """Reads the statistics of one root. Takes no lock: another process may change what was read at any time."""
 
-    def __init__(self, root: Root, catalog: Catalog, slots: Slots, counters: Counters, leases: Leases) -> None:
-        self._root = root
+    def __init__(self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, counters: Counters, leases: Leases) -> None:
+        self._root, self._index = root, keys
         self._catalog, self._slots, self._counters, self._leases = catalog, slots, counters, leases
 
     def entries(self, space: int | None) -> list[Entry]:
@@ -82,6 +93,15 @@ class StatsReader:
         limits = spaces.limits(self._catalog)
         transfers = limits["max_rate"] or 0, limits["max_connections"] or 0
         return Usage(*spaces.usage(self._catalog), tuple(spaces.every(self._catalog)), *transfers)
+
+    def index_use(self) -> IndexUse:
+        """How many of the entries the index of keys leads to, from a sample. Changes nothing."""
+        facts = self._index.facts()
+        ids = {row.name: row.id for row in spaces.every(self._catalog)}
+        sample = entries.sample(self._catalog, SAMPLED)
+        hints = (self._index.find(ids.get(entry.space, 0), entry.key) for entry in sample)
+        led = sum(hint is not None and hint.id == entry.id for hint, entry in zip(hints, sample, strict=True))
+        return IndexUse(facts, len(sample), led)
 
     def overhead(self) -> dict[str, int]:
         """Bytes on the disk that the budget does not count: ``log``, ``slots`` (the tables of slots and of keys), ``directories``, and

@@ -7,20 +7,26 @@ import platform
 import re
 import resource
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import forebay
 from forebay import errors
-from forebay._config import KNOWN, LEAST_BUDGET, EnvironmentSettings, format_size, parse_budget, without_limits
+from forebay._config import KNOWN, LEAST_BUDGET, EnvironmentSettings, format_age, format_size, parse_budget, without_limits
 from forebay._kernel import host, mappings
+
+if TYPE_CHECKING:
+    from forebay._engine.stats import IndexUse
 
 ENOUGH_FILES = 4096
 ENOUGH_MAPS = 65_530  # the kernel's default
 ENOUGH_INODES = 100_000
 ENOUGH_SHARED = 64 << 20
+FULL_INDEX = 0.75  # it is replaced by a larger one at 0.625
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|KEY|HEADER")
 
 
@@ -187,12 +193,13 @@ def _catalog(path: Path) -> Iterator[Finding]:
 def _content(path: Path) -> Iterator[Finding]:
     if not (path / "FORMAT").exists():
         return
-    from forebay.cache import Cache, fault_of
+    from forebay.cache import Cache, fault_of, origin_of
 
     with without_limits(Cache, path, read_only=True) as cache:
-        fault = fault_of(cache)
+        fault, store = fault_of(cache), origin_of(cache).store
         stats, problems = cache.stats(), cache.check()
-    if fault is not None:
+        index = store.index_use() if store.keeps else None
+    if fault is not None or index is None:
         yield Finding("content", "wrong", f"it cannot be read: {fault}", "`forebay verify --repair`; until then jobs bypass it")
         return
     disk = host.disk(path)
@@ -201,12 +208,37 @@ def _content(path: Path) -> Iterator[Finding]:
     short = stats.budget - stats.bytes_used > disk.free
     todo = "the disk is full before the budget is: lower the budget, or make room" if short else ""
     yield Finding("content", "slow" if short else "ok", facts, todo)
+    yield from _index(index, path / "index")
     if stats.fallbacks:
         yield Finding("fallbacks", "slow", f"{stats.fallbacks:,} calls bypassed the cache", "the logs of those jobs say why")
     if stats.store_failures:
         yield Finding("lost stores", "slow", f"{stats.store_failures:,} values could not be stored", "the logs of those jobs say why")
     if problems:
         yield Finding("soundness", "wrong", "; ".join(str(p) for p in problems[:3]), "`forebay verify --repair`")
+
+
+def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:
+    """The index of keys, which spares a first read of an entry the catalog."""
+    from forebay._engine.stats import SAMPLED
+
+    name, facts = "index of keys", use.facts
+    if facts is None:
+        todo = "the next process that may write to the root creates it" if use.sampled else ""
+        yield Finding(name, "slow" if todo else "ok", "there is none yet: each first read asks the catalog", todo)
+        return
+    if not facts.buckets:
+        found = f"{folder / 'table'} is damaged, or another root's: each first read asks the catalog"
+        yield Finding(name, "slow", found, "the next processes that store entries replace it")
+        return
+    full = facts.used / facts.buckets
+    found = f"{format_size(facts.size)}, {full:.0%} full, last grown {format_age(time.time() - facts.changed)} ago"
+    found += f"; leads to {use.led:,} of {use.sampled:,} entries{' of a sample' if use.sampled >= SAMPLED else ''}"
+    todo = ""
+    if full > FULL_INDEX:
+        todo = "it could not be replaced by a larger one: make room on the disk"
+    elif use.led < use.sampled / 2:
+        todo = "nothing to do: it learns an entry when a process stores it, or reads it for the first time since the machine booted"
+    yield Finding(name, "slow" if todo else "ok", found, todo)
 
 
 def _budget(budget: int, disk: int) -> Iterator[Finding]:

@@ -121,6 +121,17 @@ def live(rows: Rows, space: int | None = None) -> list[Entry]:
     return checked.entries(rows, rows.all(f"{_FROM} WHERE e.state = {LIVE} {where}", *values))
 
 
+def sample(rows: Rows, count: int) -> list[Entry]:
+    """Up to ``count`` live files and small values, spread evenly over the ids: all of them, where there are no more."""
+    where = f"WHERE e.state = {LIVE} AND e.kind IN ('blob', 'value')"
+    (first, last), few = rows.all("SELECT min(id), max(id) FROM entries")[0], rows.all(f"{_FROM} {where} LIMIT ?", count + 1)
+    if len(few) > count:
+        steps = (first + (last - first) * number // count for number in range(count))
+        row_at = f"{_FROM} {where} AND e.id >= ? ORDER BY e.id LIMIT 1"
+        few = list({row[0]: row for step in steps if (row := rows.one(row_at, step)) is not None}.values())
+    return checked.entries(rows, few)
+
+
 def any_trees(rows: Rows) -> bool:
     """Whether any entry is kept by a tree."""
     return bool(rows.all("SELECT EXISTS (SELECT 1 FROM links)")[0][0])

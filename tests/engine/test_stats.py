@@ -1,0 +1,62 @@
+"""What is read of a root, for people: what the index of keys is good for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay._engine import stats
+from forebay._engine.catalog import entries
+from forebay._engine.store import Store
+from tests.harness import MiB, opened
+
+
+@pytest.fixture
+def store(quick_path: Path) -> Iterator[Store]:
+    with opened(quick_path / "root", 64 * MiB) as store:
+        store.put_many("v", [(f"key {number}", bytes([number])) for number in range(100)])
+        yield store
+
+
+def test_all_entries_are_looked_up_where_there_are_few(store: Store) -> None:
+    use = store.index_use()
+    assert (use.sampled, use.led) == (100, 100)
+    assert use.facts is not None
+    assert use.facts.used == 100
+
+
+def test_of_many_entries_a_sample_is_looked_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "SAMPLED", 10)
+    use = store.index_use()
+    assert (use.sampled, use.led) == (10, 10)
+
+
+def test_a_sample_is_spread_over_all_entries(store: Store) -> None:
+    every = sorted(entry.id for entry in entries.live(store.engine.catalog))
+    sample = sorted(entry.id for entry in entries.sample(store.engine.catalog, 10))
+    assert sample[0] == every[0]
+    assert sample[-1] >= every[80]
+
+
+def test_what_other_entries_replaced_is_not_led_to(store: Store) -> None:
+    index = store.engine.keys
+    number = store.index_use().led
+    index._records[0][keys_id(store, "key 7")] = 0
+    assert store.index_use().led == number - 1
+
+
+def keys_id(store: Store, key: str) -> int:
+    """The word of the index that has the id of this key's entry."""
+    from forebay._engine.index import keys
+
+    entry = store.entry("v", key)
+    assert entry is not None
+    return keys._HEADER + entry.slot * keys._WORDS + keys._ID
+
+
+def test_a_root_without_entries_has_nothing_to_sample(quick_path: Path) -> None:
+    with opened(quick_path / "empty", 64 * MiB) as store:
+        use = store.index_use()
+        assert (use.facts, use.sampled, use.led) == (None, 0, 0)
