@@ -286,9 +286,9 @@ def test_completion_scripts(run: Run, shell: str) -> None:
 
 
 def test_completion_completes() -> None:
-    env = os.environ | {"_FOREBAY_COMPLETE": "complete_bash", "COMP_WORDS": "forebay p", "COMP_CWORD": "1"}
+    env = os.environ | {"_FOREBAY_COMPLETE": "bash_complete", "COMP_WORDS": "forebay p", "COMP_CWORD": "1"}
     found = subprocess.run(COMMAND, env=env, capture_output=True, text=True, check=True)
-    assert set(found.stdout.split()) == {"pull", "prune", "path", "pin", "push"}
+    assert set(found.stdout.split()) == {f"plain,{verb}" for verb in ("pull", "prune", "path", "pin", "push")}
 
 
 @pytest.mark.parametrize("page", [3, 10])

@@ -50,7 +50,6 @@ STREAMING = ("adapters.streaming", "adapters.streaming.shared", "adapters.stream
 THIRD_PARTY = {
     "pycurl": ("remote.http.handles", "remote.http.transfers"),
     "xxhash": ("_engine", "directories", "remote", "origin", "cache", "prefetch", "tasks"),
-    "typer": ("cli",),
     "typing_extensions": ("_model",),  # for type checkers only
     "click": ("cli",),
     "rich": ("cli",),
@@ -67,7 +66,6 @@ THIRD_PARTY = {
 }
 LOADED_WITH = {
     "xxhash": ("_engine", "directories", "remote", "origin", "cache", "prefetch", "tasks"),
-    "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli",),
     "pycurl": ("remote.http.handles", "remote.http.transfers"),

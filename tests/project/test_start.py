@@ -16,7 +16,7 @@ NOT_NEEDED = {
     "asyncio", "concurrent", "dataclasses", "hashlib", "importlib.metadata", "inspect", "logging", "pickle", "random", "secrets", "shutil",
     "socket", "ssl", "subprocess", "tempfile", "traceback",
     # of others
-    "botocore", "click", "cloudpickle", "fsspec", "numpy", "pyarrow", "pydantic", "rich", "typer", "urllib3", "yaml",
+    "botocore", "click", "cloudpickle", "fsspec", "numpy", "pyarrow", "rich", "urllib3", "yaml",
     # our own
     "forebay._engine.check", "forebay._engine.locks.fill", "forebay._engine.packs", "forebay._engine.passthrough",
     "forebay._engine.space.budget", "forebay._engine.stats", "forebay._engine.write", "forebay._engine.writers", "forebay.cache.entries",
@@ -56,4 +56,16 @@ def test_the_version_is_printed_without_a_parser() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     version, loaded = done.stdout.splitlines()
     assert version == f"forebay {forebay.__version__}"
-    assert NOT_NEEDED.intersection(loaded.split()).isdisjoint({"typer", "rich", "click"})
+    assert NOT_NEEDED.intersection(loaded.split()).isdisjoint({"rich", "click"})
+
+
+def test_a_verb_imports_no_other_verb_and_nothing_to_draw_with(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with forebay.Cache(root, budget="100MB") as cache:
+        cache.put("key", b"value")
+    code = "import sys; from forebay.cli.main import run; assert run(sys.argv[1:]) == 0; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "-C", str(root), "ls", "-q"], capture_output=True, text=True)
+    entry, loaded = done.stdout.splitlines()
+    others = {f"forebay.cli.{name}" for name in ("bars", "checking", "checkup", "demo", "fetching", "push", "removing")}
+    assert entry == "values:key"
+    assert {"rich", "forebay.reports", *others}.intersection(loaded.split()) == set()

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
 
-import typer
+import click
 
 from forebay.cli.hints import FAILED, NoCache
-from forebay.cli.options import JsonOption, RootOption, existing, opened, option, root_path
+from forebay.cli.options import existing, json_option, opened, root_option, root_path, verb
 from forebay.cli.render import Output
 
 
-def verify(
-    repair: Annotated[
-        bool, option("--repair", help="Repair what is wrong; damaged entries are removed, and fetched again when needed.")
-    ] = False,
-    quick: Annotated[bool, option("--quick", help="Do not read the stored bytes: check names, sizes and sums only.")] = False,
-    root: RootOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@verb
+@click.option("--repair", is_flag=True, help="Repair what is wrong; damaged entries are removed, and fetched again when needed.")
+@click.option("--quick", is_flag=True, help="Do not read the stored bytes: check names, sizes and sums only.")
+@root_option
+@json_option
+def verify(repair: bool, quick: bool, root: Path | None, as_json: bool) -> None:
     """Check the whole cache: every stored byte against its checksum, the catalog against the files, the sums against the budget."""
     output = Output(as_json)
     with opened(root, change=repair) as cache:
@@ -29,10 +27,13 @@ def verify(
         output.problems(mended, verb="repaired")
     output.problems(remaining, verb="left" if repair else "found")
     if remaining or any(problem.kind == "catalog" for problem in mended):  # repaired, but the entries it listed are lost
-        raise typer.Exit(FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
-def doctor(root: RootOption = None, as_json: JsonOption = False) -> None:
+@verb
+@root_option
+@json_option
+def doctor(root: Path | None, as_json: bool) -> None:
     """Check this machine and this cache: what is wrong, what would make it slow, and what to do about it. Changes nothing."""
     from forebay.cli.checkup import check_up  # here: the other verbs need not load it
 
@@ -45,4 +46,4 @@ def doctor(root: RootOption = None, as_json: JsonOption = False) -> None:
     output.document(findings)
     output.findings(findings)
     if any(finding.state == "wrong" for finding in findings):
-        raise typer.Exit(FAILED)
+        raise click.exceptions.Exit(FAILED)

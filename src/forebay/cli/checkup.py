@@ -64,7 +64,7 @@ def _existing(path: Path) -> Path:
 
 
 def _versions(path: Path) -> Iterator[Finding]:
-    parts = [f"forebay {forebay.__version__}", *(f"{name} {metadata.version(name)}" for name in ("pycurl", "xxhash", "typer", "rich"))]
+    parts = [f"forebay {forebay.__version__}", *(f"{name} {metadata.version(name)}" for name in ("pycurl", "xxhash", "click", "rich"))]
     parts += [f"Python {platform.python_version()}", f"SQLite {sqlite3.sqlite_version}", f"Linux {platform.release()}"]
     yield Finding("versions", "ok", ", ".join(parts))
 

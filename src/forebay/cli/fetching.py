@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
-import typer
+import click
 
 from forebay._logs import logger
 from forebay.cli.hints import OK, is_expected, shared_code
-from forebay.cli.options import JobsOption, JsonOption, RootOption, argument, filled, option
+from forebay.cli.options import filled, jobs_option, json_option, root_option, verb
 from forebay.cli.render import Output, note, print_error, shown_name
 from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound, RemoteError
 
@@ -97,33 +97,44 @@ def conclude(outcomes: Sequence[Outcome], output: Output, *, past_is_failure: bo
         print_error(error, about=shown_name(url))
     code = shared_code([error for _, error in failed])
     if code != OK:
-        raise typer.Exit(code)
+        raise click.exceptions.Exit(code)
 
 
 # -- pull --------------------------------------------------------------------------------------------------------------
 
 
+@verb
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@click.option("--to", metavar="PATH", help="Also copy to this file, or into this directory.")
+@click.option("--include", multiple=True, metavar="PATTERN", help="Of a directory only these, such as 'model-*'.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Of a directory all but these.")
+@click.option("--overwrite", is_flag=True, help="Replace existing files where --to copies to.")
+@jobs_option(4)
+@click.option("--sha256", metavar="HEX", help="The expected hash of the bytes (one URL).")
+@click.option("--refresh", is_flag=True, help="Ask the source now, however fresh the copy is.")
+@root_option
+@json_option
 def pull(
-    urls: Annotated[list[str], argument("URL", help="An object; with a slash at the end a directory.")],
-    to: Annotated[str | None, option("--to", metavar="PATH", help="Also copy to this file, or into this directory.")] = None,
-    include: Annotated[list[str], option("--include", metavar="PATTERN", help="Of a directory only these, such as 'model-*'.")] = [],  # noqa: B006
-    exclude: Annotated[list[str], option("--exclude", metavar="PATTERN", help="Of a directory all but these.")] = [],  # noqa: B006
-    overwrite: Annotated[bool, option("--overwrite", help="Replace existing files where --to copies to.")] = False,
-    jobs: JobsOption = 4,
-    sha256: Annotated[str | None, option("--sha256", metavar="HEX", help="The expected hash of the bytes (one URL).")] = None,
-    refresh: Annotated[bool, option("--refresh", help="Ask the source now, however fresh the copy is.")] = False,
-    root: RootOption = None,
-    as_json: JsonOption = False,
+    urls: Sequence[str],
+    to: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    overwrite: bool,
+    jobs: int,
+    sha256: str | None,
+    refresh: bool,
+    root: Path | None,
+    as_json: bool,
 ) -> None:
-    """Fetch objects and directories into the cache, each once for the whole node. If another process is fetching one already, wait for
-    it and show its progress."""
+    """Fetch objects and directories into the cache, each once for the whole node. The URL of a directory ends with a slash. If another
+    process is fetching one already, wait for it and show its progress."""
     urls = list(dict.fromkeys(urls))
     folders = [url for url in urls if _is_directory(url)]
     if sha256 is not None and (len(urls) > 1 or folders or not _is_sha256(sha256)):
         raise ConfigError("--sha256 takes 64 hexadecimal digits, and the URL of one object", name="--sha256", value=sha256)
     if not folders and (include or exclude):
         message = "--include and --exclude are for directories, whose URLs end with a slash"
-        raise ConfigError(message, name="--include", value=str(include or exclude))
+        raise ConfigError(message, name="--include", value=str([*include, *exclude]))
     if overwrite and to is None:
         raise ConfigError("--overwrite requires --to", name="--overwrite", value="")
     targets = _targets(urls, to) if to is not None else {}
@@ -205,7 +216,7 @@ def _is_sha256(text: str) -> bool:
     return len(text) == 64 and all(c in "0123456789abcdef" for c in text.lower())
 
 
-def _targets(urls: list[str], to: str) -> dict[str, Path]:
+def _targets(urls: Sequence[str], to: str) -> dict[str, Path]:
     """Return the file that each object, and the directory that each directory, is copied to."""
     if len(urls) == 1 and (_is_directory(urls[0]) or not (to.endswith("/") or os.path.isdir(to))):
         return {urls[0]: Path(to)}
@@ -284,15 +295,14 @@ def _foreign(target: Path) -> Foreign:
 # -- warm --------------------------------------------------------------------------------------------------------------
 
 
-def warm(
-    source: Annotated[
-        str, argument("FILE|PREFIX", help="A file of URLs, one a line ('-': standard input), or a URL: all that begins with it.")
-    ],
-    jobs: JobsOption = 16,
-    root: RootOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Fill the cache before a job. Objects in the cache are skipped: after an interruption the same command resumes."""
+@verb
+@click.argument("source", metavar="FILE|PREFIX")
+@jobs_option(16)
+@root_option
+@json_option
+def warm(source: str, jobs: int, root: Path | None, as_json: bool) -> None:
+    """Fill the cache before a job: with the URLs in FILE, one a line ('-': standard input), or all that begin with the URL PREFIX. Objects
+    in the cache are skipped: after an interruption the same command resumes."""
     urls = list(dict.fromkeys(_urls(source)))
     with filled(root) as cache:
         outcomes = _warm_all(cache, urls, jobs=jobs, quiet=as_json)

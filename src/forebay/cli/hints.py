@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from forebay import errors
 
@@ -45,8 +45,7 @@ class NoSuchSpace(errors.NotCached):
         return cls(f"there is no space {key!r}; the spaces are: {', '.join(spaces) or 'none'}", key=key)
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
+class Hint(NamedTuple):
     """The second line of an error, and the exit code."""
 
     todo: str
@@ -107,7 +106,7 @@ def hint_for(error: BaseException) -> Hint:
         hint = Hint("check the name: `forebay ls -q` lists all", ABSENT)
     hint = hint or Hint("this is a bug in Forebay: FOREBAY_VERBOSITY=debug shows where; please report it")
     todo = getattr(error, "todo", "") or hint.todo.replace("forebay VERB", command())
-    return replace(hint, todo=str(todo))
+    return hint._replace(todo=str(todo))
 
 
 def _is_url(name: str) -> bool:

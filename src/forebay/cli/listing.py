@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from enum import StrEnum
 from operator import attrgetter
-from typing import Annotated
+from pathlib import Path
 
-import typer
+import click
 
 from forebay._config import format_size
 from forebay.cli.filters import parse_filters
-from forebay.cli.options import FilterOption, JsonOption, RootOption, SpaceOption, argument, check_space, existing, matching, opened, option
+from forebay.cli.options import check_space, existing, filter_option, json_option, matching, opened, root_option, space_option, verb
 from forebay.cli.render import Output, shown, shown_name
 from forebay.errors import ConfigError, NotCached
 
@@ -21,45 +20,54 @@ SIZES = ("bytes_hit", "bytes_remote", "bytes_stored", "bytes_used", "bytes_reser
 LIMITS = ("max_rate", "max_connections")
 
 
-class Order(StrEnum):
-    NAME = "name"
-    SIZE = "size"
-    USED = "used"
-    CREATED = "created"
-
-
+@verb
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option(
+    "--sort", "-s", type=click.Choice(["name", "size", "used", "created"]), default="name", show_default=True,
+    help="Largest, latest used, latest created first.",
+)  # fmt: skip
+@click.option("--reverse", "-r", is_flag=True, help="Reverse the order.")
+@click.option("--leased", is_flag=True, help="Only entries that some process holds now.")
+@filter_option
+@space_option
+@click.option("--quiet", "-q", is_flag=True, help="Names only, one a line.")
+@root_option
+@json_option
 def ls(
-    names: Annotated[list[str] | None, argument("NAME", help="Names, or their beginnings.")] = None,
-    sort: Annotated[Order, typer.Option("--sort", "-s", help="Largest, latest used, latest created first.")] = Order.NAME,
-    reverse: Annotated[bool, option("--reverse", "-r", help="Reverse the order.")] = False,
-    leased: Annotated[bool, option("--leased", help="Only entries that some process holds now.")] = False,
-    filters: FilterOption = [],  # noqa: B006 - typer wants a list and makes a new one
-    space: SpaceOption = None,
-    quiet: Annotated[bool, option("--quiet", "-q", help="Names only, one a line.")] = False,
-    root: RootOption = None,
-    as_json: JsonOption = False,
+    names: tuple[str, ...],
+    sort: str,
+    reverse: bool,
+    leased: bool,
+    filters: tuple[str, ...],
+    space: str | None,
+    quiet: bool,
+    root: Path | None,
+    as_json: bool,
 ) -> None:
-    """List what the cache holds."""
+    """List what the cache holds: all, or entries whose names begin with NAME."""
     passes = parse_filters(filters)
     with opened(root) as cache:
         check_space(cache, space)
         listing = cache.entries(space)
         output = Output(as_json)
-        if sort is Order.NAME and not (as_json or names or filters or leased):
+        if sort == "name" and not (as_json or names or filters or leased):
             if quiet:
                 output.names(listing.names(backwards=reverse))
             else:
                 output.facts_of_entries(listing.facts(backwards=reverse))
             return
-        if sort is Order.NAME:
+        if sort == "name":
             ordered = listing.by_name(backwards=reverse)
         else:
-            ordered = listing.sorted_by(attrgetter(sort.value), backwards=not reverse)
-        entries = (e for e in matching(ordered, names or []) if (not filters or passes(e)) and (e.leased or not leased))
+            ordered = listing.sorted_by(attrgetter(sort), backwards=not reverse)
+        entries = (e for e in matching(ordered, names) if (not filters or passes(e)) and (e.leased or not leased))
         output.entries(entries, names_only=quiet)
 
 
-def du(root: RootOption = None, as_json: JsonOption = False) -> None:
+@verb
+@root_option
+@json_option
+def du(root: Path | None, as_json: bool) -> None:
     """Show how many bytes each space holds, and how much of the budget and the disk is left."""
     with opened(root) as cache:
         usage, directory, overhead, strays = cache.stats(), cache.path, cache.overhead(), cache.strays()
@@ -82,11 +90,11 @@ def du(root: RootOption = None, as_json: JsonOption = False) -> None:
     output.strays(strays, "`forebay prune` removes them")
 
 
-def stats(
-    zero: Annotated[bool, option("--zero", "-z", help="Set the counters to zero after showing them.")] = False,
-    root: RootOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@verb
+@click.option("--zero", "-z", is_flag=True, help="Set the counters to zero after showing them.")
+@root_option
+@json_option
+def stats(zero: bool, root: Path | None, as_json: bool) -> None:
     """Show what all processes of the node did with this cache: hits, misses, bytes, waits, evictions."""
     with opened(root, change=zero) as cache:
         counters = cache.stats()
@@ -111,12 +119,13 @@ def _formatted(name: str, value: float) -> str:
     return format_size(value) if name in SIZES else f"{value:,}"
 
 
-def path(
-    name: Annotated[str | None, argument("NAME", help="A URL, or a large value of a program; none: the cache's directory.")] = None,
-    root: RootOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show the path of an entry's file, without fetching. It may be evicted once no process holds it: `forebay pin` keeps it."""
+@verb
+@click.argument("name", required=False, metavar="[NAME]")
+@root_option
+@json_option
+def path(name: str | None, root: Path | None, as_json: bool) -> None:
+    """Show the path of an entry's file, without fetching; without NAME, the cache's directory. The file may be evicted once no process
+    holds it: `forebay pin` keeps it."""
     output = Output(as_json)
     if name is None:
         file = str(existing(root))
@@ -138,7 +147,9 @@ def path(
     output.path(file)
 
 
-def claims(as_json: JsonOption = False) -> None:
+@verb
+@json_option
+def claims(as_json: bool) -> None:
     """List the claims of this node: which job has which directories, and how much shared memory. Those of dead jobs too."""
     from forebay.claims import list_claims  # here, so that `forebay --help` need not load them
 

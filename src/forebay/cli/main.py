@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
 import threading
-from enum import StrEnum
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import NoReturn
 
-import typer
-from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]  # not public otherwise
+import click
 
 import forebay
 from forebay._config import EnvironmentSettings
 from forebay._logs import logger
 from forebay.cli import streams
-from forebay.cli.checking import doctor, verify
-from forebay.cli.demo import demo
-from forebay.cli.fetching import pull, warm
 from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, command, hint_for, is_expected, set_verb
-from forebay.cli.listing import claims, du, ls, path, stats
-from forebay.cli.options import JsonOption, RootOption, argument
-from forebay.cli.push import push
-from forebay.cli.removing import clear, pin, prune, rm, unpin
+from forebay.cli.options import json_option, root_option, verb
 from forebay.cli.render import LOG_LINES, Output, note, print_error, print_two_lines
 
 log = logger("forebay.cli")
@@ -31,51 +25,50 @@ log = logger("forebay.cli")
 LOOKING = frozenset({"claims", "completion", "doctor", "du", "ls", "path", "stats", "verify"})
 """Verbs that apply no limits, and change nothing without an option that does."""
 
-UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # of click, or of the copy inside newer typers
+VERBS = {
+    "pull": "fetching", "push": "push", "ls": "listing", "du": "listing", "stats": "listing", "rm": "removing", "prune": "removing",
+    "clear": "removing", "verify": "checking", "path": "listing", "pin": "removing", "unpin": "removing", "warm": "fetching",
+    "claims": "listing", "doctor": "checking", "completion": "main", "demo": "demo",
+}  # fmt: skip
+"""The verbs, in the order of the help, and the module of each."""
 
 
-class Shell(StrEnum):
-    BASH = "bash"
-    ZSH = "zsh"
-    FISH = "fish"
-
-
-def completion(
-    shell: Annotated[Shell, argument("bash|zsh|fish")],
-    as_json: JsonOption = False,
-) -> None:
+@verb
+@click.argument("shell", metavar="bash|zsh|fish", type=click.Choice(["bash", "zsh", "fish"]))
+@json_option
+def completion(shell: str, as_json: bool) -> None:
     """Print a script that completes verbs and options: `eval "$(forebay completion bash)"`."""
-    script = get_completion_script(prog_name="forebay", complete_var=COMPLETE, shell=shell.value)
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    script = kind(top, {}, "forebay", COMPLETE).source()
     output = Output(as_json)
-    output.document({"shell": shell.value, "script": script})
+    output.document({"shell": shell, "script": script})
     output.raw(script)
 
 
-app = typer.Typer(
-    name="forebay", help="The local cache of a training node.", no_args_is_help=False, add_completion=False, rich_markup_mode=None,
-    pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
-)  # fmt: skip
-for verb in (pull, push, ls, du, stats, rm, prune, clear, verify, path, pin, unpin, warm, claims, doctor, completion, demo):
-    first = " ".join((verb.__doc__ or "").split()).split(". ")[0].rstrip(".") + "."
-    app.command(verb.__name__, short_help=first)(verb)  # without a short help the first line of the help is cut
+class _Verbs(click.Group):
+    """All verbs. The module of a verb is imported when it runs; for the help, those of all."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name in VERBS and name not in self.commands:
+            self.add_command(getattr(importlib.import_module(f"forebay.cli.{VERBS[name]}"), name))
+        return self.commands.get(name)
 
 
-def _version(requested: bool) -> None:
-    if requested:
-        typer.echo(f"forebay {forebay.__version__}")
-        raise typer.Exit
-
-
-@app.callback(invoke_without_command=True)
-def top(
-    context: typer.Context,
-    root: RootOption = None,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")] = False,
-) -> None:
+@click.command(cls=_Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@root_option
+@click.option("--version", is_flag=True, help="Show the version and exit.")
+@click.pass_context
+def top(context: click.Context, root: Path | None, version: bool) -> None:
     """The local cache of a training node: remote data, fetched once, within one budget."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        return
+    if version or context.invoked_subcommand is None:
+        click.echo(f"forebay {forebay.__version__}" if version else context.get_help())
+        context.exit()
     set_verb(context.invoked_subcommand)
     context.default_map = {context.invoked_subcommand: {"root": root}}  # an option of the verb itself wins
     _log_to_stderr(context.invoked_subcommand)
@@ -109,32 +102,36 @@ def _run(arguments: list[str] | None) -> int:
     set_verb(None)
     try:
         if COMPLETE in os.environ:
-            completion_init()
-        code: int = app(arguments, prog_name="forebay", complete_var=COMPLETE, standalone_mode=False) or OK
+            top.main(arguments, prog_name="forebay", complete_var=COMPLETE)  # prints what completes the line, and exits
+        code = _invoke(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()
-    except UsageError as error:
+    except click.UsageError as error:
         _print_usage(error)
         return USAGE
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         code = INTERRUPTED
-    except SystemExit as ending:
-        if isinstance(ending.__context__, BrokenPipeError):  # typer would end the process there, with 1
-            raise ending.__context__ from None
-        raise
+        note("interrupted")
     except BrokenPipeError:
         raise
     except Exception as error:  # noqa: BLE001 - the top: every error becomes two lines and a code, the log has the rest
         return _print_failure(error)
-    if code == INTERRUPTED:  # some versions of typer return the code, others raise
-        note("interrupted")
     return code
 
 
-def _print_usage(error: Exception) -> None:
-    context = getattr(error, "ctx", None)  # None for an option without its value
+def _invoke(arguments: list[str]) -> int:
+    # Not by `main`, which ends the process where the reader of the output has closed the pipe.
+    try:
+        with top.make_context("forebay", arguments) as context:
+            top.invoke(context)
+    except click.exceptions.Exit as ending:
+        return ending.exit_code
+    return OK
+
+
+def _print_usage(error: click.UsageError) -> None:
+    context = error.ctx  # None for an option without its value
     path = context.command_path if context else command()
-    message = getattr(error, "format_message", error.__str__)()
-    print_two_lines(" ".join(message.split()).replace("Value error, ", ""), f"`{path} --help` lists its arguments and options")
+    print_two_lines(" ".join(error.format_message().split()), f"`{path} --help` lists its arguments and options")
 
 
 def _print_failure(error: Exception) -> int:

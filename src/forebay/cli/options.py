@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from forebay._config import EnvironmentSettings, default_root, without_limits
 from forebay.cli.hints import NoCache, NoSuchSpace
@@ -21,36 +21,33 @@ if TYPE_CHECKING:
     from forebay.cache import Cache
 
 
-def option(*flags: str, metavar: str | None = None, help: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """Return an option whose help shows no default."""
-    return typer.Option(*flags, metavar=metavar, help=help, show_default=False, parser=parser)
+def verb(function: Callable[..., None]) -> click.Command:
+    """Make a verb of a function; the first sentence of its docstring stands in the list of verbs."""
+    first = " ".join((function.__doc__ or "").split()).split(". ")[0].rstrip(".") + "."
+    return click.command(function.__name__, short_help=first)(function)  # without a short help the first line of the help is cut
 
 
-def _path_or_none(text: str) -> Path | None:
+def _path_or_none(context: click.Context, option: click.Parameter, text: str | Path | None) -> Path | None:
     return Path(text) if text else None
 
 
-def argument(metavar: str, *, help: str = "") -> Any:
-    """Return a positional argument, shown as ``metavar``."""
-    return typer.Argument(metavar=metavar, help=help, show_default=False)
+root_option = click.option(
+    "--root", "-C", metavar="DIR", callback=_path_or_none, help="The cache's directory (default: $FOREBAY_HOME, else ~/.cache/forebay).",
+)  # fmt: skip
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+dry_run_option = click.option("--dry-run", "-n", is_flag=True, help="Show what would be removed or sent; change nothing.")
+space_option = click.option("--space", metavar="SPACE", help="Only this named part of the cache.")
+filter_option = click.option(
+    "--filter", "-f", "filters", multiple=True, metavar="TERM", help="Such as 'size>1GB', 'used>30d', 'space=urls'; all must hold."
+)
+names_argument = click.argument("names", nargs=-1, required=True, metavar="NAME...")
 
 
-RootOption = Annotated[
-    Path | None,
-    option(
-        "--root", "-C", metavar="DIR", help="The cache's directory (default: $FOREBAY_HOME, else ~/.cache/forebay).",
-        parser=_path_or_none,
-    ),
-]  # fmt: skip
-JsonOption = Annotated[bool, option("--json", help="Print one JSON document on standard output.")]
-YesOption = Annotated[bool, option("--yes", "-y", help="Do not ask.")]
-DryRunOption = Annotated[bool, option("--dry-run", "-n", help="Show what would be removed or sent; change nothing.")]
-SpaceOption = Annotated[str | None, option("--space", metavar="SPACE", help="Only this named part of the cache.")]
-FilterOption = Annotated[
-    list[str], option("--filter", "-f", metavar="TERM", help="Such as 'size>1GB', 'used>30d', 'space=urls'; all must hold.")
-]
-JobsOption = Annotated[int, typer.Option("--jobs", "-j", min=1, metavar="N", help="How many at a time.")]
-Names = Annotated[list[str], argument("NAME", help="A URL, or SPACE:KEY, as `forebay ls` shows it.")]
+def jobs_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(
+        "--jobs", "-j", type=click.IntRange(min=1), default=default, show_default=True, metavar="N", help="How many at a time."
+    )
 
 
 def root_path(root: Path | None) -> Path:
@@ -104,12 +101,11 @@ def filled(root: Path | None) -> Iterator[Cache]:
 
 def check_space(cache: Cache, name: str | None) -> None:
     """Raise `NoSuchSpace` for an unknown name: a mistyped name must not look like an empty space."""
-    spaces = sorted(cache.stats().spaces)
-    if name is not None and name not in spaces:
+    if name is not None and name not in (spaces := sorted(cache.stats().spaces)):
         raise NoSuchSpace.of(name, spaces)
 
 
-def matching(entries: Iterable[Entry], names: list[str]) -> Iterator[Entry]:
+def matching(entries: Iterable[Entry], names: Sequence[str]) -> Iterator[Entry]:
     """Yield the entries whose names begin with one of ``names``, or whose key is one; all if ``names`` is empty."""
     from forebay import remote
 
@@ -122,7 +118,7 @@ def matching(entries: Iterable[Entry], names: list[str]) -> Iterator[Entry]:
     return (entry for entry in entries if not names or entry.name.startswith(prefixes) or entry.name in values)
 
 
-def find_each(cache: Cache, names: list[str]) -> tuple[list[Entry], list[NotCached]]:
+def find_each(cache: Cache, names: Sequence[str]) -> tuple[list[Entry], list[NotCached]]:
     """Return the entries of these names, each once, and an error for each name with no entry, or several."""
     entries: dict[int, Entry] = {}
     missing: list[NotCached] = []

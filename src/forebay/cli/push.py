@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
+
+import click
 
 from forebay._config import EnvironmentSettings, format_size
 from forebay.cli.hints import NoCache
-from forebay.cli.options import DryRunOption, JobsOption, JsonOption, RootOption, argument, filled, opened, option
+from forebay.cli.options import dry_run_option, filled, jobs_option, json_option, opened, root_option, verb
 from forebay.cli.render import Output, note, shown_name
 
 if TYPE_CHECKING:
@@ -30,16 +32,16 @@ class Pushed:
     seconds: float
 
 
-def push(
-    directory: Annotated[Path, argument("DIR")],
-    url: Annotated[str, argument("URL")],
-    delete: Annotated[bool, option("--delete", help="Remove files at URL that are not in DIR, except the metadata.")] = False,
-    keep: Annotated[bool, option("--keep/--no-keep", help="Also keep the files in the cache, as if they had been fetched.")] = False,
-    jobs: JobsOption = 16,
-    dry_run: DryRunOption = False,
-    root: RootOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@verb
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("url", metavar="URL")
+@click.option("--delete", is_flag=True, help="Remove files at URL that are not in DIR, except the metadata.")
+@click.option("--keep/--no-keep", help="Also keep the files in the cache, as if they had been fetched.")
+@jobs_option(16)
+@dry_run_option
+@root_option
+@json_option
+def push(directory: Path, url: str, delete: bool, keep: bool, jobs: int, dry_run: bool, root: Path | None, as_json: bool) -> None:
     """Upload a directory, such as a checkpoint: only missing files are sent, and no reader takes an incomplete upload for the whole."""
     from forebay.cli.bars import Bars
 

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from forebay._config import format_size, parse_size
 from forebay._model import Entry, Report
 from forebay.cli.filters import parse_filters
 from forebay.cli.hints import ABSENT, FAILED, NoCache, NotFreed
 from forebay.cli.options import (
-    DryRunOption,
-    FilterOption,
-    JsonOption,
-    Names,
-    RootOption,
-    SpaceOption,
-    YesOption,
-    argument,
     check_space,
+    dry_run_option,
+    filter_option,
     find_each,
+    json_option,
+    names_argument,
     opened,
-    option,
+    root_option,
+    space_option,
+    verb,
+    yes_option,
 )
 from forebay.cli.render import Output, confirmed, note, print_error
 from forebay.errors import ConfigError, ForebayError, NotCached
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     from forebay.reports import Plan
 
 
-def rm(
-    names: Annotated[list[str] | None, argument("NAME", help="URLs, or SPACE:KEY, as `forebay ls` shows them.")] = None,
-    filters: FilterOption = [],  # noqa: B006 - typer wants a list and makes a new one
-    dry_run: DryRunOption = False,
-    yes: YesOption = False,
-    root: RootOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@verb
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@filter_option
+@dry_run_option
+@yes_option
+@root_option
+@json_option
+def rm(names: tuple[str, ...], filters: tuple[str, ...], dry_run: bool, yes: bool, root: Path | None, as_json: bool) -> None:
     """Remove entries by name, or (after asking) by filter. Entries that are in use or pinned stay, and are listed."""
     if bool(names) == bool(filters):
         raise ConfigError("rm takes names, or --filter: one of the two", name="rm", value="")
     output = Output(as_json)
     with opened(root, change=not dry_run) as cache:
-        entries, missing = find_each(cache, names or [])
+        entries, missing = find_each(cache, names)
         report: Report | None
         if names and not dry_run:
             report = _remove(cache, entries, missing, output)
@@ -61,9 +61,9 @@ def rm(
     for error in missing:
         print_error(error)
     if report is not None and report.spared:
-        raise typer.Exit(FAILED)
+        raise click.exceptions.Exit(FAILED)
     if missing:
-        raise typer.Exit(ABSENT)
+        raise click.exceptions.Exit(ABSENT)
 
 
 def _remove(cache: Cache, entries: list[Entry], missing: list[NotCached], output: Output) -> Report:
@@ -84,14 +84,16 @@ def _remove(cache: Cache, entries: list[Entry], missing: list[NotCached], output
     return report
 
 
+@verb
+@click.option("--free", metavar="SIZE", help="Make room for SIZE more bytes, least recently used first.")
+@filter_option
+@space_option
+@dry_run_option
+@yes_option
+@root_option
+@json_option
 def prune(
-    free: Annotated[str | None, option("--free", metavar="SIZE", help="Make room for SIZE more bytes, least recently used first.")] = None,
-    filters: FilterOption = [],  # noqa: B006 - typer wants a list and makes a new one
-    space: SpaceOption = None,
-    dry_run: DryRunOption = False,
-    yes: YesOption = False,
-    root: RootOption = None,
-    as_json: JsonOption = False,
+    free: str | None, filters: tuple[str, ...], space: str | None, dry_run: bool, yes: bool, root: Path | None, as_json: bool
 ) -> None:
     """Remove what exceeds the limits, and what killed processes left unfinished; or what --free and --filter select.
 
@@ -148,13 +150,13 @@ def _dead_claims(*, dry_run: bool) -> list[ClaimInfo]:
         return []
 
 
-def clear(
-    space: SpaceOption = None,
-    dry_run: DryRunOption = False,
-    yes: YesOption = False,
-    root: RootOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@verb
+@space_option
+@dry_run_option
+@yes_option
+@root_option
+@json_option
+def clear(space: str | None, dry_run: bool, yes: bool, root: Path | None, as_json: bool) -> None:
     """Remove everything, or one space, after asking. Entries that are pinned, or used by some process, stay."""
     with opened(root, change=not dry_run) as cache:
         check_space(cache, space)
@@ -178,7 +180,7 @@ def _carry_out(
     if (plan.victims or (strays and strays.files)) and not yes:
         output.victims(plan.victims, plan.frees, strays)
         if not confirmed("Remove them?"):
-            raise typer.Exit(FAILED)
+            raise click.exceptions.Exit(FAILED)
     report = plan.execute()
     output.document({**report._asdict(), **extra})
     output.report(report)
@@ -188,19 +190,27 @@ def _carry_out(
 # -- pins --------------------------------------------------------------------------------------------------------------
 
 
-def pin(names: Names, root: RootOption = None, as_json: JsonOption = False) -> None:
+@verb
+@names_argument
+@root_option
+@json_option
+def pin(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
     """Keep entries: they are not evicted until `forebay unpin`, and count against the budget."""
     with opened(root, change=True) as cache:
         _each_name(cache, names, cache.pin, done="pinned", as_json=as_json)
 
 
-def unpin(names: Names, root: RootOption = None, as_json: JsonOption = False) -> None:
+@verb
+@names_argument
+@root_option
+@json_option
+def unpin(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
     """Let pinned entries be evicted again when space is needed."""
     with opened(root, change=True) as cache:
         _each_name(cache, names, cache.unpin, done="unpinned", as_json=as_json)
 
 
-def _each_name(cache: Cache, names: list[str], act: Callable[[Entry], object], *, done: str, as_json: bool) -> None:
+def _each_name(cache: Cache, names: Sequence[str], act: Callable[[Entry], object], *, done: str, as_json: bool) -> None:
     """Call ``act`` for each name that the cache holds, and print it; exits with `ABSENT` if one is missing."""
     output = Output(as_json)
     entries, missing = find_each(cache, names)
@@ -217,4 +227,4 @@ def _each_name(cache: Cache, names: list[str], act: Callable[[Entry], object], *
     for absent in missing:
         print_error(absent)
     if missing:
-        raise typer.Exit(ABSENT)
+        raise click.exceptions.Exit(ABSENT)

@@ -41,7 +41,7 @@ class OutputStream:
         self._call(self._stream.flush)
 
     def _call(self, call: Callable[[], Any]) -> Any:
-        if self._failed is not None:  # typer probes streams, and ignores errors
+        if self._failed is not None:  # click probes streams, and ignores errors
             raise self._failed
         try:
             return call()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from forebay._config import format_size, parse_size
 from forebay.cli.hints import FAILED
-from forebay.cli.options import JsonOption
+from forebay.cli.options import json_option, verb
 from forebay.cli.render import Output
 from forebay.errors import ConfigError
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from forebay.cli.demo.play import Result
 
 
-def demo(
-    size: Annotated[str, typer.Option("--size", metavar="SIZE", help="How much data.")] = "64MB",
-    rate: Annotated[str, typer.Option("--rate", metavar="SIZE", help="What the server sends a second.")] = "4MB",
-    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Processes that read.")] = 4,
-    as_json: JsonOption = False,
-) -> None:
+@verb
+@click.option("--size", metavar="SIZE", default="64MB", show_default=True, help="How much data.")
+@click.option("--rate", metavar="SIZE", default="4MB", show_default=True, help="What the server sends a second.")
+@click.option("--workers", type=click.IntRange(1, 64), default=4, show_default=True, help="Processes that read.")
+@json_option
+def demo(size: str, rate: str, workers: int, as_json: bool) -> None:
     """Show the cache at work: offline, in about half a minute. Worker processes read real data over HTTP twice, loading ahead; one is
     killed.
 
@@ -44,7 +44,7 @@ def demo(
     output.document(asdict(result) | {"speed_up": result.speed_up, "budget_held": result.budget_held})
     _show(result, output)
     if result.damaged or not result.budget_held:
-        raise typer.Exit(FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 def _show(result: Result, output: Output) -> None:
