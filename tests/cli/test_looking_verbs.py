@@ -202,6 +202,13 @@ def test_doctor_tells_that_the_index_is_full(run: Run, filled: Cache) -> None:
     assert (finding["state"], "100% full" in finding["found"]) == ("slow", True)
 
 
+def test_doctor_looks_into_a_groups_root(run: Run, home: Path) -> None:
+    with Cache(home, budget=50_000_000, shared=True) as cache:
+        cache.put("k", b"v")
+    finding = {finding["name"]: finding for finding in run("doctor", "--json").json}["content"]
+    assert (finding["state"], "1 entries" in finding["found"]) == ("ok", True)
+
+
 def test_doctor_makes_nothing(run: Run, home: Path) -> None:
     ran = run("doctor")
     assert ran.code == 0

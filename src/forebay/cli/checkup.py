@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 import forebay
 from forebay import errors
-from forebay._config import KNOWN, LEAST_BUDGET, EnvironmentSettings, format_age, format_size, parse_budget, without_limits
+from forebay._config import KNOWN, LEAST_BUDGET, EnvironmentSettings, format_age, format_size, parse_budget
 from forebay._kernel import host, mappings
+from forebay.cli.options import opened
 
 if TYPE_CHECKING:
     from forebay._engine.stats import IndexUse
@@ -193,15 +194,12 @@ def _catalog(path: Path) -> Iterator[Finding]:
 def _content(path: Path) -> Iterator[Finding]:
     if not (path / "FORMAT").exists():
         return
-    from forebay.cache import Cache, fault_of, origin_of
+    from forebay.cache import origin_of
 
-    with without_limits(Cache, path, read_only=True) as cache:
-        fault, store = fault_of(cache), origin_of(cache).store
-        stats, problems = cache.stats(), cache.check()
-        index = store.index_use() if store.keeps else None
-    if fault is not None or index is None:
-        yield Finding("content", "wrong", f"it cannot be read: {fault}", "`forebay verify --repair`; until then jobs bypass it")
-        return
+    with opened(path) as cache:
+        store = origin_of(cache).store
+        assert store.keeps  # else the cache could not be opened
+        stats, problems, index = cache.stats(), cache.check(), store.index_use()
     disk = host.disk(path)
     yield from _budget(stats.budget, disk.total)
     facts = f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}, {stats.entries:,} entries, hit rate {stats.hit_rate:.0%}"
