@@ -22,9 +22,7 @@ def store(quick_path: Path) -> Iterator[Store]:
 
 def test_all_entries_are_looked_up_where_there_are_few(store: Store) -> None:
     use = store.index_use()
-    assert (use.sampled, use.led) == (100, 100)
-    assert use.facts is not None
-    assert use.facts.used == 100
+    assert (use.is_there, use.used, use.sampled, use.led) == (True, 100, 100, 100)
 
 
 def test_of_many_entries_a_sample_is_looked_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,4 +57,4 @@ def keys_id(store: Store, key: str) -> int:
 def test_a_root_without_entries_has_nothing_to_sample(quick_path: Path) -> None:
     with opened(quick_path / "empty", 64 * MiB) as store:
         use = store.index_use()
-        assert (use.facts, use.sampled, use.led) == (None, 0, 0)
+        assert (use.is_there, use.sampled, use.led) == (False, 0, 0)

@@ -18,11 +18,11 @@ NOT_NEEDED = {
     # of others
     "botocore", "click", "cloudpickle", "fsspec", "numpy", "pyarrow", "rich", "urllib3", "yaml",
     # our own
-    "forebay._engine.check", "forebay._engine.locks.fill", "forebay._engine.packs", "forebay._engine.passthrough",
-    "forebay._engine.space.budget", "forebay._engine.stats", "forebay._engine.write", "forebay._engine.writers", "forebay.cache.entries",
-    "forebay.claims", "forebay.codecs", "forebay.directories", "forebay.origin.files", "forebay.prefetch", "forebay.remote.base",
-    "forebay.remote.filesystems", "forebay.remote.http", "forebay.remote.local", "forebay.remote.s3", "forebay.reports",
-    "forebay.samples", "forebay.sources", "forebay.tasks", "forebay.world",
+    "forebay._engine.catalog.processes", "forebay._engine.check", "forebay._engine.locks.fill", "forebay._engine.packs",
+    "forebay._engine.passthrough", "forebay._engine.space.budget", "forebay._engine.stats", "forebay._engine.write",
+    "forebay._engine.writers", "forebay.cache.entries", "forebay.claims", "forebay.codecs", "forebay.directories", "forebay.origin.files",
+    "forebay.prefetch", "forebay.remote.base", "forebay.remote.filesystems", "forebay.remote.http", "forebay.remote.local",
+    "forebay.remote.s3", "forebay.reports", "forebay.samples", "forebay.sources", "forebay.tasks", "forebay.world",
 }  # fmt: skip
 
 CODE = """

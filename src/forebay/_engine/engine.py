@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, processes, spaces
+from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, spaces
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root, open_root
 from forebay._engine.index.counters import Counters
@@ -304,6 +304,7 @@ class Engine:
         if spaces.setting(self.catalog, "boot") == host.boot_id():
             return
         from forebay._engine import check
+        from forebay._engine.catalog import processes
 
         check.remove_strays(self.root, self.catalog, self.writers.eviction, self.writers.fill)
         with self.catalog.write() as txn:

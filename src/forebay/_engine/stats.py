@@ -10,7 +10,7 @@ from forebay._engine.catalog.wal import Wal
 from forebay._engine.files.layout import FANS
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import NAMES, Counters
-from forebay._engine.index.keys import IndexFacts, KeyIndex
+from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.slots import Slots
 from forebay._engine.locks.leases import Leases
 from forebay._model import Entry
@@ -35,9 +35,16 @@ class Usage(NamedTuple):
 
 
 class IndexUse(NamedTuple):
-    """What the index of keys is good for: of ``sampled`` entries it leads to ``led``. ``facts``: None where there is no index."""
+    """The state of the index of keys, and what it is good for: of ``sampled`` entries it leads to ``led``.
 
-    facts: IndexFacts | None
+    ``is_there``: False where there is no table. ``buckets``: of the table, ``used`` of them in use; 0 where it cannot be used. ``size``:
+    bytes on the disk; ``changed``: when a file of it was last created or replaced, in seconds since 1970."""
+
+    is_there: bool
+    buckets: int
+    used: int
+    size: int
+    changed: float
     sampled: int
     led: int
 
@@ -95,13 +102,16 @@ class StatsReader:
         return Usage(*spaces.usage(self._catalog), tuple(spaces.every(self._catalog)), *transfers)
 
     def index_use(self) -> IndexUse:
-        """How many of the entries the index of keys leads to, from a sample. Changes nothing."""
-        facts = self._index.facts()
+        """How large and how full the index of keys is, and to how many entries of a sample it leads. Changes nothing."""
+        folder = self._root.index_dir
+        files = self._in(folder)
+        buckets, used = self._index.fullness() or (0, 0)
         ids = {row.name: row.id for row in spaces.every(self._catalog)}
         sample = entries.sample(self._catalog, SAMPLED)
-        hints = (self._index.find(ids.get(entry.space, 0), entry.key) for entry in sample)
+        hints = [self._index.find(ids.get(entry.space, 0), entry.key) for entry in sample]
         led = sum(hint is not None and hint.id == entry.id for hint, entry in zip(hints, sample, strict=True))
-        return IndexUse(facts, len(sample), led)
+        changed = self._root.files.lstat(folder).st_mtime if files else 0.0
+        return IndexUse(folder / "table" in files, buckets, used, sum(map(self._blocks, files)), changed, len(sample), led)
 
     def overhead(self) -> dict[str, int]:
         """Bytes on the disk that the budget does not count: ``log``, ``slots`` (the tables of slots and of keys), ``directories``, and

@@ -219,17 +219,17 @@ def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:
     """The index of keys, which spares a first read of an entry the catalog."""
     from forebay._engine.stats import SAMPLED
 
-    name, facts = "index of keys", use.facts
-    if facts is None:
+    name = "index of keys"
+    if not use.is_there:
         todo = "the next process that may write to the root creates it" if use.sampled else ""
         yield Finding(name, "slow" if todo else "ok", "there is none yet: each first read asks the catalog", todo)
         return
-    if not facts.buckets:
+    if not use.buckets:
         found = f"{folder / 'table'} is damaged, or another root's: each first read asks the catalog"
         yield Finding(name, "slow", found, "the next processes that store entries replace it")
         return
-    full = facts.used / facts.buckets
-    found = f"{format_size(facts.size)}, {full:.0%} full, last grown {format_age(time.time() - facts.changed)} ago"
+    full = use.used / use.buckets
+    found = f"{format_size(use.size)}, {full:.0%} full, last grown {format_age(time.time() - use.changed)} ago"
     found += f"; leads to {use.led:,} of {use.sampled:,} entries{' of a sample' if use.sampled >= SAMPLED else ''}"
     todo = ""
     if full > FULL_INDEX:

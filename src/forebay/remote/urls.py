@@ -7,7 +7,7 @@ import functools
 import os
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Self, TypeAlias
+from typing import TypeAlias
 
 from forebay.errors import ConfigError
 
@@ -27,17 +27,12 @@ _PORTS = {"http": ":80", "https": ":443"}
 _KNOWN = {*_PORTS, "s3"}
 
 
-class _Signature(NamedTuple):
+class _Signature:
     """The parameters of one way to sign HTTP URLs; URLs that differ only in their values name the same object. ``all_of`` and one of
     ``one_of`` must be present, ``optional`` may be. Only a whole set is a signature: ``sig`` alone may mean anything."""
 
-    all_of: frozenset[str]
-    one_of: frozenset[str] = frozenset()
-    optional: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, all_of: str, one_of: str = "", optional: str = "") -> Self:
-        return cls(frozenset(all_of.split()), frozenset(one_of.split()), frozenset(optional.split()))
+    def __init__(self, all_of: str, one_of: str = "", optional: str = "") -> None:
+        self.all_of, self.one_of, self.optional = (frozenset(names.split()) for names in (all_of, one_of, optional))
 
     def names_in(self, pairs: Sequence[tuple[str, str]]) -> frozenset[str]:
         """The names of the parameters that sign: none unless the set is whole, with each parameter once and none empty."""
@@ -55,14 +50,14 @@ _SAS_OPTIONAL = "st spr sip sdd ses saoid suoid scid skoid sktid skt ske sks skv
 @functools.cache
 def _signatures() -> tuple[_Signature, ...]:
     return (
-        _Signature.of(_AMZ, optional="X-Amz-Security-Token X-Amz-Content-Sha256 X-Amz-S3session-Token"),
-        _Signature.of(_AMZ.replace("Amz", "Goog")),
-        _Signature.of("AWSAccessKeyId Signature Expires", optional="x-amz-security-token"),
-        _Signature.of("GoogleAccessId Signature Expires"),
-        _Signature.of("Signature Key-Pair-Id", one_of="Expires Policy", optional="Hash-Algorithm"),  # CloudFront, and so Hugging Face
-        _Signature.of("sv sr sp se sig", optional=_SAS_OPTIONAL),  # Azure: for one service
-        _Signature.of("sv sr si sig", optional=f"sp se {_SAS_OPTIONAL}"),  # for a stored policy
-        _Signature.of("sv ss srt sp se sig", optional=_SAS_OPTIONAL),  # for an account
+        _Signature(_AMZ, optional="X-Amz-Security-Token X-Amz-Content-Sha256 X-Amz-S3session-Token"),
+        _Signature(_AMZ.replace("Amz", "Goog")),
+        _Signature("AWSAccessKeyId Signature Expires", optional="x-amz-security-token"),
+        _Signature("GoogleAccessId Signature Expires"),
+        _Signature("Signature Key-Pair-Id", one_of="Expires Policy", optional="Hash-Algorithm"),  # CloudFront, and so Hugging Face
+        _Signature("sv sr sp se sig", optional=_SAS_OPTIONAL),  # Azure: for one service
+        _Signature("sv sr si sig", optional=f"sp se {_SAS_OPTIONAL}"),  # for a stored policy
+        _Signature("sv ss srt sp se sig", optional=_SAS_OPTIONAL),  # for an account
     )
 
 

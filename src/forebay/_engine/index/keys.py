@@ -63,16 +63,6 @@ class EntryHint(NamedTuple):
     suffix: str
 
 
-class IndexFacts(NamedTuple):
-    """The state of an index. ``size``: bytes on the disk; ``changed``: when a file of it was last created or replaced, in seconds since
-    1970. ``buckets`` is 0 where its table cannot be used."""
-
-    size: int
-    buckets: int
-    used: int
-    changed: float
-
-
 class _Table(NamedTuple):
     words: memoryview
     mask: int
@@ -146,19 +136,10 @@ class KeyIndex:
         if self._place(table, first, entry.slot):
             self._grow(table)
 
-    def facts(self) -> IndexFacts | None:
-        """How large and how full the index is now; None where there is none. Changes nothing."""
-        files, folder = self._root.files, self._root.index_dir
-        try:
-            status = {name: files.lstat(folder / name) for name in files.names_in(folder)}
-            changed = files.lstat(folder).st_mtime
-        except FileNotFoundError:  # or it is being replaced
-            return None
-        if self._path.name not in status:
-            return None
+    def fullness(self) -> tuple[int, int] | None:
+        """The number of buckets of the table, and how many are in use; None where there is no table that can be used."""
         table = self._open()
-        buckets, used = (table.mask + 1, table.words[_USED]) if table is not None else (0, 0)
-        return IndexFacts(sum(each.st_blocks * 512 for each in status.values()), buckets, used, changed)
+        return (table.mask + 1, table.words[_USED]) if table is not None else None
 
     # -- buckets ---------------------------------------------------------------------------------------------------
 

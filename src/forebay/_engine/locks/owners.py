@@ -10,11 +10,15 @@ import os
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
-from forebay._engine.catalog import Catalog, Txn, processes, reservations
+from forebay._engine.catalog import Catalog, Txn, reservations
 from forebay._engine.files.root import Root
 from forebay._kernel import host as kernel_host
 from forebay._kernel import locks
+
+if TYPE_CHECKING:
+    from forebay._engine.catalog.processes import Owner
 
 LEAVE_WITHIN = 1.0
 
@@ -41,6 +45,8 @@ class Owners:
 
     def _register(self) -> None:
         import random
+
+        from forebay._engine.catalog import processes  # imported late: a process that only reads does not register
 
         id = random.SystemRandom().randrange(1, 1 << 62)
         self._mine.try_lock(id, exclusive=True)  # before the row: a row whose byte is free would be reaped
@@ -74,6 +80,8 @@ class Owners:
         return dead
 
     def _bury(self, txn: Txn, id: int) -> None:
+        from forebay._engine.catalog import processes
+
         processes.delete(txn, id)
         reservations.disown(txn, id)
 
@@ -94,6 +102,8 @@ class Owners:
         """A description of the process that works on this key: from the kernel's list of locks, else from the reservation."""
         for pid in locks.holders(self._root.lock("keys"), keyhash):
             return locks.describe_process(pid)
+        from forebay._engine.catalog import processes
+
         for reservation in reservations.by_key(self._catalog, keyhash):
             if reservation.owner is not None and (owner := processes.by_id(self._catalog, reservation.owner)):
                 return str(owner)
@@ -123,8 +133,10 @@ class Owners:
         self._probe.after_fork_child(keep=False)
 
 
-def _describe_self(id: int) -> processes.Owner:
+def _describe_self(id: int) -> Owner:
     import socket
+
+    from forebay._engine.catalog import processes
 
     try:
         pidns = os.readlink("/proc/self/ns/pid")
