@@ -21,13 +21,13 @@ def store(quick_path: Path) -> Iterator[Store]:
 
 
 def test_all_entries_are_looked_up_where_there_are_few(store: Store) -> None:
-    use = store.index_use()
+    use = store.engine.stats.index_use()
     assert (use.is_there, use.used, use.sampled, use.led) == (True, 100, 100, 100)
 
 
 def test_of_many_entries_a_sample_is_looked_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "SAMPLED", 10)
-    use = store.index_use()
+    use = store.engine.stats.index_use()
     assert (use.sampled, use.led) == (10, 10)
 
 
@@ -40,9 +40,9 @@ def test_a_sample_is_spread_over_all_entries(store: Store) -> None:
 
 def test_what_other_entries_replaced_is_not_led_to(store: Store) -> None:
     index = store.engine.keys
-    number = store.index_use().led
+    number = store.engine.stats.index_use().led
     index._records[0][keys_id(store, "key 7")] = 0
-    assert store.index_use().led == number - 1
+    assert store.engine.stats.index_use().led == number - 1
 
 
 def keys_id(store: Store, key: str) -> int:
@@ -56,5 +56,5 @@ def keys_id(store: Store, key: str) -> int:
 
 def test_a_root_without_entries_has_nothing_to_sample(quick_path: Path) -> None:
     with opened(quick_path / "empty", 64 * MiB) as store:
-        use = store.index_use()
+        use = store.engine.stats.index_use()
         assert (use.is_there, use.sampled, use.led) == (False, 0, 0)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from forebay._engine.loading import Reservations
     from forebay._engine.pack_handles import Packs
     from forebay._engine.reading import FirstValue
-    from forebay._engine.stats import Facts, IndexUse, Usage
+    from forebay._engine.stats import Facts, Usage
     from forebay._engine.write.insert import Label
     from forebay._engine.write.publish import Writing
 
@@ -501,11 +501,6 @@ class Store:
     def usage(self) -> Usage:
         """How much is used and reserved now."""
         return self.engine.stats.usage()
-
-    @recover_and_retry
-    def index_use(self) -> IndexUse:
-        """See `StatsReader.index_use`."""
-        return self.engine.stats.index_use()
 
     @recover_and_retry
     def lacking(self, need: int) -> int:

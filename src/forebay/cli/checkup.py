@@ -199,7 +199,7 @@ def _content(path: Path) -> Iterator[Finding]:
     with opened(path) as cache:
         store = origin_of(cache).store
         assert store.keeps  # else the cache could not be opened
-        stats, problems, index = cache.stats(), cache.check(), store.index_use()
+        stats, problems, index = cache.stats(), cache.check(), store.engine.stats.index_use()
     disk = host.disk(path)
     yield from _budget(stats.budget, disk.total)
     facts = f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}, {stats.entries:,} entries, hit rate {stats.hit_rate:.0%}"
