@@ -99,17 +99,17 @@ MUTANTS = (
     ),
     Mutant(
         1, "a hint of the index is believed though its slot has another entry", "_engine/index/keys.py",
-        "        return record if self._has(slot, record[_ID]) else None\n", "        return record\n",
-        f"{KEYS}test_a_new_version_is_led_to_at_once_in_every_process",
+        "        if words[base + ID] != id:\n            return None\n        try:\n", "        try:\n",
+        f"{KEYS}test_what_is_evicted_is_not_led_to",
     ),
     Mutant(
         1, "a record of the index is read torn", "_engine/index/keys.py",
-        " and record[_PROOF] == second ^ hash(record[_ID:_SOUND]) & _MASK:", ":",
+        " or proof != second ^ hash(record[_ID:_SOUND]) & _MASK", "",
         f"{KEYS}test_no_mixture_of_two_records_of_a_slot_is_believed",
     ),
     Mutant(
         1, "soundness of another boot is believed", "_engine/index/keys.py",
-        "        if sound != self._boot ^ id or name is None:\n", "        if name is None:\n",
+        " or sound != self._boot ^ id", "",
         f"{KEYS}test_soundness_of_another_boot_is_not_believed",
     ),
     Mutant(
@@ -119,12 +119,32 @@ MUTANTS = (
     ),
     Mutant(
         1, "a first touch serves a file that was written to", "_engine/reading.py",
-        " or status.st_size != size or not blobs.has_seal(status, hint.seal):", ":",
+        " or status.st_mtime_ns % blobs.SECOND != seal", "",
         f"{KEYS}test_a_file_that_was_written_to_is_not_served",
     ),
     Mutant(
+        1, "a first touch serves a file of another size", "_engine/reading.py",
+        "            if status.st_size != size or ", "            if ",
+        f"{KEYS}test_a_file_of_another_size_is_not_served",
+    ),
+    Mutant(
+        1, "a first touch serves a damaged value", "_engine/reading.py",
+        " or mark_of(blobs.checksum_of(payload), is_file=False) != mark", "",
+        f"{KEYS}test_a_damaged_value_is_not_served",
+    ),
+    Mutant(
+        1, "a text that looks like the key of a part is looked up as it is", "origin/request.py",
+        'text.startswith(_REMOTE) and "#" not in text', "text.startswith(_REMOTE)",
+        f"{KEYS}test_an_entry_whose_key_looks_like_a_part_of_an_object_is_not_served_for_it",
+    ),
+    Mutant(
+        10, "a first touch follows a link", "_engine/reading.py",
+        "        fd = open_quickly(path)\n", "        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)\n",
+        f"{KEYS}test_a_link_in_place_of_a_directory_is_not_followed",
+    ),
+    Mutant(
         3, "a first touch does not look at the slot again", "_engine/reading.py",
-        "        if data is None or words[base + ID] != hint.id:", "        if data is None:",
+        "        if data is None or words[base + ID] != id:", "        if data is None:",
         f"{KEYS}test_what_is_replaced_while_it_is_read_is_not_served",
     ),
     Mutant(
@@ -156,8 +176,19 @@ MUTANTS = (
     ),
     Mutant(
         10, "spaces share keys in the index", "_engine/index/keys.py",
-        "            keyed.update(space.to_bytes(8, \"little\"))\n", "",
+        "        keyed.update(space.to_bytes(8, \"little\"))\n", "",
         f"{KEYS}test_a_key_of_another_space_is_another_key",
+    ),
+    Mutant(
+        6, "a table that is said to have moved is opened for ever", "_engine/index/keys.py",
+        " and not table.words[_MOVED] else None", " else None",
+        f"{KEYS}test_a_table_that_is_said_to_have_moved_is_looked_at_once_more",
+    ),
+    Mutant(
+        4, "what was evicted stays mapped by the order of the coldest", "_engine/index/memo.py",
+        "            self._coldest = every[len(every) // 4 :: -1]\n",
+        "            self._coldest = every[len(every) // 4 :: -1]\n            self._mapped = list(self._all_locked())\n",
+        "tests/engine/index/test_memo.py::test_an_evicted_entry_is_unmapped_though_it_stood_in_the_order",
     ),
     Mutant(
         1, "finish without the last byte", "_engine/files/stages.py",
@@ -200,13 +231,13 @@ MUTANTS = (
     ),
     Mutant(
         1, "what was handed out is served though it was written to", "_engine/files/blobs.py",
-        "    return status.st_mtime_ns % _SECOND == seal\n", "    return True\n",
+        "    return status.st_mtime_ns % SECOND == seal_of(checksum)\n", "    return True\n",
         "tests/directories/test_written_to.py::test_the_file_by_its_own_name[local]",
     ),
     Mutant(
         1, "a time of whole seconds is a seal", "_engine/files/blobs.py",
-        "    return status.st_mtime_ns % _SECOND == seal\n",
-        "    return status.st_mtime_ns % _SECOND in (0, seal)\n",
+        "    return status.st_mtime_ns % SECOND == seal_of(checksum)\n",
+        "    return status.st_mtime_ns % SECOND in (0, seal_of(checksum))\n",
         "tests/directories/test_written_to.py::test_a_write_that_leaves_a_whole_second_is_noticed",
     ),
     Mutant(

@@ -14,12 +14,12 @@ from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root, open_root
 from forebay._engine.index.counters import Counters
 from forebay._engine.index.hosts import SilentHosts
-from forebay._engine.index.keys import EntryHint, KeyIndex
+from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.slots import ID, RECORDS, USED, Slots, SlotsBroken, SlotsReplaced
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
-from forebay._engine.reading import Reading
+from forebay._engine.reading import FirstValue, Reading
 from forebay._engine.space.settings import Settings, apply, is_kept, keep
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger
@@ -358,7 +358,7 @@ class Engine:
         if writing and (self._unset is not None or self._lower):
             self._set_late()
 
-    def touch(self, entry: Entry | EntryHint) -> None:
+    def touch(self, entry: Entry | FirstValue) -> None:
         """Note that an entry is used now."""
         words, base = self.slots.record(entry.slot)
         if words[base + ID] == entry.id and not self.root.read_only:

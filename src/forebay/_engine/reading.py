@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import time
 from typing import NamedTuple
 
 from forebay import errors
@@ -15,7 +16,7 @@ from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.index import counters
 from forebay._engine.index.counters import Counters
-from forebay._engine.index.keys import EntryHint, KeyIndex
+from forebay._engine.index.keys import KeyIndex, mark_of
 from forebay._engine.index.memo import Memo, Remembered
 from forebay._engine.index.slots import ID, USED, VALIDATED, Slots
 from forebay._engine.locks.leases import Lease, Leases
@@ -26,17 +27,19 @@ from forebay._model import Buffer, Entry
 
 log = logger("forebay.reading")
 
-COPIED = 1 << 20
-"""Files up to this size are copied when a process reads them for the first time: that is cheaper than a mapping."""
+COPIED = 1 << 19
+"""Files up to this size are copied when a process reads them for the first time: below it that takes less time than a mapping whose pages
+are all read, as measured."""
 _MANY = 1_000_000
 
 
 class FirstValue(NamedTuple):
-    """A value that a process reads for the first time. ``meta``: the small text that its entry carries."""
+    """A value that a process reads for the first time. ``slot``, ``id``: of its entry; ``meta``: the small text that the entry carries."""
 
+    slot: int
+    id: int
     view: memoryview
     meta: str
-    hint: EntryHint
 
 
 class Reading:
@@ -57,69 +60,72 @@ class Reading:
         counted.
 
         ``alias``: another name under which the next call will ask. Raises `SlotsReplaced`."""
-        self._memo.let_go()
+        memo, wall = self._memo, time.time_ns()
+        since, until, skew = memo.window
+        if since <= wall < until:
+            now = wall + skew
+        elif host.forked_unseen():
+            return None
+        else:
+            now = memo.let_go()
         hint = self._keys.find(space_id, key)
         if hint is None:
             return None
-        words, base = self._slots.record(hint.slot)
-        now = self._slots.clock.now()
+        words, base, slot, id, size, is_file, mark, suffix = hint
         if not 0 <= now - words[base + VALIDATED] < max_age:
             return None
-        read = self._file_of if hint.is_file else self._value_of
-        data = read(space, (key, alias) if alias != key else (key,), hint)
-        if data is None or words[base + ID] != hint.id:  # the last look: what was read of the slot was of this entry
+        again = memo.is_again(id, size)
+        if (again or not is_file) and host.forked_unseen():
             return None
+        data = self._file_of(id, suffix, size, mark, maps=again or size > COPIED) if is_file else self._value_of(id, size, mark)
+        if data is None or words[base + ID] != id:  # the last look: what was read of the slot was of this entry
+            return None
+        if again:
+            memo.add_mapped(space, (key, alias) if alias != key else (key,), slot, id, data)
         if not self._root.read_only:
             words[base + USED] = now
         counts, at = self._counts.block()
         counts[at + counters.HITS] += 1
-        counts[at + counters.BYTES_HIT] += hint.size
+        counts[at + counters.BYTES_HIT] += size
         return data
 
-    def _file_of(self, space: str, names: tuple[str, ...], hint: EntryHint) -> memoryview | None:
-        """The bytes of a file: a copy when the process reads a small one for the first time, else mapped. None where the file is gone,
-        or is not as it was published."""
-        path, size = self._root.blob_name(hint.id, hint.suffix), hint.size
+    def _file_of(self, id: int, suffix: str, size: int, seal: int, *, maps: bool) -> memoryview | None:
+        """The bytes of a file, mapped or copied. None where the file is gone, or is not as it was published."""
+        path = self._root.blob_name(id, suffix)
+        fd = open_quickly(path)
+        if fd < 0:
+            return None
         try:
-            fd = open_quickly(path)
-            if fd < 0:
+            status = os.fstat(fd)
+            if status.st_size != size or status.st_mtime_ns % blobs.SECOND != seal or not stat.S_ISREG(status.st_mode):
                 return None
-            try:
-                status = os.fstat(fd)
-                if not stat.S_ISREG(status.st_mode) or status.st_size != size or not blobs.has_seal(status, hint.seal):
-                    return None
-                again = self._memo.is_again(hint.id, size)
-                if size <= COPIED and not again:
-                    data = os.read(fd, size)
-                    return memoryview(data) if len(data) == size else None
-                view = mappings.map_file(fd, size)
-                if size:
-                    mappings.note_file(view, path, status)
-            finally:
-                os.close(fd)
-        except OSError:  # evicted meanwhile; or no descriptor is left, or no mapping
+            if not maps:
+                data = os.read(fd, size)
+                return memoryview(data) if len(data) == size else None
+            view = mappings.map_file(fd, size)
+            if size:
+                mappings.note_file(view, path, status)
+            return view
+        except OSError:  # no memory, or no mapping, is left
             return None
-        if again:
-            self._memo.add_mapped(space, names, hint.slot, hint.id, view)
-        return view
+        finally:
+            os.close(fd)
 
-    def _value_of(self, space: str, names: tuple[str, ...], hint: EntryHint) -> memoryview | None:
+    def _value_of(self, id: int, size: int, mark: int) -> memoryview | None:
         """The bytes of a small value; None where it is gone, or damaged."""
-        row = entries.value(self._catalog, hint.id)
-        if row is None or row[0] is None or len(row[0]) != hint.size or blobs.checksum_of(row[0]) != row[1]:
+        row = entries.value(self._catalog, id)
+        payload = row[0] if row is not None else None
+        if payload is None or len(payload) != size or mark_of(blobs.checksum_of(payload), is_file=False) != mark:
             return None
-        view = memoryview(row[0])
-        if self._memo.is_again(hint.id, hint.size):
-            self._memo.add_mapped(space, names, hint.slot, hint.id, view)
-        return view
+        return memoryview(payload)
 
     def expect(self, space_id: int, key: str) -> bool:
         """Whether the index of keys knows an entry, which is touched: its reader comes soon. What is colder is evicted first, but nothing
         is held: it may be gone by then. Raises `SlotsReplaced`."""
-        self._memo.let_go()
+        now = self._memo.let_go()
         hint = self._keys.find(space_id, key)
         if hint is not None:
-            self._slots.touch(hint.slot, self._slots.clock.now())
+            self._slots.touch(hint[2], now)
         return hint is not None
 
     def first_value(self, space_id: int, key: str) -> FirstValue | None:
@@ -128,36 +134,21 @@ class Reading:
         be. Counts and touches nothing. Raises `SlotsReplaced`."""
         self._memo.let_go()
         hint = self._keys.find(space_id, key)
-        if hint is None or self._memo.is_again(hint.id, hint.size):
+        if hint is None:
             return None
-        row = entries.value(self._catalog, hint.id)
-        if row is None:
+        words, base, slot, id, size, is_file, mark, suffix = hint
+        if self._memo.is_again(id, size):
+            return None
+        row = entries.value(self._catalog, id)
+        if row is None or (row[0] is None) is not is_file:
             return None
         data, checksum, meta = row
-        view = memoryview(data) if data is not None else self._map_hinted(hint)
-        if view is None or view.nbytes != hint.size or (data is not None and blobs.checksum_of(data) != checksum):
+        view = self._file_of(id, suffix, size, mark, maps=True) if data is None else memoryview(data)
+        if view is None or view.nbytes != size or (data is not None and blobs.checksum_of(data) != checksum):
             return None
-        # The last look: what was read of the slot was of this entry.
-        return FirstValue(view, meta, hint) if self._slots.id_of(hint.slot) == hint.id else None
-
-    def _map_hinted(self, hint: EntryHint) -> memoryview | None:
-        """The bytes of a file; None where it is gone, or is not as it was published."""
-        path = self._root.blob_name(hint.id, hint.suffix)
-        try:
-            fd = self._root.files.open(path)
-        except OSError:
+        if words[base + ID] != id:  # the last look: what was read of the slot was of this entry
             return None
-        try:
-            status = os.fstat(fd)
-            if status.st_size != hint.size or not blobs.has_seal(status, hint.seal):
-                return None
-            view = mappings.map_file(fd, hint.size)
-            mappings.note_file(view, path, status)
-            return view
-        except OSError:  # as many mappings as a process may have
-            return None
-        finally:
-            os.close(fd)
+        return FirstValue(slot, id, view, meta)
 
     def view(self, space: str, space_id: int, key: str) -> Remembered | None:
         """The bytes of a key; None if there is no entry."""

@@ -29,7 +29,6 @@ from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
 
 if TYPE_CHECKING:
-    from forebay._engine.index.keys import EntryHint
     from forebay._engine.index.limits import NodeLimits
     from forebay._engine.key_locks import KeyLocks
     from forebay._engine.loading import Reservations
@@ -144,14 +143,16 @@ class Store:
         """See `Memo.finder`. In a read-only root nothing can be touched, so every lookup takes the slow path."""
         return self.engine.memo.finder(space) if not self.root.read_only else finds_nothing
 
-    @recover_and_retry
-    def first_touch(self, space: str, key: str, max_age: int, *, alias: str = "") -> memoryview | None:
-        """See `Reading.first_touch`."""
+    def first_touch(self, space: str, key: str, max_age: int, alias: str = "") -> memoryview | None:
+        """See `Reading.first_touch`. None where anything is broken: `view` repairs it."""
         engine = self.engine
         row = engine.known_spaces.get(space)
         if row is None:
             return None
-        return engine.reading.first_touch(space, row.id, key, max_age, alias or key)
+        try:
+            return engine.reading.first_touch(space, row.id, key, max_age, alias or key)
+        except (errors.CacheFault, OSError):
+            return None
 
     @recover_and_retry
     def first_value(self, space: str, key: str) -> FirstValue | None:
@@ -219,7 +220,7 @@ class Store:
         """Remember an entry under another name too, such as a URL as the caller writes it."""
         self.engine.memo.alias(space, name, remembered)
 
-    def touch(self, entry: Entry | EntryHint) -> None:
+    def touch(self, entry: Entry | FirstValue) -> None:
         """Note that an entry is used now."""
         self.engine.touch(entry)
 

@@ -107,8 +107,7 @@ class Cache:
         filesystem object, of which ``url`` is a path. Raises `RemoteError`. A hit takes no lock and no system call."""
         if max_age is None and not (refresh or sha256 or etag or bypass or pin or filesystem):
             view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
-            view = first_touch(self._store, os.fspath(url), self._max_age, force=force) if view is None and not self.closed else view
-            if view is not None:
+            if view is not None or (view := first_touch(self._origin, url, force=force)) is not None:
                 return view
         options = self._options(max_age, refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin)
         return self._origin.read(self._target(url, filesystem), options)

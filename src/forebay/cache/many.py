@@ -97,7 +97,7 @@ def _hit_at_once(origin: Origin, hit: Hit, url: Url, options: FetchOptions) -> m
     if view is not None:
         return view
     try:
-        return first_touch(origin.store, os.fspath(url), origin.max_age, force=options.force)
+        return first_touch(origin, url, force=options.force)
     except errors.ConfigError:
         return None  # `target` raises it too
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -13,10 +14,10 @@ from forebay.remote import urls
 if TYPE_CHECKING:
     from forebay._engine.locks.fill import KeyHold, OnWait
     from forebay._engine.locks.leases import Lease
-    from forebay._engine.passthrough import PassThrough
-    from forebay._engine.store import Store
     from forebay._engine.write.publish import Writing
     from forebay.origin import Origin
+
+_REMOTE = ("http", "s3:")
 
 
 class Target(NamedTuple):
@@ -149,16 +150,22 @@ class SpillingSink:
         return can_clone(self._sink) and self._sink.clone(fd)
 
 
-def first_touch(store: Store | PassThrough, url: str, max_age: int, *, force: bool) -> memoryview | None:
-    """The bytes of an object that was validated at most ``max_age`` nanoseconds ago, if the index of keys leads to them: a hit of a process
-    that has not met the object, without a `Target`, a time limit or a lease. None: the long way tells. Raises `ConfigError`."""
-    key = urls.canonical(url) if url else ""
-    if not key or (key.startswith("file:") and not force):  # a local file is its own copy
+def first_touch(origin: Origin, url: str | os.PathLike[str], *, force: bool) -> memoryview | None:
+    """The bytes of an object that was validated at most ``origin.max_age`` nanoseconds ago, if the index of keys leads to them: a hit of a
+    process that has not met the object, without a `Target`, a time limit or a lease. None: the long way tells. Raises `ConfigError`."""
+    text = os.fspath(url)
+    if origin.closed or not text:
         return None
-    try:
-        return store.first_touch(URLS, key, max_age, alias=url)
-    except errors.CacheFault:
+    # A key of this space has a `#`, or is what `canonical` returned, which is its own key: such a text need not be looked at more closely.
+    is_likely_key = text.startswith(_REMOTE) and "#" not in text
+    if is_likely_key:
+        data = origin.store.first_touch(URLS, text, origin.max_age, text)
+        if data is not None:
+            return data
+    key = urls.canonical(text)
+    if (is_likely_key and key == text) or (key.startswith("file:") and not force):  # a local file is its own copy
         return None
+    return origin.store.first_touch(URLS, key, origin.max_age, text)
 
 
 def is_same_version(validator: str | None, expected: str) -> bool:

@@ -96,8 +96,8 @@ class Values:
             value = self._decode(first.view, copy)
         except Exception:  # noqa: BLE001  # whatever a value's own code raises: it does so again, where that is told
             return None
-        store.touch(first.hint)
-        store.count_hit(first.hint.size)
+        store.touch(first)
+        store.count_hit(first.view.nbytes)
         self.counted["hits"] += 1
         return (value,)
 

@@ -259,7 +259,7 @@ def test_a_process_that_only_reads_goes_over_to_the_new_slots(quick_path: Path, 
     (place / "slots" / "000").unlink()
     go.open()
     said.wait()
-    store.engine.memo._window = 0, 0, 0  # a second has passed
+    store.engine.memo.window = 0, 0, 0  # a second has passed
     assert bytes_of(store, "k") == b"new"
     assert [entry.key for entry in store.entries("v")] == ["k"]
     store.close()

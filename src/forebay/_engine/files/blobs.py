@@ -20,7 +20,7 @@ BLOCK = 8 << 20
 """A checksum is the xxh3-128 of the xxh3-128s of a file's blocks of 8 MiB, so that blocks may arrive in any order."""
 
 _STEP = 1 << 20
-_SECOND = 1_000_000_000
+SECOND = 1_000_000_000
 
 
 def publish(root: Root, staged: Path, id: int, suffix: str = "") -> Path:
@@ -42,7 +42,7 @@ def write(root: Root, id: int, data: Buffer, checksum: bytes, suffix: str = "") 
 
 def seal(fd: int, checksum: bytes) -> None:
     """Set the modification time of a finished file so that `is_sealed` detects later writes."""
-    host.set_mtime(fd, time.time_ns() // _SECOND * _SECOND + seal_of(checksum))
+    host.set_mtime(fd, time.time_ns() // SECOND * SECOND + seal_of(checksum))
 
 
 def is_sealed(status: os.stat_result, checksum: bytes) -> bool:
@@ -50,17 +50,12 @@ def is_sealed(status: os.stat_result, checksum: bytes) -> bool:
 
     Only the fraction of the second counts: it follows from the bytes, so that entries which share a file agree, and it needs no record.
     A file system that does not keep nanoseconds keeps no seal: whole seconds are also what ``tar`` and ``cp -p`` leave, after any write."""
-    return has_seal(status, seal_of(checksum))
-
-
-def has_seal(status: os.stat_result, seal: int) -> bool:
-    """`is_sealed`, by what `seal_of` returned."""
-    return status.st_mtime_ns % _SECOND == seal
+    return status.st_mtime_ns % SECOND == seal_of(checksum)
 
 
 def seal_of(checksum: bytes) -> int:
     """The fraction of a second, in nanoseconds, that `seal` sets."""
-    return int.from_bytes(checksum[:8], "little") % _SECOND
+    return int.from_bytes(checksum[:8], "little") % SECOND
 
 
 def remove_whatever_suffix(root: Root, id: int) -> None:

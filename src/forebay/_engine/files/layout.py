@@ -116,6 +116,10 @@ class Root:
         """The files of the root; no symbolic link in it is followed."""
         return Below(self.path)
 
+    @cached_property
+    def _blobs(self) -> str:
+        return str(self.blobs_dir)
+
     @property
     def format_line(self) -> bytes:
         """The content of FORMAT."""
@@ -206,7 +210,8 @@ class Root:
 
     def blob_name(self, id: int, suffix: str = "") -> str:
         """The path of a blob as text, for calls so frequent that making a `Path` would cost too much."""
-        return f"{self.path}/blobs/{id & 0xFF:02x}/{id:016x}{suffix}"
+        digits = id.to_bytes(8).hex()  # a format takes three times as long
+        return f"{self._blobs}/{digits[-2:]}/{digits}{suffix}"
 
     def tree(self, id: int) -> Path:
         return self.path / f"trees/{id:016x}"

@@ -74,13 +74,14 @@ class Memo:
         self._max_count = max_count or max(mappings.max_maps() // 4, 64)
         self._mutex = threading.Lock()  # guards what follows; the hit path reads the dicts without it
         self._known: dict[str, dict[str, MappedEntry]] = {}
+        self._coldest: list[tuple[int, str, str]] = []
         self._read: set[int] = set()
         self._passed = 0
         self._bytes = 0
         self._count = 0
         self._evictions = -1
         # While the wall clock is between the first two, the root's is ahead of it by the third; outside, a call takes the slow path.
-        self._window = _NO_WINDOW
+        self.window = _NO_WINDOW
 
     def get(self, space: str, name: str) -> Remembered | None:
         """What is remembered under this name, while it is current."""
@@ -101,7 +102,7 @@ class Memo:
             if entry is None:
                 return None
             now, slot = now_ns(), entry.slot
-            since, until, skew = self._window
+            since, until, skew = self.window
             if slot[ID] != entry.id or not since <= now < until:
                 return None
             now += skew
@@ -124,7 +125,7 @@ class Memo:
             entry = known.get(name)
             if not isinstance(entry, Remembered) or entry.slot[ID] != entry.id:
                 return None
-            since, until, _ = self._window
+            since, until, _ = self.window
             return entry if since <= now_ns() < until else None
 
         return find
@@ -139,8 +140,8 @@ class Memo:
     def is_again(self, id: int, size: int) -> bool:
         """Whether a file that this process reads should now be mapped and remembered: it was read before, and there is room.
 
-        Where there is none, one in 16 takes the place of others: of more than fits, a part stays, instead of each being dropped before it
-        is needed again."""
+        Where there is none, one in 64 takes the place of the coldest: of more than fits, a part stays, instead of each being dropped
+        before it is needed again, and mapping costs no more than a fiftieth of the reads."""
         if id not in self._read:
             if len(self._read) >= _MANY:
                 self._read.clear()
@@ -149,7 +150,7 @@ class Memo:
         if self._bytes + size <= self._max_bytes and self._count < self._max_count:
             return True
         self._passed += 1
-        return self._passed % 16 == 0
+        return self._passed % 64 == 0
 
     def add_mapped(self, space: str, names: tuple[str, ...], slot: int, id: int, view: memoryview) -> None:
         """Remember the bytes of an entry whose row was not read."""
@@ -164,8 +165,8 @@ class Memo:
             return
         with self._mutex:
             self._forget_locked(self._of(space).get(name))
-            if self._bytes + item.size > self._max_bytes or self._count >= self._max_count:
-                self._shrink_locked()
+            while self._bytes + item.size > self._max_bytes or self._count >= self._max_count:
+                self._forget_coldest_locked()
             self._of(space)[name] = item
             item.names.append((space, name))
             self._bytes += item.size
@@ -183,23 +184,25 @@ class Memo:
         with self._mutex:
             self._forget_locked(self._of(space).get(name))
 
-    def let_go(self) -> None:
-        """Drop entries that were evicted meanwhile, if any were, at most once a second; or where the wall clock jumped.
+    def let_go(self) -> int:
+        """Drop entries that were evicted meanwhile, if any were, at most once a second; or where the wall clock jumped. Returns the time of
+        the root's clock.
 
         Raises `SlotsReplaced`: otherwise this process would never notice that a remembered entry was replaced or evicted."""
-        since, until, _ = self._window
-        if since <= time.time_ns() < until:
-            return
+        wall = time.time_ns()
+        since, until, skew = self.window
+        if since <= wall < until:
+            return wall + skew
         self._slots.check_same()
-        self._slots.clock.look()
-        self._window = self._slots.clock.window
+        now = self._slots.clock.look()
+        self.window = self._slots.clock.window
         words, index = self._slots.evictions()
         evictions = words[index]
-        if evictions == self._evictions:
-            return
-        with self._mutex:
-            self._evictions = evictions
-        self.drop_dead()
+        if evictions != self._evictions:
+            with self._mutex:
+                self._evictions = evictions
+            self.drop_dead()
+        return now
 
     def drop_dead(self) -> None:
         """Drop what was evicted now: the disk is short, and gets no block of an unlinked file back while it is mapped."""
@@ -215,11 +218,12 @@ class Memo:
                     item.names = []
                 known.clear()
             self._read.clear()
+            self._coldest.clear()
             self._slots, self._bytes, self._count, self._evictions = slots, 0, 0, -1
 
     def after_fork_child(self) -> None:
         self._mutex = threading.Lock()
-        self._window = _NO_WINDOW  # the first hit takes the slow path
+        self.window = _NO_WINDOW  # the first hit takes the slow path
 
     def _all_locked(self) -> Iterator[MappedEntry]:
         return iter({id(item): item for known in self._known.values() for item in known.values()}.values())
@@ -233,10 +237,14 @@ class Memo:
         self._bytes -= item.size
         self._count -= 1
 
-    def _shrink_locked(self) -> None:
-        """Shrink to three quarters: first drop evicted items, then the least recently used ones, by any process."""
-        every = sorted(self._all_locked(), key=lambda f: f.slot[USED] if f.is_current() else 0)
-        for item in every:
-            if self._bytes <= self._max_bytes * 3 // 4 and self._count <= self._max_count * 3 // 4 and item.is_current():
-                break
+    def _forget_coldest_locked(self) -> None:
+        """Forget an evicted item, or the least recently used one, by any process. Forgets none where that one was used again meanwhile.
+
+        The order is made once for a quarter of the items, and has their names only: the items would keep their mappings."""
+        if not self._coldest:
+            every = sorted((item.slot[USED] if item.is_current() else 0, *item.names[0]) for item in self._all_locked())
+            self._coldest = every[len(every) // 4 :: -1]
+        used, space, name = self._coldest.pop()
+        item = self._of(space).get(name)
+        if item is not None and (item.slot[USED] == used or not item.is_current()):
             self._forget_locked(item)

@@ -95,8 +95,9 @@ class Slots:
 
     def record(self, slot: int) -> tuple[memoryview, int]:
         """``(words, base)``: ``words[base + ID]``, ``words[base + USED]``, ``words[base + VALIDATED]`` are the slot's."""
-        chunk, index = divmod(slot, RECORDS)
-        return self._words(chunk), _HEADER + index * _WORDS
+        mapped = self._chunks.get(slot // RECORDS)
+        words = mapped[0] if mapped is not None else self._words(slot // RECORDS)
+        return words, _HEADER + slot % RECORDS * _WORDS
 
     def evictions(self) -> tuple[memoryview, int]:
         """``(words, index)``: ``words[index]`` changes with every eviction in the root."""
