@@ -1,7 +1,8 @@
 """First touch: a training job reads each object once an epoch, in a random order, out of more than a process remembers.
 ``python benchmarks/touch.py [ROW...] [--quick] [--json]``
 
-Each round is a fresh process, which reads every file plainly and every entry through the cache, a slice of each in turn.
+The objects come from nginx. Each round is a fresh process, which reads every file of nginx plainly and every object through the cache, a
+slice of each in turn.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import forebay
 from _common import FLOOR, OURS, Line, Timing, main, python
+from remote import nginx
 
 KB, MB = 1000, 1_000_000
 PASSES, SLICES = 3, 16
@@ -20,33 +22,31 @@ PASS = """
 import json, os, random, sys, time
 import forebay
 
-root, files, passes, slices = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+root, files, url, passes, slices = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
 cache = forebay.Cache(root, max_age="forever")
-paths = [os.path.join(files, name) for name in os.listdir(files)]
+names = os.listdir(files)
+paths, urls = {name: os.path.join(files, name) for name in names}, {name: f"{url}/{name}" for name in names}
 
 def plain(path):
     with open(path, "rb") as file:
         return file.read()
 
-def ours(path):
-    return cache.read(path, force=True)
-
-step = max(len(paths) // slices, 1)
-ours(paths[0]), plain(paths[0])
+step = max(len(names) // slices, 1)
+cache.read(urls[names[0]]), plain(paths[names[0]])
 for number in range(passes):
-    random.Random(number).shuffle(paths)
+    random.Random(number).shuffle(names)
     times = {"plain": [0.0, 0.0], "ours": [0.0, 0.0]}
-    for start in range(0, len(paths), step):
-        some = paths[start : start + step]
-        for name, read in (("plain", plain), ("ours", ours)):
+    for start in range(0, len(names), step):
+        for label, read, of in (("plain", plain, paths), ("ours", cache.read, urls)):
+            some = [of[name] for name in names[start : start + step]]
             wall, cpu = time.perf_counter(), time.process_time()
-            for path in some:
-                data = read(path)
+            for one in some:
+                data = read(one)
                 data[0], data[-1], data[len(data) // 2]
-            times[name][0] += time.perf_counter() - wall
-            times[name][1] += time.process_time() - cpu
+            times[label][0] += time.perf_counter() - wall
+            times[label][1] += time.process_time() - cpu
     for spent in times.values():
-        spent[:] = [seconds / len(paths) for seconds in spent]
+        spent[:] = [seconds / len(names) for seconds in spent]
     first = times if number == 0 else first
 print(json.dumps({"first": first, "later": times}))
 """
@@ -55,24 +55,23 @@ print(json.dumps({"first": first, "later": times}))
 def touch(size: int, count: int, first: float, later: float, folder: Path, quick: bool) -> list[Line]:
     """``first``, ``later``: what one pass of a fresh process, and each pass after it, may take beside plain reads of files."""
     count, rounds = (40, 1) if quick else (count, 5)
-    files, root = folder / "files", folder / "root"
-    files.mkdir()
-    with forebay.Cache(root, budget="80%", max_age="forever") as cache:
-        for number in range(count):
-            path = files / f"{number:06d}.bin"
-            path.write_bytes(os.urandom(min(size, 4096)) + bytes(max(size - 4096, 0)))
-            cache.pull(str(path))
+    root = folder / "root"
     what = f"{size // MB} MB" if size >= MB else f"{size // KB} KB"
     lines = []
     for when, must in (("first", first), ("later", later)):
         line = Line(f"`Cache.read` of {count:,} x {what} in random order, {when} pass", f"<= {must}x open + read")
         line.timings = {"Forebay": Timing(OURS), "open + read": Timing(FLOOR)}
         lines.append(line)
+    with nginx(folder / "nginx") as (url, files), forebay.Cache(root, budget="80%", max_age="forever") as cache:
+        for number in range(count):
+            (files / f"{number:06d}.bin").write_bytes(os.urandom(min(size, 4096)) + bytes(max(size - 4096, 0)))
+        if cache.warm([f"{url}/{name}" for name in os.listdir(files)]).failed:
+            raise SystemExit("nginx did not serve all objects")
     for _ in range(rounds):
-        told = python(PASS, str(root), str(files), str(PASSES), str(SLICES))
+        result = python(PASS, str(root), str(files), url, str(PASSES), str(SLICES))
         for line, when in zip(lines, ("first", "later"), strict=True):
             for label, name in (("Forebay", "ours"), ("open + read", "plain")):
-                wall, cpu = told[when][name]
+                wall, cpu = result[when][name]
                 line.timings[label].wall.append(wall)
                 line.timings[label].cpu.append(cpu)
     for line, must in zip(lines, (first, later), strict=True):
