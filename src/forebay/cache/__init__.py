@@ -253,8 +253,10 @@ class Cache:
     ) -> memoryview:  # fmt: skip
         """`read` for a coroutine; what is awaited at the same time is fetched side by side, as by `read_many`. A call that is cancelled
         cancels nothing for the others: the object is fetched all the same."""
-        if max_age is None and not (refresh or filesystem or arguments) and (view := self._hit(url, self._max_age)) is not None:  # type: ignore[arg-type]
-            return view
+        if max_age is None and not (refresh or filesystem or arguments):
+            view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
+            if view is not None or (view := first_touch(self._origin, url, force=False)) is not None:
+                return view
         target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
         return await self._fetches.read(target, options)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import io
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
@@ -243,15 +242,15 @@ class Origin:
             if not os.access(target.in_place, os.R_OK):
                 target.remote.stat(target.url)  # raises as `read` does
             return open(target.in_place, "rb")
-        if options.bypass:
-            return self._stream(target, options)
-        try:
-            from forebay.origin.files import opened  # imported late: many programs never open a file
+        from forebay.origin import files  # imported late: many programs never open a file
 
-            return opened(self.lease(target, options))
+        if options.bypass:
+            return files.stream(self, target, options)
+        try:
+            return files.opened(self.lease(target, options))
         except (errors.CacheFault, errors.WaitTimeout) as error:
             self.fall_back(error, target.key)
-            return self._stream(target, options)
+            return files.stream(self, target, options)
 
     def lease(self, target: Target, options: FetchOptions, *, looked: bool = False, spilling: SpillingSink | None = None) -> Lease:
         """A lease on the cached copy, fetched if it is missing or not fresh. Raises `CacheFault` where it cannot be stored.
@@ -467,7 +466,7 @@ class Origin:
         above = self._above(target, options) if not options.bypass else None
         if above is not None and options.sha256 is None and options.etag is None:
             return memoryview(above[0].view)
-        self._refuse_offline(target, options)
+        self.refuse_offline(target, options)
         sink = BufferSink(self.most)
         with self.reaching(options):
             transfer = target.remote.fetch(target.url, VersionCheckSink(sink, target.key, options.etag) if options.etag else sink)
@@ -488,23 +487,9 @@ class Origin:
         except errors.CacheFault:
             return in_memory()
 
-    def _refuse_offline(self, target: Target, options: FetchOptions) -> None:
+    def refuse_offline(self, target: Target, options: FetchOptions) -> None:
         if options.offline and target.in_place is None:
             raise errors.Offline.of(target.key)
-
-    def _stream(self, target: Target, options: FetchOptions) -> BinaryIO:
-        """A file object that reads ranges of the remote on demand."""
-        if options.sha256 is not None or (self.upstream is not None and not options.bypass):
-            return io.BytesIO(self.direct(target, options))
-        self._refuse_offline(target, options)
-        with self.reaching(options):
-            info = target.remote.stat(target.url)
-        self.count(Transfer(requests=1))
-        if info is None or info.size is None:
-            return io.BytesIO(self.direct(target, options))
-        from forebay.origin.files import RANGE, RangeFile
-
-        return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, target.key, info, self), RANGE))
 
     def local(self, target: Target, options: FetchOptions) -> Lease:
         """A lease on the cached copy; a local file is its own path."""

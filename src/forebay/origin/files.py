@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import os
 from contextlib import AbstractContextManager
-from typing import Any, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._model import ObjectInfo, Remote, Span, Transfer
+
+if TYPE_CHECKING:
+    from forebay.origin import Origin
+    from forebay.origin.request import FetchOptions, Target
 
 RANGE = 4 << 20
 """Bytes of one read ahead where an object is not cached."""
@@ -82,3 +86,16 @@ class RangeFile(io.RawIOBase):
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+
+def stream(origin: Origin, target: Target, options: FetchOptions) -> BinaryIO:
+    """A file object that reads ranges of the remote on demand, past the cache."""
+    if options.sha256 is not None or (origin.upstream is not None and not options.bypass):
+        return io.BytesIO(origin.direct(target, options))
+    origin.refuse_offline(target, options)
+    with origin.reaching(options):
+        info = target.remote.stat(target.url)
+    origin.count(Transfer(requests=1))
+    if info is None or info.size is None:
+        return io.BytesIO(origin.direct(target, options))
+    return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, target.key, info, origin), RANGE))

@@ -59,16 +59,14 @@ class Catalog:
         self._seen: tuple[int, int] | None = None
         self._index: tuple[int, int] | None = None
         self._log_size = 0  # before the transaction that runs
-        self.free = 0
-        """Bytes of the disk that were free when a transaction last looked."""
+        self.free = 0  # bytes of the disk that were free when a transaction last looked
         self._copied_at = 0  # the size of the log when this process last copied it into the database
         self._unreadable = UnreadableRows()
         self._ids = [0, 0]  # from, to: ids that this process has taken and not used yet
         self.ballast = Ballast(root)
         self._still = False
         self._suspect: tuple[int, int] | None = None
-        self.lost = ""
-        """Why the previous catalog was replaced, until a caller has reported it."""
+        self.lost = ""  # why the previous catalog was replaced, until a caller has reported it
         self._pid = os.getpid()
 
     def _join_peers(self) -> threading.RLock:
@@ -346,16 +344,12 @@ class Catalog:
         return rows[0] if rows else None
 
     def quick_one(self, sql: str, *values: Any) -> Any:
-        """`one`, for a row that proves itself by a checksum: it does not look whether the index of the log was retired meanwhile, which
-        takes as long as the statement. Caller: knows that this process was not forked by C code (`Engine.check_usable`)."""
+        """`one`, for a row that proves itself by a checksum: it does not look whether the index of the log was retired meanwhile. Caller:
+        knows that this process was not forked by C code (`Engine.check_usable`)."""
         with self._mutex:
-            con = self._con
-            if con is not None and not self._still:
-                try:
-                    rows = con.execute(sql, values).fetchall()
-                except sqlite3.Error as error:
-                    log.debug("%s: asked again", str(error))
-                else:
+            if self._con is not None and not self._still:
+                with contextlib.suppress(sqlite3.Error):  # it is asked again
+                    rows = self._con.execute(sql, values).fetchall()
                     return rows[0] if rows else None
         return self.one(sql, *values)
 
@@ -480,9 +474,8 @@ class Catalog:
 
     def check_same(self) -> None:
         """Check that the path still names the file that is open: else commits would go to a file that no other process sees. Raises
-        `CatalogBroken`: ids of spaces and owners from the old file mean nothing in the new one.
-
-        Looks closely only where names have changed since it last did: see `Names`."""
+        `CatalogBroken`: ids of spaces and owners from the old file mean nothing in the new one. Looks closely only where names have
+        changed since it last did: see `Names`."""
         if self._names.are_same():
             return
         if not self._writer.is_same():
@@ -564,9 +557,8 @@ class Catalog:
         con, self._con, self._seen, self._index, self._ids = self._con, None, None, None, [0, 0]
         self._names.forget()
         if con is not None and self._writer.is_lost():
-            host.never_free(
-                con
-            )  # the job closed SQLite's descriptors, and may have reopened their numbers: closing would write into its files
+            # the job closed SQLite's descriptors, and may have reopened their numbers: closing would write into its files
+            host.never_free(con)
         elif con is not None and self._pid == os.getpid():
             with contextlib.suppress(sqlite3.Error):
                 con.close()
