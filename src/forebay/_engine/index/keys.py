@@ -89,10 +89,8 @@ class KeyIndex:
         table = self._table or self._open()
         if table is None:
             return None
-        words, mask, _, spaces = table
-        state = (spaces.get(space) or table.begun(space)).copy()
-        state.update(key.encode("utf-8", "surrogatepass"))
-        first, second = _halves(state.digest())
+        first, second = _hash(table, space, key)
+        words, mask, _, _ = table
         tag, bucket = first >> 32, _HEADER + (first & mask)
         end = bucket + PROBES
         while bucket < end and (word := words[bucket]):
@@ -332,6 +330,11 @@ def mark_of(checksum: bytes, *, is_file: bool) -> int:
 
 
 def _hash(table: _Table, space: int, key: str) -> tuple[int, int]:
+    """128 bits of BLAKE2b with the table's secret as its key.
+
+    Whoever makes a list of URLs chooses keys, and the hash alone decides whose bytes are served: neither record nor file has the key.
+    A keyed BLAKE2b is a pseudo-random function: nobody who cannot read the table finds two keys with one hash, and users who can read it
+    can read all entries. XXH3 with a secret seed takes half a microsecond less, and promises no such thing."""
     state = (table.spaces.get(space) or table.begun(space)).copy()
     state.update(key.encode("utf-8", "surrogatepass"))
     first, second = _halves(state.digest())
