@@ -120,8 +120,13 @@ class Store:
         return self.engine.hosts
 
     @property
-    def limits(self) -> NodeLimits:
-        return self.engine.limits
+    def limits(self) -> NodeLimits | None:
+        """The limits of transfers; None where this process cannot open one more file to load them."""
+        try:
+            return self.engine.limits
+        except OSError as error:
+            log.info("%s: transfers are not limited: %s", self.root.path, str(error))
+            return None
 
     def before_fork(self) -> None:
         self.engine.before_fork()
