@@ -101,16 +101,19 @@ class FreeSpace:
         """What a request lacks, or what is lacking without one; pending reservations older than ``id`` come first."""
         return self._short(rows, spaces.totals(rows, id or None, request.space if request else 0), request, id)
 
-    def look(self, txn: Txn, request: SpaceRequest) -> tuple[SpaceRequest, SpaceDeficit | None, int]:
+    def look(self, txn: Txn, request: SpaceRequest) -> tuple[SpaceRequest, SpaceDeficit | None, int | None]:
         """Complete a request for a file or value by what it replaces; returns also what it lacks, None where it fits, and a slot for its
-        entry. One statement, where there is nothing to replace, to sweep or reserved."""
+        entry, None where another entry goes first and its slot can be used. One statement, where there is nothing to replace, to sweep or
+        reserved."""
         totals = spaces.totals(txn, None, request.space, request.key)
+        txn.leftovers |= totals.leftovers
         if totals.replaces is not None:
             replaces, replaced = entries.version(txn, request.space, request.key)
             request = request._replace(replaces=replaces, replaced=replaced)
-        txn.leftovers |= totals.leftovers
         short = self._short(txn, totals, request, 0)
-        return request, None if short.fits else short, entries.usable_slot(txn, *totals.slots)
+        if not short.fits:
+            return request, short, None
+        return request, None, entries.usable_slot(txn, *totals.slots) if totals.replaces is None else None
 
     def _short(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
         charge = self.charge_of(request) if request is not None else 0
