@@ -78,15 +78,14 @@ def test_it_is_no_hit_and_no_use_until_its_reader_says_so(store: Store) -> None:
     assert value is not None
     assert store.counts() == before
     assert store.engine.slots.used(entry.slot) == 1
-    store.touch(value.hint)
+    store.touch(value)
     assert store.engine.slots.used(entry.slot) > 1
 
 
-@pytest.mark.parametrize("change", ["payload", "checksum", "no bytes", "no text"])
+@pytest.mark.parametrize("change", ["payload", "no bytes", "no text"])
 def test_a_damaged_row_is_not_served(store: Store, change: str) -> None:
     statement, value = {
         "payload": ("UPDATE payloads SET data = ? WHERE length(data) = 1000", b"S" * 1_000),
-        "checksum": ("UPDATE entries SET checksum = ? WHERE size = 1000", b"0" * 16),
         "no bytes": ("UPDATE payloads SET data = ? WHERE length(data) = 1000", "s" * 1_000),
         "no text": ("UPDATE entries SET meta = ? WHERE size = 1000", b"meta of small"),
     }[change]
@@ -97,8 +96,8 @@ def test_a_damaged_row_is_not_served(store: Store, change: str) -> None:
 
 
 def test_the_sound_row_of_another_value_is_not_served(store: Store) -> None:
-    """Two rows changed places: their bytes and checksums agree, but the index knows another size."""
-    store.put("v", "other", b"o" * 2_000)
+    """Two rows changed places: their bytes and checksums agree, but the index knows others."""
+    store.put("v", "other", b"o" * 1_000)
     small, other = store.entry("v", "small"), store.entry("v", "other")
     assert small is not None
     assert other is not None
@@ -140,15 +139,15 @@ def test_a_new_version_of_another_process_is_read_at_once(store: Store, size: in
 
 def test_what_is_replaced_while_it_is_read_is_not_served(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its meta may be that of the one, and its use that of the other."""
-    read = store.engine.reading._map_hinted
+    read = store.engine.reading._file_of
 
-    def replaced(*args: Any) -> memoryview | None:
-        data = read(*args)
+    def replaced(*args: Any, **options: Any) -> memoryview | None:
+        data = read(*args, **options)
         store.put("v", "large", b"n" * 70_000, meta="new")
         return data
 
     with monkeypatch.context() as m:
-        m.setattr(store.engine.reading, "_map_hinted", replaced)
+        m.setattr(store.engine.reading, "_file_of", replaced)
         assert first(store, "large") is None
     assert first(store, "large") == (b"n" * 70_000, "new")
 

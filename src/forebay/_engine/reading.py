@@ -34,12 +34,12 @@ _MANY = 1_000_000
 
 
 class FirstValue(NamedTuple):
-    """A value that a process reads for the first time. ``slot``, ``id``: of its entry; ``meta``: the small text that the entry carries."""
+    """A value that a process reads for the first time. ``meta``: the small text that its entry carries; ``slot``, ``id``: of the entry."""
 
-    slot: int
-    id: int
     view: memoryview
     meta: str
+    slot: int
+    id: int
 
 
 class Reading:
@@ -113,8 +113,7 @@ class Reading:
 
     def _value_of(self, id: int, size: int, mark: int) -> memoryview | None:
         """The bytes of a small value; None where it is gone, or damaged."""
-        row = entries.value(self._catalog, id)
-        payload = row[0] if row is not None else None
+        payload = entries.quick_payload(self._catalog, id)
         if payload is None or len(payload) != size or mark_of(blobs.checksum_of(payload), is_file=False) != mark:
             return None
         return memoryview(payload)
@@ -122,10 +121,10 @@ class Reading:
     def expect(self, space_id: int, key: str) -> bool:
         """Whether the index of keys knows an entry, which is touched: its reader comes soon. What is colder is evicted first, but nothing
         is held: it may be gone by then. Raises `SlotsReplaced`."""
-        now = self._memo.let_go()
-        hint = self._keys.find(space_id, key)
-        if hint is not None:
-            self._slots.touch(hint[2], now)
+        now, hint = self._memo.let_go(), self._keys.find(space_id, key)
+        if hint is not None and not self._root.read_only:
+            words, base, *_ = hint
+            words[base + USED] = now
         return hint is not None
 
     def first_value(self, space_id: int, key: str) -> FirstValue | None:
@@ -137,18 +136,19 @@ class Reading:
         if hint is None:
             return None
         words, base, slot, id, size, is_file, mark, suffix = hint
-        if self._memo.is_again(id, size):
+        row = None if self._memo.is_again(id, size) else entries.quick_value(self._catalog, id)
+        if row is None:
             return None
-        row = entries.value(self._catalog, id)
-        if row is None or (row[0] is None) is not is_file:
+        data, meta = row
+        if is_file:
+            view = self._file_of(id, suffix, size, mark, maps=True)
+        elif data is not None and len(data) == size and mark_of(blobs.checksum_of(data), is_file=False) == mark:
+            view = memoryview(data)
+        else:
             return None
-        data, checksum, meta = row
-        view = self._file_of(id, suffix, size, mark, maps=True) if data is None else memoryview(data)
-        if view is None or view.nbytes != size or (data is not None and blobs.checksum_of(data) != checksum):
+        if view is None or words[base + ID] != id:  # the last look: what was read of the slot was of this entry
             return None
-        if words[base + ID] != id:  # the last look: what was read of the slot was of this entry
-            return None
-        return FirstValue(slot, id, view, meta)
+        return FirstValue(view, meta, slot, id)
 
     def view(self, space: str, space_id: int, key: str) -> Remembered | None:
         """The bytes of a key; None if there is no entry."""

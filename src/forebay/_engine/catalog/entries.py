@@ -42,7 +42,8 @@ _VICTIMS = {
     for count in (_AT_ONCE, 512)
 }
 _DELETE_MANY = f"DELETE FROM entries WHERE id IN ({_SIXTEEN})"
-_VALUE = f"SELECT p.data, e.checksum, e.meta FROM entries e LEFT JOIN payloads p ON p.id = e.id WHERE e.id = ? AND e.state = {LIVE}"
+_PAYLOAD = "SELECT data FROM payloads WHERE id = ?"
+_VALUE = f"SELECT p.data, e.meta FROM entries e LEFT JOIN payloads p ON p.id = e.id WHERE e.id = ? AND e.state = {LIVE}"
 _DELETE_DATA = f"DELETE FROM payloads WHERE id IN ({_SIXTEEN})"
 
 
@@ -93,19 +94,24 @@ def by_id(rows: Rows, id: int) -> Entry | None:
 
 def payload(rows: Rows, id: int) -> bytes | None:
     """The bytes of a small value."""
-    row = rows.one("SELECT data FROM payloads WHERE id = ?", id)
+    row = rows.one(_PAYLOAD, id)
     if row and type(row[0]) is not bytes:
         rows.report_unreadable("entries", (id,), f"the value {id}")
         return None
     return row[0] if row else None
 
 
-def value(rows: Catalog, id: int) -> tuple[bytes | None, bytes, str] | None:
-    """The bytes of a live entry, None if they are in a file; their checksum; and the small text that the entry carries.
+def quick_payload(rows: Catalog, id: int) -> bytes | None:
+    """`payload`, for a caller that compares the checksum, and where that is wrong or there is none takes the long way."""
+    row = rows.quick_one(_PAYLOAD, id)
+    return row[0] if row is not None and type(row[0]) is bytes else None
 
-    None where there is no such entry. The caller compares the checksum, or the seal of the file."""
-    row: tuple[bytes | None, bytes, str] | None = rows.quick_one(_VALUE, id)
-    return row if row is not None and type(row[0]) in (bytes, NoneType) and type(row[2]) is str else None
+
+def quick_value(rows: Catalog, id: int) -> tuple[bytes | None, str] | None:
+    """The bytes of a live entry, None if they are in a file, and the small text that the entry carries. Caller: as for `quick_payload`; it
+    compares the seal of a file."""
+    row: tuple[bytes | None, str] | None = rows.quick_one(_VALUE, id)
+    return row if row is not None and type(row[0]) in (bytes, NoneType) and type(row[1]) is str else None
 
 
 def any_leftovers(rows: Rows) -> bool:

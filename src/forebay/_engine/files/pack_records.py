@@ -28,7 +28,7 @@ START = ALIGN - HEADER
 MAX_SEGMENT = (1 << 24) - 1
 
 HINT_BITS = 24
-HINTED, PROOFS = (1 << HINT_BITS) - 1, 1 << 64 - HINT_BITS
+HINTED, PROOFS = (1 << HINT_BITS) - 1, (1 << 64 - HINT_BITS) - 1
 SIXTEENTHS = (1 << 40) - 1
 """The part of an index word that is the offset, in units of 16 bytes."""
 
@@ -55,7 +55,7 @@ def length_hint(key: int, word: int, length: int) -> int:
     """A word that says how long the record is that an index word names; 0 for a length that does not fit. ``key``: see `hint_key`.
 
     It is a hint that proves itself: `hash` mixes numbers, in the same way in each process."""
-    return 0 if length > HINTED else hash((key, word, length)) % PROOFS << HINT_BITS | length
+    return 0 if length > HINTED else (hash((key, word, length)) & PROOFS) << HINT_BITS | length
 
 
 def footprint(length: int) -> int:

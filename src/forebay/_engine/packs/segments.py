@@ -73,7 +73,7 @@ def finder(records: Records, view: memoryview, slowly: Find, flush: Callable[[],
                 start, limit = places[word >> 40]
                 start += header + ((word & sixteenths) << 4)
                 end = start + length
-                if hint >> bits != hash((key, word, length)) % proofs or end > limit:  # `pack_records.length_hint`, without a call
+                if hint >> bits != hash((key, word, length)) & proofs or end > limit:  # `pack_records.length_hint`, without a call
                     return slowly(slot, copy)
                 starts[slot] = start
                 ends[slot] = end  # last: a reader that sees it relies on the other
