@@ -43,9 +43,9 @@ class Kept(NamedTuple):
     budget: int | None = None
     min_free: int | None = None
     max_entries: int | None = None
+    spaces: tuple[SpaceLimits, ...] = ()
     max_rate: int | None = None
     max_connections: int | None = None
-    spaces: tuple[SpaceLimits, ...] = ()
 
 
 def read(root: Root) -> Kept | None:
