@@ -190,8 +190,7 @@ class Cache:
         target = self._target(url, filesystem)
         options, reporter = self._reporting_options(target.key, max_age, refresh, on_progress, force=True, **arguments)
         try:
-            lease = self._origin.lease(target, options)
-            with lease:
+            with (lease := self._origin.lease(target, options)):
                 reporter.say("done", lease.entry.size, lease.entry.size)
                 return lease.entry
         except errors.NoSpace as error:
@@ -200,9 +199,8 @@ class Cache:
             return None
 
     def read_many(
-        self, urls: Iterable[Url], *, return_exceptions: bool = False, max_age: float | str | None = None,
-        refresh: bool = False, timeout: float | None = None, bypass: bool = False, force: bool = False, pin: bool = False,
-        filesystem: Any = None,
+        self, urls: Iterable[Url], *, return_exceptions: bool = False, max_age: float | str | None = None, refresh: bool = False,
+        filesystem: Any = None, **arguments: Any,
     ) -> list[memoryview]:  # fmt: skip
         """The bytes of many objects, in the order of ``urls``: hits at once, misses side by side, an object that is named twice once.
 
@@ -211,8 +209,8 @@ class Cache:
         from forebay.cache import many
 
         self._check_open()
-        hit = None if max_age is not None or refresh or bypass or pin or filesystem else self._hit
-        options = self._options(max_age, refresh, timeout=timeout, bypass=bypass, force=force, pin=pin)
+        hit = None if max_age is not None or refresh or filesystem or arguments else self._hit
+        options = self._options(max_age, refresh, **arguments)
         targets = functools.partial(self._target, filesystem=filesystem)
         return many.read_many(self._origin, urls, hit, targets, options, return_exceptions=return_exceptions)
 
@@ -280,9 +278,7 @@ class Cache:
         target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
         return await self._fetches.open(target, options)
 
-    async def aget_or_put(
-        self, key: str, fn: Callable[[], Buffer | Awaitable[Buffer]], *, timeout: float | None = None
-    ) -> memoryview:  # fmt: skip
+    async def aget_or_put(self, key: str, fn: Callable[[], Buffer | Awaitable[Buffer]], *, timeout: float | None = None) -> memoryview:
         """`get_or_put` for a coroutine. ``fn``: a coroutine function, or a function, which is called in a thread."""
         return await self._values.aget_or_put(key, fn, timeout=timeout)
 
@@ -452,10 +448,17 @@ class Cache:
 
     def stats(self) -> Stats:
         """Counters of all processes of the node, and sizes. Where the cache cannot be read: zeros, with one warning."""
-        from forebay.cache.statistics import statistics
+        from forebay._engine.stats import Usage
+        from forebay.reports import Stats
 
         self._check_open()
-        return statistics(self._origin)
+        try:
+            return Stats.of(self._store.usage(), self._store.counts())
+        except OSError as error:
+            if self._store.keeps and self._store.root.read_only:
+                raise  # the caller opened the root to inspect it
+            self._origin.warn("stats", "the statistics of the cache cannot be read: %s", error)
+            return Stats.of(Usage(0, 0, 0), {})
 
     def overhead(self) -> dict[str, int]:
         """Bytes on the disk that the budget does not count: of the ``log`` of the catalog, the ``slots``, the ``directories``, and
@@ -505,31 +508,28 @@ class Cache:
     def evict(self, name: Name) -> Report:
         """Remove a name now, if no process uses it; of a directory also its files, except those that another directory has. Raises
         `NotCached`, or `WriterBusy`."""
-        from forebay.cache import entries, removal
+        from forebay.cache import entries
 
-        entry = self.entry(name)
-        if entry is None:
-            raise entries.not_cached(name)
-        return removal.evict(self._origin, entry)
+        return entries.evict(self._origin, name, self.entry(name))
 
     def plan(
         self, need: int | str | None = None, *, where: Callable[[Entry], bool] | None = None, space: str | None = None, all: bool = False
     ) -> Plan:  # fmt: skip
         """What an eviction would remove: the coldest entries, until ``need`` bytes are free, of the budget and on the disk above
         ``min_free``; or all that ``where``, ``space`` or ``all`` selects. Pinned entries stay. `Plan.execute` removes them."""
-        from forebay.cache import removal
+        from forebay.cache import entries
 
         self._check_open()
         size = None if need is None else _config.parse_size(need, total=self.budget, name="need")
-        return removal.plan(self._origin, size, where, space, all=all)
+        return entries.plan(self._origin, size, where, space, all=all)
 
     def prune(self) -> Plan:
         """What exceeds the budget now, or what the disk lacks of ``min_free``. `Plan.execute` removes it, and also the unfinished work of
         dead processes, and files that no entry names; unfinished downloads can be resumed, and stay until their room is needed."""
-        from forebay.cache import removal
+        from forebay.cache import entries
 
         self._check_open()
-        return removal.prune(self._origin)
+        return entries.prune(self._origin)
 
     def clear(self, space: str | None = None) -> Plan:
         """A plan that removes everything in one space, or in all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from operator import attrgetter, itemgetter
 from typing import TypeVar, overload
@@ -14,10 +14,13 @@ from forebay._engine.catalog.spill import Spill
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.stats import Facts
 from forebay._engine.store import Store
-from forebay._model import Entry, Victim, is_text
+from forebay._kernel import waits
+from forebay._model import Entry, Report, Victim, is_text
 from forebay.cache.space import VALUES
+from forebay.origin import Origin
 from forebay.origin.request import folder_of
 from forebay.origin.spaces import DIRECTORIES, URLS
+from forebay.reports import Plan, coldest_until
 
 T = TypeVar("T")
 Name = str | os.PathLike[str] | Entry
@@ -205,3 +208,50 @@ def not_cached(name: Name) -> errors.NotCached:
 def shown(name: Name) -> str:
     """The name of an entry in messages."""
     return name.name if isinstance(name, Entry) else remote.redacted(remote.shown(name))
+
+
+# -- what is removed ----------------------------------------------------------------------------------------------------
+
+
+def remove(origin: Origin, victims: Iterable[Victim]) -> Report:
+    """Remove entries, but for those in use, pinned, or part of a directory. Raises `WriterBusy`."""
+    with waits.time_limit(origin.timeout):
+        return origin.store.remove(victims)
+
+
+def evict(origin: Origin, name: Name, entry: Entry | None) -> Report:
+    """See `Cache.evict`. ``entry``: of this name."""
+    if entry is None:
+        raise not_cached(name)
+    files = [file for _, file in origin.store.members(entry)] if entry.kind == "tree" else []
+    report = remove(origin, [Victim.of(entry)])
+    if report.spared or not files:
+        return report
+    with_it = remove(origin, map(Victim.of, files))
+    return Report(report.removed + with_it.removed, (), report.freed + with_it.freed)
+
+
+def plan(origin: Origin, need: int | None, where: Callable[[Entry], bool] | None, space: str | None, *, all: bool) -> Plan:
+    """See `Cache.plan`. ``need``: in bytes."""
+
+    def execute(victims: Iterable[Victim]) -> Report:
+        return remove(origin, victims)
+
+    cold = Entries(origin.store, space, lambda e: e.life != "pinned" and (where is None or where(e)))
+    if need is None and (where is not None or space is not None or all):
+        return Plan(planned(cold), execute)
+    lacking = origin.store.lacking(need or 0)
+    return Plan(tuple(map(Victim.of, coldest_until(cold, lacking))), execute, max(lacking, 0))
+
+
+def prune(origin: Origin) -> Plan:
+    """See `Cache.prune`."""
+
+    def execute(victims: Sequence[Victim]) -> Report:
+        report = remove(origin, victims)
+        with waits.time_limit(origin.timeout):
+            origin.store.make_room()
+            strays = origin.store.remove_strays()
+            return report._replace(freed=report.freed + strays.bytes, stray_files=strays.files)
+
+    return Plan(plan(origin, None, None, None, all=False).victims, execute)

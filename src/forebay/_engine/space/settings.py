@@ -54,7 +54,7 @@ def apply(
     with catalog.write() as txn:
         there = spaces.limits(txn)
         first = there["budget"] is None
-        kept = (settings_file.read(root) or Kept(*(before or Settings()))) if first else Kept()
+        kept = (settings_file.read(root) or Kept(**(before or Settings())._asdict())) if first else Kept()
         limits = {name: value if value is not None else getattr(kept, name) for name, value in settings._asdict().items()}
         if first:
             disk = host.disk(root.path)
