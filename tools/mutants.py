@@ -193,8 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         1, "a small file is entered before it is written", "_engine/write/publish.py",
-        "        blobs.write(self.root, id, one.data, one.checksum, label.suffix)\n",
-        "        txn.then = lambda: blobs.write(self.root, id, one.data, one.checksum, label.suffix)\n",
+        "        self._write(one, ids[0])\n", "        txn.after_commit.append(lambda: self._write(one, ids[0]))\n",
         f"{STEPS}test_put[small blob]",
     ),
     Mutant(

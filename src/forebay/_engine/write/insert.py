@@ -41,15 +41,14 @@ class Label(NamedTuple):
 
 
 class New(NamedTuple):
-    """One of several entries that are inserted together; ``data``: its bytes if they are stored in the catalog."""
+    """One of several entries of a space that are inserted together; ``data``: its bytes if they are stored in the catalog."""
 
+    label: Label
     id: int
-    key: str
     size: int
     checksum: bytes
     validator: str | None
-    data: bytes | None
-    meta: str = ""
+    data: bytes | None = None
 
 
 class Inserter:
@@ -86,26 +85,31 @@ class Inserter:
         self._slots.clear(old.slot, old.id)
         txn.leftovers |= old.kind != "value"
 
-    def insert_many(self, txn: Txn, label: Label, several: Sequence[New]) -> list[Entry]:
-        """`insert` for several entries of one space. ``label``: of all of them, except for the key."""
-        now, created, boot, room = self._slots.clock.now(), time.time(), host.boot_id(), self.budget.room
-        for old in entries.find_many(txn, label.space, [new.key for new in several]):
+    def insert_many(self, txn: Txn, several: Sequence[New], replaced: Sequence[Entry] | None = None) -> list[Entry]:
+        """`insert` for several entries of one space. ``replaced``: the previous versions, if the caller has just asked for them."""
+        space, room = several[0].label.space, self.budget.room
+        now, created, boot = self._slots.clock.now(), time.time(), host.boot_id()
+        if replaced is None:
+            replaced = entries.find_many(txn, space, [new.label.key for new in several])
+        for old in replaced:
             self._supersede(txn, old)
+        pinned = {old.key for old in replaced if old.life == "pinned"}
         rows: list[tuple[Entry, bytes | None]] = []
         for new, slot in zip(several, entries.free_slots(txn, len(several)), strict=True):
-            inline = new.data is not None
+            inline, label = new.data is not None, new.label
             charge = room.charge(new.size, inline=True) if inline else room.charge_published(new.size)
+            life = "pinned" if label.key in pinned else label.life
             entry = Entry(
-                new.id, label.space_name, new.key, "value" if inline else "blob", new.size, charge, slot, new.checksum, new.validator,
-                created, boot, label.life, "", new.meta,
+                new.id, label.space_name, label.key, "value" if inline else "blob", new.size, charge, slot, new.checksum, new.validator,
+                created, boot, life, label.suffix, label.meta,
             )  # fmt: skip
             rows.append((entry, new.data))
-        entries.insert_many(txn, label.space, rows)
-        validated = now if label.validated is None else label.validated
-        for entry, _ in rows:
-            self._slots.settle(entry.slot, entry.id, now, validated, label.space)
+        entries.insert_many(txn, space, rows)
         published = [entry for entry, _ in rows]
-        txn.after_release.append(lambda: self._keys.note_many(label.space, published))
+        for new, entry in zip(several, published, strict=True):
+            validated = now if new.label.validated is None else new.label.validated
+            self._slots.settle(entry.slot, entry.id, now, validated, space)
+        txn.after_release.append(lambda: self._keys.note_many(space, published))
         return published
 
 

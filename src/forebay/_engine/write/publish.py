@@ -32,7 +32,7 @@ from forebay._engine.locks.owners import Owners
 from forebay._engine.space.budget import Budget, SpaceRequest
 from forebay._engine.space.inline_eviction import InlineEviction
 from forebay._engine.write.combine import Combiner
-from forebay._engine.write.insert import Inserter, Intent, Label
+from forebay._engine.write.insert import Inserter, Intent, Label, New
 from forebay._kernel import host
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Sink, Span
 
@@ -191,7 +191,7 @@ class Publisher:
         reserved = self.budget.reserve(SpaceRequest(label.space, label.key, 0, size, charged=charged, entries=len(ready)))
         try:
             with self._catalog.write() as txn:
-                published = self._publish_together(txn, ready)
+                published = self._publish_together(txn, ready, self._replaced(txn, ready))
                 reservations.delete(txn, reserved.id)
                 txn.leftovers = entries.any_leftovers(txn)
                 return published
@@ -202,30 +202,39 @@ class Publisher:
     def _publish_if_fits(self, ready: Sequence[_Ready]) -> Sequence[Entry | None]:
         """Publish all in one transaction, or none where space has to be made."""
         with self._catalog.write() as txn:
-            asked = self._fitting(txn, ready)
-            return self._publish_together(txn, ready, asked) if asked is not None else [None] * len(ready)
+            if len(ready) == 1:
+                return [self._publish_one_if_fits(txn, ready[0])]
+            replaced = self._replaced(txn, ready)
+            by_key = {entry.key: entry for entry in replaced}
+            requests = [_request_of(one, by_key.get(one.writing.label.key)) for one in ready]
+            return self._publish_together(txn, ready, replaced) if self.budget.room.fit_together(txn, requests) else [None] * len(ready)
 
-    def _fitting(self, txn: Txn, ready: Sequence[_Ready]) -> list[tuple[SpaceRequest, int | None]] | None:
-        """The requests of all, each with a slot where one is known; None if they do not fit together."""
-        if len(ready) == 1:
-            label, size = ready[0].writing.label, ready[0].size
-            request, short, slot = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, size, label.suffix))
-            return [(request, slot)] if short is None else None
-        requests = [self.request(txn, one.writing.label, one.size) for one in ready]
-        return [(request, None) for request in requests] if self.budget.room.fit_together(txn, requests) else None
-
-    def _publish_together(
-        self, txn: Txn, ready: Sequence[_Ready], asked: Sequence[tuple[SpaceRequest | None, int | None]] = ()
-    ) -> list[Entry]:  # fmt: skip
-        ids, asked = txn.new_ids(len(ready)), asked or [(None, None)] * len(ready)
-        self._intent.begin(txn, ids)
-        return [self._publish_ready(txn, one, id, *request) for one, id, request in zip(ready, ids, asked, strict=True)]
-
-    def _publish_ready(self, txn: Txn, one: _Ready, id: int, request: SpaceRequest | None, slot: int | None) -> Entry:
+    def _publish_one_if_fits(self, txn: Txn, one: _Ready) -> Entry | None:
         label = one.writing.label
-        blobs.write(self.root, id, one.data, one.checksum, label.suffix)
+        request, short, slot = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, one.size, label.suffix))
+        if short is not None:
+            return None
+        ids = txn.new_ids(1)
+        self._intent.begin(txn, ids)
+        self._write(one, ids[0])
+        return self.inserter.insert(txn, label, ids[0], "blob", one.size, one.checksum, one.writing.validator, None, request, slot)
+
+    def _replaced(self, txn: Txn, ready: Sequence[_Ready]) -> list[Entry]:
+        return entries.find_many(txn, ready[0].writing.label.space, [one.writing.label.key for one in ready])
+
+    def _publish_together(self, txn: Txn, ready: Sequence[_Ready], replaced: Sequence[Entry]) -> list[Entry]:
+        """Publish files of one space. ``replaced``: their previous versions, as of this transaction."""
+        ids = txn.new_ids(len(ready))
+        self._intent.begin(txn, ids)
+        new: list[New] = []
+        for one, id in zip(ready, ids, strict=True):
+            self._write(one, id)
+            new.append(New(one.writing.label, id, one.size, one.checksum, one.writing.validator))
+        return self.inserter.insert_many(txn, new, replaced)
+
+    def _write(self, one: _Ready, id: int) -> None:
+        blobs.write(self.root, id, one.data, one.checksum, one.writing.label.suffix)
         one.writing.named(id)
-        return self.inserter.insert(txn, label, id, "blob", one.size, one.checksum, one.writing.validator, None, request, slot)
 
     def publish(self, writings: Sequence[Writing]) -> list[Entry]:
         """Publish finished stages: their names and rows, all in one transaction."""
@@ -505,6 +514,11 @@ class Writing:
             if self._stage is not None:
                 self._stage.discard()
             self._publisher.budget.cancel(self._reserved.id)
+
+
+def _request_of(one: _Ready, old: Entry | None) -> SpaceRequest:
+    label, replaces, replaced = one.writing.label, old.id if old is not None else 0, old.size if old is not None else 0
+    return SpaceRequest(label.space, label.key, 0, one.size, label.suffix, replaces, replaced)
 
 
 class Linker:

@@ -147,8 +147,8 @@ class SpaceReservation:
             inline = bytes(item.data) if size <= INLINE else None
             if inline is None:
                 blobs.write(self._publisher.root, id, item.data, checksum)
-            several.append(New(id, item.key, size, checksum, validator_of(item.session), inline, item.note))
-        return self._publisher.inserter.insert_many(txn, Label(self._space.id, self._space.name, "", life=life), several)
+            several.append(New(self._label(item, life), id, size, checksum, validator_of(item.session), inline))
+        return self._publisher.inserter.insert_many(txn, several)
 
     def keep_large(self, item: Item, *, life: str = "cached") -> Lease:
         """`keep` for one item that is too large to be written while others wait to write."""
