@@ -12,6 +12,7 @@ from forebay import errors
 from forebay.cache import origin_of
 from forebay.origin.bulk import BulkFetch, Request
 from forebay.origin.request import FetchOptions
+from forebay.remote.base import sent_together, wake_at_end
 from forebay.testing import ScriptedServer
 
 
@@ -80,3 +81,19 @@ def test_an_object_is_not_fetched_before_there_is_a_place_for_it(cache: forebay.
     server.on_request = note
     assert len(list(BulkFetch(origin, side_by_side=4).run(requests()))) == 40
     assert max(at_request[:4]) == 4
+
+
+def test_what_is_sent_together_wakes_the_loop_once() -> None:
+    calls: list[str] = []
+
+    def wake() -> None:
+        calls.append("wake")
+
+    assert not wake_at_end(wake)
+    with pytest.raises(KeyError), sent_together():
+        assert wake_at_end(wake)
+        assert wake_at_end(wake)
+        assert calls == []
+        raise KeyError
+    assert calls == ["wake"]
+    assert not wake_at_end(wake)

@@ -23,6 +23,7 @@ from forebay._kernel.threads import Threads
 from forebay._model import BegunFetch, can_begin
 from forebay.origin.request import FetchOptions, SpillingSink, Target, is_expected
 from forebay.origin.spaces import URLS
+from forebay.remote.base import sent_together
 
 if TYPE_CHECKING:
     from forebay._engine.locks.fill import KeyHold
@@ -167,12 +168,13 @@ class BulkFetch:
             for key, request in wanted.items():
                 self._past_the_cache(held.get(key) or _Fetch(request), error)
             return
-        for key, fetch in held.items():
-            fetch.began, fetch.has_entry = began, key in stale
-            if key in started:  # what is asked for depends on what is there
-                self._give_to_thread(fetch)
-            else:
-                self._start(fetch)
+        with sent_together():
+            for key, fetch in held.items():
+                fetch.began, fetch.has_entry = began, key in stale
+                if key in started:  # what is asked for depends on what is there
+                    self._give_to_thread(fetch)
+                else:
+                    self._start(fetch)
 
     def _look(self, wanted: dict[str, Request], stale: set[str]) -> Iterator[Request]:
         """Serve what is there, and take it out of ``wanted``. ``stale`` gets the keys whose entries cannot be served as they are."""

@@ -215,6 +215,31 @@ def tracking_hosts(hosts: Hosts | None, *, limits: Limits | None = None, ask_sil
         _host_access.reset(token)
 
 
+_deferred = threading.local()
+
+
+@contextmanager
+def sent_together() -> Iterator[None]:
+    """Requests that this thread begins in the block may be sent at its end, so that what sends them is woken once."""
+    wakes: set[Callable[[], None]] = set()
+    _deferred.wakes = wakes
+    try:
+        yield
+    finally:
+        del _deferred.wakes
+        for wake in wakes:
+            wake()
+
+
+def wake_at_end(wake: Callable[[], None]) -> bool:
+    """Have `sent_together` call ``wake`` at its end. False outside of it."""
+    wakes: set[Callable[[], None]] | None = getattr(_deferred, "wakes", None)
+    if wakes is None:
+        return False
+    wakes.add(wake)
+    return True
+
+
 class Abortable(Protocol):
     """A response that is under way. `abort` wakes the thread that waits for it, soon; it does not wait itself."""
 

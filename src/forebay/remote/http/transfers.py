@@ -24,7 +24,7 @@ import pycurl
 
 from forebay._logs import logger
 from forebay.errors import RemoteTimeout
-from forebay.remote.base import LONGEST_DELAY, AttemptFailed, CallAborted, Permit
+from forebay.remote.base import LONGEST_DELAY, AttemptFailed, CallAborted, Permit, wake_at_end
 from forebay.remote.http.admission import Admission, HostQueue, Throttle
 from forebay.remote.http.handles import CurlHandle, Receiver, TransferRequest, too_late
 
@@ -105,9 +105,12 @@ class _Loop:
         if self._pid != os.getpid() or self._stopping:
             return
         self._commands.append(command)
-        if not self._awake:
-            self._awake = True
-            os.eventfd_write(self._wake, 1)
+        if not (self._awake or wake_at_end(self._wake_up)):
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        self._awake = True
+        os.eventfd_write(self._wake, 1)
 
     @property
     def size(self) -> int:
