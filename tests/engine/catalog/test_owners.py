@@ -47,7 +47,7 @@ def test_who_could_not_register_keeps_no_lock(tmp_path: Path, monkeypatch: pytes
         for _ in range(2):
             with pytest.raises(errors.WriterBusy):
                 store.engine.owners.me()
-        assert owners._first_locked(1, (1 << 62) - 1) is None
+        assert owners.first_locked(1, (1 << 62) - 1) is None
         other.release()
         assert owners.is_locked(store.engine.owners.me())
         owners.close()
