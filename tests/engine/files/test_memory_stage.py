@@ -41,3 +41,21 @@ def test_bytes_beyond_the_end_are_refused() -> None:
 
 def test_nothing_is_a_whole_too() -> None:
     assert MemoryStage(0).finish() == (0, checksum_of(b""))
+
+
+def test_a_whole_that_cannot_change_is_taken_as_it_is() -> None:
+    data = b"0123456789"
+    stage = MemoryStage(10)
+    stage.write(0, data)
+    assert stage.data is data
+    stage.write(2, b"xy")  # the object is sent again, in parts
+    assert stage.finish() == (10, checksum_of(b"01xy456789"))
+    assert data == b"0123456789"
+
+
+def test_a_whole_that_may_change_is_copied() -> None:
+    data = bytearray(b"0123456789")
+    stage = MemoryStage(10)
+    stage.write(0, data)
+    data[0] = 0
+    assert bytes(stage.data) == b"0123456789"
