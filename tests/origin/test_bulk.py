@@ -97,3 +97,14 @@ def test_what_is_sent_together_wakes_the_loop_once() -> None:
         raise KeyError
     assert calls == ["wake"]
     assert not wake_at_end(wake)
+
+
+def test_objects_that_stall_do_not_hold_up_the_others(cache: forebay.Cache, server: ScriptedServer) -> None:
+    origin = origin_of(cache)
+    urls = [server.put(f"/{number}", os.urandom(2000), stall_after=10 if number < 10 else None) for number in range(40)]
+    done = 0
+    for _ in BulkFetch(origin, side_by_side=16).run(Request(origin.target(url), FetchOptions.of(origin)) for url in urls):
+        done += 1
+        if done == 30:
+            server.go.set()
+    assert done == 40

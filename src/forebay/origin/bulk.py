@@ -122,9 +122,9 @@ class BulkFetch:
         self._events.put(_nothing)
 
     def _run(self, take: Callable[[int], Sequence[Request] | None]) -> Iterator[Request]:
-        more, several = True, max(min(self._most // 2, GROUP), 1)  # one query for several, while the others are under way
+        more = True
         while more or self._under_way:
-            while more and (places := self._most - len(self._under_way) + len(self._collected)) >= several:
+            while more and (places := self._places()):
                 group = take(min(places, GROUP))
                 more = group is not None
                 if not group:
@@ -136,6 +136,12 @@ class BulkFetch:
                 yield from self._next_event()
         if self._on_turn is not None:
             self._on_turn()
+
+    def _places(self) -> int:
+        """How many objects may be begun now. Several at once, for one query, as long as there is something else to do."""
+        places = self._most - len(self._under_way) + len(self._collected)
+        is_idle = not self._collected and self._events.empty()
+        return places if places >= min(GROUP, max(self._most // 2, 1)) or (is_idle and places > 0) else 0
 
     def _next_event(self) -> Iterator[Request]:
         while self._on_turn is not None:
