@@ -84,7 +84,8 @@ def parse_budget(value: int | str, *, total: int | None = None, name: str = "bud
 
 def parse_rate(value: int | str, *, name: str = "max_rate") -> int:
     """Bytes a second: as `parse_size`, but text needs a unit, and may end with ``/s``. 0: no limit. Raises `ConfigError`."""
-    text = value.strip().removesuffix("/s") if isinstance(value, str) else ""
+    text = value.strip() if isinstance(value, str) else ""
+    text = text[:-2].rstrip() if text.lower().endswith("/s") else text
     rate = parse_size(text or value, name=name)
     if text and rate and not text[-1].isalpha():
         raise _wrong(name, value, f'a rate needs a unit, such as "{text}MB"')

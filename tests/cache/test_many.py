@@ -6,7 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +341,22 @@ def test_warm_reports_what_is_there_and_what_is_not(tmp_path: Path, server: Scri
         before = server.gets
         assert len(cache.warm(iter(urls[:20]), jobs=3).done) == 20
         assert server.gets == before
+
+
+def test_what_gives_the_urls_may_read_other_objects_meanwhile(tmp_path: Path, server: ScriptedServer) -> None:
+    """Large responses that have begun take the connections that the node may have."""
+    large = [server.put(f"/large/{number}", bytes(2_000_000)) for number in range(12)]
+    lists = [server.put(f"/list/{number}", b"%d" % number) for number in range(3)]
+    with forebay.Cache(tmp_path / "root", budget=128 << 20, max_connections=2) as cache:
+
+        def urls() -> Iterator[str]:
+            for number, url in enumerate(lists):
+                assert cache.read(url) == b"%d" % number
+                yield from large[4 * number : 4 * number + 4]
+
+        assert len(cache.warm(urls(), on_progress=lambda step: None if step.state != "done" else tell(cache, lists)).done) == 12
+
+
+def tell(cache: forebay.Cache, urls: list[str]) -> None:
+    for url in urls:
+        cache.read(url, refresh=True)

@@ -490,6 +490,33 @@ def test_a_stream_goes_on_after_its_prefetcher_was_closed_with_what_it_looked_fo
     assert source.reads == [warmed[2]]
 
 
+def test_a_stream_does_not_open_a_closed_cache_again(tmp_path: Path, source: Items) -> None:
+    with forebay.Cache(tmp_path / "other", budget=64 << 20, min_free=0) as cache:
+        pool = cache.prefetcher(source)
+        keys = KEYS[:6]
+        assert pool.warm(keys).failed == ()
+        stream = pool.stream(keys, ahead=64)
+        assert next(stream) == source.body(keys[0])
+    source.reads.clear()
+    assert list(stream) == [source.body(key) for key in keys[1:]]
+    assert source.reads == keys[1:]
+
+
+def test_a_stream_asks_for_the_version_of_an_item_once(cache: forebay.Cache, source: Items) -> None:
+    asked: list[str] = []
+
+    class Versioned(Items):
+        def version_of(self, key: str) -> str | None:
+            asked.append(key)
+            return None
+
+    items = Versioned(version=None)
+    keys = KEYS[:5]
+    with cache.prefetcher(items) as pool:
+        assert list(pool.stream(keys)) == [items.body(key) for key in keys]
+    assert asked == keys
+
+
 def test_a_stream_of_a_pool_that_keeps_nothing_removes_what_others_kept(cache: forebay.Cache, source: Items, warmed: list[str]) -> None:
     with cache.prefetcher(source, keep=False) as pool:
         assert pool.count == len(warmed)

@@ -63,33 +63,41 @@ def _join(run: _Run, threads: list[threading.Thread], on_turn: Callable[[], None
 
 
 class Threads(Generic[T]):
-    """Up to ``most`` daemon threads, started as they are needed, which call ``work`` with each submitted item. For one thread."""
+    """Up to ``most`` daemon threads, started as they are needed, which call ``work`` with each submitted item. Callable from any thread."""
 
     def __init__(self, work: Callable[[T], None], most: int, *, name: str) -> None:
         """``work`` must not raise. A thread is called ``forebay-<name>-<n>``."""
         self._work, self._most, self._name = work, most, name
         self._items: queue.SimpleQueue[T | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
         self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()  # guards what follows
+        self._threads: list[threading.Thread] = []
+        self._closed = False
 
-    def submit(self, item: T) -> None:
-        """Have a thread work on an item, in the order of these calls."""
-        self._items.put(item)
-        if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
-            thread = threading.Thread(target=self._run, name=f"forebay-{self._name}-{len(self._threads)}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+    def submit(self, item: T) -> bool:
+        """Have a thread work on an item, in the order of these calls. False after `close`."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._items.put(item)
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
+                thread = threading.Thread(target=self._run, name=f"forebay-{self._name}-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            return True
 
     def close(self) -> list[T]:
         """Begin no more work. Returns at once, with the items that no thread has begun to work on."""
         left: list[T] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                item = self._items.get_nowait()
-                if item is not None:
-                    left.append(item)
-        for _ in self._threads:
-            self._items.put(None)
+        with self._lock:
+            self._closed = True
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    item = self._items.get_nowait()
+                    if item is not None:
+                        left.append(item)
+            for _ in self._threads:
+                self._items.put(None)
         return left
 
     def _run(self) -> None:

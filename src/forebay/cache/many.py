@@ -170,7 +170,12 @@ def warm(
     under_way: dict[int, tuple[str, ProgressReporter]] = {}
 
     def requests() -> Iterator[Request]:
-        for number, url in enumerate(_several(urls, "warm")):
+        remaining = enumerate(_several(urls, "warm"))
+        while True:
+            with origin.store.locks.working():  # this call holds keys: what gives the next URL must not wait for those of others
+                number, url = next(remaining, (-1, ""))
+            if number < 0:
+                return
             try:
                 found = target(url)
             except errors.ForebayError as error:
@@ -186,11 +191,13 @@ def warm(
             size = request.lease.entry.size
             request.lease.close()
             done.append(url)
-            reporter.say("done", size, size)
+            with origin.store.locks.working():
+                reporter.say("done", size, size)
         elif isinstance(request.error, errors.NoSpace):
             log.warning("%s is not kept: %s", request.target.key, str(request.error))
             failed.append((url, request.error))
-            reporter.say("direct", 0, None)
+            with origin.store.locks.working():
+                reporter.say("direct", 0, None)
         elif isinstance(request.error, errors.ForebayError):
             failed.append((url, request.error))
         elif request.error is not None:

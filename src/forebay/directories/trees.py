@@ -492,7 +492,8 @@ def _fetch(
     origin: Origin, location: RemoteDirectory, files: Sequence[File], target: Path, options: FetchOptions, *, overwrite: bool
 ) -> None:
     def fetch(file: File, sink: copying.FileSink) -> None:
-        origin.count(location.remote.fetch(location.object(file.name), sink))
+        with origin.reaching(options):
+            origin.count(location.remote.fetch(location.object(file.name), sink))
 
     def report(done: int, total: int) -> None:
         if options.on_progress is not None:

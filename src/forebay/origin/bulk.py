@@ -58,11 +58,12 @@ class _Fetch:
     ``hold``: the lock of its key, unless the cache does not serve it. ``has_entry``: there is one, which has to be validated or replaced.
     ``began``: when it was asked for, on the clock of the store. ``by_thread``: a thread has it, and ends it."""
 
-    __slots__ = ("began", "begun", "by_thread", "has_entry", "hold", "request", "writing")
+    __slots__ = ("began", "begun", "by_thread", "has_entry", "hold", "ready", "request", "writing")
 
     def __init__(self, request: Request, hold: KeyHold | None = None, *, has_entry: bool = False) -> None:
         self.request, self.hold, self.has_entry = request, hold, has_entry
         self.began, self.by_thread = 0, False
+        self.ready = [False, True]  # taken by what begins the request, and by what is told that its response is ready: the second goes on
         self.begun: BegunFetch | None = None
         self.writing: Writing | None = None
 
@@ -252,20 +253,31 @@ class BulkFetch:
                 remote = target.remote
                 if can_begin(remote):
                     with self._origin.reaching(options):
-                        fetch.begun = remote.begin(target.url, partial(self._events.put, partial(self._arrived, fetch)))
+                        fetch.begun = remote.begin(target.url, partial(self._is_ready, fetch))
             except errors.ForebayError as error:
                 fetch.request.error = error
                 self._events.put(partial(self._end, fetch))
                 return
         if fetch.begun is None:
             self._give_to_thread(fetch)
+        else:
+            self._is_ready(fetch)
+
+    def _is_ready(self, fetch: _Fetch) -> None:
+        """In any thread: the response of a fetch that was begun has ended, or is too large for memory.
+
+        A thread goes on with a large one at once: the caller's own thread may wait for something that needs the connection."""
+        if not fetch.ready.pop():
+            if fetch.begun is not None and fetch.begun.is_here(SMALL):
+                self._events.put(partial(self._arrived, fetch))
+            else:
+                fetch.by_thread = True
+                if not self._threads.submit(fetch):
+                    fetch.give_up()
 
     def _arrived(self, fetch: _Fetch) -> Iterator[Request]:
-        """The response of a fetch that was begun has ended, or is too large for memory."""
+        """The whole object has come, and is small."""
         request, begun = fetch.request, fetch.begun
-        if begun is None or not begun.is_here(SMALL):
-            self._give_to_thread(fetch)
-            return
         try:
             fetched = self._origin.fetch(request.target, request.options, None, begun, fetch.began, resume=False, collect=True)
             assert not isinstance(fetched, Lease), "a small object is collected"

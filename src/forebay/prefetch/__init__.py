@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import time
@@ -98,9 +99,7 @@ class Prefetcher(Pool[Item_co]):
 
     def get_lazy(self, key: str) -> Lazy[Item_co]:
         """Start to load an item, and return at once. Raises `Closed` (a RuntimeError)."""
-        if type(key) is not str or not key:
-            raise errors.ConfigError(f"key must be a str that is not empty, not {key!r}", name="key", value=repr(key))
-        return Lazy(self, key, self._loader.submit(key, *self._name_of(key)))
+        return Lazy(self, key, self._loader.submit(key, *self._name_of(_checked_key(key))))
 
     def _stream(self, keys: Iterable[str], ahead: int) -> Iterator[Item_co]:
         """What the cache has is read when its turn comes, in the thread of the caller, and without a lease: no caller holds these items.
@@ -110,33 +109,31 @@ class Prefetcher(Pool[Item_co]):
             return
         window: deque[Lazy[Item_co] | tuple[str, str]] = deque()
         for key in keys:
-            window.append(self._stored_name(key) or self.get_lazy(key))
+            window.append(self._expected(key))
             if len(window) > ahead:
                 yield self._item(window.popleft())
         while window:
             yield self._item(window.popleft())
 
-    def _stored_name(self, key: str) -> tuple[str, str] | None:
-        """The key, and the name of the item in the cache, if the index of keys knows it; None: a load tells."""
-        if type(key) is not str or not key or self.closed:
-            return None
-        name, _ = self._name_of(key)
-        try:
-            return (key, name) if self._store.reservations.expect(self.name, name) else None
-        except errors.CacheFault:
-            return None
+    def _expected(self, key: str) -> Lazy[Item_co] | tuple[str, str]:
+        """The key, and the name of the item in the cache, if the index of keys knows it; else a lazy, whose load tells."""
+        named = self._name_of(_checked_key(key))
+        if not self.closed:
+            with contextlib.suppress(errors.CacheFault):
+                if self._store.reservations.expect(self.name, named[0]):
+                    return key, named[0]
+        return Lazy(self, key, self._loader.submit(key, *named))
 
     def _item(self, ahead: Lazy[Item_co] | tuple[str, str]) -> Item_co:
         """What a lazy gives, or what the cache has under a name; where it is gone by now, or damaged, it is loaded."""
         if isinstance(ahead, Lazy):
             return ahead.get()
         key, name = ahead
-        data: Buffer | None = self._hit(name, FOREVER)
-        if data is None:
-            try:
-                data = self._store.first_touch(self.name, name, FOREVER)
-            except errors.CacheFault:
-                data = None
+        data: Buffer | None = None
+        if not self._origin.closed:
+            data = self._hit(name, FOREVER)
+            with contextlib.suppress(errors.CacheFault):
+                data = self._store.first_touch(self.name, name, FOREVER) if data is None else data
         if data is None and not self.closed:
             return self.get_lazy(key).get()
         item: Item_co = self._maker.value(key, self._maker.make(key) if data is None else data)
@@ -373,6 +370,13 @@ def decoder_of(source: Any) -> tuple[str, ...]:
         decoders += [str(source.decoder), repr(source.decoder_version)]
         source = source.inner
     return tuple(decoders)
+
+
+def _checked_key(key: str) -> str:
+    """Raises `ConfigError`."""
+    if type(key) is not str or not key:
+        raise errors.ConfigError(f"key must be a str that is not empty, not {key!r}", name="key", value=repr(key))
+    return key
 
 
 def _seal(data: Buffer) -> bytes:

@@ -354,6 +354,20 @@ def test_a_root_that_is_only_read_has_the_same_permits(store: Store) -> None:
         reading.close()
 
 
+def test_a_process_that_only_reads_takes_each_permit_once(store: Store) -> None:
+    reading = Store.open(store.root.path, Settings(), read_only=True)
+    try:
+        limits = limits_of(reading)
+        first, second = (taken(limits.request(HOST)) for _ in range(2))
+        third = limits.request(HOST)
+        assert third.try_take() is None
+        second.release()
+        taken(third).release()
+        first.release()
+    finally:
+        reading.close()
+
+
 def test_two_that_only_read_never_share_a_permit(store: Store) -> None:
     """Both lock, and then both look: at least one of them gives way."""
     store.configure(Settings(max_connections=1))

@@ -80,6 +80,8 @@ class NodeLimits:
     def try_permit(self, permits: int, limit: int) -> int | None:
         """Lock one of the first ``limit`` bytes from ``permits`` on. Raises OSError."""
         for number in range(limit):
+            if self._read_only and self.locks.held(permits + number):
+                continue  # a shared lock, of which this process could take any number
             if self.locks.try_lock(permits + number, exclusive=not self._read_only):
                 # Of two processes that share a lock, both may have looked before the other one locked: so each looks again.
                 if not self._read_only or not self.locks.is_locked(permits + number):
