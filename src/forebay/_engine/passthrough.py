@@ -78,6 +78,9 @@ class NullLocks:
     def with_remains(self, space: str, keys: Iterable[str]) -> set[str]:
         return set()
 
+    def failure(self, space: str, key: str, since: int) -> None:
+        """No other process works on a key."""
+
     def working(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

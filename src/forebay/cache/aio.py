@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
+import contextvars
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 from forebay import errors
 from forebay._engine.locks.leases import Lease
+from forebay._kernel import host
 from forebay.origin import Origin
 from forebay.origin.bulk import BulkFetch, Request
-from forebay.origin.files import opened
-from forebay.origin.request import FetchOptions, Target
+from forebay.origin.files import opened, stream
+from forebay.origin.request import FetchOptions, Target, is_expected, is_same_version
 from forebay.origin.spaces import URLS
+
+T = TypeVar("T")
+LARGE = 8 << 20
+"""Bytes of an entry that may have to be verified, which takes too long for the thread of an event loop."""
 
 
 class _Awaited(NamedTuple):
@@ -42,10 +48,17 @@ class AsyncFetches:
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
-        self._begin()
+        self.after_fork_child()
+        host.at_fork(self)
 
-    def _begin(self) -> None:
-        self._pid = os.getpid()
+    def before_fork(self) -> None:
+        """Nothing is to be done."""
+
+    def after_fork_parent(self) -> None:
+        """Nothing is to be done."""
+
+    def after_fork_child(self) -> None:
+        """What is awaited in the parent is no business of the child's."""
         self._lock = threading.Lock()  # guards what follows
         self._new: deque[_Awaited] = deque()
         self._under_way: dict[int, _Awaited] = {}
@@ -71,21 +84,31 @@ class AsyncFetches:
             request = await self.fetch(target, options, view=False)
             if request.lease is not None:
                 return opened(request.lease)
-            if request.error is not None and not isinstance(request.error, errors.CacheFault):
-                raise request.error
-        return await asyncio.to_thread(self._origin.open, target, options)
+            if not isinstance(request.error, errors.CacheFault | errors.WaitTimeout):
+                raise request.error or errors.Closed.of("cache")
+            self._origin.fall_back(request.error, target.key)
+            return await in_thread(stream, self._origin, target, options)
+        return await in_thread(self._origin.open, target, options)
 
     async def fetch(self, target: Target, options: FetchOptions, *, view: bool) -> Request:
         """Fetch an object; returns the request with its result. ``view``: see `Request`."""
         until = None if options.timeout is None else time.monotonic() + options.timeout
+        request = Request(target, options, view=view)
+        if options.bypass or (target.in_place and not options.force):
+            return await in_thread(self._past, request)
+        size = self._size_there(target)
+        if size is not None and (await in_thread(self._serve_at_once, request) if size > LARGE else self._serve_at_once(request)):
+            return request
+        since: int | None = None
         while True:
-            request = Request(target, options, view=view)
+            request = Request(target, options, view=view, since=since)
             loop = asyncio.get_running_loop()
             awaited = _Awaited(request, loop, loop.create_future())
             self._submit(awaited)
             await awaited.future
             if not request.is_busy:
                 return request
+            since = request.since
             left = None if until is None else max(until - time.monotonic(), 0.0)
             try:
                 hold = await self._origin.store.locks.hold_async(URLS, target.key, timeout=left)
@@ -98,35 +121,85 @@ class AsyncFetches:
         request.is_busy = False
         if request.view:
             self._origin.fall_back(error, request.target.key)
-            request.data = await asyncio.to_thread(self._origin.direct, request.target, request.options)
+            request.data = await in_thread(self._origin.direct, request.target, request.options)
         else:
             request.error = error
         return request
 
+    def _past(self, request: Request) -> Request:
+        """A local file, or past the cache: it needs no key."""
+        try:
+            if request.view:
+                request.data = self._origin.read(request.target, request.options)
+            else:
+                request.lease = self._origin.local(request.target, request.options)
+        except Exception as error:  # noqa: BLE001 (the result of this request)
+            request.error = error
+        return request
+
+    def _size_there(self, target: Target) -> int | None:
+        """The size of the entry, if there is one."""
+        try:
+            entry = self._origin.store.entry(URLS, target.key)
+        except errors.CacheFault:
+            return None  # the long way meets it, and tells
+        return None if entry is None else entry.size
+
+    def _serve_at_once(self, request: Request) -> bool:
+        """Serve what is there, without waiting for a place behind objects that are on their way."""
+        target, options, store = request.target, request.options, self._origin.store
+        if options.refresh or options.sha256 or options.pin:
+            return False
+        try:
+            if request.view:
+                hit = store.view(URLS, target.key)
+                if (
+                    hit is not None
+                    and self._origin.is_fresh(hit.entry, options)
+                    and (not options.etag or is_same_version(hit.entry.validator, options.etag))
+                ):
+                    store.touch(hit.entry)
+                    store.count_hit(hit.size)
+                    request.data = memoryview(hit.view)
+            else:
+                lease = store.lease(URLS, target.key)
+                if lease is not None and self._origin.is_fresh(lease.entry, options) and is_expected(lease, options):
+                    store.count_hit(lease.entry.size)
+                    request.lease = lease
+                elif lease is not None:
+                    lease.close()
+        except errors.CacheFault:
+            return False
+        return request.data is not None or request.lease is not None
+
     def _submit(self, awaited: _Awaited) -> None:
-        if self._pid != os.getpid():
-            self._begin()
         with self._lock:
             self._new.append(awaited)
             if self._bulk is not None:
                 self._bulk.wake()
                 return
             self._bulk = bulk = BulkFetch(self._origin, waits=False)
-        threading.Thread(target=self._run, args=(bulk,), daemon=True, name="forebay-async").start()
+        try:
+            threading.Thread(target=self._run, args=(bulk,), daemon=True, name="forebay-async").start()
+        except RuntimeError as error:  # no further thread may be started
+            self._fail(error)
 
     def _run(self, bulk: BulkFetch) -> None:
         try:
             for request in bulk.run_as_they_come(self._take):
                 self._deliver(request)
         except BaseException as error:  # noqa: BLE001 (raised where the results are awaited)
-            with self._lock:
-                self._bulk = None
-                lost = [*self._under_way.values(), *self._new]
-                self._new.clear()
-            for awaited in lost:
-                self._under_way[id(awaited.request)] = awaited
-                awaited.request.error = error if isinstance(error, Exception) else errors.Closed("the thread that fetched it was ended")
-                self._deliver(awaited.request)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._bulk = None
+            lost = [*self._under_way.values(), *self._new]
+            self._new.clear()
+            self._under_way = {id(awaited.request): awaited for awaited in lost}
+        for awaited in lost:
+            awaited.request.error = error if isinstance(error, Exception) else errors.Closed("the thread that fetched it was ended")
+            self._deliver(awaited.request)
 
     def _take(self, most: int) -> Sequence[Request] | None:
         with self._lock:
@@ -146,6 +219,32 @@ class AsyncFetches:
         except RuntimeError:  # its event loop was closed
             if request.lease is not None:
                 request.lease.close()
+
+
+async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
+    """The result of a call in a thread of its own: those of the event loop's executor may all wait for what this call does."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
+
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = call(*arguments)
+        except BaseException as error:  # noqa: BLE001 (raised where it is awaited)
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the event loop was closed
+            loop.call_soon_threadsafe(settle, result, failed)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True, name="forebay-call").start()
+    return await future
 
 
 class AsyncLocal:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from operator import attrgetter, itemgetter
-from typing import TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 from forebay import errors, remote
 from forebay._engine.catalog.spill import Spill
@@ -20,7 +20,9 @@ from forebay.cache.space import VALUES
 from forebay.origin import Origin
 from forebay.origin.request import folder_of
 from forebay.origin.spaces import DIRECTORIES, URLS
-from forebay.reports import Plan, coldest_until
+
+if TYPE_CHECKING:
+    from forebay.reports import Plan
 
 T = TypeVar("T")
 Name = str | os.PathLike[str] | Entry
@@ -233,6 +235,7 @@ def evict(origin: Origin, name: Name, entry: Entry | None) -> Report:
 
 def plan(origin: Origin, need: int | None, where: Callable[[Entry], bool] | None, space: str | None, *, all: bool) -> Plan:
     """See `Cache.plan`. ``need``: in bytes."""
+    from forebay.reports import Plan, coldest_until
 
     def execute(victims: Iterable[Victim]) -> Report:
         return remove(origin, victims)
@@ -246,6 +249,7 @@ def plan(origin: Origin, need: int | None, where: Callable[[Entry], bool] | None
 
 def prune(origin: Origin) -> Plan:
     """See `Cache.prune`."""
+    from forebay.reports import Plan
 
     def execute(victims: Sequence[Victim]) -> Report:
         report = remove(origin, victims)

@@ -170,12 +170,7 @@ def warm(
     under_way: dict[int, tuple[str, ProgressReporter]] = {}
 
     def requests() -> Iterator[Request]:
-        remaining = enumerate(_several(urls, "warm"))
-        while True:
-            with origin.store.locks.working():  # this call holds keys: what gives the next URL must not wait for those of others
-                number, url = next(remaining, (-1, ""))
-            if number < 0:
-                return
+        for number, url in enumerate(_several(urls, "warm")):
             try:
                 found = target(url)
             except errors.ForebayError as error:

@@ -83,6 +83,7 @@ class Space:
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
         """The bytes under this key; else the result of ``fn``, which is stored. One process runs it; see `Cache.get_or_put`."""
         self._store()
+        _drop_lost()
         look = functools.partial(self._look, checked(key))
 
         def make() -> memoryview:
@@ -110,7 +111,7 @@ class Space:
     async def _get_or_put(
         self, key: str, look: Callable[[], memoryview | None], fn: Callable[[], Buffer | Awaitable[Buffer]], timeout: float | None
     ) -> memoryview:  # fmt: skip
-        import asyncio
+        from forebay.cache.aio import in_thread
 
         store, timeout = self._store(), self._origin.timeout if timeout is None else timeout
         made: list[memoryview] = []
@@ -126,7 +127,7 @@ class Space:
         async def fill() -> memoryview:
             store.count("misses")
             data = await make()
-            await asyncio.to_thread(self.put, key, data)
+            await in_thread(self.put, key, data)
             return data
 
         try:
@@ -172,10 +173,11 @@ class Space:
 
 
 async def _called(fn: Callable[[], Buffer | Awaitable[Buffer]]) -> Buffer:
-    import asyncio
     import inspect
 
-    result = fn() if inspect.iscoroutinefunction(fn) else await asyncio.to_thread(fn)
+    from forebay.cache.aio import in_thread
+
+    result = fn() if inspect.iscoroutinefunction(fn) else await in_thread(fn)
     return await result if inspect.isawaitable(result) else result
 
 
@@ -186,10 +188,22 @@ async def _unharmed(coroutine: Coroutine[Any, Any, T]) -> T:
     """Await a coroutine that runs to its end, even if the caller is cancelled."""
     import asyncio
 
+    _drop_lost()
     task = asyncio.ensure_future(coroutine)
     _tasks.add(task)
     task.add_done_callback(_ended)
     return await asyncio.shield(task)
+
+
+def _drop_lost() -> None:
+    """Let go of the tasks whose event loop was closed before they ended: so they end, and release their keys."""
+    lost = [task for task in _tasks if task.get_loop().is_closed()]
+    if lost:
+        import gc
+
+        _tasks.difference_update(lost)
+        lost.clear()
+        gc.collect()  # a task and its coroutine refer to each other
 
 
 def _ended(task: Any) -> None:

@@ -323,20 +323,24 @@ def _warm_all(cache: Cache, urls: Sequence[str], *, jobs: int, quiet: bool) -> l
     with _kept_on_interrupt(), Bars(len(urls), quiet=quiet) as bars:
 
         def on_progress(step: Progress) -> None:
-            url, now = shown.get(step.url, step.url), time.monotonic()
+            key, url, now = step.url, shown.get(step.url, step.url), time.monotonic()
             bars.update(replace(step, url=url))
             if step.state == "fetching":
-                began.setdefault(url, now)
+                began.setdefault(key, now)
             elif step.state in ("done", "direct"):
-                sizes[url], seconds[url] = step.done, now - began.get(url, now)
-                bars.finished(url, "past" if step.state == "direct" else "fetched" if url in began else "kept")
+                sizes[key], seconds[key] = step.done, now - began.get(key, now)
+                bars.finished(url, "past" if step.state == "direct" else "fetched" if key in began else "kept")
 
         report = cache.warm(urls, jobs=jobs, on_progress=on_progress)
         for url, _ in report.failed:
             bars.finished(url, "failed")
-    done = [Outcome(url, "fetched" if url in began else "kept", sizes[url], seconds[url]) for url in report.done]
-    states = ((url, "past" if isinstance(error, NoSpace) else "failed", error) for url, error in report.failed)
-    outcomes = [*done, *(Outcome(url, state, seconds=seconds.get(url, 0.0), error=error) for url, state, error in states)]
+    keys = {url: _key_of(url) for url in urls}
+    outcomes = [
+        Outcome(url, "fetched" if keys[url] in began else "kept", sizes.get(keys[url]), seconds.get(keys[url], 0.0)) for url in report.done
+    ]
+    for url, error in report.failed:
+        state = "past" if isinstance(error, NoSpace) else "failed"
+        outcomes.append(Outcome(url, state, seconds=seconds.get(keys[url], 0.0), error=error))
     for outcome in outcomes:
         log.debug("%s: %s", shown_name(outcome.url), _STATES.get(outcome.state, outcome.state))
     return outcomes

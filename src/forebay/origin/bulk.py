@@ -10,6 +10,7 @@ wait      last, when this call holds no key: for the objects that other processe
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,13 +41,15 @@ SMALL = 256 << 10
 @dataclass(slots=True, eq=False)
 class Request:
     """One object of many, and what became of it: ``data`` or a ``lease``, or an ``error``. ``view``: its bytes are wanted, of an object
-    without room in the cache too; else a lease on its file. ``is_busy``: another call is fetching it."""
+    without room in the cache too; else a lease on its file. ``is_busy``: another call is fetching it; ``since`` (nanoseconds of the
+    monotonic clock) it has been waited for."""
 
     target: Target
     options: FetchOptions
     number: int = 0
     view: bool = True
     is_busy: bool = False
+    since: int | None = None
     lease: Lease | None = None
     data: memoryview | None = None
     error: Exception | None = None
@@ -94,6 +97,8 @@ class BulkFetch:
         self._under_way: set[_Fetch] = set()
         self._collected: list[_Fetch] = []  # have come, and are to be published
         self._waiting: list[Request] = []  # for other processes
+        self._given_up = False
+        self._waited_until: float | None = None  # when the time for all waits of this call is over
 
     def run(self, requests: Iterable[Request]) -> Generator[Request, None, None]:
         """Yield each request when it has its result, in the order in which these come. Takes from ``requests`` as places become free.
@@ -113,8 +118,9 @@ class BulkFetch:
                 if len(self._waiting) == len(again):
                     yield self._wait_for(self._waiting.pop(0))
         finally:
+            self._given_up = True  # before anything is looked at: a thread that ends later releases its key itself
             left = set(self._threads.close())
-            for fetch in self._under_way:
+            for fetch in list(self._under_way):
                 if fetch in left or not fetch.by_thread:
                     fetch.give_up()
 
@@ -126,7 +132,8 @@ class BulkFetch:
         more = True
         while more or self._under_way:
             while more and (places := self._places()):
-                group = take(min(places, GROUP))
+                with self._store.locks.working():  # this call may hold keys: what gives the requests must not wait for those of others
+                    group = take(min(places, GROUP))
                 more = group is not None
                 if not group:
                     break
@@ -135,8 +142,12 @@ class BulkFetch:
                 yield from self._publish()
             elif self._under_way or more:
                 yield from self._next_event()
+        self._turn()
+
+    def _turn(self) -> None:
         if self._on_turn is not None:
-            self._on_turn()
+            with self._store.locks.working():
+                self._on_turn()
 
     def _places(self) -> int:
         """How many objects may be begun now. Several at once, for one query, as long as there is something else to do."""
@@ -149,7 +160,7 @@ class BulkFetch:
             try:
                 return self._events.get(timeout=TURN)()
             except queue.Empty:
-                self._on_turn()
+                self._turn()
         return self._events.get()()
 
     # -- look and hold ---------------------------------------------------------------------------------------------
@@ -168,6 +179,8 @@ class BulkFetch:
             # P1 and P2 see no entry / P1 holds the key, fetches, releases / P2 holds the key: without a second look it fetches again.
             wanted = {key: fetch.request for key, fetch in held.items()}
             for request in self._look(wanted, stale):
+                yield from self._end(held.pop(request.target.key))
+            for request in self._failed_meanwhile(wanted.values()):
                 yield from self._end(held.pop(request.target.key))
             began = self._store.now(exact=True) if held else 0
             started = self._store.locks.with_remains(URLS, held) if held else set()
@@ -198,6 +211,8 @@ class BulkFetch:
 
     def _is_usable(self, request: Request, lease: Lease) -> bool:
         options = request.options
+        if (options.sha256 or not request.view) and not (lease.entry.kind == "blob" and self._store.keeps and self._store.is_sound(lease)):
+            return False
         return not options.refresh and self._origin.is_fresh(lease.entry, options) and is_expected(lease, options)
 
     def _serve(self, request: Request, lease: Lease) -> bool:
@@ -216,15 +231,26 @@ class BulkFetch:
 
     def _hold(self, wanted: dict[str, Request], held: dict[str, _Fetch]) -> None:
         """Lock the keys that are free. To wait for another key while holding these could be to wait for ever: those come last."""
-        for key, request in wanted.items():
+        for key, request in list(wanted.items()):
             hold = self._store.locks.try_hold(URLS, key)
             if hold is None:
-                self._leave(request)
+                self._leave(wanted.pop(key))
             else:
                 held[key] = _Fetch(request, hold)
                 self._under_way.add(held[key])
 
+    def _failed_meanwhile(self, requests: Iterable[Request]) -> list[Request]:
+        """Those that waited for a call that has failed since: they get its error."""
+        failed: list[Request] = []
+        for request in requests:
+            if request.since is not None and not request.options.refresh:
+                request.error = self._store.locks.failure(URLS, request.target.key, request.since)
+                if request.error is not None:
+                    failed.append(request)
+        return failed
+
     def _leave(self, request: Request) -> None:
+        request.since = time.monotonic_ns() if request.since is None else request.since
         if self._waits:
             self._waiting.append(request)
         else:
@@ -234,6 +260,9 @@ class BulkFetch:
     def _wait_for(self, request: Request) -> Request:
         """The object that another process is fetching, as a call for it alone gets it."""
         target, options = request.target, request.options
+        if options.timeout is not None:  # all waits of a call share it
+            self._waited_until = self._waited_until or time.monotonic() + options.timeout
+            options = options._replace(timeout=max(self._waited_until - time.monotonic(), 0.0))
         try:
             if request.view:
                 request.data = self._origin.read(target, options)
@@ -279,7 +308,8 @@ class BulkFetch:
         """The whole object has come, and is small."""
         request, begun = fetch.request, fetch.begun
         try:
-            fetched = self._origin.fetch(request.target, request.options, None, begun, fetch.began, resume=False, collect=True)
+            with self._store.locks.working():
+                fetched = self._origin.fetch(request.target, request.options, None, begun, fetch.began, resume=False, collect=True)
             assert not isinstance(fetched, Lease), "a small object is collected"
             fetch.writing = fetched
             self._collected.append(fetch)
@@ -321,6 +351,8 @@ class BulkFetch:
             if fetch.writing is not None and request.error is None:
                 fetch.by_thread = False
                 self._events.put(partial(self._collect, fetch))
+                if self._given_up:
+                    fetch.release()
             else:
                 fetch.release()
                 self._events.put(partial(self._end, fetch))
@@ -333,6 +365,8 @@ class BulkFetch:
         """Validate or fetch the object of a held key. A small one that is not published yet is in ``fetch.writing``."""
         request = fetch.request
         target, options, spilling = request.target, request.options, SpillingSink(self._origin.most) if request.view else None
+        if spilling is not None and fetch.hold is not None:
+            spilling.held_by(fetch.hold)
         try:
             with self._store.locks.working():
                 if fetch.has_entry:
@@ -381,7 +415,9 @@ class BulkFetch:
 
     def _published(self, group: Sequence[_Fetch]) -> Iterator[Lease | errors.CacheFault]:
         try:
-            yield from self._store.publish_collected([fetch.writing for fetch in group if fetch.writing is not None])
+            with waits.time_limit(group[0].request.options.timeout):
+                published = self._store.publish_collected([fetch.writing for fetch in group if fetch.writing is not None])
+            yield from published
         except errors.CacheFault as error:
             if len(group) == 1:
                 yield error

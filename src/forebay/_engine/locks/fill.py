@@ -149,7 +149,8 @@ class Fill:
             self.note_failure(space, key, error)
             raise
         finally:
-            _held.reset(token)
+            with contextlib.suppress(ValueError):  # a coroutine whose event loop is gone ends in another context
+                _held.reset(token)
 
     @contextlib.contextmanager
     def working(self, is_working: bool = True) -> Iterator[None]:
