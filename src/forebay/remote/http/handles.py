@@ -182,7 +182,7 @@ class CurlHandle:
 
     def release(self) -> None:
         """After a transfer: keep nothing of it."""
-        self.request, self.receiver, self.limits = _NOTHING, None, None
+        self.request, self.receiver, self.limits, self.error = _NOTHING, None, None, None
         if not self._is_basic:
             self.curl.reset()
             self._set_basics()
