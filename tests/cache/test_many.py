@@ -15,7 +15,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.cache import origin_of
-from forebay.origin.bulk import SMALL, BulkFetch, Request
+from forebay.origin.bulk import SMALL, BulkFetch, Wanted
 from forebay.origin.request import FetchOptions
 from forebay.testing import ScriptedServer
 from tests.processes import Line, talk_to
@@ -270,7 +270,7 @@ def test_a_call_that_is_given_up_releases_its_keys(cache: forebay.Cache, server:
     urls, _ = several(server, [1_000] * 40)
     server.objects["/5.bin"].stall_after = 10
     origin = origin_of(cache)
-    requests = [Request(origin.target(url), FetchOptions.of(origin)) for url in urls]
+    requests = [Wanted(origin.target(url), FetchOptions.of(origin)) for url in urls]
     run = BulkFetch(origin).run(requests)
     next(run)
     run.close()

@@ -10,7 +10,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.cache import origin_of
-from forebay.origin.bulk import BulkFetch, Request
+from forebay.origin.bulk import BulkFetch, Wanted
 from forebay.origin.request import FetchOptions
 from forebay.remote.base import sent_together, wake_at_end
 from forebay.testing import ScriptedServer
@@ -54,7 +54,7 @@ def test_a_key_that_others_hold_is_left_to_the_caller_that_does_not_wait(cache: 
     hold = origin.store.locks.try_hold("urls", urls[1])
     assert hold is not None
     with hold:
-        requests = [Request(origin.target(url), FetchOptions.of(origin), number) for number, url in enumerate(urls)]
+        requests = [Wanted(origin.target(url), FetchOptions.of(origin), number) for number, url in enumerate(urls)]
         found = {request.number: request for request in BulkFetch(origin, waits=False).run(requests)}
     assert [found[number].is_busy for number in range(3)] == [False, True, False]
     assert found[1].data is found[1].error is None
@@ -69,7 +69,7 @@ def test_an_object_is_not_fetched_before_there_is_a_place_for_it(cache: forebay.
     def requests() -> Any:
         for url in urls:
             taken.append(url)
-            yield Request(origin.target(url), FetchOptions.of(origin))
+            yield Wanted(origin.target(url), FetchOptions.of(origin))
 
     at_request = []
 
@@ -103,7 +103,7 @@ def test_objects_that_stall_do_not_hold_up_the_others(cache: forebay.Cache, serv
     origin = origin_of(cache)
     urls = [server.put(f"/{number}", os.urandom(2000), stall_after=10 if number < 10 else None) for number in range(40)]
     done = 0
-    for _ in BulkFetch(origin, side_by_side=16).run(Request(origin.target(url), FetchOptions.of(origin)) for url in urls):
+    for _ in BulkFetch(origin, side_by_side=16).run(Wanted(origin.target(url), FetchOptions.of(origin)) for url in urls):
         done += 1
         if done == 30:
             server.go.set()

@@ -16,7 +16,7 @@ from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._kernel import host
 from forebay.origin import Origin
-from forebay.origin.bulk import BulkFetch, Request
+from forebay.origin.bulk import BulkFetch, Wanted
 from forebay.origin.files import opened, stream
 from forebay.origin.request import FetchOptions, Target, is_expected, is_same_version
 from forebay.origin.spaces import URLS
@@ -29,7 +29,7 @@ LARGE = 8 << 20
 class _Awaited(NamedTuple):
     """A request, and where its result is awaited."""
 
-    request: Request
+    request: Wanted
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[None]
 
@@ -90,10 +90,10 @@ class AsyncFetches:
             return await in_thread(stream, self._origin, target, options)
         return await in_thread(self._origin.open, target, options)
 
-    async def fetch(self, target: Target, options: FetchOptions, *, view: bool) -> Request:
-        """Fetch an object; returns the request with its result. ``view``: see `Request`."""
+    async def fetch(self, target: Target, options: FetchOptions, *, view: bool) -> Wanted:
+        """Fetch an object; returns the request with its result. ``view``: see `Wanted`."""
         until = None if options.timeout is None else time.monotonic() + options.timeout
-        request = Request(target, options, view=view)
+        request = Wanted(target, options, view=view)
         if options.bypass or (target.in_place and not options.force):
             return await in_thread(self._past, request)
         size = self._size_there(target)
@@ -101,7 +101,7 @@ class AsyncFetches:
             return request
         since: int | None = None
         while True:
-            request = Request(target, options, view=view, since=since)
+            request = Wanted(target, options, view=view, since=since)
             loop = asyncio.get_running_loop()
             awaited = _Awaited(request, loop, loop.create_future())
             self._submit(awaited)
@@ -116,7 +116,7 @@ class AsyncFetches:
                 return await self._alone(request, error)
             hold.release()  # the one that had it has fetched the object, or has failed
 
-    async def _alone(self, request: Request, error: errors.ForebayError) -> Request:
+    async def _alone(self, request: Wanted, error: errors.ForebayError) -> Wanted:
         """Without the cache, whose lock could not be waited for."""
         request.is_busy = False
         if request.view:
@@ -126,7 +126,7 @@ class AsyncFetches:
             request.error = error
         return request
 
-    def _past(self, request: Request) -> Request:
+    def _past(self, request: Wanted) -> Wanted:
         """A local file, or past the cache: it needs no key."""
         try:
             if request.view:
@@ -145,7 +145,7 @@ class AsyncFetches:
             return None  # the long way meets it, and tells
         return None if entry is None else entry.size
 
-    def _serve_at_once(self, request: Request) -> bool:
+    def _serve_at_once(self, request: Wanted) -> bool:
         """Serve what is there, without waiting for a place behind objects that are on their way."""
         target, options, store = request.target, request.options, self._origin.store
         if options.refresh or options.sha256 or options.pin:
@@ -201,7 +201,7 @@ class AsyncFetches:
             awaited.request.error = error if isinstance(error, Exception) else errors.Closed("the thread that fetched it was ended")
             self._deliver(awaited.request)
 
-    def _take(self, most: int) -> Sequence[Request] | None:
+    def _take(self, most: int) -> Sequence[Wanted] | None:
         with self._lock:
             taken = [self._new.popleft() for _ in range(min(most, len(self._new)))]
             for awaited in taken:
@@ -211,7 +211,7 @@ class AsyncFetches:
                 return None
         return [awaited.request for awaited in taken]
 
-    def _deliver(self, request: Request) -> None:
+    def _deliver(self, request: Wanted) -> None:
         with self._lock:
             awaited = self._under_way.pop(id(request))
         try:

@@ -12,7 +12,7 @@ from forebay._engine.index.memo import Hit
 from forebay._engine.locks.leases import Lease
 from forebay._logs import logger
 from forebay.origin import Origin
-from forebay.origin.bulk import BulkFetch, Request
+from forebay.origin.bulk import BulkFetch, Wanted
 from forebay.origin.request import FetchOptions, Target, first_touch
 from forebay.remote.urls import Url
 
@@ -128,7 +128,7 @@ class _Places:
         self._results, self._target, self._options, self._view = results, target, options, view
         self._by_key: dict[tuple[str, str | None], list[int]] = {}
         self._of_request: list[list[int]] = []
-        self.requests: list[Request] = []
+        self.requests: list[Wanted] = []
 
     def add(self, place: int, url: Url) -> None:
         try:
@@ -139,13 +139,13 @@ class _Places:
         places = self._by_key.setdefault((target.key, target.in_place), [])
         places.append(place)
         if len(places) == 1:
-            self.requests.append(Request(target, self._options, len(self._of_request), self._view))
+            self.requests.append(Wanted(target, self._options, len(self._of_request), self._view))
             self._of_request.append(places)
 
-    def first(self, request: Request) -> int:
+    def first(self, request: Wanted) -> int:
         return self._of_request[request.number][0]
 
-    def settle(self, request: Request, value: object) -> None:
+    def settle(self, request: Wanted, value: object) -> None:
         for place in self._of_request[request.number]:
             self._results[place] = value if request.error is None else request.error
 
@@ -169,7 +169,7 @@ def warm(
     failed: list[tuple[str, errors.ForebayError]] = []
     under_way: dict[int, tuple[str, ProgressReporter]] = {}
 
-    def requests() -> Iterator[Request]:
+    def requests() -> Iterator[Wanted]:
         for number, url in enumerate(_several(urls, "warm")):
             try:
                 found = target(url)
@@ -178,7 +178,7 @@ def warm(
                 continue
             own, reporter = options(found.key)
             under_way[number] = os.fspath(url), reporter
-            yield Request(found, own, number, view=False)
+            yield Wanted(found, own, number, view=False)
 
     for request in BulkFetch(origin, side_by_side=jobs).run(requests()):
         url, reporter = under_way.pop(request.number)

@@ -29,7 +29,7 @@ from forebay.directories.listings import Listing, Listings
 from forebay.directories.location import RemoteDirectory, locate
 from forebay.directories.manifests import File, Manifest, Part, Patterns
 from forebay.origin import Origin
-from forebay.origin.bulk import BulkFetch, Request
+from forebay.origin.bulk import BulkFetch, Wanted
 from forebay.origin.request import FetchOptions, is_same_version
 from forebay.origin.spaces import DIRECTORIES, POSTPONED, URLS
 
@@ -323,7 +323,7 @@ class _Tree:
         self._came_unseen = any(file.digest is None and (file.validator is None or file.name in self._unlike) for file in missing)
 
         requests = (
-            Request(self._location.target(file.name), self._options_of(file, at, progress.of(file)), number, view=False)
+            Wanted(self._location.target(file.name), self._options_of(file, at, progress.of(file)), number, view=False)
             for number, file in enumerate(missing)
         )
         fetches = contextlib.closing(BulkFetch(self._origin, on_turn=progress.tell).run(requests))
@@ -378,7 +378,7 @@ class _Tree:
             on_progress=on_progress,
         )  # fmt: skip
 
-    def _listed_version(self, file: File, request: Request) -> Lease:
+    def _listed_version(self, file: File, request: Wanted) -> Lease:
         """The file that was fetched. Raises `RemoteChanged` or `ChecksumMismatch` if the remote has another version now, or its error."""
         target, lease, error = request.target, request.lease, request.error
         if isinstance(error, errors.ChecksumMismatch):

@@ -39,7 +39,7 @@ SMALL = 256 << 10
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class Wanted:
     """One object of many, and what became of it: ``data`` or a ``lease``, or an ``error``. ``view``: its bytes are wanted, of an object
     without room in the cache too; else a lease on its file. ``is_busy``: another call is fetching it; ``since`` (nanoseconds of the
     monotonic clock) it has been waited for."""
@@ -63,7 +63,7 @@ class _Fetch:
 
     __slots__ = ("began", "begun", "by_thread", "has_entry", "hold", "ready", "request", "writing")
 
-    def __init__(self, request: Request, hold: KeyHold | None = None, *, has_entry: bool = False) -> None:
+    def __init__(self, request: Wanted, hold: KeyHold | None = None, *, has_entry: bool = False) -> None:
         self.request, self.hold, self.has_entry = request, hold, has_entry
         self.began, self.by_thread = 0, False
         self.ready = [False, True]  # taken by what begins the request, and by what is told that its response is ready: the second goes on
@@ -93,20 +93,20 @@ class BulkFetch:
         self._origin, self._store, self._waits, self._on_turn = origin, origin.store, waits, on_turn
         self._most = origin.options.connections if side_by_side is None else max(side_by_side, 1)
         self._threads = Threads(self._fetch_in_thread, self._most, name="bulk")
-        self._events: queue.SimpleQueue[Callable[[], Iterator[Request]]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], Iterator[Wanted]]] = queue.SimpleQueue()
         self._under_way: set[_Fetch] = set()
         self._collected: list[_Fetch] = []  # have come, and are to be published
-        self._waiting: list[Request] = []  # for other processes
+        self._waiting: list[Wanted] = []  # for other processes
         self._given_up = False
         self._waited_until: float | None = None  # when the time for all waits of this call is over
 
-    def run(self, requests: Iterable[Request]) -> Generator[Request, None, None]:
+    def run(self, requests: Iterable[Wanted]) -> Generator[Wanted, None, None]:
         """Yield each request when it has its result, in the order in which these come. Takes from ``requests`` as places become free.
 
         Closing the iterator gives up what is under way, and does not wait for threads that still fetch."""
         yield from self.run_as_they_come(_taking(requests))
 
-    def run_as_they_come(self, take: Callable[[int], Sequence[Request] | None]) -> Iterator[Request]:
+    def run_as_they_come(self, take: Callable[[int], Sequence[Wanted] | None]) -> Iterator[Wanted]:
         """`run`, for requests that ``take`` returns, a number of them at most: none while there are none, None after the last. `wake` has
         it called again."""
         try:
@@ -128,7 +128,7 @@ class BulkFetch:
         """There may be more requests. Callable from any thread."""
         self._events.put(_nothing)
 
-    def _run(self, take: Callable[[int], Sequence[Request] | None]) -> Iterator[Request]:
+    def _run(self, take: Callable[[int], Sequence[Wanted] | None]) -> Iterator[Wanted]:
         more = True
         while more or self._under_way:
             while more and (places := self._places()):
@@ -155,7 +155,7 @@ class BulkFetch:
         is_idle = not self._collected and self._events.empty()
         return places if places >= min(GROUP, max(self._most // 2, 1)) or (is_idle and places > 0) else 0
 
-    def _next_event(self) -> Iterator[Request]:
+    def _next_event(self) -> Iterator[Wanted]:
         while self._on_turn is not None:
             try:
                 return self._events.get(timeout=TURN)()
@@ -165,8 +165,8 @@ class BulkFetch:
 
     # -- look and hold ---------------------------------------------------------------------------------------------
 
-    def _begin(self, group: Sequence[Request]) -> Iterator[Request]:
-        wanted: dict[str, Request] = {}
+    def _begin(self, group: Sequence[Wanted]) -> Iterator[Wanted]:
+        wanted: dict[str, Wanted] = {}
         for request in group:
             if request.options.bypass or (request.target.in_place and not request.options.force):
                 self._give_to_thread(_Fetch(request))
@@ -196,7 +196,7 @@ class BulkFetch:
                 else:
                     self._start(fetch)
 
-    def _look(self, wanted: dict[str, Request], stale: set[str]) -> Iterator[Request]:
+    def _look(self, wanted: dict[str, Wanted], stale: set[str]) -> Iterator[Wanted]:
         """Serve what is there, and take it out of ``wanted``. ``stale`` gets the keys whose entries cannot be served as they are."""
         leases = self._store.take_many(URLS, list(wanted)) if wanted else {}
         for key, lease in leases.items():
@@ -209,13 +209,13 @@ class BulkFetch:
                 lease.close()
                 stale.add(key)
 
-    def _is_usable(self, request: Request, lease: Lease) -> bool:
+    def _is_usable(self, request: Wanted, lease: Lease) -> bool:
         options = request.options
         if (options.sha256 or not request.view) and not (lease.entry.kind == "blob" and self._store.keeps and self._store.is_sound(lease)):
             return False
         return not options.refresh and self._origin.is_fresh(lease.entry, options) and is_expected(lease, options)
 
-    def _serve(self, request: Request, lease: Lease) -> bool:
+    def _serve(self, request: Wanted, lease: Lease) -> bool:
         """Give a request the lease, or the bytes. False where these are damaged or gone."""
         if request.options.pin and lease.entry.life != "pinned":
             self._store.set_life(URLS, request.target.key, "pinned")
@@ -229,7 +229,7 @@ class BulkFetch:
             request.data = memoryview(hit.view)
         return hit is not None
 
-    def _hold(self, wanted: dict[str, Request], held: dict[str, _Fetch]) -> None:
+    def _hold(self, wanted: dict[str, Wanted], held: dict[str, _Fetch]) -> None:
         """Lock the keys that are free. To wait for another key while holding these could be to wait for ever: those come last."""
         for key, request in list(wanted.items()):
             hold = self._store.locks.try_hold(URLS, key)
@@ -239,9 +239,9 @@ class BulkFetch:
                 held[key] = _Fetch(request, hold)
                 self._under_way.add(held[key])
 
-    def _failed_meanwhile(self, requests: Iterable[Request]) -> list[Request]:
+    def _failed_meanwhile(self, requests: Iterable[Wanted]) -> list[Wanted]:
         """Those that waited for a call that has failed since: they get its error."""
-        failed: list[Request] = []
+        failed: list[Wanted] = []
         for request in requests:
             if request.since is not None and not request.options.refresh:
                 request.error = self._store.locks.failure(URLS, request.target.key, request.since)
@@ -249,7 +249,7 @@ class BulkFetch:
                     failed.append(request)
         return failed
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: Wanted) -> None:
         request.since = time.monotonic_ns() if request.since is None else request.since
         if self._waits:
             self._waiting.append(request)
@@ -257,7 +257,7 @@ class BulkFetch:
             request.is_busy = True
             self._events.put(partial(iter, (request,)))
 
-    def _wait_for(self, request: Request) -> Request:
+    def _wait_for(self, request: Wanted) -> Wanted:
         """The object that another process is fetching, as a call for it alone gets it."""
         target, options = request.target, request.options
         if options.timeout is not None:  # all waits of a call share it
@@ -304,7 +304,7 @@ class BulkFetch:
                 if not self._threads.submit(fetch):
                     fetch.give_up()
 
-    def _arrived(self, fetch: _Fetch) -> Iterator[Request]:
+    def _arrived(self, fetch: _Fetch) -> Iterator[Wanted]:
         """The whole object has come, and is small."""
         request, begun = fetch.request, fetch.begun
         try:
@@ -357,7 +357,7 @@ class BulkFetch:
                 fetch.release()
                 self._events.put(partial(self._end, fetch))
 
-    def _collect(self, fetch: _Fetch) -> Iterator[Request]:
+    def _collect(self, fetch: _Fetch) -> Iterator[Wanted]:
         self._collected.append(fetch)
         return iter(())
 
@@ -395,7 +395,7 @@ class BulkFetch:
 
     # -- publish ---------------------------------------------------------------------------------------------------
 
-    def _publish(self) -> Iterator[Request]:
+    def _publish(self) -> Iterator[Wanted]:
         group, self._collected = self._collected[:GROUP], self._collected[GROUP:]
         for fetch, published in zip(group, self._published(group), strict=True):
             request = fetch.request
@@ -425,7 +425,7 @@ class BulkFetch:
             for fetch in group:  # there may be room for one, or one of them may be at fault
                 yield from self._published([fetch])
 
-    def _end(self, fetch: _Fetch) -> Iterator[Request]:
+    def _end(self, fetch: _Fetch) -> Iterator[Wanted]:
         self._under_way.discard(fetch)
         fetch.release()
         yield fetch.request
@@ -437,10 +437,10 @@ def _bytes_of(fetch: _Fetch) -> memoryview:
     return memoryview(collected.data).toreadonly()
 
 
-def _taking(requests: Iterable[Request]) -> Callable[[int], Sequence[Request] | None]:
+def _taking(requests: Iterable[Wanted]) -> Callable[[int], Sequence[Wanted] | None]:
     remaining = iter(requests)
     return lambda most: list(islice(remaining, most)) or None
 
 
-def _nothing() -> Iterator[Request]:
+def _nothing() -> Iterator[Wanted]:
     return iter(())
