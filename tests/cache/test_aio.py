@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -275,3 +276,51 @@ def test_a_value_without_room_is_returned(tmp_path: Path) -> None:
         assert asyncio.run(main(cache)) == bytes(300_000)
     with forebay.Cache(enabled=False) as cache:
         assert asyncio.run(main(cache)) == bytes(300_000)
+
+
+def test_a_failure_reaches_all_coroutines_that_wait_for_it(cache: forebay.Cache, server: ScriptedServer) -> None:
+    async def main() -> list[object]:
+        return await asyncio.gather(*(cache.aread(f"{server.url}/missing") for _ in range(20)), return_exceptions=True)
+
+    assert {type(error) for error in asyncio.run(main())} == {errors.NotFound}
+    assert server.gets == 1
+
+
+def test_hits_and_local_files_do_not_wait_behind_objects_that_stall(
+    cache: forebay.Cache, server: ScriptedServer, tmp_path: Path
+) -> None:  # fmt: skip
+    stalled = [server.put(f"/{number}", b"z" * 1000, stall_after=10) for number in range(20)]
+    hit = server.put("/hit", b"hit")
+    (tmp_path / "own").write_bytes(b"own")
+    cache.read(hit)
+
+    async def main() -> None:
+        waiting = [asyncio.create_task(cache.aread(url)) for url in stalled]
+        await asyncio.to_thread(server.stalled.wait, 60)
+        assert await cache.aread(hit, max_age="forever") == b"hit"
+        async with cache.alocal(hit) as path:
+            assert Path(path).read_bytes() == b"hit"
+        assert await cache.aread(tmp_path / "own") == b"own"
+        server.go.set()
+        await asyncio.gather(*waiting)
+
+    asyncio.run(main())
+
+
+def test_all_threads_of_the_loop_may_wait_for_the_value_that_a_coroutine_makes(cache: forebay.Cache) -> None:
+    async def main() -> list[memoryview]:
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def make() -> bytes:
+            begun.set()
+            await go.wait()
+            return b"made"
+
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        first = asyncio.create_task(cache.aget_or_put("key", make))
+        await begun.wait()
+        others = [asyncio.create_task(asyncio.to_thread(cache.get_or_put, "key", lambda: b"other")) for _ in range(4)]
+        go.set()
+        return [await first, *await asyncio.gather(*others)]
+
+    assert asyncio.run(main()) == [b"made"] * 5

@@ -18,7 +18,7 @@ from forebay.cache import origin_of
 from forebay.origin.bulk import SMALL, BulkFetch, Wanted
 from forebay.origin.request import FetchOptions
 from forebay.testing import ScriptedServer
-from tests.processes import Line, talk_to
+from tests.processes import Line, in_child, talk_to
 
 SIZES = [1, 100, 5_000, 100_000, SMALL, SMALL + 1, 700_000, 3_000_000]
 
@@ -360,3 +360,33 @@ def test_what_gives_the_urls_may_read_other_objects_meanwhile(tmp_path: Path, se
 def tell(cache: forebay.Cache, urls: list[str]) -> None:
     for url in urls:
         cache.read(url, refresh=True)
+
+
+@pytest.mark.parametrize("what", ["written to", "removed"])
+def test_a_damaged_copy_is_not_given_out(what: str, tmp_path: Path, server: ScriptedServer) -> None:
+    urls, bodies = several(server, [50_000] * 3)
+    with forebay.Cache(tmp_path / "root") as cache, cache.local_many(urls) as paths:
+        damaged = Path(paths[1])
+    if what == "removed":
+        damaged.unlink()
+    else:
+        damaged.chmod(0o600)
+        damaged.write_bytes(bytes(50_000))
+
+    def look() -> list[bytes]:
+        with forebay.Cache(tmp_path / "root") as cache, cache.local_many(urls) as paths:
+            return [Path(path).read_bytes() for path in paths]
+
+    assert in_child(look) == bodies
+    assert server.gets == 4
+
+
+def test_threads_of_a_call_that_is_given_up_release_their_keys(tmp_path: Path, server: ScriptedServer) -> None:
+    slow, _ = several(server, [1_000] * 3, statuses=[503], latency=0.05)
+    quick = server.put("/quick", b"q")
+    with forebay.Cache(tmp_path / "root", remote_options=forebay.RemoteOptions(backoff=0.2)) as cache:
+        origin = origin_of(cache)
+        run = BulkFetch(origin).run(Wanted(origin.target(url), FetchOptions.of(origin)) for url in [*slow, quick])
+        assert next(run).data == b"q"
+        run.close()
+        assert [bytes(cache.read(url)) for url in slow] == [server.objects[f"/{number}.bin"].body for number in range(3)]
