@@ -61,6 +61,16 @@ def test_a_key_that_others_hold_is_left_to_the_caller_that_does_not_wait(cache: 
     assert found[2].data == b"2"
 
 
+def test_what_only_others_hold_comes_back_too(cache: forebay.Cache, server: ScriptedServer) -> None:
+    origin = origin_of(cache)
+    url = server.put("/a", b"a")
+    hold = origin.store.locks.try_hold("urls", url)
+    assert hold is not None
+    with hold:
+        (request,) = BulkFetch(origin, waits=False).run([Wanted(origin.target(url), FetchOptions.of(origin))])
+    assert request.is_busy
+
+
 def test_an_object_is_not_fetched_before_there_is_a_place_for_it(cache: forebay.Cache, server: ScriptedServer) -> None:
     origin = origin_of(cache)
     urls = [server.put(f"/{number}", os.urandom(2000), stall_after=10, stalls=1) for number in range(40)]

@@ -95,7 +95,7 @@ class AsyncFetches:
         until = None if options.timeout is None else time.monotonic() + options.timeout
         request = Wanted(target, options, view=view)
         if options.bypass or (target.in_place and not options.force):
-            return await in_thread(self._past, request)
+            return await in_thread(request.get_alone, self._origin, options)
         size = self._size_there(target)
         if size is not None and (await in_thread(self._serve_at_once, request) if size > LARGE else self._serve_at_once(request)):
             return request
@@ -123,17 +123,6 @@ class AsyncFetches:
             self._origin.fall_back(error, request.target.key)
             request.data = await in_thread(self._origin.direct, request.target, request.options)
         else:
-            request.error = error
-        return request
-
-    def _past(self, request: Wanted) -> Wanted:
-        """A local file, or past the cache: it needs no key."""
-        try:
-            if request.view:
-                request.data = self._origin.read(request.target, request.options)
-            else:
-                request.lease = self._origin.local(request.target, request.options)
-        except Exception as error:  # noqa: BLE001 (the result of this request)
             request.error = error
         return request
 

@@ -54,6 +54,17 @@ class Wanted:
     data: memoryview | None = None
     error: Exception | None = None
 
+    def get_alone(self, origin: Origin, options: FetchOptions) -> Wanted:
+        """Have the result as a call for this object alone gets it, which waits for others."""
+        try:
+            if self.view:
+                self.data = origin.read(self.target, options)
+            else:
+                self.lease = origin.local(self.target, options)
+        except Exception as error:  # noqa: BLE001 (the result of this request)
+            self.error = error
+        return self
+
 
 class _Fetch:
     """A request under way, whose result comes by the loop of transfers, or by a thread.
@@ -130,7 +141,7 @@ class BulkFetch:
 
     def _run(self, take: Callable[[int], Sequence[Wanted] | None]) -> Iterator[Wanted]:
         more = True
-        while more or self._under_way:
+        while more or self._under_way or not self._events.empty():
             while more and (places := self._places()):
                 with self._store.locks.working():  # this call may hold keys: what gives the requests must not wait for those of others
                     group = take(min(places, GROUP))
@@ -140,7 +151,7 @@ class BulkFetch:
                 yield from self._begin(group)
             if self._collected and (len(self._collected) >= GROUP or self._events.empty()):
                 yield from self._publish()
-            elif self._under_way or more:
+            elif self._under_way or more or not self._events.empty():
                 yield from self._next_event()
         self._turn()
 
@@ -258,19 +269,12 @@ class BulkFetch:
             self._events.put(partial(iter, (request,)))
 
     def _wait_for(self, request: Wanted) -> Wanted:
-        """The object that another process is fetching, as a call for it alone gets it."""
-        target, options = request.target, request.options
+        """The object that another process is fetching."""
+        options = request.options
         if options.timeout is not None:  # all waits of a call share it
             self._waited_until = self._waited_until or time.monotonic() + options.timeout
             options = options._replace(timeout=max(self._waited_until - time.monotonic(), 0.0))
-        try:
-            if request.view:
-                request.data = self._origin.read(target, options)
-            else:
-                request.lease = self._origin.lease(target, options)
-        except Exception as error:  # noqa: BLE001 (the result of this request)
-            request.error = error
-        return request
+        return request.get_alone(self._origin, options)
 
     # -- fetch -----------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ A small file is collected in memory, and written in the same transaction that pu
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -111,14 +112,19 @@ class Publisher:
             return entry
         request = request._replace(keyhash=hash_of(label.space, label.key))
         reserved = self.budget.reserve(request, timeout=timeout)
+        with self._spending(reserved.id) as txn:
+            return self.inserter.insert(txn, label, reserved.id, "value", len(data), checksum, validator, data)
+
+    @contextlib.contextmanager
+    def _spending(self, reservation: int) -> Iterator[Txn]:
+        """A transaction that inserts what was reserved. A failure gives the space back."""
         try:
             with self._catalog.write() as txn:
-                entry = self.inserter.insert(txn, label, reserved.id, "value", len(data), checksum, validator, data)
-                reservations.delete(txn, reserved.id)
+                yield txn
+                reservations.delete(txn, reservation)
                 txn.leftovers = entries.any_leftovers(txn)
-                return entry
         except BaseException:
-            self.budget.cancel(reserved.id)
+            self.budget.cancel(reservation)
             raise
 
     def put_many(self, items: Sequence[tuple[Label, Buffer]]) -> list[Entry]:
@@ -189,15 +195,8 @@ class Publisher:
         room, label, size = self.budget.room, ready[0].writing.label, sum(one.size for one in ready)
         charged = sum(room.charge(one.size) for one in ready)
         reserved = self.budget.reserve(SpaceRequest(label.space, label.key, 0, size, charged=charged, entries=len(ready)))
-        try:
-            with self._catalog.write() as txn:
-                published = self._publish_together(txn, ready, self._replaced(txn, ready))
-                reservations.delete(txn, reserved.id)
-                txn.leftovers = entries.any_leftovers(txn)
-                return published
-        except BaseException:
-            self.budget.cancel(reserved.id)
-            raise
+        with self._spending(reserved.id) as txn:
+            return self._publish_together(txn, ready, self._replaced(txn, ready))
 
     def _publish_if_fits(self, ready: Sequence[_Ready]) -> Sequence[Entry | None]:
         """Publish all in one transaction, or none where space has to be made."""
