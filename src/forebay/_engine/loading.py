@@ -24,8 +24,7 @@ class Reservations:
     @recover_and_retry
     def expect(self, space: str, key: str) -> bool:
         """See `Reading.expect`."""
-        row = self.engine.known_spaces.get(space)
-        return row is not None and self.engine.reading.expect(row.id, key)
+        return self.engine.reading.expect(self._spaces.lookup(space).id, key)
 
     @recover_and_retry
     def open(self, space: str) -> SpaceReservation:

@@ -151,10 +151,8 @@ class Store:
     def first_touch(self, space: str, key: str, max_age: int, alias: str = "") -> memoryview | None:
         """See `Reading.first_touch`. None where anything is broken: `view` repairs it."""
         engine = self.engine
-        row = engine.known_spaces.get(space)
-        if row is None:
-            return None
         try:
+            row = engine.known_spaces.get(space) or self.spaces.lookup(space)
             return engine.reading.first_touch(space, row.id, key, max_age, alias or key)
         except (errors.CacheFault, OSError):
             return None
@@ -162,8 +160,7 @@ class Store:
     @recover_and_retry
     def first_value(self, space: str, key: str) -> FirstValue | None:
         """See `Reading.first_value`."""
-        row = self.engine.known_spaces.get(space)
-        return None if row is None else self.engine.reading.first_value(row.id, key)
+        return self.engine.reading.first_value(self.spaces.lookup(space).id, key)
 
     @recover_and_retry
     def view(self, space: str, key: str) -> Remembered | None:
