@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         5, "many local copies are not leased", "_engine/write/publish.py",
-        "            one.writing.prepare(leases)", "            one.writing.validator = None",
+        "one.writing.prepare(leases if wanted else None)", "one.writing.prepare(None)",
         "tests/cache/test_many.py::test_local_many_gives_paths_that_stay",
     ),
     Mutant(

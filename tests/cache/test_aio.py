@@ -279,8 +279,14 @@ def test_a_value_without_room_is_returned(tmp_path: Path) -> None:
 
 
 def test_a_failure_reaches_all_coroutines_that_wait_for_it(cache: forebay.Cache, server: ScriptedServer) -> None:
+    server.on_request = lambda request: server.go.wait()  # the answer comes when all of them wait
+
     async def main() -> list[object]:
-        return await asyncio.gather(*(cache.aread(f"{server.url}/missing") for _ in range(20)), return_exceptions=True)
+        waiting = [asyncio.ensure_future(cache.aread(f"{server.url}/missing")) for _ in range(20)]
+        while not server.requests:
+            await asyncio.sleep(0.01)
+        server.go.set()
+        return await asyncio.gather(*waiting, return_exceptions=True)
 
     assert {type(error) for error in asyncio.run(main())} == {errors.NotFound}
     assert server.gets == 1

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from forebay._engine.catalog import connection
+from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Settings, Store
-from forebay._model import ObjectInfo
+from forebay._model import Entry, ObjectInfo
 from tests.crash.conftest import Scene, victim_of
 from tests.harness import KiB, MiB, bytes_of, write_whole
 
@@ -136,9 +137,11 @@ def test_publish_several_that_were_collected(scene: NewScene, room: int) -> None
             writing.begin(ObjectInfo(key, len(NEWER), '"1"', strong=True))
             writing.write(0, NEWER)
             writings.append(writing)
-        for lease in store.publish_collected(writings):
-            with lease as path:
-                assert open(path, "rb").read() == NEWER
+        lease, entry = store.publish_collected(writings, [True, False])
+        assert isinstance(lease, Lease)
+        assert isinstance(entry, Entry)
+        with lease as path:
+            assert open(path, "rb").read() == NEWER
 
     def after(store: Store) -> None:
         assert (bytes_of(store, "a"), bytes_of(store, "b")) in ((OTHER, None), (None, None), (NEWER, NEWER))

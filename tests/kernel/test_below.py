@@ -17,7 +17,7 @@ from forebay._kernel.below import Below, LinkInTheWay, NoPlainFile
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Older kernels, and some sandboxes, know no `openat2`."""
     if request.param == "step by step":
-        monkeypatch.setattr(below, "_open_at_once", lambda path, flags: -1)
+        monkeypatch.setattr(below, "_open_at_once", lambda path, flags, mode=0: -1)
 
 
 @pytest.fixture

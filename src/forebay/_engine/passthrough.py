@@ -180,7 +180,7 @@ class PassThrough:
     def discard(self, entry: Entry) -> bool:
         return False
 
-    def publish_collected(self, writings: Sequence[Writing]) -> NoReturn:
+    def publish_collected(self, writings: Sequence[Writing], leased: Sequence[bool]) -> NoReturn:
         raise _refusal(self.why, "what was fetched")
 
     def publish_leased(self, writing: Any, *, validator: str | None = None) -> NoReturn:

@@ -360,10 +360,11 @@ class Store:
         row = self.spaces.ensure(space)
         return self.engine.writers.linker.link(Label(row.id, row.name, key, suffix, life), lease, self.engine.leases, validator)
 
-    def publish_collected(self, writings: Sequence[Writing]) -> list[Lease]:
-        """Publish writes with ``collect`` in one transaction, all or none; returns leases that exist before anybody can see the entries."""
+    def publish_collected(self, writings: Sequence[Writing], leased: Sequence[bool]) -> list[Entry | Lease]:
+        """Publish writes with ``collect`` in one transaction, all or none. Returns leases on those that are to be ``leased``, which exist
+        before anybody can see the entries; else the entries."""
         with self.engine.reopening():
-            return self.engine.writers.publisher.publish_collected(writings, self.engine.leases)
+            return self.engine.writers.publisher.publish_collected(writings, leased, self.engine.leases)
 
     def publish_leased(self, writing: Writing, *, validator: str | None = None) -> Lease:
         """Publish a write; returns a lease that exists before anybody can see the entry."""
@@ -519,7 +520,7 @@ class Store:
     def count(self, name: str, n: int = 1) -> None:
         """Add ``n`` to the counter ``name``, one of `counters.NAMES`."""
         if n:
-            self.engine.counters.add(counters.NAMES.index(name), n)
+            self.engine.counters.add(counters.INDEX[name], n)
 
     @recover_and_retry
     def counts(self) -> dict[str, int]:

@@ -31,8 +31,8 @@ class _How(ctypes.Structure):
 
 
 @functools.cache
-def _how(flags: int) -> ctypes.Array[ctypes.c_char]:
-    return ctypes.create_string_buffer(bytes(_How(flags, 0, _NO_LINKS)), ctypes.sizeof(_How))
+def _how(flags: int, mode: int = 0) -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(bytes(_How(flags, mode, _NO_LINKS)), ctypes.sizeof(_How))
 
 
 @functools.cache
@@ -44,12 +44,12 @@ def _knows_openat2() -> bool:
     return fd >= 0
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_at_once(path: str, flags: int, mode: int = 0) -> int:
     """Return a descriptor of a path without symbolic links, those above the top included; negative where this call cannot tell.
     Raises FileNotFoundError: no link was met before the missing component."""
     if not _knows_openat2():
         return -1
-    fd: int = _openat2(_OPENAT2, _HERE, os.fsencode(path), _how(flags), ctypes.sizeof(_How))
+    fd: int = _openat2(_OPENAT2, _HERE, os.fsencode(path), _how(flags, mode), ctypes.sizeof(_How))
     if fd < 0 and ctypes.get_errno() == errno.ENOENT:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     return fd
@@ -194,8 +194,13 @@ class Below:
 
     def create(self, path: Path, mode: int) -> int:
         """See `host.create`."""
-        with self._parent(path) as fd:
-            return host.create(path, mode, directory=fd)
+        host.step("create", path)
+        names = self._names(path)
+        fd = _open_at_once(os.fspath(path), host.CREATE, mode)
+        if fd < 0:
+            with _Walk(self.top, names[:-1], _STEP) as directory:
+                fd = os.open(names[-1], host.CREATE, mode, dir_fd=directory)
+        return host.with_mode(fd, mode)
 
     def open_write(self, path: Path) -> int:
         """See `host.open_write`."""

@@ -27,6 +27,7 @@ Hook = Callable[[str, str], None]
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _FICLONE = 0x40049409
 _IOV_MAX = 1024
 _HIGH = 512
@@ -62,9 +63,13 @@ def create(path: Path, mode: int, *, masked: bool = False, directory: int | None
     """A descriptor of a new file, which has ``mode`` whatever the umask, or, ``masked``, what the umask leaves of it.
     Raises FileExistsError."""
     step("create", path)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(_last(path, directory), flags, mode, dir_fd=directory)
-    if mode & 0o077 and not masked:
+    fd = os.open(_last(path, directory), CREATE, mode, dir_fd=directory)
+    return fd if masked else with_mode(fd, mode)
+
+
+def with_mode(fd: int, mode: int) -> int:
+    """The descriptor of a new file, which gets ``mode`` where the umask may have left less of it."""
+    if mode & 0o077:
         try:
             chmod(fd, mode)
         except BaseException:

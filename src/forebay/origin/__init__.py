@@ -52,6 +52,7 @@ class Origin:
         self.closed = False
         self.unset_spaces: dict[str, dict[str, Any]] = {}  # spaces that fronts requested before there was a store
         self._targets: dict[str, Target] = {}
+        self._resolvers = remote.Resolvers(lambda: self.options)
         self._handles: weakref.WeakSet[CacheHandle] = weakref.WeakSet()
 
     @functools.cached_property
@@ -188,7 +189,7 @@ class Origin:
         if known is not None:
             return known
         key = remote.canonical(text)
-        target = Target(text, key, remote.suffix_of_key(key), remote.resolver(text, lambda: self.options), remote.local_path(text))
+        target = Target(text, key, remote.suffix_of_key(key), self._resolvers.of(text), remote.local_path(text))
         if len(self._targets) >= 10_000:
             self._targets.clear()
         self._targets[text] = target

@@ -21,7 +21,7 @@ from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._kernel import waits
 from forebay._kernel.threads import Threads
-from forebay._model import BegunFetch, can_begin
+from forebay._model import BegunFetch, Entry, can_begin
 from forebay.origin.request import FetchOptions, SpillingSink, Target, is_expected
 from forebay.origin.spaces import URLS
 from forebay.remote.base import sent_together
@@ -405,22 +405,24 @@ class BulkFetch:
             request = fetch.request
             if request.view:
                 request.data = _bytes_of(fetch)
-            if isinstance(published, Lease):
+            if not isinstance(published, errors.CacheFault):
                 self._store.count("fills")
-                self._store.count("bytes_stored", published.entry.size)
-                request.lease = None if request.view else published
-                if request.view:
-                    published.close()
+                self._store.count("bytes_stored", published.entry.size if isinstance(published, Lease) else published.size)
+                request.lease = published if isinstance(published, Lease) else None
             elif request.view:
                 self._origin.fall_back(published, request.target.key)
             else:
                 request.error = published
-            yield from self._end(fetch)
+            self._under_way.discard(fetch)
+            fetch.release()
+            yield request
 
-    def _published(self, group: Sequence[_Fetch]) -> Iterator[Lease | errors.CacheFault]:
+    def _published(self, group: Sequence[_Fetch]) -> Iterator[Entry | Lease | errors.CacheFault]:
+        """What each was published as; a lease where its file is wanted."""
         try:
             with waits.time_limit(group[0].request.options.timeout):
-                published = self._store.publish_collected([fetch.writing for fetch in group if fetch.writing is not None])
+                writings = [fetch.writing for fetch in group if fetch.writing is not None]
+                published = self._store.publish_collected(writings, [not fetch.request.view for fetch in group])
             yield from published
         except errors.CacheFault as error:
             if len(group) == 1:

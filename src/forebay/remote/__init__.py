@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'forebay.remote' has no attribute {name!r}")
     from forebay.remote import base  # by the first request: a hit needs none of it
 
-    return getattr(base, name)
+    value = globals()[name] = getattr(base, name)
+    return value
 
 
 def resolve(url: str, options: RemoteOptions | None = None) -> Remote:
@@ -51,13 +53,24 @@ def resolve(url: str, options: RemoteOptions | None = None) -> Remote:
     return remote if remote is not None else _remotes.setdefault(key, _create(*key))
 
 
-def resolver(url: str, options: Callable[[], RemoteOptions]) -> Callable[[], Remote]:
-    """Return a function that returns the remote of ``url``. Those for HTTP and S3, and the options, are imported by its first call, so
-    that a hit does not wait for them. For any other scheme the remote is created now: raises what `resolve` raises."""
-    if scheme(url) in ("http", "https", "s3"):
-        return lambda: resolve(url, options())
-    remote = resolve(url, options())
-    return lambda: remote
+class Resolvers:
+    """The remotes of one set of options, by scheme. Callable from any thread."""
+
+    def __init__(self, options: Callable[[], RemoteOptions]) -> None:
+        self._options = options
+        self._by_scheme: dict[str, Callable[[], Remote]] = {}
+
+    def of(self, url: str) -> Callable[[], Remote]:
+        """Return a function that returns the remote of ``url``. Those for HTTP and S3, and the options, are imported by its first call, so
+        that a hit does not wait for them. For any other scheme the remote is created now: raises what `resolve` raises."""
+        kind = scheme(url)
+        known = self._by_scheme.get(kind)
+        if known is not None:
+            return known
+        found = functools.cache(lambda: resolve(f"{kind}://", self._options()))
+        if kind not in ("http", "https", "s3"):
+            found()
+        return self._by_scheme.setdefault(kind, found)
 
 
 def on_filesystem(filesystem: Any, path: str, options: RemoteOptions | None = None) -> tuple[str, str, Remote]:

@@ -204,15 +204,20 @@ def shared_time_limit() -> Iterator[None]:
         _shared_start.reset(token)
 
 
-@contextmanager
-def tracking_hosts(hosts: Hosts | None, *, limits: Limits | None = None, ask_silent: bool = False) -> Iterator[None]:
+class tracking_hosts:
     """Calls that this thread begins inside of the block consult and update ``hosts``, and stay within ``limits``. ``ask_silent``: ask
     silent hosts all the same."""
-    token = _host_access.set(None if hosts is None else _HostAccess(hosts, limits, ask_silent))
-    try:
-        yield
-    finally:
-        _host_access.reset(token)
+
+    __slots__ = ("_access", "_before")
+
+    def __init__(self, hosts: Hosts | None, *, limits: Limits | None = None, ask_silent: bool = False) -> None:
+        self._access = None if hosts is None else _HostAccess(hosts, limits, ask_silent)
+
+    def __enter__(self) -> None:
+        self._before = _host_access.set(self._access)
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        _host_access.reset(self._before)
 
 
 _deferred = threading.local()

@@ -21,7 +21,7 @@ _SUFFIX = r"\.[A-Za-z0-9]{1,15}\Z"
 _HASHED = r"q=[0-9a-f]{32}\Z"
 _HASHED_USER = r"u=[0-9a-f]{32}\Z"
 # What is its own key, or an absolute path whose key is it: most URLs of a training job, which are made canonical once an epoch each.
-_PLAIN = r"(?:https?|s3)://[a-z0-9-][a-z0-9.-]*/[A-Za-z0-9_./=~%+,-]*|((?:/(?!\.\.?(?:/|\Z))[A-Za-z0-9_.-]+)+)"
+_PLAIN = r"(?:https?|s3)://[a-z0-9-][a-z0-9.-]*(?::(?!80/|443/)[0-9]+)?/[A-Za-z0-9_./=~%+,-]*|((?:/(?!\.\.?(?:/|\Z))[A-Za-z0-9_.-]+)+)"
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".z"}
 _PORTS = {"http": ":80", "https": ":443"}
 _KNOWN = {*_PORTS, "s3"}
@@ -63,6 +63,9 @@ def _signatures() -> tuple[_Signature, ...]:
 
 def scheme(url: str) -> str:
     """The scheme in lower case; ``file`` for a path. Raises `ConfigError` for a cache of fsspec's, such as ``simplecache::s3://b/a``."""
+    kind, mark, _ = url.partition("://")
+    if mark and kind in _KNOWN:
+        return kind
     match = re.match(_SCHEME, url)
     if match is None and re.match(_CHAIN, url):
         outer, inner = url.partition("::")[0], canonical(url.rpartition("::")[2])

@@ -52,6 +52,7 @@ NAMES = (
     STORE_FAILURES,
     DAMAGED,
 ) = range(len(NAMES))
+INDEX = {name: index for index, name in enumerate(NAMES)}
 
 PAGE = 4096
 FIRST_LOCK = 1 << 62

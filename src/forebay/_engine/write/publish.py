@@ -172,12 +172,13 @@ class Publisher:
         """Write and publish a file from memory in one step; None if it does not fit without evicting."""
         return self._together(_Ready(writing, small.data, *small.finish()))
 
-    def publish_collected(self, writings: Sequence[Writing], leases: Leases) -> list[Lease]:
-        """Publish writes whose bytes are all in memory, in one transaction; makes space for all of them at once. Returns leases that exist
-        before anybody can see the entries. Raises `NoSpace` or another `CacheFault`; then none is published."""
+    def publish_collected(self, writings: Sequence[Writing], leased: Sequence[bool], leases: Leases) -> list[Entry | Lease]:
+        """Publish writes whose bytes are all in memory, in one transaction; makes space for all of them at once. Returns leases on those
+        that are to be ``leased``, which exist before anybody can see the entries; else the entries. Raises `NoSpace` or another
+        `CacheFault`; then none is published."""
         ready = [_Ready(writing, small.data, *small.finish()) for writing in writings if (small := writing.collected) is not None]
-        for one in ready:
-            one.writing.prepare(leases)
+        for one, wanted in zip(ready, leased, strict=True):
+            one.writing.prepare(leases if wanted else None)
         try:
             with faults("several objects", sum(one.size for one in ready)):
                 published = self._publish_if_fits(ready)
@@ -189,7 +190,8 @@ class Publisher:
             raise
         for one in ready:
             one.writing.published()
-        return [leases.adopt(entry) for entry in published if entry is not None]
+        pairs = zip(published, leased, strict=True)
+        return [leases.adopt(entry) if wanted else entry for entry, wanted in pairs if entry is not None]
 
     def _publish_with_room(self, ready: Sequence[_Ready]) -> list[Entry]:
         room, label, size = self.budget.room, ready[0].writing.label, sum(one.size for one in ready)
@@ -479,7 +481,7 @@ class Writing:
             self.let_go()
             raise
 
-    def prepare(self, leases: Leases) -> None:
+    def prepare(self, leases: Leases | None) -> None:
         """Set what `publish_leased` is given: the write is published together with others."""
         self._leases, self.validator = leases, self.info.validator if self.info is not None else None
 

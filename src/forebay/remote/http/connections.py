@@ -12,7 +12,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 from urllib.parse import quote, urlsplit
@@ -217,7 +216,7 @@ def _noting(call: Call, host: str, began: float) -> Iterator[None]:
 def _to(request: TransferRequest, host: str, port: int, address: str | None, seconds: float) -> TransferRequest:
     """The request, sent to an address that the host's name stands for, with so many seconds for connecting."""
     resolved = None if address is None else f"{host}:{port}:{f'[{address}]' if ':' in address else address}"
-    return replace(request, resolved=resolved, connect_timeout=seconds)
+    return request._replace(resolved=resolved, connect_timeout=seconds)
 
 
 @lru_cache(maxsize=1024)

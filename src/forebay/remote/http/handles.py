@@ -7,9 +7,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import pycurl
 
@@ -63,8 +62,7 @@ class Headers(Mapping[str, str]):
         return len(self._values)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferRequest:
+class TransferRequest(NamedTuple):
     """One request. ``origin``: ``https://host:port``; ``target``: path and query, sent as they are. ``proxy``: a URL, which may contain a
     user and a password; None: no proxy, whatever the environment says. ``resolved``: ``host:port:address``, what the name of the server or
     of its proxy stands for; None: libcurl resolves it.
