@@ -70,13 +70,14 @@ class _Fetch:
     """A request under way, whose result comes by the loop of transfers, or by a thread.
 
     ``hold``: the lock of its key, unless the cache does not serve it. ``has_entry``: there is one, which has to be validated or replaced.
+    ``has_remains``: a fetch that died left a part of it.
     ``began``: when it was asked for, on the clock of the store. ``by_thread``: a thread has it, and ends it."""
 
-    __slots__ = ("began", "begun", "by_thread", "has_entry", "hold", "ready", "request", "writing")
+    __slots__ = ("began", "begun", "by_thread", "has_entry", "has_remains", "hold", "ready", "request", "writing")
 
     def __init__(self, request: Wanted, hold: KeyHold | None = None, *, has_entry: bool = False) -> None:
         self.request, self.hold, self.has_entry = request, hold, has_entry
-        self.began, self.by_thread = 0, False
+        self.began, self.by_thread, self.has_remains = 0, False, False
         self.ready = [False, True]  # taken by what begins the request, and by what is told that its response is ready: the second goes on
         self.begun: BegunFetch | None = None
         self.writing: Writing | None = None
@@ -201,8 +202,8 @@ class BulkFetch:
             return
         with sent_together():
             for key, fetch in held.items():
-                fetch.began, fetch.has_entry = began, key in stale
-                if key in started:  # what is asked for depends on what is there
+                fetch.began, fetch.has_entry, fetch.has_remains = began, key in stale, key in started
+                if fetch.has_remains:  # what is asked for depends on what is there
                     self._give_to_thread(fetch)
                 else:
                     self._start(fetch)
@@ -376,7 +377,9 @@ class BulkFetch:
                 if fetch.has_entry:
                     fetched: Lease | Writing = self._origin.obtain(target, options, spilling)
                 else:
-                    fetched = self._origin.fetch(target, options, spilling, fetch.begun, fetch.began, collect=True)
+                    fetched = self._origin.fetch(
+                        target, options, spilling, fetch.begun, fetch.began, resume=fetch.has_remains, collect=True
+                    )
             if not isinstance(fetched, Lease):
                 fetch.writing = fetched
             elif not self._serve(request, fetched):
@@ -407,7 +410,8 @@ class BulkFetch:
                 request.data = _bytes_of(fetch)
             if not isinstance(published, errors.CacheFault):
                 self._store.count("fills")
-                self._store.count("bytes_stored", published.entry.size if isinstance(published, Lease) else published.size)
+                entry = published.entry if isinstance(published, Lease) else published
+                self._store.count("bytes_stored", entry.size)
                 request.lease = published if isinstance(published, Lease) else None
             elif request.view:
                 self._origin.fall_back(published, request.target.key)

@@ -44,9 +44,11 @@ class Headers(Mapping[str, str]):
                 values[last] = (values[last][0], f"{values[last][1]} {text.strip()}")
                 continue
             name, _, value = text.partition(":")
-            last = name.strip().lower()
-            first = values.get(last)
-            values[last] = (name.strip(), value.strip()) if first is None else (first[0], f"{first[1]}, {value.strip()}")
+            name, value = name.strip(), value.strip()
+            last = name.lower()
+            if last in values:
+                name, value = values[last][0], f"{values[last][1]}, {value}"
+            values[last] = (name, value)
         return values
 
     def __getitem__(self, name: str) -> str:
@@ -158,9 +160,7 @@ class CurlHandle:
         curl.setopt(pycurl.PROXY, proxy)  # "": none, not that of the environment
         if request.origin.startswith("https:") or proxy.startswith("https:"):
             _trust(curl)
-        given = {name.lower() for name in request.headers}
-        lines = [_header_line(name, value) for name, value in request.headers.items()]
-        curl.setopt(pycurl.HTTPHEADER, lines + [line for name, line in _UNWANTED.items() if name not in given])
+        curl.setopt(pycurl.HTTPHEADER, _header_lines(tuple(request.headers.items())))
         if request.resolved is not None:
             self._is_basic = False
             curl.setopt(pycurl.RESOLVE, [f"+{request.resolved}"])
@@ -284,6 +284,14 @@ _BASICS: tuple[tuple[int, int | str], ...] = (
     (pycurl.NOPROXY, ""),  # whether a request goes through a proxy is decided before
     (pycurl.TCP_KEEPALIVE, 1),
 )
+
+
+@lru_cache(maxsize=64)
+def _header_lines(headers: tuple[tuple[str, str], ...]) -> list[bytes]:
+    """Those of many requests are the same. Raises `ValueError`, as `_header_line`."""
+    given = {name.lower() for name, _ in headers}
+    lines = [_header_line(name, value) for name, value in headers]
+    return lines + [line for name, line in _UNWANTED.items() if name not in given]
 
 
 def _header_line(name: str, value: str) -> bytes:

@@ -15,6 +15,7 @@ from forebay.remote.http.handles import Headers, Receiver, TransferRequest
 from forebay.remote.http.transfers import HttpTransfer, start
 
 LAST_MOMENT = 0.2  # seconds
+_NOTHING = 1 << 62  # bytes that no thread waits for: to notify none takes as long as to take a piece
 
 
 class Incoming:
@@ -26,23 +27,24 @@ class Incoming:
 
     def __init__(self, request: TransferRequest, limit: int = 1 << 20, on_ready: Callable[[], None] | None = None) -> None:
         self.status, self.reason, self.headers = 0, "", Headers()
-        self._limit, self._wanted = limit, 1
+        self._limit, self._wanted = limit, _NOTHING
         self._pieces: deque[bytes] = deque()
         self._size = 0
         self._refused = self._has_head = self._ended = False
         self._error: Exception | None = None
         self._on_ready = on_ready
-        self._changed = threading.Condition()  # guards all of the above; a thread that is not in a forked child may hold it
+        self._lock = threading.Lock()  # guards all of the above; a thread that is not in a forked child may hold it
+        self._changed = threading.Condition(self._lock)
         self._pid = os.getpid()
         self._transfer = start(request, self)
 
     def head(self, status: int, reason: str, headers: Headers) -> None:
-        with self._changed:
+        with self._lock:
             self.status, self.reason, self.headers, self._has_head = status, reason, headers, True
             self._changed.notify()
 
     def data(self, piece: bytes) -> bool:
-        with self._changed:
+        with self._lock:
             if self._ended:
                 raise CallAborted
             self._refused = self._size >= self._limit
@@ -56,7 +58,7 @@ class Incoming:
         return False
 
     def end(self, error: Exception | None) -> None:
-        with self._changed:
+        with self._lock:
             if not self._ended:
                 self._ended, self._error = True, error
                 self._changed.notify()
@@ -75,7 +77,7 @@ class Incoming:
     def wait_for_head(self) -> None:
         """Raises `AttemptFailed` where none comes, and `CallAborted` after `close`."""
         self._check_process()
-        with self._changed:
+        with self._lock:
             while not (self._has_head or self._ended):
                 self._changed.wait()
             if not self._has_head and self._error is not None:
@@ -84,22 +86,22 @@ class Incoming:
     @property
     def is_complete(self) -> bool:
         """Whether the whole response has come, and no error."""
-        with self._changed:
+        with self._lock:
             return self._ended and self._error is None
 
     @property
     def waiting(self) -> int:
         """How many bytes of the body may be read at once."""
-        with self._changed:
+        with self._lock:
             return self._size
 
     def wait_for(self, size: int) -> int:
         """Wait until ``size`` bytes of the body may be read at once, or as many as this receiver holds, or the body has ended: how many may
         be read then. Raises `AttemptFailed` where it is cut before, and `CallAborted` after `close`."""
         self._check_process()
-        with self._changed:
-            self._wait_for(size)
-            if self._size < self._wanted and self._error is not None:
+        with self._lock:
+            wanted = self._wait_for(size)
+            if self._size < wanted and self._error is not None:
                 raise self._error
             return self._size
 
@@ -107,20 +109,27 @@ class Incoming:
         if self._pid != os.getpid():
             raise AttemptFailed("its response comes to the parent process")
 
-    def _wait_for(self, size: int) -> None:
-        self._wanted = min(size, self._limit)
-        while self._size < self._wanted and not self._ended:
+    def _wait_for(self, size: int) -> int:
+        """How many bytes there will be, unless the body ends before."""
+        wanted = min(size, self._limit)
+        while self._size < wanted and not self._ended:
+            self._wanted = wanted
             self._changed.wait()
+        self._wanted = _NOTHING
+        return wanted
 
     def read(self, size: int, at_least: int = 1) -> bytes:
         """At most ``size`` bytes of the body; waits for ``at_least`` so many, or for its end. Empty: the body has ended. Raises
         `AttemptFailed` where it is cut, after all bytes that came, and `CallAborted` after `close`."""
         self._check_process()
-        with self._changed:
+        with self._lock:
             self._wait_for(min(at_least, size))
             if self._ended and self._error is not None and not self._size:
                 raise self._error
             pieces, count = [], 0
+            if self._size <= size:
+                pieces, count = list(self._pieces), self._size
+                self._pieces.clear()
             while self._pieces and count + len(self._pieces[0]) <= size:
                 pieces.append(self._pieces.popleft())
                 count += len(pieces[-1])
@@ -138,7 +147,7 @@ class Incoming:
         """End the transfer, and what waits for it in another thread. Idempotent."""
         if self._pid != os.getpid():
             return
-        with self._changed:
+        with self._lock:
             if self._ended:
                 return
             self._ended, self._error = True, CallAborted()
@@ -151,7 +160,7 @@ class Incoming:
         """As `close`; but a head that is due gets a moment to come, so that the server's work on it and the connection are not wasted."""
         if self._pid != os.getpid():
             return
-        with self._changed:
+        with self._lock:
             has_head = self._has_head
         if has_head:
             self.close()
