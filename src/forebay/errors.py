@@ -14,6 +14,7 @@
     │   ├── ReadOnly                         (EROFS) this root may only be read
     │   └── Damaged                          stored bytes differ from what was stored
     ├── WaitTimeout (TimeoutError)           a lock, key or room was not free in time; names its holder
+    │   └── ConnectionsBusy (RemoteTimeout)  all connections to a host that max_connections allows are in use
     ├── Offline (FileNotFoundError)          not in the cache, and offline mode forbids asking the remote
     ├── NotCached (KeyError)                 the cache does not hold this key
     │   └── Ambiguous                        a name that matches several entries
@@ -438,6 +439,17 @@ class RemoteTimeout(RemoteError, TimeoutError):
 
     done: int = 0
     attempts: int = 1
+
+
+class ConnectionsBusy(WaitTimeout, RemoteTimeout):
+    """Other transfers have all connections to a host that ``max_connections`` of the root allows. ``holder``: the processes that have them.
+    The remote was not asked."""
+
+    @classmethod
+    def of_host(cls, url: str, host: str, limit: int, waited: float, holder: str, done: int) -> ConnectionsBusy:
+        what = f"one of the {limit:,} connections to {host} that max_connections allows"
+        message = f"{url}: waited {waited:.1f} s for {what}, held by {holder}: raise timeout= or max_connections, or wait for their end"
+        return cls(message, url=url, what=what, waited=waited, holder=holder, done=done, attempts=0)
 
 
 class RemoteUnavailable(RemoteError, ConnectionError):

@@ -386,3 +386,51 @@ def test_who_holds_it_comes_from_the_kernel(path: Path, words: Words, tmp_path: 
             what=lambda: ("the lock", locks.describe_holders(place, 1)),
             timeout=0.05,
         )
+
+
+# -- a limit that several requests share ---------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(waits, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_the_time_of_a_shared_limit_passes_while_some_wait_and_none_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    limit = waits.SharedLimit(10)
+    clock.now += 5
+    limit.begin()
+    limit.begin()
+    clock.now += 3
+    assert limit.waited() == 3
+    limit.end(has_one=True)
+    clock.now += 100
+    assert (limit.waited(), limit.is_over()) == (3, False)
+    limit.release()
+    clock.now += 6
+    assert (limit.waited(), limit.is_over()) == (9, False)
+    clock.now += 1
+    assert limit.is_over()
+    limit.end(has_one=False)
+    clock.now += 100
+    assert limit.waited() == 10
+
+
+def test_a_shared_limit_is_lowered_and_never_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    limit = waits.SharedLimit(float("inf"))
+    limit.begin()
+    clock.now += 3
+    assert not limit.is_over()
+    limit.lower(2)
+    limit.lower(50)
+    clock.now += 1
+    assert not limit.is_over()
+    clock.now += 1
+    assert limit.is_over()
+    assert limit.waited() == 5

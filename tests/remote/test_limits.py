@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +15,10 @@ from pathlib import Path
 import pytest
 
 import forebay
+from forebay import errors
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.store import Settings, Store
+from forebay._kernel import waits
 from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions, tracking_hosts
 from forebay.remote.base import AttemptFailed, CallAborted, Limits
@@ -76,6 +79,9 @@ class FakeLimits:
     def request(self, host_name: str) -> FakeRequest:
         self.hosts.append(host_name)
         return FakeRequest(self)
+
+    def holders(self, host_name: str) -> str:
+        return "a fake process"
 
     def delay(self) -> float:
         if self.allowance is None or self.allowance > 0:
@@ -421,6 +427,28 @@ def test_a_filesystem_counts(far: FilesystemRemote) -> None:
     assert limits.most == 2
     assert (limits.counted, limits.held) == (12 * 3 * len(BODY), 0)
     assert set(limits.hosts) == {"counting://bucket"}
+
+
+def test_a_filesystem_waits_for_a_connection_no_longer_than_its_call_may(far: FilesystemRemote) -> None:
+    limits = FakeLimits(connections=1)
+    limits.held = 1
+    with waits.time_limit(0.1), tracking_hosts(SilentHosts(), limits=limits):
+        with pytest.raises(errors.ConnectionsBusy, match=r"connections to counting://bucket .* held by a fake process"):
+            far.stat("bucket/a")
+    assert limits.held == 1
+
+
+def test_an_archive_counts_for_the_host_that_has_it(server: ScriptedServer, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    pytest.importorskip("aiohttp")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a.csv", "1,2")
+    url = server.put("/a.zip", (tmp_path / "a.zip").read_bytes())
+    limits, sink = FakeLimits(connections=1), MemorySink()
+    with tracking_hosts(SilentHosts(), limits=limits):
+        FilesystemRemote().fetch(f"zip://a.csv::{url}", sink)
+    assert bytes(sink.data) == b"1,2"
+    assert set(limits.hosts) == {server.url}
 
 
 def test_a_filesystem_waits_for_bytes(far: FilesystemRemote) -> None:

@@ -388,16 +388,18 @@ def _take(fd: int, holds: Holds) -> Holds:
 # -- holders of locks, for messages ------------------------------------------------------------------------------------
 
 
-def holders(path: str | os.PathLike[str], offset: int, among: Iterable[int] | None = None) -> tuple[int, ...]:
-    """The processes that hold a lock on this byte, as far as /proc shows them: those of other users it shows to root only. ``among``
-    these alone: all of a machine take a while."""
+def holders(path: str | os.PathLike[str], offset: int, among: Iterable[int] | None = None, *, length: int = 1) -> tuple[int, ...]:
+    """The processes that hold a lock on this byte, or on one of ``length`` bytes, as far as /proc shows them: those of other users it shows
+    to root only. ``among`` these alone: all of a machine take a while."""
     try:
         status = os.stat(path)
     except OSError:
         return ()
     inode = f":{status.st_ino} "
     return tuple(
-        pid for pid in (_numbers("/proc") if among is None else among) if any(_covers(line, inode, offset) for line in _locks_of(pid))
+        pid
+        for pid in (_numbers("/proc") if among is None else among)
+        if any(_covers(line, inode, offset, length) for line in _locks_of(pid))
     )
 
 
@@ -419,12 +421,12 @@ def _locks_of(pid: int) -> list[str]:
     return lines
 
 
-def _covers(line: str, inode: str, offset: int) -> bool:
+def _covers(line: str, inode: str, offset: int, length: int = 1) -> bool:
     # lock: 1: OFDLCK ADVISORY  WRITE -1 08:01:1234 7 7
     if inode not in line:
         return False
     start, end = line.split()[-2:]
-    return int(start) <= offset and (end == "EOF" or offset <= int(end))
+    return int(start) < offset + length and (end == "EOF" or offset <= int(end))
 
 
 def posix_holders(path: str | os.PathLike[str], offset: int) -> tuple[int, ...]:

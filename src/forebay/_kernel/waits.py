@@ -9,6 +9,7 @@ import ctypes
 import errno
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -115,6 +116,59 @@ class time_limit:
         self._current.set(self._outer)
         if self._outer is not None and not self._afresh and self._seconds < math.inf:
             self._outer.left -= self._seconds - self.left
+
+
+class SharedLimit:
+    """Limits how long several requests of one call wait for things that they use, such as connections: ``seconds`` in total, which pass
+    while at least one of them waits and none has one. Callable from any thread."""
+
+    def __init__(self, seconds: float) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._seconds, self._waited = seconds, 0.0
+        self._waiting = self._having = 0
+        self._at = 0.0  # until when `_waited` counts
+
+    def begin(self) -> None:
+        """One more waits."""
+        self._change(1, 0)
+
+    def end(self, *, has_one: bool) -> None:
+        """One waits no longer."""
+        self._change(-1, int(has_one))
+
+    def release(self) -> None:
+        """One that had one has it no longer."""
+        self._change(0, -1)
+
+    def lower(self, seconds: float) -> None:
+        """Let them wait for at most ``seconds`` from now on."""
+        with self._lock:
+            self._count()
+            self._seconds = min(self._seconds, self._waited + seconds)
+
+    def waited(self) -> float:
+        """Seconds for which they have waited."""
+        with self._lock:
+            self._count()
+            return self._waited
+
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        with self._lock:
+            self._count()
+            return self._waited >= self._seconds
+
+    def _change(self, waiting: int, having: int) -> None:
+        with self._lock:
+            self._count()
+            self._waiting += waiting
+            self._having += having
+
+    def _count(self) -> None:
+        now = time.monotonic()
+        if self._waiting and not self._having:
+            self._waited += now - self._at
+        self._at = now
 
 
 class Backoff:

@@ -72,6 +72,7 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
     (errors.Damaged, Hint("`forebay verify --repair` sets damaged entries aside")),
     (errors.WriterBusy, Hint("the cache is fine: run it again when other processes write less")),
     (errors.CacheFault, Hint("`forebay doctor` looks for the cause, `forebay verify --repair` repairs the cache")),
+    (errors.ConnectionsBusy, Hint("raise FOREBAY_MAX_CONNECTIONS, or run it again when other processes transfer less")),
     (errors.WaitTimeout, Hint("wait for the holder, or end it: what it fetched is kept")),
     (errors.ClaimConflict, Hint("`forebay claims` shows who has it: end that job, or give this one a directory of its own")),
     (errors.ClaimMismatch, Hint("start all ranks with the same directories, and shapes of shared memory")),

@@ -375,7 +375,7 @@ class _Tree:
         expected = file.validator if file.name not in self._unlike else None
         return FetchOptions(
             since=at if expected is None else -1, offline=self._options.offline, etag=expected, timeout=self._options.timeout, force=True,
-            on_progress=on_progress,
+            on_progress=on_progress, wait=self._options.wait,
         )  # fmt: skip
 
     def _listed_version(self, file: File, request: Wanted) -> Lease:

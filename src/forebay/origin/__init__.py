@@ -444,13 +444,16 @@ class Origin:
     # -- reads that bypass the cache -------------------------------------------------------------------------------
 
     def fall_back(self, error: Exception, name: str) -> None:
-        """Count and log that a call is served from the source."""
+        """Count and log that a call is served from the source. Raises an ``error`` that is the source's."""
+        if isinstance(error, errors.RemoteError):  # a wait for a connection
+            raise error
         self.store.count("fallbacks")
         self.warn(type(error).__name__, "%s is served past the cache: %s", name, error)
 
     def reaching(self, options: FetchOptions | None = None) -> AbstractContextManager[None]:
         """Context for requests to a remote: skips hosts that were silent recently, unless this refreshes, and keeps the node's limits."""
-        return remote.tracking_hosts(self.store.hosts, limits=self.store.limits, ask_silent=options is not None and options.refresh)
+        is_refresh, wait = (options.refresh, options.wait) if options is not None else (False, None)
+        return remote.tracking_hosts(self.store.hosts, limits=self.store.limits, ask_silent=is_refresh, wait=wait)
 
     def warn_stale(self, key: str, message: str, error: Exception) -> None:
         """Warn, once per host or bucket, that a copy is served because its remote cannot be reached."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from forebay import _config, _model, errors
+from forebay._kernel import waits
 from forebay._model import Buffer, BufferSink, Content, ObjectInfo, Partial, Remote, Span, can_clone
 from forebay.origin.spaces import FOREVER, URLS
 from forebay.remote import urls
@@ -39,7 +40,7 @@ class FetchOptions(NamedTuple):
     """The options of one call. ``since``: serve what was validated at or after this (nanoseconds of the store's clock; 1: ever;
     -1: even if it was invalidated). ``refresh``: serve only what was validated since the call began, whatever the clock says.
     ``timeout``: seconds to wait for another process. ``bypass``: neither look into the cache nor write to it. ``force``: keep a local
-    file in the cache too."""
+    file in the cache too. ``wait``: how long its requests may wait for connections, all of one call together; None: without a limit."""
 
     since: int = 1
     offline: bool = False
@@ -52,6 +53,7 @@ class FetchOptions(NamedTuple):
     on_wait: OnWait | None = None
     on_progress: Callable[[int, int | None], None] | None = None
     refresh: bool = False
+    wait: waits.SharedLimit | None = None
 
     @classmethod
     def of(
@@ -66,7 +68,8 @@ class FetchOptions(NamedTuple):
         since = -1 if offline else now if refresh else 1 if age >= FOREVER else max(1, now - int(age))
         sha256 = None if sha256 is None else _config.parse_sha256(sha256)
         timeout = origin.timeout if timeout is None else _config.parse_timeout(timeout)
-        return cls(since, offline, sha256, etag, timeout, bypass, force, pin, on_wait, on_progress, refresh and not offline)
+        wait = None if timeout is None else waits.SharedLimit(timeout)
+        return cls(since, offline, sha256, etag, timeout, bypass, force, pin, on_wait, on_progress, refresh and not offline, wait)
 
 
 class VersionCheckSink:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
 from forebay import errors
 from forebay._kernel.threads import run_all
+from forebay._kernel.waits import SharedLimit, time_limit
 from forebay._logs import logger
 from forebay._model import Span, Transfer
 from forebay.remote.urls import canonical
@@ -131,6 +132,14 @@ class AttemptFailed(Exception):
         self.no_answer, self.unreachable = no_answer, unreachable
 
 
+class NoPermit(AttemptFailed):
+    """The limits of the node allowed no connection to ``host`` within the ``waited`` seconds for which the call may wait."""
+
+    def __init__(self, limits: Limits, host: str, waited: float) -> None:
+        super().__init__("the limit of connections allowed none in time", errors.RemoteTimeout, retryable=False)
+        self.limits, self.host, self.waited = limits, host, waited
+
+
 class Hosts(Protocol):
     """The hosts that gave no answer recently, as known to all processes that share a cache. Callable from any thread; raises nothing."""
 
@@ -173,6 +182,9 @@ class Limits(Protocol):
     def request(self, host_name: str) -> PermitRequest:
         """Request a permit for a connection to a host."""
 
+    def holders(self, host_name: str) -> str:
+        """A description of the processes that have connections to a host. Takes a while."""
+
     def delay(self) -> float:
         """Seconds until this process may take more bytes; 0.0: now."""
 
@@ -188,6 +200,7 @@ class _HostAccess(NamedTuple):
     hosts: Hosts
     limits: Limits | None
     ask_silent: bool
+    wait: SharedLimit | None
 
 
 _host_access: ContextVar[_HostAccess | None] = ContextVar("forebay_host_access", default=None)
@@ -206,18 +219,28 @@ def shared_time_limit() -> Iterator[None]:
 
 class tracking_hosts:
     """Calls that this thread begins inside of the block consult and update ``hosts``, and stay within ``limits``. ``ask_silent``: ask
-    silent hosts all the same."""
+    silent hosts all the same. ``wait``: how long they wait for connections, which counts for the `time_limit` of this thread too."""
 
-    __slots__ = ("_access", "_before")
+    __slots__ = ("_access", "_before", "_waited")
 
-    def __init__(self, hosts: Hosts | None, *, limits: Limits | None = None, ask_silent: bool = False) -> None:
-        self._access = None if hosts is None else _HostAccess(hosts, limits, ask_silent)
+    def __init__(
+        self, hosts: Hosts | None, *, limits: Limits | None = None, ask_silent: bool = False, wait: SharedLimit | None = None
+    ) -> None:
+        remaining = time_limit.remaining()
+        if wait is not None:
+            wait.lower(remaining)
+        elif remaining < math.inf:
+            wait = SharedLimit(remaining)
+        self._access = None if hosts is None else _HostAccess(hosts, limits, ask_silent, wait)
+        self._waited = 0.0 if wait is None else wait.waited()
 
     def __enter__(self) -> None:
         self._before = _host_access.set(self._access)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         _host_access.reset(self._before)
+        if self._access is not None and self._access.wait is not None:
+            time_limit.spend(self._access.wait.waited() - self._waited)
 
 
 _deferred = threading.local()
@@ -375,24 +398,36 @@ class Call:
         """What its transfers have to stay within."""
         return None if self._access is None else self._access.limits
 
+    @property
+    def wait(self) -> SharedLimit | None:
+        """How long its transfers may wait for connections; None: as long as the call may take."""
+        return None if self._access is None else self._access.wait
+
     @contextmanager
     def connection(self, host: str) -> Iterator[None]:
-        """Around the use of a connection to a host: waits until the limit of connections allows it. Raises what `check` raises."""
-        limits = self.limits
+        """Around the use of a connection to a host: waits until the limit of connections allows it. Raises `NoPermit`, and what `check`
+        raises."""
+        limits, wait = self.limits, self.wait or SharedLimit(math.inf)
         if limits is None or not limits.in_force()[1]:
             yield
             return
-        request = limits.request(host)
+        request, permit = limits.request(host), None
+        wait.begin()
         try:
-            while (permit := request.try_take()) is None:
-                self.check()
-                self._aborted.wait(LOOK)
-        finally:
-            request.cancel()
-        try:
+            try:
+                while (permit := request.try_take()) is None:
+                    self.check()
+                    if wait.is_over():
+                        raise NoPermit(limits, host, wait.waited())
+                    self._aborted.wait(LOOK)
+            finally:
+                wait.end(has_one=permit is not None)
+                request.cancel()
             yield
         finally:
-            permit.release()
+            if permit is not None:
+                wait.release()
+                permit.release()
 
     def throttle(self, received: int) -> None:
         """Count received bytes, and wait until the limit of the rate allows more. Raises what `check` raises."""
@@ -469,6 +504,9 @@ class Call:
     def error_of(self, failed: AttemptFailed, attempts: int) -> errors.RemoteError:
         """The error that reports the last of ``attempts`` attempts."""
         done = self.transfer.received
+        if isinstance(failed, NoPermit):
+            limit, holder = failed.limits.in_force()[1], failed.limits.holders(failed.host)
+            return errors.ConnectionsBusy.of_host(self.url, failed.host, limit, failed.waited, holder, done)
         tries = "1 attempt" if attempts == 1 else f"{attempts} attempts"
         later = f"; it asks to come back in {failed.retry_after:.0f} s" if (failed.retry_after or 0) > MAX_RETRY_AFTER else ""
         message = f"{self.url}: {failed.reason}, after {tries} and {done:,} bytes{later}"

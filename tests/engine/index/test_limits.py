@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay._engine.index import limits as limits_module
 from forebay._engine.index.limits import ConnectionPermit, NodeLimits, QueuedRequest
 from forebay._engine.store import Settings, Store
 from tests.harness import opened
@@ -386,6 +387,16 @@ def test_two_that_only_read_never_share_a_permit(store: Store) -> None:
 def test_where_the_locks_fail_there_is_no_limit(store: Store) -> None:
     os.unlink(store.root.lock("transfers"))
     assert [limits_of(store).request(HOST).try_take() is not None for _ in range(4)] == [True] * 4
+
+
+def test_those_that_have_permits_are_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.limits.holders(HOST) == "an unknown process"
+    with hold(store) as one, hold(store) as other:
+        for child in (one, other):
+            assert f"process {child.pid} on " in store.limits.holders(HOST)
+        assert store.limits.holders("http://other:80") == "an unknown process"
+        monkeypatch.setattr(limits_module, "NAMED", 1)
+        assert store.limits.holders(HOST).endswith(" and 1 more")
 
 
 def test_a_wait_is_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,6 +42,7 @@ _PERMIT_BITS, _HOST_BITS = 16, 40
 _QUEUES, _TURN_BITS, _QUEUE_BITS = 1 << 62, 38, 24  # the second range; milliseconds of nine years; hosts
 _NO_BYTE = -1
 _SAY_AFTER, _SAY_EVERY = 5 * _SECOND, 60 * _SECOND
+NAMED = 4  # processes, in an error
 
 
 class NodeLimits:
@@ -53,7 +54,8 @@ class NodeLimits:
 
     def __init__(self, root: Root, slots: Slots, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock, self._slots, self._read_only = clock, slots, root.read_only
-        self.locks = locks.LockFile(root.lock("transfers"), root.files.open, writable=not root.read_only)
+        self._path = root.lock("transfers")
+        self.locks = locks.LockFile(self._path, root.files.open, writable=not root.read_only)
         self._believed = 0, 0
         self._own_bucket = memoryview(bytearray(16)).cast("Q")
         self._begin()
@@ -76,6 +78,13 @@ class NodeLimits:
     def request(self, host_name: str) -> QueuedRequest:
         """Request a permit for a connection to a host. See `remote.base.Limits`."""
         return QueuedRequest(self, host_name)
+
+    def holders(self, host_name: str) -> str:
+        """See `remote.base.Limits`."""
+        permits, limit = _offsets(host_name)[0], self.in_force()[1]
+        pids = locks.holders(self._path, permits, length=max(limit, 1))
+        named = ", ".join(map(locks.describe_process, pids[:NAMED]))
+        return f"{named} and {len(pids) - NAMED:,} more" if len(pids) > NAMED else named or "an unknown process"
 
     def try_permit(self, permits: int, limit: int) -> int | None:
         """Lock one of the first ``limit`` bytes from ``permits`` on. Raises OSError."""
@@ -178,14 +187,18 @@ class NodeLimits:
         self._begin()
 
 
+def _offsets(host_name: str) -> tuple[int, int]:
+    """Where the permits of a host begin, and those that wait for them."""
+    digest = int.from_bytes(hashlib.blake2s(host_name.encode("utf-8", "replace"), digest_size=8).digest())
+    return (digest & ((1 << _HOST_BITS) - 1)) << _PERMIT_BITS, _QUEUES + (digest >> _HOST_BITS << _TURN_BITS)
+
+
 class QueuedRequest:
     """One request for a permit: see `remote.base.PermitRequest`. Not for several threads at once."""
 
     def __init__(self, limits: NodeLimits, host_name: str) -> None:
         self._limits, self._host = limits, host_name
-        digest = int.from_bytes(hashlib.blake2s(host_name.encode("utf-8", "replace"), digest_size=8).digest())
-        self._permits = (digest & ((1 << _HOST_BITS) - 1)) << _PERMIT_BITS
-        self._queue = _QUEUES + (digest >> _HOST_BITS << _TURN_BITS)
+        self._permits, self._queue = _offsets(host_name)
         self._turn: int | None = None
         self._scanned: tuple[int, int] | None = None  # the last release before the last scan, and the limit then
         self._scan_at = self._sight_at = self._sightings = 0

@@ -143,8 +143,8 @@ class Fill:
         token = _held.set(None if held is None else (*held, keyhash))
         try:
             yield
-        except errors.CacheFault:
-            raise  # the cache's, not the source's: each caller continues without the cache on its own
+        except (errors.CacheFault, errors.WaitTimeout):
+            raise  # the cache's, or this caller's own limit, not the source's: each caller continues on its own
         except Exception as error:
             self.note_failure(space, key, error)
             raise

@@ -234,7 +234,12 @@ class FilesystemRemote:
 
 def _connection(call: Call, access: Access) -> AbstractContextManager[None]:
     """Around one request. Its client's connections cannot be seen from here: a request counts as one."""
-    return call.connection("/".join(call.url.split("/")[:3])) if access.has_connections else nullcontext()
+    return call.connection(_host_of(call.url)) if access.has_connections else nullcontext()
+
+
+def _host_of(url: str) -> str:
+    """The host or bucket a request goes to: of a chain, such as ``zip://a.csv::s3://bucket/a.zip``, that of the last link."""
+    return "/".join(url.rpartition("::")[2].split("/")[:3])
 
 
 def _size(source: str | bytes) -> int:
@@ -380,7 +385,7 @@ class HelperClient:
 
     def _send(self, call: Call, timeout: float, *request: str | int, body: bytes | None = None) -> Iterator[bytearray]:
         """Send a request, and yield the items or blocks of its answer. ``timeout``: seconds for each. ``body``: sent after the request."""
-        host = f"{'/'.join(call.url.split('/')[:3])} {self._name}" if request[0] in _QUICK_VERBS else ""
+        host = f"{_host_of(call.url)} {self._name}" if request[0] in _QUICK_VERBS else ""
         if host:
             call.check_host(host)
         began, answered = time.monotonic(), False

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from forebay.remote.base import LONGEST_DELAY, LOOK, Limits, Permit, PermitRequest
+from forebay.remote.base import LONGEST_DELAY, LOOK, Limits, NoPermit, Permit, PermitRequest
 from forebay.remote.http.handles import CurlHandle
 
 if TYPE_CHECKING:
@@ -61,10 +61,16 @@ class Admission:
     the permit is released: so connections that are idle count too.
 
     ``begin``: begins a transfer. ``close_idle``: closes idle connections to a host until at most so many are open, if any of them are idle;
-    False: it cannot tell yet which of them are. ``due``: when `run` is to be called, by the monotonic clock; None: never."""
+    False: it cannot tell yet which of them are. ``finish``: ends a transfer. ``due``: when `run` is to be called, by the monotonic clock;
+    None: never."""
 
-    def __init__(self, begin: Callable[[HttpTransfer], None], close_idle: Callable[[str, int], bool]) -> None:
-        self._begin, self._close_idle = begin, close_idle
+    def __init__(
+        self,
+        begin: Callable[[HttpTransfer], None],
+        close_idle: Callable[[str, int], bool],
+        finish: Callable[[HttpTransfer, Exception], None],
+    ) -> None:
+        self._begin, self._close_idle, self._finish = begin, close_idle, finish
         self._queues: dict[tuple[Limits, str], HostQueue] = {}
         self.due: float | None = None
 
@@ -73,11 +79,18 @@ class Admission:
         host = transfer.request.peer
         queue = transfer.queue = self._queues.setdefault((limits, host), HostQueue(limits, host))
         queue.waiting.append(transfer)
+        if transfer.request.wait is not None:
+            transfer.request.wait.begin()
         self.due = 0.0
 
     def ended(self, transfer: HttpTransfer) -> None:
         """Take its permit back."""
         queue, permit, transfer.queue, transfer.permit = transfer.queue, transfer.permit, None, None
+        wait = transfer.request.wait
+        if wait is not None and permit is not None:
+            wait.release()
+        elif wait is not None:
+            wait.end(has_one=False)
         if queue is not None and permit is not None:
             queue.idle.append((permit, time.monotonic()))
         self.due = 0.0
@@ -100,13 +113,23 @@ class Admission:
             before = queue.permits
             transfer.permit = queue.take_permit()
             if transfer.permit is None:
+                self._give_up_late(queue)
                 self._call_at(now + LOOK)
                 return
+            if transfer.request.wait is not None:
+                transfer.request.wait.end(has_one=True)
             if queue.permits > before:
                 self._close_idle(queue.host, queue.permits)  # connections of a time without a limit
             queue.waiting.popleft()
             self._begin(transfer)
         queue.stop_waiting()
+
+    def _give_up_late(self, queue: HostQueue) -> None:
+        """End the transfers whose calls may wait no longer."""
+        for transfer in [each for each in queue.waiting if each.request.wait is not None and not each.ended]:
+            wait = transfer.request.wait
+            if wait is not None and wait.is_over():
+                self._finish(transfer, NoPermit(queue.limits, queue.host, wait.waited()))
 
     def _release_idle(self, queue: HostQueue, now: float) -> None:
         is_limited = queue.limits.in_force()[1] > 0

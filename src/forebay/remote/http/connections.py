@@ -130,7 +130,7 @@ class Connections:
         origin = f"{endpoint.scheme}://{endpoint.name}"
         request = TransferRequest(
             method, origin, _TO_QUOTE.sub(_quoted, target), headers, body, proxy, read_timeout=self._options.read_timeout, until=call.until,
-            limits=call.limits,
+            limits=call.limits, wait=call.wait,
         )  # fmt: skip
         if proxy is None:
             return request, _Server(endpoint.host, endpoint.port, origin)

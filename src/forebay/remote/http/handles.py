@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import pycurl
 
+from forebay._kernel.waits import SharedLimit
 from forebay.errors import RemoteProtocolError, RemoteTimeout
 from forebay.remote.base import AttemptFailed, Limits
 
@@ -71,7 +72,7 @@ class TransferRequest(NamedTuple):
 
     ``connect_timeout``: seconds for resolving the name, connecting and TLS. ``read_timeout``: seconds for the whole head of the response,
     then for each wait within the body; a wait of the receiver does not count. ``until``: the deadline by the monotonic clock. ``limits``:
-    what the transfer has to stay within; waiting for that counts for the deadline only."""
+    what the transfer has to stay within; waiting for that counts for the deadline, and ``wait``, only."""
 
     method: str
     origin: str
@@ -84,6 +85,7 @@ class TransferRequest(NamedTuple):
     read_timeout: float = 30.0
     until: float | None = None
     limits: Limits | None = None
+    wait: SharedLimit | None = None
 
     @property
     def is_relayed(self) -> bool:

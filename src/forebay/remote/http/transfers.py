@@ -83,7 +83,7 @@ class _Loop:
         self._awake = False  # whether the loop will look at the commands without being woken; a needless wake-up does no harm
         self.sockets: dict[int, int] = {}  # descriptor -> inode of every socket that libcurl opened; it may have closed it since
         self.peers: dict[int, str] = {}  # descriptor -> what it is connected to; without those that were closed here
-        self._admission = Admission(self._begin, self._close_idle)
+        self._admission = Admission(self._begin, self._close_idle, self.finish)
         self._throttle = Throttle(self._offer_again)
         self._looked_at_rates = 0.0
         self._timer: float | None = None  # when libcurl wants to be called

@@ -1,0 +1,155 @@
+"""``timeout=`` of a call that waits for a connection which other transfers of the node have."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay.cli.hints import hint_for
+from forebay.remote.http.handles import TransferRequest
+from forebay.remote.http.receivers import Incoming
+from forebay.testing import ScriptedServer
+from tests.processes import Child, Line, talk_to
+
+SOON = 0.1
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
+    with forebay.Cache(tmp_path / "root", budget=64 << 20, max_connections=1) as cache:
+        yield cache
+
+
+@contextlib.contextmanager
+def connection_elsewhere(cache: forebay.Cache, server: ScriptedServer) -> Iterator[Child]:
+    """Another process has the only connection, until the server goes on."""
+    server.put("/stalls", b"x" * 100, stall_after=1, stalls=1)
+
+    def work(line: Line) -> None:
+        incoming = Incoming(TransferRequest("GET", server.url, "/stalls", {}, limits=cache._store.limits))
+        incoming.wait_for_head()
+        line.say("has it")
+        line.hear()
+
+    with talk_to(work) as other:
+        assert other.hear() == "has it"
+        yield other
+
+
+def asked(server: ScriptedServer) -> set[str]:
+    return {request.path for request in server.requests}
+
+
+CALLS: list[Callable[[forebay.Cache, str], object]] = [
+    lambda cache, url: cache.read(url, timeout=SOON),
+    lambda cache, url: cache.read(url, timeout=SOON, bypass=True),
+    lambda cache, url: cache.open(url, timeout=SOON),
+    lambda cache, url: cache.local(url, timeout=SOON),
+    lambda cache, url: cache.pull(url, timeout=SOON),
+    lambda cache, url: cache.read_many([url, f"{url}2"], timeout=SOON),
+    lambda cache, url: cache.local_many([url], timeout=SOON),
+    lambda cache, url: cache.directory(f"{url}/", timeout=SOON),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["read", "past the cache", "open", "local", "pull", "read_many", "local_many", "directory"])
+def test_a_call_names_the_process_that_has_the_connection(
+    call: Callable[[forebay.Cache, str], object], cache: forebay.Cache, server: ScriptedServer
+) -> None:
+    url = server.put("/a", b"a")
+    with connection_elsewhere(cache, server) as other:
+        with pytest.raises(errors.ConnectionsBusy) as caught:
+            call(cache, url)
+        assert asked(server) == {"/stalls"}
+        error = caught.value
+        assert isinstance(error, errors.WaitTimeout)
+        assert isinstance(error, errors.RemoteTimeout)
+        assert f"process {other.pid} " in error.holder
+        assert error.waited >= SOON
+        assert error.attempts == 0
+        for part in (f"1 connections to {server.url}", "max_connections", error.holder, "timeout="):
+            assert part in str(error)
+        assert "FOREBAY_MAX_CONNECTIONS" in hint_for(error).todo
+        assert cache.stats().fallbacks == 0
+        other.say()
+        server.go.set()
+        other.result()
+        assert cache.read(url) == b"a"
+
+
+def test_a_file_that_is_read_range_by_range(tmp_path: Path, server: ScriptedServer) -> None:
+    with forebay.Cache(tmp_path / "root", budget=100_000, min_free=0, max_connections=1, timeout=SOON) as cache:
+        url = server.put("/large", bytes(2_000_000))
+        with connection_elsewhere(cache, server), pytest.raises(errors.ConnectionsBusy):
+            cache.open(url)
+
+
+def test_all_requests_of_a_call_wait_together(cache: forebay.Cache, server: ScriptedServer) -> None:
+    """One after the other they would wait for two minutes."""
+    urls = [server.put(f"/{number}", b"%d" % number) for number in range(60)]
+    with connection_elsewhere(cache, server):
+        report = cache.warm(urls, jobs=1, timeout=2)
+        assert {type(error) for _, error in report.failed} == {errors.ConnectionsBusy}
+        assert len(report.failed) == len(urls)
+        assert max(error.waited for _, error in report.failed) < 30  # type: ignore[attr-defined]
+        assert asked(server) == {"/stalls"}
+
+
+def test_a_call_that_has_a_connection_does_not_wait(cache: forebay.Cache, server: ScriptedServer) -> None:
+    """Its requests wait for each other, for as long as that takes."""
+    urls = [server.put(f"/{number}", b"%d" % number * 100, stall_after=1, stalls=1) for number in range(3)]
+    results: list[list[memoryview]] = []
+    reader = threading.Thread(target=lambda: results.append(cache.read_many(urls, timeout=SOON)))
+    reader.start()
+    assert server.stalled.wait(60)
+    reader.join(5 * SOON)
+    server.go.set()
+    reader.join()
+    assert results == [[b"0" * 100, b"1" * 100, b"2" * 100]]
+
+
+def test_a_copy_that_cannot_be_validated_in_time_is_served(cache: forebay.Cache, server: ScriptedServer) -> None:
+    url = server.put("/a", b"a")
+    cache.read(url)
+    with connection_elsewhere(cache, server):
+        assert cache.read(url, max_age=0, timeout=SOON) == b"a"
+        assert cache.read_many([url], max_age=0, timeout=SOON) == [b"a"]
+    assert len(server.requests) == 2
+
+
+def test_the_time_limit_of_one_call_is_no_failure_of_those_that_wait_for_the_object(cache: forebay.Cache, server: ScriptedServer) -> None:
+    url, results = server.put("/a", b"a"), list[bytes]()
+    with connection_elsewhere(cache, server) as other:
+        begun = threading.Event()
+
+        def impatient() -> None:
+            begun.set()
+            with contextlib.suppress(errors.ConnectionsBusy):
+                cache.read(url, timeout=1)
+
+        first = threading.Thread(target=impatient)
+        first.start()
+        second = threading.Thread(target=lambda: results.append(bytes(cache.read(url))))
+        while (hold := cache._store.locks.try_hold("urls", url)) is not None:
+            hold.release()
+            os.sched_yield()
+        second.start()
+        first.join()
+        other.say()
+        server.go.set()
+        second.join()
+    assert results == [b"a"]
+
+
+def test_the_total_timeout_holds_as_well(tmp_path: Path, server: ScriptedServer) -> None:
+    options = forebay.RemoteOptions(total_timeout=SOON)
+    with forebay.Cache(tmp_path / "root", max_connections=1, remote_options=options) as cache, connection_elsewhere(cache, server):
+        with pytest.raises(errors.RemoteTimeout):
+            cache.read(server.put("/a", b"a"))
