@@ -236,7 +236,7 @@ class Cache:
         max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any,
     ) -> WarmReport:  # fmt: skip
         """Fetch many objects into the cache, ``jobs`` at a time (default: `RemoteOptions.connections`). Objects that are there already
-        cost nothing: to continue an interrupted call, repeat it. See `read`."""
+        cost nothing: to continue an interrupted call, repeat it. A lazy ``urls`` may be slow: another thread fetches. See `read`."""
         from forebay.cache import many
 
         def options(key: str) -> tuple[FetchOptions, ProgressReporter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -13,6 +13,7 @@ from forebay._engine.locks.leases import Lease
 from forebay._logs import logger
 from forebay.origin import Origin
 from forebay.origin.bulk import BulkFetch, Wanted
+from forebay.origin.feeding import fetch_beside
 from forebay.origin.request import FetchOptions, Target, first_touch
 from forebay.remote.urls import Url
 
@@ -170,17 +171,19 @@ def warm(
     under_way: dict[int, tuple[str, ProgressReporter]] = {}
 
     def requests() -> Iterator[Wanted]:
-        for number, url in enumerate(_several(urls, "warm")):
+        wait = None
+        for number, url in enumerate(urls):
             try:
                 found = target(url)
             except errors.ForebayError as error:
                 failed.append((os.fspath(url), error))
                 continue
             own, reporter = options(found.key)
+            wait = wait or own.wait
             under_way[number] = os.fspath(url), reporter
-            yield Wanted(found, own, number, view=False)
+            yield Wanted(found, own._replace(wait=wait), number, view=False)
 
-    for request in BulkFetch(origin, side_by_side=jobs).run(requests()):
+    def settle(request: Wanted) -> None:
         url, reporter = under_way.pop(request.number)
         if request.lease is not None:
             size = request.lease.entry.size
@@ -197,4 +200,11 @@ def warm(
             failed.append((url, request.error))
         elif request.error is not None:
             raise request.error
+
+    bulk = BulkFetch(origin, side_by_side=jobs)
+    if isinstance(_several(urls, "warm"), Sized):
+        for request in bulk.run(requests()):
+            settle(request)
+    else:
+        fetch_beside(bulk, requests(), settle)
     return WarmReport(tuple(done), tuple(failed))

@@ -24,7 +24,7 @@ from forebay._kernel.threads import Threads
 from forebay._model import BegunFetch, Entry, can_begin
 from forebay.origin.request import FetchOptions, SpillingSink, Target, is_expected
 from forebay.origin.spaces import URLS
-from forebay.remote.base import sent_together
+from forebay.remote.base import CallAborted, sent_together
 
 if TYPE_CHECKING:
     from forebay._engine.locks.fill import KeyHold
@@ -139,6 +139,10 @@ class BulkFetch:
     def wake(self) -> None:
         """There may be more requests. Callable from any thread."""
         self._events.put(_nothing)
+
+    def stop(self) -> None:
+        """Have `run_as_they_come` give up, and raise `CallAborted`. Callable from any thread."""
+        self._events.put(_give_up)
 
     def _run(self, take: Callable[[int], Sequence[Wanted] | None]) -> Iterator[Wanted]:
         more = True
@@ -454,3 +458,7 @@ def _taking(requests: Iterable[Wanted]) -> Callable[[int], Sequence[Wanted] | No
 
 def _nothing() -> Iterator[Wanted]:
     return iter(())
+
+
+def _give_up() -> Iterator[Wanted]:
+    raise CallAborted
