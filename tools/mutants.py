@@ -62,6 +62,7 @@ MEMORY = "tests/cli/test_memory.py::test_memory_does_not_grow_with_what_is_kept"
 KEYS = "tests/engine/index/test_keys.py::"
 LIMITS = "tests/engine/index/test_limits.py::"
 LOOP = "tests/remote/test_limits.py::"
+BUSY = "tests/cache/test_connection_timeouts.py::"
 FIRST_VALUES = "tests/engine/test_first_values.py::"
 STREAMING = "tests/adapters/streaming/test_streaming_prefix.py::"
 
@@ -96,6 +97,29 @@ MUTANTS = (
         2, "a call that is cancelled cancels the function of all", "cache/space.py",
         "return await asyncio.shield(task)", "return await task",
         "tests/cache/test_aio.py::test_a_cancelled_maker_makes_it_for_the_others",
+    ),
+    Mutant(
+        2, "a coroutine that is cancelled cancels the fetches of all", "cache/aio.py",
+        "            await awaited.future\n            if not request.is_busy:\n",
+        "            try:\n                await awaited.future\n            except asyncio.CancelledError as error:\n"
+        "                self._fail(error)\n                raise\n            if not request.is_busy:\n",
+        "tests/cache/test_aio.py::test_a_cancelled_call_cancels_nothing_for_the_others",
+    ),
+    Mutant(
+        2, "the time limit of one caller is a failure for all that wait", "_engine/locks/fill.py",
+        "except (errors.CacheFault, errors.WaitTimeout):", "except errors.CacheFault:",
+        f"{BUSY}test_the_time_limit_of_one_call_is_no_failure_of_those_that_wait_for_the_object",
+    ),
+    Mutant(
+        2, "a lazy list is read by the thread that fetches", "cache/many.py",
+        """if isinstance(_several(urls, "warm"), Sized):""", """if _several(urls, "warm") is not None:""",
+        "tests/origin/test_feeding.py::test_what_has_come_is_there_for_others_while_the_next_url_is_waited_for",
+    ),
+    Mutant(
+        8, "a young process goes to the catalog first", "_engine/store.py",
+        "            row = engine.known_spaces.get(space) or self.spaces.lookup(space)\n",
+        "            row = engine.known_spaces.get(space)\n            if row is None:\n                return None\n",
+        "tests/origin/test_first_touch.py::test_the_first_read_of_a_process_asks_the_index_alone[read]",
     ),
     Mutant(
         1, "a hint of the index is believed though its slot has another entry", "_engine/index/keys.py",
@@ -411,6 +435,22 @@ MUTANTS = (
         "            if is_limited and now - since < KEEP and not permit.is_wanted():\n",
         "            if is_limited and now - since < KEEP:\n",
         f"{LOOP}test_an_idle_connection_goes_when_another_process_wants_one",
+    ),
+    Mutant(
+        3, "a call waits for its own connections as for those of others", "remote/http/admission.py",
+        "transfer.request.wait.end(has_one=True)", "transfer.request.wait.end(has_one=False)",
+        f"{BUSY}test_a_call_that_has_a_connection_does_not_wait",
+    ),
+    Mutant(
+        3, "the requests of a call wait for connections one after the other", "cache/many.py",
+        "own._replace(wait=wait)", "own",
+        f"{BUSY}test_all_requests_of_a_call_wait_together",
+    ),
+    Mutant(
+        3, "a copy past the cache heeds no limits", "directories/trees.py",
+        "        with origin.reaching(options):\n            origin.count(location.remote.fetch",
+        "        with contextlib.nullcontext():\n            origin.count(location.remote.fetch",
+        "tests/cache/test_transfer_limits.py::test_a_copy_of_a_directory_stays_within_them[past the cache]",
     ),
     # 4. Never over budget
     Mutant(

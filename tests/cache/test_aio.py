@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -311,6 +312,52 @@ def test_hits_and_local_files_do_not_wait_behind_objects_that_stall(
         await asyncio.gather(*waiting)
 
     asyncio.run(main())
+
+
+def test_an_event_loop_that_is_closed_in_the_middle_of_a_call(cache: forebay.Cache, server: ScriptedServer) -> None:
+    urls = [server.put(f"/{number}", b"x" * 50_000, stall_after=100, stalls=1) for number in range(2)]
+
+    async def take() -> None:
+        await cache.alocal(urls[0])
+
+    async def begin() -> list[asyncio.Task[object]]:
+        tasks: list[asyncio.Task[object]] = [asyncio.ensure_future(take()), asyncio.ensure_future(cache.aread(urls[1]))]
+        await asyncio.to_thread(server.stalled.wait, 60)
+        return tasks
+
+    async def read_all() -> list[memoryview]:
+        return await asyncio.gather(*map(cache.aread, urls))
+
+    loop = asyncio.new_event_loop()
+    tasks = loop.run_until_complete(begin())
+    loop.close()
+    server.go.set()
+    assert asyncio.run(read_all()) == [b"x" * 50_000] * 2
+    assert not any(task.done() for task in tasks)
+    assert server.gets == 2
+    deadline = time.monotonic() + 60
+    while not cache.evict(urls[0]).removed:  # no lease is left
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_thread_that_cannot_be_started_fails_the_call_alone(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, start = server.put("/1", b"1"), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "forebay-async":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def read() -> list[object]:
+        return await asyncio.gather(cache.aread(url), cache.aread(f"{url}#2"), return_exceptions=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert [str(error) for error in asyncio.run(read())] == ["can't start new thread"] * 2
+    assert asyncio.run(read()) == [b"1", b"1"]
 
 
 def test_all_threads_of_the_loop_may_wait_for_the_value_that_a_coroutine_makes(cache: forebay.Cache) -> None:

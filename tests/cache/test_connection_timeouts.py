@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -92,13 +93,14 @@ def test_a_file_that_is_read_range_by_range(tmp_path: Path, server: ScriptedServ
 
 
 def test_all_requests_of_a_call_wait_together(cache: forebay.Cache, server: ScriptedServer) -> None:
-    """One after the other they would wait for two minutes."""
-    urls = [server.put(f"/{number}", b"%d" % number) for number in range(60)]
+    """One after the other they would wait for half a minute."""
+    urls = [server.put(f"/{number}", b"%d" % number) for number in range(30)]
     with connection_elsewhere(cache, server):
-        report = cache.warm(urls, jobs=1, timeout=2)
+        began = time.monotonic()
+        report = cache.warm(urls, jobs=1, timeout=1)
+        assert time.monotonic() - began < 15
         assert {type(error) for _, error in report.failed} == {errors.ConnectionsBusy}
         assert len(report.failed) == len(urls)
-        assert max(error.waited for _, error in report.failed) < 30  # type: ignore[attr-defined]
         assert asked(server) == {"/stalls"}
 
 

@@ -288,6 +288,30 @@ def test_a_key_that_this_process_fetches_already_is_waited_for(cache: forebay.Ca
     assert server.gets == 1
 
 
+def test_all_waits_of_a_call_share_its_timeout(cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls, bodies = several(server, [1_000] * 3)
+    timeouts: list[float | None] = []
+    get_alone = Wanted.get_alone
+
+    def recorded(request: Wanted, origin: Any, options: FetchOptions) -> Wanted:
+        timeouts.append(options.timeout)
+        return get_alone(request, origin, options)
+
+    monkeypatch.setattr(Wanted, "get_alone", recorded)
+    with contextlib.ExitStack() as holds:
+        for url in urls:
+            hold = origin_of(cache).store.locks.try_hold("urls", url)
+            assert hold is not None
+            holds.enter_context(hold)
+        assert as_bytes(cache.read_many(urls, timeout=0.2)) == bodies  # past the cache
+        first, *others = timeouts
+        assert first is not None
+        assert 0 < first <= 0.2
+        assert others == [0.0, 0.0]
+        results = list(cache.local_many(urls, timeout=0, return_exceptions=True))
+        assert {type(result) for result in results} == {errors.WaitTimeout}
+
+
 # -- local_many --------------------------------------------------------------------------------------------------------
 
 
@@ -355,6 +379,20 @@ def test_what_gives_the_urls_may_read_other_objects_meanwhile(tmp_path: Path, se
                 yield from large[4 * number : 4 * number + 4]
 
         assert len(cache.warm(urls(), on_progress=lambda step: None if step.state != "done" else tell(cache, lists)).done) == 12
+
+
+def test_on_progress_may_read_other_objects_of_the_same_call(cache: forebay.Cache, server: ScriptedServer) -> None:
+    urls, bodies = several(server, [1_000, 400_000, 20_000, 2_000_000] * 5)
+    results: list[bool] = []
+
+    def look(step: forebay.Progress) -> None:
+        number = (urls.index(step.url) + 1 + len(results)) % len(urls)
+        results.append(bytes(cache.read(urls[number])) == bodies[number])
+
+    assert sorted(cache.warm(urls, on_progress=look).done) == sorted(urls)
+    assert len(results) > len(urls)
+    assert all(results)
+    assert cache.check(deep=True) == []
 
 
 def tell(cache: forebay.Cache, urls: list[str]) -> None:

@@ -11,7 +11,10 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine.files import blobs
 from forebay.cli.main import run
+from forebay.directories import listings
+from forebay.testing import ScriptedServer
 from tests.processes import in_child
 
 BUDGET = 64 << 20
@@ -90,6 +93,31 @@ def test_a_cache_that_is_switched_off_has_none(tmp_path: Path) -> None:
         assert cache._store.limits is None
         assert cache.stats().max_rate == 0
     assert not os.path.exists(tmp_path / "root")
+
+
+@pytest.mark.parametrize("budget", [BUDGET, 1 << 20], ids=["with room", "past the cache"])
+def test_a_copy_of_a_directory_stays_within_them(budget: int, tmp_path: Path, server: ScriptedServer) -> None:
+    bodies = {f"f{number}": bytes([number]) * 200_000 for number in range(12)}
+    for name, body in bodies.items():
+        server.put(f"/d/{name}", body, latency=0.02)
+    files = {name: {"size": len(body), "xxh3": blobs.checksum_of(body).hex(), "etag": None} for name, body in bodies.items()}
+    server.put(f"/d/{listings.MARK}", json.dumps({"forebay": listings.FORMAT, "complete": True, "files": files}).encode())
+    with forebay.Cache(tmp_path / "root", budget=budget, min_free=0, max_connections=2, max_rate="100MB/s") as cache:
+        limits, counted, open_at_once = cache._store.limits, 0, list[int]()
+        assert limits is not None
+        count = limits.count
+
+        def counting(received: int) -> None:
+            nonlocal counted
+            counted += received
+            open_at_once.append(len(server._open))
+            count(received)
+
+        limits.count = counting  # type: ignore[method-assign]
+        path = cache.copy_directory(f"{server.url}/d/", tmp_path / "copy")
+        assert {file.name: file.read_bytes() for file in Path(path).iterdir()} == bodies
+        assert counted >= 12 * 200_000
+        assert max(open_at_once) <= 2
 
 
 def test_the_command_line_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

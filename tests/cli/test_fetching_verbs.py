@@ -199,6 +199,17 @@ def test_warm_from_standard_input(run: Run, server: ScriptedServer, monkeypatch:
     assert server.gets == 2
 
 
+def test_warm_of_one_object_under_two_spellings(run: Run, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    [url] = urls_of(server, "a")
+    other = url.replace("http:", "HTTP:") + "#part"
+    for state in ("fetched", "kept"):
+        monkeypatch.setattr(sys, "stdin", [f"{url}\n", f"{other}\n"])
+        ran = run("warm", "-", "--json")
+        assert ran.code == 0
+        assert [(record["url"], record["state"], record["size"]) for record in ran.json] == [(url, state, 1 + len(BODY))] * 2
+    assert server.gets == 1
+
+
 def test_warm_all_below_a_directory(run: Run, cache: Cache, tmp_path: Path) -> None:
     data = tmp_path / "data"
     (data / "deep").mkdir(parents=True)

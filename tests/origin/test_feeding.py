@@ -33,20 +33,20 @@ def are_free(cache: forebay.Cache, urls: list[str]) -> bool:
 
 
 def test_what_has_come_is_there_for_others_while_the_next_url_is_waited_for(tmp_path: Path, server: ScriptedServer) -> None:
-    urls = several(server, 12)
+    urls = several(server, 25)
 
     def other(line: Line) -> None:
         with forebay.Cache(tmp_path / "root") as cache:
             line.hear()
-            line.say([len(cache.read(url)) for url in urls[:8]])
+            line.say([len(view) for view in cache.read_many(urls[:20], timeout=20)])
 
     with forebay.Cache(tmp_path / "root", max_connections=2) as cache, talk_to(other) as reader:
 
         def listing() -> Iterator[str]:
-            yield from urls[:8]
+            yield from urls[:20]
             reader.say()
-            assert reader.hear() == [SIZES[number % len(SIZES)] for number in range(8)]  # this generator waits for the other process
-            yield from urls[8:]
+            assert reader.hear() == [SIZES[number % len(SIZES)] for number in range(20)]  # this generator waits for the other process
+            yield from urls[20:]
 
         assert sorted(cache.warm(listing()).done) == sorted(urls)
     assert len({request.path for request in server.requests}) == len(urls)
@@ -149,8 +149,7 @@ def test_what_on_progress_raises_is_raised_and_the_generator_is_closed(cache: fo
 
 @pytest.mark.parametrize("where", ["in the generator", "at the end"])
 def test_an_interrupt_gives_up_what_is_under_way(where: str, tmp_path: Path, server: ScriptedServer) -> None:
-    urls = several(server, 4)
-    server.objects["/3"].stall_after = 1
+    urls = [server.put(f"/{number}", b"%d" % number) for number in range(3)] + [server.put("/3", b"x" * 100, stall_after=1)]
 
     def interrupted() -> tuple[bool, int]:
         def listing() -> Iterator[str]:
