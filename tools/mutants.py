@@ -111,6 +111,17 @@ MUTANTS = (
         f"{BUSY}test_the_time_limit_of_one_call_is_no_failure_of_those_that_wait_for_the_object",
     ),
     Mutant(
+        2, "a refresh of many asks again for what another call has just validated", "origin/bulk.py",
+        "        return stamp != request.stamp\n", "        return False\n",
+        "tests/origin/test_bulk.py::test_what_another_call_validated_after_the_first_look_of_a_refresh_is_not_validated_again[True]",
+    ),
+    Mutant(
+        2, "a refresh of many serves what no call has validated since", "origin/bulk.py",
+        "        if options.refresh and not self._was_validated_meanwhile(request, lease):\n            return False\n        if",
+        "        options = options._replace(since=1)\n        if",
+        "tests/cache/test_many.py::test_what_changed_is_fetched_again_and_what_did_not_is_only_asked_for",
+    ),
+    Mutant(
         2, "a lazy list is read by the thread that fetches", "cache/many.py",
         """if isinstance(_several(urls, "warm"), Sized):""", """if _several(urls, "warm") is not None:""",
         "tests/origin/test_feeding.py::test_what_has_come_is_there_for_others_while_the_next_url_is_waited_for",

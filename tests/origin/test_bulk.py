@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -31,6 +32,30 @@ def test_what_was_fetched_between_the_look_and_the_lock_is_not_fetched_again(
         patch.setattr(BulkFetch, "_hold", late)
         assert cache.read_many([url]) == [b"a" * 1000]
     assert server.gets == 1
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_another_call_validated_after_the_first_look_of_a_refresh_is_not_validated_again(
+    is_there: bool, cache: forebay.Cache, server: ScriptedServer
+) -> None:
+    """P2 refreshes many / P1 looks at them: they are P2's / P2 releases them / P1 looks again."""
+    store, urls, results = origin_of(cache).store, [server.put(f"/{number}", b"%d" % number) for number in range(3)], list[list[bytes]]()
+    if is_there:
+        cache.read_many(urls)
+    holds = [store.locks.try_hold("urls", url) for url in urls]
+    reader = threading.Thread(target=lambda: results.append([bytes(view) for view in cache.read_many(urls, refresh=True)]))
+    reader.start()
+    while cache.stats().waits == 0:  # for the first of them
+        os.sched_yield()
+    for url in urls:
+        origin_of(cache).obtain(origin_of(cache).target(url), FetchOptions(), None).close()
+    asked = len(server.requests)
+    for hold in holds:
+        assert hold is not None
+        hold.release()
+    reader.join()
+    assert results == [[b"0", b"1", b"2"]]
+    assert len(server.requests) == asked
 
 
 def test_a_range_that_says_there_is_more_is_not_the_whole(cache: forebay.Cache, server: ScriptedServer) -> None:

@@ -565,8 +565,7 @@ class Origin:
         return value if past is None else past(value)
 
     def kept(self, target: Target, since: int) -> Lease | None:
-        """A lease on the cached copy, if it need not be fetched: it is the remote's version, validated at ``since`` or later, or now.
-        Raises nothing: the fetch will report the error."""
+        """A lease on the cached copy, if it is the remote's version, validated at ``since`` or later, or now. Raises nothing."""
         try:
             lease = self.store.lease(URLS, target.key)
         except errors.CacheFault as error:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 TURN = 0.1  # seconds
 GROUP = 16
 """Objects that are looked up together, and published together at most."""
+_NO_ENTRY = 0, 0
 SMALL = 256 << 10
 """Bytes of an object that is collected in memory, and published with others."""
 
@@ -41,13 +42,14 @@ SMALL = 256 << 10
 @dataclass(slots=True, eq=False)
 class Wanted:
     """One object of many, and what became of it: ``data`` or a ``lease``, or an ``error``. ``view``: its bytes are wanted, of an object
-    without room in the cache too; else a lease on its file. ``is_busy``: another call is fetching it; ``since`` (nanoseconds of the
-    monotonic clock) it has been waited for."""
+    without room in the cache too; else a lease on its file. ``stamp``: of the entry that the first look saw. ``is_busy``: another call
+    is fetching it; ``since`` (nanoseconds of the monotonic clock) it has been waited for."""
 
     target: Target
     options: FetchOptions
     number: int = 0
     view: bool = True
+    stamp: tuple[int, int] | None = None
     is_busy: bool = False
     since: int | None = None
     lease: Lease | None = None
@@ -224,12 +226,23 @@ class BulkFetch:
             else:
                 lease.close()
                 stale.add(key)
+        for request in wanted.values():
+            request.stamp = request.stamp or _NO_ENTRY
 
     def _is_usable(self, request: Wanted, lease: Lease) -> bool:
         options = request.options
+        if options.refresh and not self._was_validated_meanwhile(request, lease):
+            return False
         if (options.sha256 or not request.view) and not (lease.entry.kind == "blob" and self._store.keeps and self._store.is_sound(lease)):
             return False
-        return not options.refresh and self._origin.is_fresh(lease.entry, options) and is_expected(lease, options)
+        return self._origin.is_fresh(lease.entry, options) and is_expected(lease, options)
+
+    def _was_validated_meanwhile(self, request: Wanted, lease: Lease) -> bool:
+        """Whether another call has validated or fetched the object since this one first looked."""
+        stamp = self._store.stamp(lease.entry)
+        if request.stamp is None:
+            request.stamp = stamp
+        return stamp != request.stamp
 
     def _serve(self, request: Wanted, lease: Lease) -> bool:
         """Give a request the lease, or the bytes. False where these are damaged or gone."""
