@@ -458,6 +458,11 @@ MUTANTS = (
         f"{BUSY}test_all_requests_of_a_call_wait_together",
     ),
     Mutant(
+        3, "the wait for a connection counts as silence of the host", "remote/http/connections.py",
+        "began + sum(queued), unreachable", "began, unreachable",
+        f"{LOOP}test_the_wait_for_a_connection_is_no_silence_of_the_host",
+    ),
+    Mutant(
         3, "a copy past the cache heeds no limits", "directories/trees.py",
         "        with origin.reaching(options):\n            origin.count(location.remote.fetch",
         "        with contextlib.nullcontext():\n            origin.count(location.remote.fetch",

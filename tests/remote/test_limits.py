@@ -21,7 +21,7 @@ from forebay._engine.store import Settings, Store
 from forebay._kernel import waits
 from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions, tracking_hosts
-from forebay.remote.base import AttemptFailed, CallAborted, Limits
+from forebay.remote.base import AttemptFailed, Call, CallAborted, Limits
 from forebay.remote.filesystems import FilesystemRemote
 from forebay.remote.filesystems.clients import BLOCK
 from forebay.remote.http import HttpRemote, transfers
@@ -288,6 +288,43 @@ def test_a_loop_that_fails_gives_its_permits_back(server: ScriptedServer, store:
     assert body_of(Incoming(request(server.put("/b", b"12345"), store.limits))) == b"12345"
 
 
+class NotedSilence:
+    """Hosts, of which none is silent, and what is noted of them."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def silent_since(self, host: str, timeout: float) -> float | None:
+        return None
+
+    def heard(self, host: str) -> None: ...
+
+    def silent(self, host: str, began: float, waited: float) -> None:
+        self.waits.append(waited)
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_the_wait_for_a_connection_is_no_silence_of_the_host(is_begun: bool, server: ScriptedServer) -> None:
+    url, queued = server.put("/silent", BODY), 1.0
+    server.on_request = lambda request: server.go.wait()
+    hosts, limits, ready = NotedSilence(), FakeLimits(connections=1), threading.Event()
+    http = HttpRemote(RemoteOptions(read_timeout=0.2, connect_timeout=0.2, attempts=1))
+    limits.held = 1
+    timer = threading.Timer(queued, lambda: setattr(limits, "held", 0))
+    timer.start()
+    with tracking_hosts(hosts, limits=limits), pytest.raises(errors.RemoteTimeout):
+        if is_begun:
+            begun = http.begin(url, ready.set)
+            assert begun is not None
+            begun.fetch(MemorySink())
+        else:
+            http.fetch(url, MemorySink())
+    timer.join()
+    server.go.set()
+    (waited,) = hosts.waits
+    assert 0.2 <= waited < queued
+
+
 # -- in many processes ---------------------------------------------------------------------------------------------------
 
 
@@ -427,6 +464,21 @@ def test_a_filesystem_counts(far: FilesystemRemote) -> None:
     assert limits.most == 2
     assert (limits.counted, limits.held) == (12 * 3 * len(BODY), 0)
     assert set(limits.hosts) == {"counting://bucket"}
+
+
+def test_an_interrupt_as_soon_as_a_permit_was_taken_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(request: FakeRequest) -> None:
+        assert limits.held == 1
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    limits = FakeLimits(connections=1)
+    monkeypatch.setattr(FakeRequest, "cancel", interrupted)
+    with tracking_hosts(SilentHosts(), limits=limits):
+        call = Call("counting://bucket/a", RemoteOptions())
+    with pytest.raises(KeyboardInterrupt), call.connection("counting://bucket"):
+        raise AssertionError("it was interrupted before")
+    assert limits.held == 0
 
 
 def test_a_filesystem_waits_for_a_connection_no_longer_than_its_call_may(far: FilesystemRemote) -> None:

@@ -87,8 +87,8 @@ class Connections:
         after the end of the call, which ends the response too."""
         request, server = self._request(call, endpoint, method, target, headers, body)
         call.check_host(server.name)
-        with _noting(call, server.name, time.monotonic()):
-            return self._send(call, request, server.host, server.port)
+        with _noting(call, server.name, time.monotonic()) as queued:
+            return self._send(call, request, server.host, server.port, queued)
 
     def begin(
         self, call: Call, endpoint: Endpoint, method: str, target: str, headers: Mapping[str, str], on_ready: Callable[[], None]
@@ -113,12 +113,13 @@ class Connections:
 
     def receive(self, call: Call, begun: Begun) -> Incoming:
         """Wait for the head of the response to a request that was begun. Raises as `send`, and `NotConnected`."""
-        with _noting(call, begun.host, begun.at):
+        with _noting(call, begun.host, begun.at) as queued:
             try:
                 call.add_response(begun.incoming)
                 begun.incoming.wait_for_head()
                 return begun.incoming
             except BaseException:
+                queued.append(begun.incoming.queued)
                 begun.incoming.close()
                 call.remove_response(begun.incoming)
                 raise
@@ -137,8 +138,9 @@ class Connections:
         # a host that is silent behind a proxy may answer without it
         return request, _Server(*_address_of(proxy), f"{origin} by {canonical(proxy)}")
 
-    def _send(self, call: Call, request: TransferRequest, host: str, port: int) -> Incoming:
-        """Send it to the first address of a host that can be connected to. The time for connecting covers resolving the name too."""
+    def _send(self, call: Call, request: TransferRequest, host: str, port: int, queued: list[float]) -> Incoming:
+        """Send it to the first address of a host that can be connected to. The time for connecting covers resolving the name. ``queued``
+        gets the seconds for which each failed attempt waited for a connection that the limits of the node allow."""
         until = time.monotonic() + call.timeout(self._options.connect_timeout)
         addresses = self._resolve(call, host, port, until)
         failures: list[NotConnected] = []
@@ -152,9 +154,11 @@ class Connections:
                 return incoming
             except NotConnected as failed:
                 failures.append(failed)
+                queued.append(incoming.queued)
                 until += incoming.queued  # the time for connecting begins when the transfer does
                 call.remove_response(incoming)
             except BaseException:
+                queued.append(incoming.queued)
                 incoming.close()
                 call.remove_response(incoming)
                 raise
@@ -202,13 +206,14 @@ class Connections:
 
 
 @contextmanager
-def _noting(call: Call, host: str, began: float) -> Iterator[None]:
-    """Around the wait for a response: notes whether the host answers."""
+def _noting(call: Call, host: str, began: float) -> Iterator[list[float]]:
+    """Around the wait for a response: notes whether the host answers. Yields a list for the seconds for which nothing was sent to it."""
+    queued: list[float] = []
     try:
-        yield
+        yield queued
     except AttemptFailed as failed:
         if failed.no_answer:
-            call.host_silent(host, began, unreachable=failed.unreachable)
+            call.host_silent(host, began + sum(queued), unreachable=failed.unreachable)
         raise
     call.host_answered(host)
 
