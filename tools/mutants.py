@@ -432,8 +432,8 @@ MUTANTS = (
     ),
     Mutant(
         3, "a permit is taken before those that have waited for longer", "_engine/index/limits.py",
-        "            number = None if limits.is_any_before(self._queue) else limits.try_permit(self._permits, limit)\n",
-        "            number = limits.try_permit(self._permits, limit)\n",
+        "None if limits.is_any_before(self._queue) else limits.try_permit(self._permits, limit, self._note)\n",
+        "limits.try_permit(self._permits, limit, self._note)\n",
         f"{LIMITS}test_the_process_that_has_waited_for_longest_is_next",
     ),
     Mutant(

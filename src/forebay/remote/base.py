@@ -170,7 +170,7 @@ class PermitRequest(Protocol):
         """A permit, if one is free and no other process has waited for longer; None: not yet. Never waits; raises nothing."""
 
     def cancel(self) -> None:
-        """Wait no longer. Idempotent."""
+        """Wait no longer, and give back what an interrupted `try_take` took. Idempotent."""
 
 
 class Limits(Protocol):
@@ -426,8 +426,8 @@ class Call:
             yield
         finally:
             if permit is not None:
-                wait.release()
                 permit.release()
+                wait.release()
 
     def throttle(self, received: int) -> None:
         """Count received bytes, and wait until the limit of the rate allows more. Raises what `check` raises."""

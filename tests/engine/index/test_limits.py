@@ -219,6 +219,40 @@ def test_a_request_that_is_cancelled_is_waited_for_no_longer(store: Store) -> No
     assert not holders[1].is_wanted()
 
 
+@pytest.mark.parametrize("step", ["locked", "counted"])
+def test_a_permit_that_an_interrupt_kept_from_the_caller_is_given_back(store: Store, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.configure(Settings(max_connections=1))
+    limits = limits_of(store)
+    request, try_lock = limits.request(HOST), limits.locks.try_lock
+
+    def interrupted(*arguments: object, **named: object) -> bool:
+        assert step == "counted" or try_lock(*arguments, **named)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if step == "locked":
+            patch.setattr(limits.locks, "try_lock", interrupted)
+        else:
+            patch.setattr(limits, "clock", interrupted)
+        request.try_take()
+    request.cancel()
+    permit = limits_of(store).request(HOST).try_take()
+    assert permit is not None
+    request.cancel()
+    assert limits.request(HOST).try_take() is None, "it is another's now"
+
+
+def test_a_request_gives_back_nothing_that_it_has_not_taken(store: Store) -> None:
+    limits = limits_of(store)
+    permits = [taken(limits.request(HOST)) for _ in range(2)]
+    request = limits.request(HOST)
+    assert request.try_take() is None
+    request.cancel()
+    assert limits_of(store).request(HOST).try_take() is None
+    for permit in permits:
+        permit.release()
+
+
 def test_a_lower_limit_wants_permits_back(store: Store) -> None:
     limits = limits_of(store)
     permits = [taken(limits.request(HOST)) for _ in range(2)]

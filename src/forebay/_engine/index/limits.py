@@ -86,11 +86,13 @@ class NodeLimits:
         named = ", ".join(map(locks.describe_process, pids[:NAMED]))
         return f"{named} and {len(pids) - NAMED:,} more" if len(pids) > NAMED else named or "an unknown process"
 
-    def try_permit(self, permits: int, limit: int) -> int | None:
-        """Lock one of the first ``limit`` bytes from ``permits`` on. Raises OSError."""
+    def try_permit(self, permits: int, limit: int, note: Callable[[int], None]) -> int | None:
+        """Lock one of the first ``limit`` bytes from ``permits`` on. Raises OSError. ``note`` is called before each is locked: an interrupt
+        may come before its number is returned."""
         for number in range(limit):
-            if self._read_only and self.locks.held(permits + number):
-                continue  # a shared lock, of which this process could take any number
+            if self.locks.held(permits + number):
+                continue  # also of a shared lock, of which this process could take any number
+            note(number)
             if self.locks.try_lock(permits + number, exclusive=not self._read_only):
                 # Of two processes that share a lock, both may have looked before the other one locked: so each looks again.
                 if not self._read_only or not self.locks.is_locked(permits + number):
@@ -200,6 +202,7 @@ class QueuedRequest:
         self._limits, self._host = limits, host_name
         self._permits, self._queue = _offsets(host_name)
         self._turn: int | None = None
+        self._taking = _NO_BYTE  # the permit that `try_take` may have taken and not returned
         self._scanned: tuple[int, int] | None = None  # the last release before the last scan, and the limit then
         self._scan_at = self._sight_at = self._sightings = 0
         self._began = limits.clock()
@@ -213,17 +216,21 @@ class QueuedRequest:
             try:
                 number = self._try(limit)
             except (CacheFault, OSError) as error:
+                self._taking = _NO_BYTE
                 log.info("connections to %s are not limited: %s", self._host, str(error))
         if number is None:
+            self._taking = _NO_BYTE
             self._say(limit)
             return None
-        self.cancel()
-        return ConnectionPermit(self._limits, self._permits, self._queue, number)
+        self._leave_queue()
+        permit = ConnectionPermit(self._limits, self._permits, self._queue, number)
+        self._taking = _NO_BYTE
+        return permit
 
     def _try(self, limit: int) -> int | None:
         limits, turn = self._limits, self._turn
         if turn is None:
-            number = None if limits.is_any_before(self._queue) else limits.try_permit(self._permits, limit)
+            number = None if limits.is_any_before(self._queue) else limits.try_permit(self._permits, limit, self._note)
             if number is None:
                 self._turn = limits.queue_up(self._queue)
             return number
@@ -234,7 +241,10 @@ class QueuedRequest:
         if scan == self._scanned and now < self._scan_at:
             return None
         self._scanned, self._scan_at = scan, now + _SCAN_AGAIN
-        return limits.try_permit(self._permits, limit)
+        return limits.try_permit(self._permits, limit, self._note)
+
+    def _note(self, number: int) -> None:
+        self._taking = number
 
     def _are_those_before_stuck(self, limit: int, now: int) -> bool:
         if now >= self._sight_at:
@@ -250,7 +260,14 @@ class QueuedRequest:
             log.warning("waiting %.0f s for a connection to %s: the node's max_connections=%d are in use", waited, self._host, limit)
 
     def cancel(self) -> None:
-        """Wait no longer. Idempotent; after `try_take` has returned a permit it does nothing."""
+        """Wait no longer, and give back what an interrupted `try_take` took. Idempotent; after `try_take` has returned a permit it does
+        nothing."""
+        taking, self._taking = self._taking, _NO_BYTE
+        if taking != _NO_BYTE:
+            self._limits.release(self._permits + taking)
+        self._leave_queue()
+
+    def _leave_queue(self) -> None:
         turn, self._turn = self._turn, None
         if turn is not None:
             self._limits.locks.unlock(self._queue + turn)
