@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -48,23 +50,32 @@ def asked(server: ScriptedServer) -> set[str]:
     return {request.path for request in server.requests}
 
 
-CALLS: list[Callable[[forebay.Cache, str], object]] = [
-    lambda cache, url: cache.read(url, timeout=SOON),
-    lambda cache, url: cache.read(url, timeout=SOON, bypass=True),
-    lambda cache, url: cache.open(url, timeout=SOON),
-    lambda cache, url: cache.local(url, timeout=SOON),
-    lambda cache, url: cache.pull(url, timeout=SOON),
-    lambda cache, url: cache.read_many([url, f"{url}2"], timeout=SOON),
-    lambda cache, url: cache.local_many([url], timeout=SOON),
-    lambda cache, url: cache.directory(f"{url}/", timeout=SOON),
-]
+async def awaited(cache: forebay.Cache, url: str) -> memoryview:
+    return await cache.aread(url, timeout=SOON)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=["read", "past the cache", "open", "local", "pull", "read_many", "local_many", "directory"])
-def test_a_call_names_the_process_that_has_the_connection(
-    call: Callable[[forebay.Cache, str], object], cache: forebay.Cache, server: ScriptedServer
-) -> None:
-    url = server.put("/a", b"a")
+async def opened(cache: forebay.Cache, url: str) -> BinaryIO:
+    return await cache.aopen(url, timeout=SOON)
+
+
+CALLS: dict[str, Callable[[forebay.Cache, str], object]] = {
+    "read": lambda cache, url: cache.read(url, timeout=SOON),
+    "past the cache": lambda cache, url: cache.read(url, timeout=SOON, bypass=True),
+    "open": lambda cache, url: cache.open(url, timeout=SOON),
+    "local": lambda cache, url: cache.local(url, timeout=SOON),
+    "pull": lambda cache, url: cache.pull(url, timeout=SOON),
+    "read_many": lambda cache, url: cache.read_many([url, f"{url}2"], timeout=SOON),
+    "local_many": lambda cache, url: cache.local_many([url], timeout=SOON),
+    "aread": lambda cache, url: asyncio.run(awaited(cache, url)),
+    "aopen": lambda cache, url: asyncio.run(opened(cache, url)),
+    "directory": lambda cache, url: cache.directory(f"{url}/", timeout=SOON),
+    "copy_directory": lambda cache, url: cache.copy_directory(f"{url}/", cache.path / "copy", timeout=SOON),
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_call_names_the_process_that_has_the_connection(name: str, cache: forebay.Cache, server: ScriptedServer) -> None:
+    call, url = CALLS[name], server.put("/a", b"a")
     with connection_elsewhere(cache, server) as other:
         with pytest.raises(errors.ConnectionsBusy) as caught:
             call(cache, url)
