@@ -52,6 +52,7 @@ FAULTS = "tests/engine/test_faults.py::"
 FORKS = "tests/engine/test_forks.py::"
 CURL = "tests/remote/test_curl_processes.py::"
 BUDGET = "tests/engine/space/test_budget.py::"
+SMALL = "tests/engine/write/test_small_values.py::"
 TASKS = "tests/tasks/test_tasks.py::"
 IDENTITY = "tests/tasks/test_identity.py::"
 JOBS = "tests/claims/test_jobs.py::"
@@ -480,12 +481,12 @@ MUTANTS = (
         "tests/cli/test_looking_changes_nothing.py::test_every_looking_verb[closed]",
     ),
     Mutant(
-        4, "doomed bytes are forgotten", "_engine/space/budget.py",
+        4, "doomed bytes are forgotten", "_engine/space/free_space.py",
         "        used = totals.entries + totals.granted", "        used = totals.entries - totals.leaving + totals.granted",
         f"{BUDGET}test_doomed_bytes_count_until_they_are_unlinked",
     ),
     Mutant(
-        4, "promised bytes are forgotten", "_engine/space/budget.py",
+        4, "promised bytes are forgotten", "_engine/space/free_space.py",
         "        used = totals.entries + totals.granted + totals.pending", "        used = totals.entries",
         "tests/stress/test_many_processes.py::test_s04_a_pause_between_samples_is_no_gap",
     ),
@@ -495,7 +496,7 @@ MUTANTS = (
         f"{STEPS}test_grow_of_unknown_length",
     ),
     Mutant(
-        4, "sizes are counted, not blocks", "_engine/space/budget.py",
+        4, "sizes are counted, not blocks", "_engine/space/free_space.py",
         "        return -(-size // self._block) * self._block\n", "        return size\n",
         f"{STEPS}test_publish_through_a_writing",
     ),
@@ -505,9 +506,29 @@ MUTANTS = (
         f"{STEPS}test_put[small blob]",
     ),
     Mutant(
-        4, "the free bytes of a disk are remembered where there are few", "_engine/space/budget.py",
+        4, "the free bytes of a disk are remembered where there are few", "_engine/space/free_space.py",
         " or catalog.free < floor + EASY:", ":",
         f"{BUDGET}test_a_disk_with_little_room_is_looked_at_by_each_put[{(256 << 20) // 2}-3]",
+    ),
+    Mutant(
+        4, "what a put left is believed after another process has changed the catalog", "_engine/space/free_space.py",
+        " or txn.version() != version:", ":",
+        f"{SMALL}test_a_put_after_any_other_change_queries[in another process-limit]",
+    ),
+    Mutant(
+        4, "what a put left is believed after this process has changed the catalog", "_engine/space/free_space.py",
+        "if number < txn.number - 1 or known", "if number < 0 or known",
+        f"{SMALL}test_a_put_after_any_other_change_queries[here-limit]",
+    ),
+    Mutant(
+        4, "what a put left is believed after it was rolled back", "_engine/catalog/connection.py",
+        "[0, 0], self._number + 1  # ids", "[0, 0], self._number  # ids",
+        f"{SMALL}test_what_was_rolled_back_is_not_counted_on",
+    ),
+    Mutant(
+        4, "what the catalog grows by beside small values is not counted from put to put", "_engine/space/free_space.py",
+        " + ROW + GROWTH + 8 * len(key)\n", " + ROW\n",
+        f"{SMALL}test_the_budget_holds_whatever_the_catalog_grows_by",
     ),
     Mutant(
         4, "max_entries does not count what is promised", "_engine/catalog/spaces.py",
@@ -543,7 +564,7 @@ MUTANTS = (
         f"{BUDGET}test_a_lower_limit_that_met_a_busy_catalog_is_applied_later",
     ),
     Mutant(
-        4, "what is to be replaced is there for ever", "_engine/space/budget.py",
+        4, "what is to be replaced is there for ever", "_engine/space/free_space.py",
         "            replaces, replaced = entries.version(rows, request.space, request.key)\n", "            pass\n",
         "tests/engine/space/test_budget.py::test_what_was_to_be_replaced_is_gone_by_now",
     ),

@@ -87,7 +87,7 @@ class Spaces:
     def _shrink(self, space: SpaceRow) -> None:
         """Evict what is above a lower limit, as far as it is not in use."""
         from forebay._config import format_size
-        from forebay._engine.space.budget import SpaceRequest
+        from forebay._engine.space.free_space import SpaceRequest
 
         engine = self.engine
         bytes_before, count_before = rows.live(engine.catalog, space.name)

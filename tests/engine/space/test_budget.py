@@ -11,8 +11,8 @@ import pytest
 
 from forebay import errors
 from forebay._engine.catalog import writer
-from forebay._engine.space import budget, ranking
-from forebay._engine.space.budget import SpaceRequest
+from forebay._engine.space import budget, free_space, ranking
+from forebay._engine.space.free_space import SpaceRequest
 from forebay._engine.store import Settings, Store
 from forebay._engine.write.insert import Label
 from forebay._kernel import host
@@ -331,10 +331,10 @@ def test_what_was_to_be_replaced_is_gone_by_now(tmp_path: Path) -> None:
         assert store.spaces.usage("q") == (100 * KiB, 2)
 
 
-@pytest.mark.parametrize(("free", "looks"), [(budget.EASY // 2, 3), (1 << 40, 0)])
+@pytest.mark.parametrize(("free", "looks"), [(free_space.EASY // 2, 3), (1 << 40, 0)])
 def test_a_disk_with_little_room_is_looked_at_by_each_put(store: Store, monkeypatch: pytest.MonkeyPatch, free: int, looks: int) -> None:
     """Where there is much no other program can have filled it since."""
-    monkeypatch.setattr(budget, "COUNT_AGAIN", 1000)
+    monkeypatch.setattr(free_space, "COUNT_AGAIN", 1000)
     asked: list[object] = []
     monkeypatch.setattr(host, "free_bytes", lambda path: asked.append(path) or free)
     store.engine.writers.budget.room._count_at = 0

@@ -36,8 +36,7 @@ T = TypeVar("T")
 WORTH, LIVE = 1024, 1024
 """The catalog is compacted when at least ``WORTH`` pages are free and at most ``LIVE`` in use: the log has room for that many."""
 TRIES, LOOKS = 3, 8
-"""How often a statement that other processes' writes have overtaken is repeated: before it takes the writer lock; where it cannot take
-it."""
+"""How often a statement that other processes' writes have overtaken is repeated: before it takes the writer lock; where it cannot."""
 _RESERVED = 0x4000_0001  # https://www.sqlite.org/lockingv3.html: a writer with a rollback journal has this byte of the database locked
 
 
@@ -62,7 +61,7 @@ class Catalog:
         self.free = 0  # bytes of the disk that were free when a transaction last looked
         self._copied_at = 0  # the size of the log when this process last copied it into the database
         self._unreadable = UnreadableRows()
-        self._ids = [0, 0]  # from, to: ids that this process has taken and not used yet
+        self._ids, self._number = [0, 0], 0  # ids from, to, that this process has taken and not used yet; see `Txn`
         self.ballast = Ballast(root)
         self._still = False
         self._suspect: tuple[int, int] | None = None
@@ -384,7 +383,7 @@ class Catalog:
                 self.check_same()
                 self._recover()
                 with self._mutex, translated():
-                    txn = Txn(self._begin_locked(), self._ids, self._unreadable)
+                    txn = Txn(self._begin_locked(), self._ids, self._unreadable, self._number)
                     try:
                         if self._unreadable.waiting:
                             txn.set_aside_unreadable()
@@ -400,8 +399,7 @@ class Catalog:
         self._tidy(txn)
 
     def insist(self, work: Callable[[Txn], T], timeout: float | None = None) -> T:
-        """Return what ``work`` returns in a transaction; ``work`` is called again if the disk was full and releasing the ballast made
-        room."""
+        """Return what ``work`` returns in a transaction; it is called again if the disk was full and releasing the ballast made room."""
         try:
             with self.write(timeout) as txn:
                 return work(txn)
@@ -446,6 +444,7 @@ class Catalog:
             self._unlink_retired()
             con = self._connection_locked()
             con.execute("BEGIN IMMEDIATE")
+        self._number += 1
         return con
 
     def _commit(self, txn: Txn) -> None:
@@ -456,7 +455,7 @@ class Catalog:
             call()
 
     def _roll_back(self, txn: Txn) -> None:
-        self._ids = [0, 0]  # they may have been taken in this very transaction
+        self._ids, self._number = [0, 0], self._number + 1  # ids may have been taken in this very transaction
         if txn.is_open():
             txn.run("ROLLBACK")
 
@@ -555,6 +554,7 @@ class Catalog:
 
     def _close_locked(self) -> None:
         con, self._con, self._seen, self._index, self._ids = self._con, None, None, None, [0, 0]
+        self._number += 1
         self._names.forget()
         if con is not None and self._writer.is_lost():
             # the job closed SQLite's descriptors, and may have reopened their numbers: closing would write into its files

@@ -20,6 +20,7 @@ _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
 # SQLite takes the columns of an index from the index, which may lead to another row where a page was lost: the row has the last word.
 _BY_KEY = _FROM.replace("e.key", "(SELECT own.key FROM entries own WHERE own.id = e.id AND own.space = e.space)")
 _INSERT = "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_ADD = _INSERT.replace("INSERT", "INSERT OR IGNORE")
 FileName: TypeAlias = tuple[int, str, str]
 """A file or directory of a root: id, kind and suffix."""
 
@@ -259,6 +260,14 @@ def insert(txn: Txn, space: int, entry: Entry, data: bytes | memoryview | None =
     txn.run(_INSERT, *_row(space, entry))
     if data is not None:
         txn.run(_INSERT_DATA, entry.id, data)
+
+
+def add(txn: Txn, space: int, entry: Entry, data: bytes) -> bool:
+    """`insert` of a small value, unless its key has an entry already: then False."""
+    if txn.run(_ADD, *_row(space, entry)) <= 0:
+        return False
+    txn.run(_INSERT_DATA, entry.id, data)
+    return True
 
 
 def insert_many(txn: Txn, space: int, new: Sequence[tuple[Entry, bytes | None]]) -> None:

@@ -145,8 +145,11 @@ class translated:
 class Txn:
     """A transaction that writes. Valid inside its ``with`` only; its thread holds the writer lock."""
 
-    def __init__(self, con: sqlite3.Connection, ids: list[int], unreadable: UnreadableRows) -> None:
+    def __init__(self, con: sqlite3.Connection, ids: list[int], unreadable: UnreadableRows, number: int) -> None:
         self._con, self._ids, self._unreadable = con, ids, unreadable
+        self.number = number
+        """Of this process. It grows by one from one transaction to the next, and by more where something else may have changed the catalog
+        by the same connection."""
         self.leftovers = False
         """Set by a writer that saw something to sweep: done once the lock is free."""
         self.after_commit: list[Callable[[], object]] = []
@@ -169,6 +172,10 @@ class Txn:
     def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         """The same change for each of several rows."""
         self._con.executemany(sql, rows)
+
+    def version(self) -> int:
+        """Another number when another connection has changed the catalog: of this process's connection, as is `number`."""
+        return int(self._con.execute("PRAGMA data_version").fetchone()[0])
 
     def is_open(self) -> bool:
         return self._con.in_transaction
@@ -199,6 +206,7 @@ class Txn:
 
     def set_aside_unreadable(self) -> None:
         """Set aside the invalid rows. An entry's files are removed like those of a superseded one, whatever their suffix."""
+        self.number += 1
         while self._unreadable.waiting:
             (table, key), _ = self._unreadable.waiting.popitem()
             if table == "entries":

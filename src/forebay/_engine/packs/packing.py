@@ -24,7 +24,8 @@ from forebay._engine.files.root import Root
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.locks.owners import Owners
-from forebay._engine.space.budget import Budget, SpaceRequest
+from forebay._engine.space.budget import Budget
+from forebay._engine.space.free_space import SpaceRequest
 from forebay._engine.space.segment_tails import SegmentTails
 from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import Publisher

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from forebay._engine.catalog import Txn, reservations, spaces
 from forebay._engine.index.counters import EVICTIONS, Counters
-from forebay._engine.space.budget import Budget, SpaceDeficit, SpaceRequest
+from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
+from forebay._engine.space.free_space import SpaceDeficit, SpaceRequest
 from forebay._engine.space.ranking import Ranking, Scope
 from forebay._model import Policy
 

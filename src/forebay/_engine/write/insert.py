@@ -22,7 +22,8 @@ from forebay._engine.files import blobs
 from forebay._engine.files.root import Root
 from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.slots import Slots
-from forebay._engine.space.budget import Budget, SpaceRequest
+from forebay._engine.space.budget import Budget
+from forebay._engine.space.free_space import SpaceRequest
 from forebay._kernel import host
 from forebay._model import Entry
 
@@ -76,9 +77,27 @@ class Inserter:
             label.suffix, label.meta,
         )  # fmt: skip
         entries.insert(txn, label.space, entry, data)
-        self._slots.settle(slot, id, now, now if label.validated is None else label.validated, label.space)
-        txn.after_release.append(lambda: self._keys.note(label.space, entry))
+        self._settle(txn, label, entry, now)
         return entry
+
+    def add(
+        self, txn: Txn, label: Label, id: int, data: bytes, checksum: bytes, validator: str | None, slot: int | None
+    ) -> Entry | None:  # fmt: skip
+        """`insert` of a small value, unless its key has an entry already: then None."""
+        now, size = self._slots.clock.now(), len(data)
+        entry = Entry(
+            id, label.space_name, label.key, "value", size, self.budget.room.charge(size, inline=True),
+            entries.free_slot(txn) if slot is None else slot, checksum, validator, time.time(), host.boot_id(), label.life, label.suffix,
+            label.meta,
+        )  # fmt: skip
+        if not entries.add(txn, label.space, entry, data):
+            return None
+        self._settle(txn, label, entry, now)
+        return entry
+
+    def _settle(self, txn: Txn, label: Label, entry: Entry, now: int) -> None:
+        self._slots.settle(entry.slot, entry.id, now, now if label.validated is None else label.validated, label.space)
+        txn.after_release.append(lambda: self._keys.note(label.space, entry))
 
     def _supersede(self, txn: Txn, old: Entry) -> None:
         entries.supersede(txn, old)

@@ -30,7 +30,8 @@ from forebay._engine.index.slots import Slots
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.locks.owners import Owners
-from forebay._engine.space.budget import Budget, SpaceRequest
+from forebay._engine.space.budget import Budget
+from forebay._engine.space.free_space import SpaceDeficit, SpaceRequest
 from forebay._engine.space.inline_eviction import InlineEviction
 from forebay._engine.write.combine import Combiner
 from forebay._engine.write.insert import Inserter, Intent, Label, New
@@ -103,17 +104,32 @@ class Publisher:
         data = bytes(view)
         checksum = blobs.checksum_of(data)
         with self._catalog.write() as txn:
-            request, short, slot = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, len(data), inline=True))
-            fits, evicted = self._inline_eviction.make_room(txn, request, short) if short is not None else (True, 0)
+            entry = self._insert_row(txn, label, data, checksum, validator)
+            if isinstance(entry, Entry):
+                return entry
+            request, short = entry
+            fits, evicted = self._inline_eviction.make_room(txn, request, short)
             if fits:
-                entry = self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, request, slot)
+                entry = self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, request)
         self._inline_eviction.notify(evicted)
-        if fits:
+        if isinstance(entry, Entry):
             return entry
         request = request._replace(keyhash=hash_of(label.space, label.key))
         reserved = self.budget.reserve(request, timeout=timeout)
         with self._spending(reserved.id) as txn:
             return self.inserter.insert(txn, label, reserved.id, "value", len(data), checksum, validator, data)
+
+    def _insert_row(
+        self, txn: Txn, label: Label, data: bytes, checksum: bytes, validator: str | None
+    ) -> Entry | tuple[SpaceRequest, SpaceDeficit]:
+        """Insert a small value, if there is room for it. Returns its entry, else what it requests and lacks."""
+        fits, slot = self.budget.room.grant(txn, label.space, label.key, len(data))
+        if fits and (entry := self.inserter.add(txn, label, txn.new_id(), data, checksum, validator, slot)) is not None:
+            return entry
+        request, short, slot = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, len(data), inline=True))
+        if short is not None:
+            return request, short
+        return self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, request, slot)
 
     @contextlib.contextmanager
     def _spending(self, reservation: int) -> Iterator[Txn]:
@@ -143,11 +159,10 @@ class Publisher:
             done = 0
             while left and memoryview(left[0][1]).nbytes <= INLINE and done < AT_ONCE:
                 label, data = left[0][0], bytes(left[0][1])
-                request, short, slot = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, len(data), inline=True))
-                if short is not None:
+                entry = self._insert_row(txn, label, data, blobs.checksum_of(data), None)
+                if not isinstance(entry, Entry):
                     break
-                checksum = blobs.checksum_of(data)
-                stored.append(self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, None, data, request, slot))
+                stored.append(entry)
                 left.popleft()
                 done += len(data) + ROW
         return stored

@@ -19,7 +19,8 @@ from forebay._engine.files import blobs
 from forebay._engine.files.faults import faults
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
-from forebay._engine.space.budget import Budget, SpaceRequest
+from forebay._engine.space.budget import Budget
+from forebay._engine.space.free_space import SpaceRequest
 from forebay._engine.write.insert import Intent, Label, New
 from forebay._engine.write.publish import INLINE, Publisher, Writing
 from forebay._model import Buffer, Entry, Noted, ObjectInfo

@@ -1,0 +1,218 @@
+"""How much of a root is free for a write: by the catalog's totals, or by what the put before left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from forebay._engine.catalog import Catalog, Rows, Txn, entries, reservations, spaces
+from forebay._engine.catalog.wal import EASY
+from forebay._engine.files import stages
+from forebay._engine.files.root import Root
+from forebay._kernel import host
+
+ROW = 256
+"""What a small value costs beside its bytes."""
+RECENT, MANY = 0.1, 64
+COUNT_AGAIN = 0.01
+"""Seconds after which the free bytes of a disk are counted again, even if there were `EASY` more than needed."""
+NO_LIMIT = 1 << 62
+GROWTH = 64 << 10
+"""More bytes than the catalog grows by for a small value, beside its charge and its key, which lies in two places."""
+
+
+class SpaceRequest(NamedTuple):
+    """The space that a write asks for. ``size`` in bytes; ``replaces``: the id that the write supersedes, which is not evicted, and whose
+    ``replaced`` bytes do not count against the quota. ``charged``: what the budget counts, if it is not the cost of one file of ``size``
+    bytes; ``entries``: how many entries will be made of it."""
+
+    space: int
+    key: str
+    keyhash: int
+    size: int
+    suffix: str = ""
+    replaces: int = 0
+    replaced: int = 0
+    inline: bool = False
+    charged: int = 0
+    entries: int = 1
+
+
+class SpaceDeficit(NamedTuple):
+    """What is lacking: ``quota`` and ``bytes`` in bytes, ``here`` (of the space) and ``rows`` in entries; positive where something must
+    be evicted. ``leaving``: bytes that are being evicted already. ``disk``: bytes below ``min_free``. ``leftovers``: see
+    `spaces.Totals`. ``of_space``: the quota itself."""
+
+    quota: int
+    bytes: int
+    rows: int
+    leaving: int
+    free: int
+    budget: int
+    disk: int = 0
+    leftovers: bool = False
+    here: int = -NO_LIMIT
+    of_space: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.quota <= 0 and self.bytes <= 0 and self.rows <= 0 and self.here <= 0
+
+
+class KnownSpace(NamedTuple):
+    """What a transaction that added a small value leaves: true until anything else changes the catalog. ``number`` and ``version``: of that
+    transaction, see `Txn`; ``bytes`` of the budget, of the ``quota`` of the ``space``, and ``entries`` that still fit; ``slot``: the next
+    new one, None where others are free."""
+
+    number: int
+    version: int
+    space: int
+    bytes: int
+    quota: int
+    entries: int
+    min_free: int
+    slot: int | None
+
+
+_NOTHING_KNOWN = KnownSpace(-2, 0, 0, 0, 0, 0, 0, None)
+
+
+class FreeSpace:
+    """The space of one root as it is now. Callable from any thread."""
+
+    def __init__(self, root: Root, catalog: Catalog) -> None:
+        self._path, self._catalog = str(root.path), catalog
+        self._block = host.disk(root.path).block
+        self._known = _NOTHING_KNOWN  # set and read under the writer lock
+        self._seen = 0, 0.0, SpaceDeficit(0, 0, 0, 0, 0, 0)
+        self._count_at = 0.0
+
+    def charge(self, size: int, inline: bool = False) -> int:
+        """The charge for ``size`` bytes while they are written: whole blocks and the chunk map, or bytes and a row for a small value."""
+        return size + ROW if inline else stages.footprint(size, self._block)
+
+    def charge_of(self, request: SpaceRequest) -> int:
+        """The charge for a request."""
+        return request.charged or self.charge(request.size, request.inline)
+
+    def charge_published(self, size: int) -> int:
+        """The charge for a published file of ``size`` bytes."""
+        return -(-size // self._block) * self._block
+
+    def short(self, rows: Rows, request: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
+        """What a request lacks, or what is lacking without one; pending reservations older than ``id`` come first."""
+        return self._short(rows, spaces.totals(rows, id or None, request.space if request else 0), request, id)
+
+    def look(self, txn: Txn, request: SpaceRequest) -> tuple[SpaceRequest, SpaceDeficit | None, int | None]:
+        """Complete a request for a file or value by what it replaces; returns also what it lacks, None where it fits, and a slot for its
+        entry, None where another entry goes first and its slot can be used. One statement, where there is nothing to replace, to sweep or
+        reserved. Caller: adds the entry of an inline request that fits, and nothing else, so that `grant` knows what is left."""
+        self._known = _NOTHING_KNOWN
+        totals = spaces.totals(txn, None, request.space, request.key)
+        txn.leftovers |= totals.leftovers
+        if totals.replaces is not None:
+            replaces, replaced = entries.version(txn, request.space, request.key)
+            request = request._replace(replaces=replaces, replaced=replaced)
+        short = self._short(txn, totals, request, 0)
+        if not short.fits:
+            return request, short, None
+        if totals.replaces is not None:
+            return request, None, None
+        freed, slot = totals.slots[0] is not None, entries.usable_slot(txn, *totals.slots)
+        if request.inline and not (totals.leftovers or totals.any_promised):
+            left = short.free - _cost(request.key, request.size)
+            self._known = KnownSpace(
+                txn.number, txn.version(), request.space, left, -short.quota, -max(short.rows, short.here), totals.min_free,
+                None if freed else slot + 1,
+            )  # fmt: skip
+        return request, None, slot
+
+    def grant(self, txn: Txn, space: int, key: str, size: int) -> tuple[bool, int | None]:
+        """Whether a small value under a new key fits, by what the transaction before is known to have left, and a slot if one is known.
+        False: it is not known, and `look` tells. Caller: adds the entry, and nothing else."""
+        number, version, known, left, quota, count, min_free, slot = self._known
+        if number < txn.number - 1 or known != space or txn.version() != version:
+            return False, None
+        left, quota, count = left - _cost(key, size), quota - size, count - 1
+        floor = min_free + self._catalog.ballast.owed + size + ROW
+        if left < 0 or quota < 0 or count < 0 or self._free_bytes(floor) < floor:
+            return False, None
+        if slot is not None and not txn.is_proven(slot + 1):
+            slot = None
+        self._known = KnownSpace(txn.number, version, space, left, quota, count, min_free, None if slot is None else slot + 1)
+        return True, slot
+
+    def _short(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
+        charge = self.charge_of(request) if request is not None else 0
+        used = totals.entries + totals.granted + totals.pending + totals.over
+        floor = totals.min_free + self._catalog.ballast.owed + charge
+        floor -= self._free_bytes(floor)
+        quota = rows_over = count = -NO_LIMIT
+        if totals.quota is not None or totals.max_count is not None or totals.max_entries is not None:
+            quota, rows_over, count = self._over_limits(rows, totals, request, id)
+        lacking, budget = max(used + charge - totals.budget, floor), totals.budget
+        return SpaceDeficit(quota, lacking, rows_over, totals.leaving, budget - used, budget, floor, totals.leftovers, count, totals.quota)
+
+    def _free_bytes(self, floor: int) -> int:
+        """The bytes that are free on the disk. If there are many more than ``floor`` they are counted again some milliseconds later: no
+        program fills that much meanwhile."""
+        now, catalog = time.monotonic(), self._catalog
+        if now >= self._count_at or catalog.free < floor + EASY:
+            catalog.free, self._count_at = host.free_bytes(self._path), now + COUNT_AGAIN
+        return catalog.free
+
+    def _over_limits(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> tuple[int, int, int]:
+        """By how much a request exceeds the quota of its space, the entries of the root, and those of its space."""
+        quota = rows_over = count = -NO_LIMIT
+        replaces, replaced = (request.replaces, request.replaced) if request is not None else (0, 0)
+        if request is not None and request.replaces:
+            # P1 asks, to replace an entry / P2 evicts it and uses its space / P1 is to be granted space: there is nothing to replace.
+            replaces, replaced = entries.version(rows, request.space, request.key)
+        new = request.entries - bool(replaces) if request is not None else 0
+        if request is not None and (totals.quota is not None or totals.max_count is not None):
+            promised, many = reservations.reserved_in(rows, request.space, id) if totals.any_promised else (0, 0)
+            if totals.quota is not None:
+                quota = totals.space + promised + request.size - replaced - totals.quota
+            if totals.max_count is not None:
+                count = totals.rows_here + many + new - totals.max_count
+        if totals.max_entries is not None:
+            rows_over = totals.rows + new - totals.max_entries
+        return quota, rows_over, count
+
+    def fits(self, txn: Txn, request: SpaceRequest) -> bool:
+        """Whether a request fits now. For what is written in the same transaction: its row is its reservation."""
+        short = self.short(txn, request)
+        txn.leftovers |= short.leftovers
+        return short.fits
+
+    def fit_together(self, txn: Txn, requests: Sequence[SpaceRequest]) -> bool:
+        """Whether several requests fit now, together, in one transaction. False if they are of several spaces."""
+        first, others = requests[0], requests[1:]
+        short = self.short(txn, first)
+        txn.leftovers |= short.leftovers
+        return (
+            all(request.space == first.space for request in others)
+            and short.quota + sum(request.size - request.replaced for request in others) <= 0
+            and short.bytes + sum(self.charge(request.size) for request in others) <= 0
+            and short.rows + len(others) <= 0
+            and short.here + len(others) <= 0
+        )
+
+    def has_ample(self, request: SpaceRequest) -> bool:
+        """Whether there seems to be space. Takes no writer lock, so the answer may be wrong a moment later. Where there was space for many
+        such requests, the answer is reused for that moment."""
+        space, until, seen = self._seen
+        ample = (
+            max(seen.quota + MANY * request.size, seen.bytes + MANY * self.charge(request.size), seen.rows + MANY, seen.here + MANY) <= 0
+        )
+        if space == request.space and time.monotonic() < until and ample:
+            return True
+        seen = self.short(self._catalog, request)
+        self._seen = request.space, time.monotonic() + RECENT, seen
+        return seen.fits
+
+
+def _cost(key: str, size: int) -> int:
+    """At least what a small value takes of the budget: its charge, and what the catalog grows by beside."""
+    return size + ROW + GROWTH + 8 * len(key)

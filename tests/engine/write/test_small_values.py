@@ -1,0 +1,164 @@
+"""Puts of small values one after the other: what one transaction knows of the next, and when it knows nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from forebay import errors
+from forebay._engine.catalog import entries, spaces
+from forebay._engine.store import Settings, Store
+from tests.harness import KiB, MiB, bytes_of, opened
+from tests.processes import Line, talk_to
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with opened(tmp_path / "root", 64 * MiB) as store:
+        yield store
+
+
+@contextmanager
+def statements(store: Store) -> Iterator[list[str]]:
+    """Those that the process runs meanwhile."""
+    con, seen = store.engine.catalog._con, list[str]()
+    assert con is not None
+    con.set_trace_callback(seen.append)
+    try:
+        yield seen
+    finally:
+        con.set_trace_callback(None)
+
+
+def _puts(store: Store, name: str, count: int) -> None:
+    for number in range(count):
+        store.put("v", f"{name}{number}", b"x" * 100)
+
+
+@contextmanager
+def _another_process(work: Callable[[], object]) -> Iterator[Callable[[], object]]:
+    """A process that does this work each time that the function is called."""
+
+    def run(line: Line) -> None:
+        while line.hear():
+            work()
+            line.say()
+
+    def ask() -> None:
+        child.say(True)
+        child.hear()
+
+    with talk_to(run) as child:
+        yield ask
+        child.say(False)
+        child.result()
+
+
+def _queries(seen: list[str]) -> list[str]:
+    return [sql for sql in seen if sql.lstrip().startswith("SELECT")]
+
+
+def test_a_put_after_a_put_queries_nothing(store: Store) -> None:
+    _puts(store, "a", 3)
+    with statements(store) as seen:
+        _puts(store, "b", 10)
+    assert not _queries(seen)
+    assert store.check() == []
+
+
+def test_several_values_query_once(store: Store) -> None:
+    _puts(store, "a", 1)
+    store.set_life("v", "a0", "pinned")
+    with statements(store) as seen:
+        store.put_many("v", [(f"b{number}", b"x") for number in range(10)])
+    assert len(_queries(seen)) == 1
+    assert store.check() == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda store: store.put("v", "a1", b"y" * 200),
+        lambda store: store.put("v", "other", b"y" * 20_000),
+        lambda store: store.put("w", "other", b"y"),
+        lambda store: store.discard(store.entry("v", "a1")),
+        lambda store: store.set_life("v", "a1", "pinned"),
+        lambda store: store.spaces.ensure("new"),
+        lambda store: store.configure(Settings(budget=32 * MiB)),
+    ],
+    ids=["replace", "file", "other space", "remove", "pin", "space", "limit"],
+)
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in another process"])
+def test_a_put_after_any_other_change_queries(store: Store, change: Callable[[Store], object], elsewhere: bool) -> None:
+    with _another_process(lambda: change(store)) as change_there:  # forked first: a fork closes the connection
+        _puts(store, "a", 3)
+        if elsewhere:
+            change_there()
+        else:
+            change(store)
+    with statements(store) as seen:
+        _puts(store, "b", 1)
+    assert _queries(seen)
+    _puts(store, "c", 3)
+    assert store.check() == []
+    assert {bytes_of(store, f"{name}0") for name in "abc"} == {b"x" * 100}
+
+
+def test_processes_that_take_turns_use_no_slot_twice(store: Store) -> None:
+    names = map("there{}-".format, range(3))
+    with _another_process(lambda: _puts(store, next(names), 3)) as puts_there:
+        for turn in range(3):
+            _puts(store, f"here{turn}-", 3)
+            puts_there()
+    slots = [entry.slot for entry in store.entries("v")]
+    assert len(set(slots)) == len(slots) == 18
+    assert store.check() == []
+
+
+def test_a_key_that_has_a_value_gets_the_new_one(store: Store) -> None:
+    _puts(store, "a", 3)
+    for size in (100, 50, 300):
+        store.put("v", "a1", b"y" * size)
+        assert bytes_of(store, "a1") == b"y" * size
+        _puts(store, f"b{size}-", 2)
+    assert store.check() == []
+    assert store.usage().spaces[0].entries == 9
+
+
+def test_what_was_rolled_back_is_not_counted_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    _puts(store, "a", 3)
+    top = max(entry.slot for entry in store.entries("v"))
+
+    def fail(*args: object) -> bool:
+        raise errors.CacheFault("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(entries, "add", fail)
+        with pytest.raises(errors.CacheFault, match="no more"):
+            store.put("v", "b", b"x")
+    _puts(store, "c", 2)
+    assert sorted(entry.slot for entry in store.entries("v"))[-2:] == [top + 1, top + 2]
+    assert store.check() == []
+
+
+@pytest.mark.parametrize("limit", ["quota", "max_count", "max_entries"])
+def test_a_limit_is_met_exactly(tmp_path: Path, limit: str) -> None:
+    with opened(tmp_path / "root", 64 * MiB, **({"max_entries": 10} if limit == "max_entries" else {})) as store:
+        store.spaces.ensure("v", policy="freeze", quota=1000 if limit == "quota" else None, max_count=10 if limit == "max_count" else None)
+        _puts(store, "a", 10)
+        with pytest.raises(errors.NoSpace):
+            store.put("v", "b", b"x")
+        assert store.check() == []
+
+
+def test_the_budget_holds_whatever_the_catalog_grows_by(tmp_path: Path) -> None:
+    """Long keys take more pages than a value is charged for."""
+    with opened(tmp_path / "root", 12 * MiB) as store:
+        for number in range(1500):
+            store.put("v", f"{number}".ljust(6000, "k"), b"x" * 5000)
+            assert store.usage().used <= 12 * MiB
+        size = (tmp_path / "root" / "catalog.sqlite").stat().st_size
+        assert size <= 12 * MiB + spaces.ALLOWANCE + 64 * KiB  # what the last one let it grow by is counted with the next
