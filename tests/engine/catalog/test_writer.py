@@ -85,6 +85,17 @@ def test_who_waits_says_that_he_is_hungry(tmp_path: Path, monkeypatch: pytest.Mo
         assert store.engine.words.value(module.WRITER_WORD) == seen  # nobody is hungry: nobody is woken
 
 
+def test_who_waits_tries_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path / "root", MiB) as store:
+        other = module.WriterLock(store.root, store.engine.words)
+        pauses: list[float] = []
+        monkeypatch.setattr(module.time, "sleep", pauses.append)
+        with store.engine.catalog.writer(), pytest.raises(errors.WriterBusy):
+            other.take(module.HUNGRY)
+        other.close()
+    assert pauses[0] <= module.PAUSE < pauses[2] < pauses[4] <= max(pauses) <= module.LONGEST_PAUSE
+
+
 def _take(writer: module.WriterLock) -> None:
     with writer.holding():
         writer.close()

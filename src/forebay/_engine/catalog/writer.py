@@ -1,7 +1,8 @@
 """The writer lock: of all threads and processes that share a root, one changes the catalog at a time.
 
-A waiter tries again every few milliseconds instead of being woken at each release. A process that goes on writing has SQLite's pages in
-its cache, while each other process must read them again: eight that take turns need twice the CPU of eight that write in bursts.
+A waiter tries again after some milliseconds, each time after twice as many, instead of being woken at each release. A process that goes
+on writing has its code and SQLite's pages in the caches, while one that slept has neither: its first put takes twice the CPU or more. So
+eight that write in long bursts need far less CPU than eight that take turns.
 A process that has waited for `HUNGRY` seconds announces it; the next one that releases the lock then lets it go first.
 
 A holder that is stopped (Ctrl-Z, a debugger, a frozen container) holds the lock as long as it is stopped. A process whose wait has timed
@@ -25,7 +26,8 @@ LONGEST_WAIT = 10.0
 GRACE = 0.2
 """The shortest wait for the lock, even where a call's timeout is used up: it may be released any moment."""
 HUNGRY = 0.1
-PAUSE = 0.001, 0.004
+PAUSE, LONGEST_PAUSE = 0.002, 0.032
+"""Seconds, at most, before the first try again, and before any."""
 YIELD = 0.0003
 WRITER_WORD, HUNGRY_WORD = 0, 2
 
@@ -98,11 +100,13 @@ class WriterLock:
             self._stuck.pop(self._path, None)
         began = time.monotonic()
         until = began + min(HUNGRY, timeout)
+        pause = PAUSE
         while time.monotonic() < until:
-            time.sleep(random.uniform(*PAUSE))
+            time.sleep(random.uniform(pause / 2, pause))
             if self._try():
                 waits.time_limit.spend(time.monotonic() - began)
                 return
+            pause = min(2 * pause, LONGEST_PAUSE)
         left = timeout - (time.monotonic() - began)
         late: errors.WaitTimeout | None = None
         with waits.time_limit(timeout, afresh=True):  # what is left of the call's may be less than the grace
