@@ -111,7 +111,8 @@ class LockFile:
 
     def try_lock(self, offset: int, *, exclusive: bool) -> bool:
         """Lock the byte at ``offset`` if no holder, in this process or another, conflicts. Raises OSError."""
-        self._part_if_forked()
+        if self._pid != os.getpid():
+            self._part_if_forked()
         if exclusive and not self._writable:
             return False
         with self._mutex:
@@ -177,10 +178,12 @@ class LockFile:
         held = self._held.get(offset)
         if held is None:
             return
-        held[0] -= 1
-        if held[0] == 0:
-            del self._held[offset]
-            self._free_locked(offset)
+        if held[0] > 1:
+            held[0] -= 1
+            return
+        del self._held[offset]
+        self._free_locked(offset)
+        if self._retired:
             self._close_if_retired()
 
     def _free_locked(self, offset: int) -> None:

@@ -50,7 +50,7 @@ _KINDS = {"blob": 1, "value": 2}
 _BLOB = _KINDS["blob"]
 
 _halves = struct.Struct("<QQ").unpack
-_record_in = struct.Struct(f"{_WORDS}Q").unpack_from
+_record_in, _store_record = (struct.Struct(f"{_WORDS}Q").unpack_from, struct.Struct(f"{_WORDS}Q").pack_into)
 
 
 EntryHint = tuple[memoryview, int, int, int, int, bool, int, str]
@@ -125,18 +125,17 @@ class KeyIndex:
             self._forget()
             table = None
         table = table or self._open() or self._create()
+        id, slot, kind = entry.id, entry.slot, entry.kind
         first, second = _hash(table, space, entry.key)
-        words = self._words_of(entry.slot // RECORDS) or self._extend(entry.slot // RECORDS)
-        suffix, more = _halves(entry.suffix.encode("ascii").ljust(16, b"\0")[:16])
-        mark = mark_of(entry.checksum, is_file=entry.kind == "blob")
-        content = entry.id, entry.size, _KINDS[entry.kind] | mark << 8, suffix, more
-        record = (first, second ^ hash(content) & _MASK, *content, self._boot ^ entry.id)
-        base = _HEADER + entry.slot % RECORDS * _WORDS
-        if tuple(words[base : base + _WORDS]) != record:
+        words = self._records.get(slot // RECORDS) or self._words_of(slot // RECORDS) or self._extend(slot // RECORDS)
+        suffix, more = _halves(entry.suffix.encode("ascii").ljust(16, b"\0")[:16]) if entry.suffix else (0, 0)
+        content = id, entry.size, _KINDS[kind] | mark_of(entry.checksum, is_file=kind == "blob") << 8, suffix, more
+        record = (first, second ^ hash(content) & _MASK, *content, self._boot ^ id)
+        at = (_HEADER + slot % RECORDS * _WORDS) * 8
+        if _record_in(words, at) != record:
             host.step("note", self._root.index_dir)
-            for at, word in enumerate(record):  # no crash points in between: whatever is left of it is not believed
-                words[base + at] = word
-        if self._place(table, first, entry.slot):
+            _store_record(words, at, *record)  # word by word: whatever is left of it is not believed
+        if self._place(table, first, slot):
             self._grow(table)
 
     def fullness(self) -> tuple[int, int] | None:
@@ -178,22 +177,20 @@ class KeyIndex:
 
     def _place(self, table: _Table, first: int, slot: int) -> bool:
         """Let a bucket lead to a slot. Returns whether the table has become too full."""
-        words = table.words
-        tag, at = first >> 32, _HEADER + (first & table.mask)
-        ours, chosen = tag << 32 | slot + 1, -1
-        for bucket in range(at, at + PROBES):
-            word = words[bucket]
+        words, mask, _, _ = table
+        bucket = at = _HEADER + (first & mask)
+        ours, chosen = first >> 32 << 32 | slot + 1, -1
+        while bucket < at + PROBES and (word := words[bucket]):
             if word == ours:
                 return False
-            if not word:
-                if chosen < 0:
-                    chosen = bucket
-                    words[_USED] = min(words[_USED] + 1, _MASK)  # two processes may count one: it is corrected when the table is rebuilt
-                break
             if chosen < 0 and not self._leads_to(word):
                 chosen = bucket
+            bucket += 1
+        if chosen < 0 and bucket < at + PROBES:
+            chosen = bucket
+            words[_USED] = min(words[_USED] + 1, _MASK)  # two processes may count one: it is corrected when the table is rebuilt
         host.set_word(words, chosen if chosen >= 0 else at, ours)
-        return bool(words[_USED] > (table.mask + 1) * 5 // 8)
+        return bool(words[_USED] > (mask + 1) * 5 // 8)
 
     def _leads_to(self, word: int) -> bool:
         """Whether a bucket's slot still has an entry with its hash."""

@@ -23,7 +23,7 @@ ID, USED, VALIDATED, SPACE = 0, 1, 2, 3
 _EVICTIONS, _INTENT, _INTENDED, _CLOCK, _LIMITS = 2, 3, 4, 5, 8
 _NO_LIMITS = 0, 0
 _LIMITS_MARK = int.from_bytes(b"FBLIMITS", "little")
-_MOST_INTENDED = 1 << 16
+_MOST_INTENDED, _NOTHING_INTENDED = 1 << 16, range(0)
 _HEADER = 4096 // 8
 _WORDS = 4
 _SIZE = 4096 + RECORDS * _WORDS * 8
@@ -112,8 +112,10 @@ class Slots:
         """The ids of entries whose files are being written under the writer lock."""
         words = self._words(0)
         first = words[_INTENT]
+        if not first:
+            return _NOTHING_INTENDED
         count = words[_INTENDED]  # no transaction writes more: a larger count is not Forebay's
-        return range(first, first + count) if first and count <= _MOST_INTENDED else range(0)
+        return range(first, first + count) if count <= _MOST_INTENDED else _NOTHING_INTENDED
 
     def set_intent(self, ids: range) -> None:
         """Caller: holds the writer lock."""
@@ -155,10 +157,10 @@ class Slots:
 
     def settle(self, slot: int, id: int, used: int, validated: int, space: int) -> None:
         """Let the entry ``id`` of a space, used and validated then, live in ``slot``. Caller: holds the writer lock."""
-        self.ensure(slot)
+        if slot // RECORDS not in self._chunks:
+            self.ensure(slot)
         words, base = self.record(slot)
-        words[base + USED], words[base + VALIDATED] = used, validated
-        words[base + SPACE] = space
+        words[base + USED], words[base + VALIDATED], words[base + SPACE] = used, validated, space
         host.set_word(words, base + ID, id)
 
     def clear(self, slot: int, id: int) -> bool:
