@@ -255,16 +255,12 @@ class Store:
         """Store bytes. Raises `NoSpace` or another `CacheFault`; then the previous entry stays. ``validated``: see `Label`.
 
         In a space whose policy is ``wait`` the call waits up to ``timeout`` seconds while all bytes are in use, then raises `NoSpace`."""
-        from forebay._engine.write.insert import Label
-
-        self.engine.check_usable(writing=True)
-        row = self.spaces.ensure(space)
-        label = Label(row.id, row.name, key, life=life, meta=meta, validated=validated)
+        label = self._label(space, key, "", life, meta, validated)
         while True:
             try:
                 entry = self.engine.writers.publisher.put(label, data, validator=validator)
             except errors.NoSpace as error:
-                if row.policy != Policy.WAIT or error.hopeless:
+                if self.spaces.ensure(space).policy != Policy.WAIT or error.hopeless:
                     raise
                 self._wait_for_room(label, memoryview(data).nbytes, timeout, error)
                 continue
@@ -274,16 +270,21 @@ class Store:
     @recover_and_retry
     def put_pieces(self, space: str, key: str, pieces: Sequence[Buffer], *, life: str = "cached", meta: str = "") -> Entry:
         """Store bytes that are given in consecutive pieces. Raises `NoSpace` or another `CacheFault`; then the previous entry stays."""
-        from forebay._engine.write.insert import Label
-
-        self.engine.check_usable(writing=True)
-        row = self.spaces.ensure(space)
-        entry = self.engine.writers.publisher.put_pieces(Label(row.id, row.name, key, life=life, meta=meta), pieces)
+        entry = self.engine.writers.publisher.put_pieces(self._label(space, key, "", life, meta), pieces)
         self.engine.counters.add(counters.BYTES_STORED, entry.size)
         return entry
 
+    def _label(
+        self, space: str, key: str, suffix: str = "", life: str = "cached", meta: str = "", validated: int | None = None
+    ) -> Label:  # fmt: skip
+        """The label of an entry that is to be written. The space is created if it is missing."""
+        engine = self.engine
+        engine.check_usable(writing=True)
+        row = self.spaces.ensure(space)
+        return engine.writers.label(row.id, row.name, key, suffix, life, meta, validated)
+
     def _wait_for_room(self, label: Label, size: int, timeout: float | None, error: errors.NoSpace) -> None:
-        from forebay._engine.space.budget import SpaceRequest
+        from forebay._engine.space.free_space import SpaceRequest
 
         began = time.monotonic_ns()
         try:
@@ -300,22 +301,16 @@ class Store:
     ) -> Writing:  # fmt: skip
         """A write for a remote to fill that is asked not before ``validated``. Caller: holds the key's lock if ``resume``. ``collect``:
         see `publish_collected`."""
-        from forebay._engine.write.insert import Label
         from forebay._engine.write.publish import Writing
 
-        self.engine.check_usable(writing=True)
-        row = self.spaces.ensure(space)
-        label = Label(row.id, row.name, key, suffix, life, meta, validated)
+        label = self._label(space, key, suffix, life, meta, validated)
         return Writing(self.engine.writers.publisher, label, resume=resume, on_progress=on_progress, collect=collect)
 
     @recover_and_retry
     def put_many(self, space: str, items: Sequence[tuple[str, Buffer]], *, life: str = "cached") -> list[Entry]:
         """Store several values, the small ones in one transaction. Raises what `put` raises; the values before the first failure stay."""
-        from forebay._engine.write.insert import Label
-
-        self.engine.check_usable(writing=True)
-        row = self.spaces.ensure(space)
-        return self.engine.writers.publisher.put_many([(Label(row.id, row.name, key, life=life), data) for key, data in items])
+        labelled = [(self._label(space, key, "", life), data) for key, data in items]
+        return self.engine.writers.publisher.put_many(labelled)
 
     def publish_many(self, writings: Sequence[Writing]) -> list[Entry]:
         """Publish several writes in one transaction: all or none."""
@@ -334,11 +329,7 @@ class Store:
 
         Caller: no other process writes this key. The files are not evicted while the tree exists. Raises ValueError for names that lead out
         of the directory."""
-        from forebay._engine.write.insert import Label
-
-        self.engine.check_usable(writing=True)
-        row = self.spaces.ensure(space)
-        label = Label(row.id, row.name, key, life=life, meta=meta)
+        label = self._label(space, key, "", life, meta)
         entries_of = [(name, lease.entry) for name, lease in members]
         tree = self.engine.writers.linker.publish_tree(label, entries_of, self.engine.leases, validator)
         self.engine.reading.note_tree(tree)
@@ -354,11 +345,7 @@ class Store:
         """Publish the bytes of a leased file under another name too; returns a lease. Nothing is copied, and both entries are charged.
 
         Caller: holds the key's lock. Raises `NoSpace` or another `CacheFault`."""
-        from forebay._engine.write.insert import Label
-
-        self.engine.check_usable(writing=True)
-        row = self.spaces.ensure(space)
-        return self.engine.writers.linker.link(Label(row.id, row.name, key, suffix, life), lease, self.engine.leases, validator)
+        return self.engine.writers.linker.link(self._label(space, key, suffix, life), lease, self.engine.leases, validator)
 
     def publish_collected(self, writings: Sequence[Writing], leased: Sequence[bool]) -> list[Entry | Lease]:
         """Publish writes with ``collect`` in one transaction, all or none. Returns leases on those that are to be ``leased``, which exist

@@ -17,7 +17,7 @@ from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.inline_eviction import InlineEviction
 from forebay._engine.space.ranking import Ranking
 from forebay._engine.space.segment_tails import SegmentTails
-from forebay._engine.write.insert import Intent
+from forebay._engine.write.insert import Intent, Label
 from forebay._engine.write.publish import Linker, Publisher
 from forebay._kernel import waits
 
@@ -25,6 +25,8 @@ from forebay._kernel import waits
 class Writers:
     """What waits for keys, evicts, publishes and packs in one root. The engine imports this module when a call first needs it: a process
     that only reads what is there starts without."""
+
+    label = Label
 
     def __init__(
         self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, memo: Memo, counters: Counters, leases: Leases, owners: Owners,
