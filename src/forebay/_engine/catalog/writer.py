@@ -25,7 +25,7 @@ from forebay.errors import WriterBusy as WriterBusy
 LONGEST_WAIT = 10.0
 GRACE = 0.2
 """The shortest wait for the lock, even where a call's timeout is used up: it may be released any moment."""
-HUNGRY = 0.1
+HUNGRY = 0.25
 PAUSE, LONGEST_PAUSE = 0.002, 0.032
 """Seconds, at most, before the first try again, and before any."""
 YIELD = 0.0003
