@@ -79,7 +79,7 @@ class Publisher:
         view = memoryview(data).cast("B")
         with faults(label.key, view.nbytes):
             if view.nbytes <= INLINE:
-                return self._put_row(label, view, validator)
+                return self._put_row(label, bytes(view), validator)
             with Writing(self, label, at_once=True) as writing:
                 writing.begin(ObjectInfo("", view.nbytes, validator))
                 writing.write(0, view)
@@ -88,10 +88,10 @@ class Publisher:
     def put_pieces(self, label: Label, pieces: Sequence[Buffer]) -> Entry:
         """`put` of bytes in several buffers; large ones are written without being joined."""
         views = [memoryview(piece).cast("B") for piece in pieces]
-        size = sum(view.nbytes for view in views)
+        size = sum(map(len, views))
         with faults(label.key, size):
             if size <= INLINE:
-                return self._put_row(label, memoryview(b"".join(views)), None, PATIENCE)
+                return self._put_row(label, b"".join(views), None, PATIENCE)
             with Writing(self, label, timeout=PATIENCE, at_once=True) as writing:
                 writing.begin(ObjectInfo("", size))
                 at = 0
@@ -100,8 +100,7 @@ class Publisher:
                     at += view.nbytes
                 return writing.publish()
 
-    def _put_row(self, label: Label, view: memoryview, validator: str | None, timeout: float = 0.0) -> Entry:
-        data = bytes(view)
+    def _put_row(self, label: Label, data: bytes, validator: str | None, timeout: float = 0.0) -> Entry:
         checksum = blobs.checksum_of(data)
         with self._catalog.write() as txn:
             entry = self._insert_row(txn, label, data, checksum, validator)
