@@ -96,6 +96,22 @@ def test_who_waits_tries_less_and_less_often(tmp_path: Path, monkeypatch: pytest
     assert pauses[0] <= module.PAUSE < pauses[2] < pauses[4] <= max(pauses) <= module.LONGEST_PAUSE
 
 
+def test_who_has_little_time_announces_it_while_there_is_some_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path / "root", MiB) as store:
+        other = module.WriterLock(store.root, store.engine.words)
+        ask, asked = module.WriterLock._ask_hungry, list[None]()
+
+        def asking(self: module.WriterLock) -> bool | None:
+            asked.append(None)
+            return ask(self)
+
+        monkeypatch.setattr(module.WriterLock, "_ask_hungry", asking)
+        with store.engine.catalog.writer(), pytest.raises(errors.WriterBusy):
+            other.take(module.HUNGRY / 2)
+        other.close()
+    assert len(asked) > 1  # it slept in between, and could have been woken
+
+
 def _take(writer: module.WriterLock) -> None:
     with writer.holding():
         writer.close()

@@ -3,7 +3,8 @@
 A waiter tries again after some milliseconds, each time after twice as many, instead of being woken at each release. A process that goes
 on writing has its code and SQLite's pages in the caches, while one that slept has neither: its first put takes twice the CPU or more. So
 eight that write in long bursts need far less CPU than eight that take turns.
-A process that has waited for `HUNGRY` seconds announces it; the next one that releases the lock then lets it go first.
+A process that has waited for `HUNGRY` seconds, or for half of its timeout, announces it; the next one that releases the lock then lets it
+go first.
 
 A holder that is stopped (Ctrl-Z, a debugger, a frozen container) holds the lock as long as it is stopped. A process whose wait has timed
 out once does not wait again: it tries, and otherwise continues without the cache at once, until it gets the lock or sees that the holder
@@ -99,7 +100,7 @@ class WriterLock:
                 raise WriterBusy(f"the catalog is busy, as a moment ago: held by {holder}", waited=0.0, holder=holder)
             self._stuck.pop(self._path, None)
         began = time.monotonic()
-        until = began + min(HUNGRY, timeout)
+        until = began + min(HUNGRY, timeout / 2)
         pause = PAUSE
         while time.monotonic() < until:
             time.sleep(random.uniform(pause / 2, pause))
