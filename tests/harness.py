@@ -38,6 +38,12 @@ def bytes_of(store: Store, key: str, space: str = "v") -> bytes | None:
     return None if found is None else bytes(found.view)
 
 
+def lose_cells(store: Store) -> None:
+    """Remove the copies of small values, so that the next reads ask the catalog."""
+    (store.root.index_dir / "values").unlink()
+    store.engine.keys.values._cells = None
+
+
 def write_whole(store: Store, key: str, body: bytes, *, space: str = "v", validator: str | None = '"1"', size: int | None = -1) -> bool:
     """Fetch ``body`` under the key's lock, as a remote does: what a partial has is not asked for again. Gives whether it was resumed."""
     from forebay._model import ObjectInfo

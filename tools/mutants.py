@@ -61,6 +61,7 @@ BARRIERS = "tests/claims/test_barriers.py::"
 MEMBERS = "tests/claims/test_members.py::"
 MEMORY = "tests/cli/test_memory.py::test_memory_does_not_grow_with_what_is_kept"
 KEYS = "tests/engine/index/test_keys.py::"
+VALUES = "tests/engine/index/test_values.py::"
 LIMITS = "tests/engine/index/test_limits.py::"
 LOOP = "tests/remote/test_limits.py::"
 BUSY = "tests/cache/test_connection_timeouts.py::"
@@ -135,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         1, "a hint of the index is believed though its slot has another entry", "_engine/index/keys.py",
-        "        if words[base + ID] != id:\n            return None\n        try:\n", "        try:\n",
+        "        if words[base + ID] != id:\n            return None\n        if kind", "        if kind",
         f"{KEYS}test_what_is_evicted_is_not_led_to",
     ),
     Mutant(
@@ -150,7 +151,8 @@ MUTANTS = (
     ),
     Mutant(
         1, "the index leads to what is not committed", "_engine/write/insert.py",
-        "        txn.after_release.append(lambda: self._keys.note(label.space, entry))\n", "        self._keys.note(label.space, entry)\n",
+        "        txn.after_release.append(lambda: self._keys.note_new(label.space, [(entry, data)]))\n",
+        "        self._keys.note(label.space, entry)\n",
         f"{KEYS}test_nothing_is_led_to_before_its_commit[large]",
     ),
     Mutant(
@@ -165,7 +167,7 @@ MUTANTS = (
     ),
     Mutant(
         1, "a first touch serves a damaged value", "_engine/reading.py",
-        " or mark_of(blobs.checksum_of(payload), is_file=False) != mark", "",
+        " or blobs.mark_of(blobs.checksum_of(value)) != mark", "",
         f"{KEYS}test_a_damaged_value_is_not_served",
     ),
     Mutant(
@@ -184,9 +186,34 @@ MUTANTS = (
         f"{KEYS}test_what_is_replaced_while_it_is_read_is_not_served",
     ),
     Mutant(
-        1, "the first read of a value does not compare its checksum", "_engine/reading.py",
-        " and len(data) == size and mark_of(blobs.checksum_of(data), is_file=False) == mark:", ":",
-        f"{FIRST_VALUES}test_a_damaged_row_is_not_served[payload]",
+        12, "the first read of a value does not compare what its entry carries", "_engine/reading.py",
+        "noted_meta != meta_hash(meta) or ", "",
+        f"{FIRST_VALUES}test_a_value_that_carries_another_text_is_not_served",
+    ),
+    Mutant(
+        1, "the slots keep the entries of a lost catalog", "_engine/engine.py",
+        "            if not boot:  # a new catalog\n", "            if boot is None:\n",
+        "tests/engine/test_damage.py::test_what_a_process_knows_of_a_lost_catalog_is_not_served_beside_the_next_version[3-100]",
+    ),
+    Mutant(
+        1, "a torn cell is believed", "_engine/index/values.py",
+        " if mark_of(checksum_of(value)) == mark else None", "",
+        f"{VALUES}test_a_torn_cell_is_not_believed_and_written_again[500]",
+    ),
+    Mutant(
+        1, "the cell of another entry is believed", "_engine/index/values.py",
+        "value if mark_of(checksum_of(value)) == mark", "value if any(value)",
+        f"{VALUES}test_the_cell_of_another_entry_is_not_believed",
+    ),
+    Mutant(
+        6, "a cell is stored to where the file has no blocks", "_engine/index/values.py",
+        "                self._allocate(cells, start // _STEP)\n", "                host.set_byte(cells.view, PAGE + start // _STEP, 1)\n",
+        f"{VALUES}test_on_a_full_disk_a_value_has_no_cell[True]",
+    ),
+    Mutant(
+        4, "the cells are as many in a small root as in a large one", "_engine/index/values.py",
+        "        size = _size_for(self._budget())\n", "        size = _MOST\n",
+        f"{VALUES}test_the_cells_take_a_small_part_of_the_budget[67108864]",
     ),
     Mutant(
         3, "the first read of a value does not look at the slot again", "_engine/reading.py",
@@ -195,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         12, "the first read of a process takes a value of other arguments", "tasks/values.py",
-        "        if first is None or first.meta != self._meta(digest):\n", "        if first is None:\n",
+        "self._meta(digest))\n        except errors.CacheFault:", "self.codec.name)\n        except errors.CacheFault:",
         f"{TASKS}test_the_first_read_of_a_process_takes_no_value_of_other_arguments_or_codecs",
     ),
     Mutant(

@@ -168,6 +168,24 @@ def test_damage_under_processes_that_have_it_open(place: Path, how: str) -> None
         os.close(fd)
 
 
+@pytest.mark.parametrize("size", [100, 30_000])
+@pytest.mark.parametrize("reads", [0, 1, 3])
+def test_what_a_process_knows_of_a_lost_catalog_is_not_served_beside_the_next_version(place: Path, size: int, reads: int) -> None:
+    """It remembers an entry, or is led to it by the index of keys, and meets the loss by no call of its own."""
+    with forebay.Cache(place) as cache:
+        assert cache.put("mine", b"a" * size)
+        for _ in range(reads):
+            assert cache.get("mine") == b"a" * size
+
+        def lose() -> None:
+            (place / "catalog.sqlite").unlink()
+            with forebay.Cache(place) as mine:
+                assert mine.put("mine", b"b" * size)
+
+        fork(lose).wait()
+        assert cache.get("mine") == b"b" * size
+
+
 def test_the_second_that_met_the_damage_keeps_what_the_first_began(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1 meets the damage / P2 meets it, begins a new catalog and stores into it / P1 comes to do the same."""
     ready, damaged, began, go = gates = [Gate() for _ in range(4)]

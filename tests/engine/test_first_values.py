@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forebay._engine.store import Store
-from tests.harness import MiB, bytes_of, opened
+from tests.harness import MiB, bytes_of, lose_cells, opened
 from tests.processes import fork, in_child
 
 LARGE = b"l" * 100_000
@@ -26,9 +26,9 @@ def store(quick_path: Path) -> Iterator[Store]:
         yield store
 
 
-def first(store: Store, key: str) -> tuple[bytes, str] | None:
-    value = store.first_value("v", key)
-    return None if value is None else (bytes(value.view), value.meta)
+def first(store: Store, key: str, meta: str | None = None) -> bytes | None:
+    value = store.first_value("v", key, f"meta of {key}" if meta is None else meta)
+    return None if value is None else bytes(value.view)
 
 
 @pytest.mark.parametrize("key", BODIES)
@@ -41,7 +41,7 @@ def test_a_young_process_reads_a_value_and_its_meta_without_a_look_for_the_key(s
                 raise AssertionError("the catalog was asked for the key")
 
             mine.engine.leases.current = no_key  # type: ignore[method-assign, assignment]
-            assert first(mine, key) == (BODIES[key], f"meta of {key}")
+            assert first(mine, key) == BODIES[key]
             assert first(mine, "none") is None
 
     in_child(young)
@@ -49,8 +49,26 @@ def test_a_young_process_reads_a_value_and_its_meta_without_a_look_for_the_key(s
 
 @pytest.mark.parametrize("key", BODIES)
 def test_a_forked_child_reads_it_too(store: Store, key: str) -> None:
-    assert in_child(lambda: first(store, key)) == (BODIES[key], f"meta of {key}")
-    assert first(store, key) == (BODIES[key], f"meta of {key}")
+    assert in_child(lambda: first(store, key)) == BODIES[key]
+    assert first(store, key) == BODIES[key]
+
+
+@pytest.mark.parametrize("key", BODIES)
+@pytest.mark.parametrize("meta", ["", "meta of another", "meta"])
+def test_a_value_that_carries_another_text_is_not_served(store: Store, key: str, meta: str) -> None:
+    assert first(store, key, meta) is None
+    assert first(store, key) == BODIES[key]  # it does not count as read
+
+
+def test_of_a_record_of_an_earlier_version_the_text_is_not_known(store: Store) -> None:
+    """It had the words of an empty suffix there."""
+    entry = store.entry("v", "small")
+    assert entry is not None
+    store.engine.keys.note(store.spaces.lookup("v").id, entry._replace(meta=""))
+    assert first(store, "small") is None
+    assert bytes_of(store, "small") == BODIES["small"]  # it is noted again
+    with opened(store.root.path) as mine:
+        assert first(mine, "small") == BODIES["small"]
 
 
 def test_what_was_read_before_is_left_to_the_call_that_remembers(store: Store) -> None:
@@ -60,7 +78,7 @@ def test_what_was_read_before_is_left_to_the_call_that_remembers(store: Store) -
 
 
 def test_a_file_is_mapped_and_stays_after_its_eviction(store: Store) -> None:
-    value, entry = store.first_value("v", "large"), store.entry("v", "large")
+    value, entry = store.first_value("v", "large", "meta of large"), store.entry("v", "large")
     assert value is not None
     assert entry is not None
     assert not isinstance(value.view.obj, bytes)
@@ -74,7 +92,7 @@ def test_it_is_no_hit_and_no_use_until_its_reader_says_so(store: Store) -> None:
     assert entry is not None
     store.engine.slots.touch(entry.slot, 1)
     before = store.counts()
-    value = store.first_value("v", "large")
+    value = store.first_value("v", "large", "meta of large")
     assert value is not None
     assert store.counts() == before
     assert store.engine.slots.used(entry.slot) == 1
@@ -82,15 +100,11 @@ def test_it_is_no_hit_and_no_use_until_its_reader_says_so(store: Store) -> None:
     assert store.engine.slots.used(entry.slot) > 1
 
 
-@pytest.mark.parametrize("change", ["payload", "no bytes", "no text"])
-def test_a_damaged_row_is_not_served(store: Store, change: str) -> None:
-    statement, value = {
-        "payload": ("UPDATE payloads SET data = ? WHERE length(data) = 1000", b"S" * 1_000),
-        "no bytes": ("UPDATE payloads SET data = ? WHERE length(data) = 1000", "s" * 1_000),
-        "no text": ("UPDATE entries SET meta = ? WHERE size = 1000", b"meta of small"),
-    }[change]
+@pytest.mark.parametrize("value", [b"S" * 1_000, "s" * 1_000])
+def test_a_damaged_row_is_not_served(store: Store, value: bytes | str) -> None:
+    lose_cells(store)
     with store.engine.catalog.write() as txn:
-        assert txn.run(statement, value) == 1
+        assert txn.run("UPDATE payloads SET data = ? WHERE length(data) = 1000", value) == 1
     assert first(store, "small") is None
     assert bytes_of(store, "small") is None
 
@@ -105,6 +119,7 @@ def test_the_sound_row_of_another_value_is_not_served(store: Store) -> None:
         for table in ("entries", "payloads"):
             for old, new in ((small.id, -1), (other.id, small.id), (-1, other.id)):
                 txn.run(f"UPDATE {table} SET id = ? WHERE id = ?", new, old)
+    lose_cells(store)
     assert first(store, "small") is None
     assert store.first_touch("v", "other", 1 << 63, alias="other") is None
 
@@ -134,7 +149,7 @@ def test_a_file_that_is_not_as_it_was_published_is_not_served(store: Store, chan
 def test_a_new_version_of_another_process_is_read_at_once(store: Store, size: int) -> None:
     with opened(store.root.path) as other:
         fork(lambda: other.put("v", "large", b"n" * size, meta="new")).wait()
-    assert first(store, "large") == (b"n" * size, "new")
+    assert first(store, "large", "new") == b"n" * size
 
 
 def test_what_is_replaced_while_it_is_read_is_not_served(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +164,7 @@ def test_what_is_replaced_while_it_is_read_is_not_served(store: Store, monkeypat
     with monkeypatch.context() as m:
         m.setattr(store.engine.reading, "_file_of", replaced)
         assert first(store, "large") is None
-    assert first(store, "large") == (b"n" * 70_000, "new")
+    assert first(store, "large", "new") == b"n" * 70_000
 
 
 def test_a_statement_that_fails_is_asked_again_by_the_long_way(store: Store) -> None:

@@ -153,11 +153,13 @@ def test_the_first_read_of_a_process_takes_no_value_of_other_arguments_or_codecs
     tasks, plain = cache.tasks("flow"), cache.tasks("flow", codec="json")
     assert tasks._values.keep("k", "of one", digest="0" * 32)
     assert plain.write("t", "text")
+    assert tasks.write("u", "of none")
 
     def young() -> tuple[object, ...]:
-        return tasks._values.look("k", "1" * 32), tasks._values.look("k", "0" * 32), tasks.read("t"), plain.read("t")
+        looks = tasks._values.look("k", "1" * 32), tasks._values.look("k", "0" * 32), tasks._values.look("u", "1" * 32)
+        return *looks, tasks.read("t"), plain.read("t")
 
-    assert in_child(young) == (None, ("of one",), (False, None), (True, "text"))
+    assert in_child(young) == (None, ("of one",), None, (False, None), (True, "text"))
 
 
 def test_what_cannot_be_decoded_is_no_hit(tasks: Tasks) -> None:
@@ -381,7 +383,7 @@ def test_the_policy_of_a_faulty_store_is_a_miss(cache: Cache, tasks: Tasks, told
 
 
 def overwrite_in_the_catalog(root: Path, key: str, data: bytes, *, honest: bool) -> None:
-    """What somebody does who can write to the root: another payload, with its own checksum or not."""
+    """What somebody does who can write to the root: another payload, with its own checksum or not, and no copy of the right one."""
     import sqlite3
 
     from forebay._engine.files import blobs
@@ -393,6 +395,7 @@ def overwrite_in_the_catalog(root: Path, key: str, data: bytes, *, honest: bool)
         if honest:
             con.execute("UPDATE entries SET size = ?, checksum = ? WHERE id = ?", (len(data), blobs.checksum_of(data), id))
     con.close()
+    (root / "index" / "values").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("honest", [False, True])

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
-from forebay._engine.catalog import Catalog, checked, entries, reservations, segments, spaces
+from forebay._engine.catalog import Catalog, Txn, checked, entries, reservations, segments, spaces
 from forebay._engine.catalog.schema import DOOMED
 from forebay._engine.files import blobs, pack_files, stages, trees
 from forebay._engine.files.layout import FANS, PAGE, BlobName, Root, TmpName, parse_blob_below, parse_directory_name, parse_tmp_name
@@ -272,6 +272,19 @@ def _repair_segments(root: Root, catalog: Catalog) -> None:
             except FileNotFoundError:
                 continue
             segments.recount(txn, id, index)
+
+
+def empty_lost_slots(txn: Txn, slots: Slots) -> None:
+    """Empty the slots of entries that no row names, since their catalog was lost: else processes that remember one, or are led to it by the
+    index of keys, would serve it beside the next version."""
+    chunk = 0
+    while slots.is_there(chunk) and slots.is_whole(chunk):
+        first = chunk * RECORDS
+        live = {slot: id for slot, id, _ in entries.living_in(txn, first, first + RECORDS)}
+        for slot, id in enumerate(slots.ids(chunk), first):
+            if id and live.get(slot) != id:
+                slots.clear(slot, id)
+        chunk += 1
 
 
 def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) -> int:

@@ -17,6 +17,7 @@ from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.slots import ID, RECORDS, USED, Slots, SlotsBroken, SlotsReplaced
+from forebay._engine.index.values import ValueCells
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.reading import FirstValue, Reading
@@ -180,7 +181,7 @@ class Engine:
             recover=self._finish_intent, sweep=self._sweep,
         )  # fmt: skip
         self.slots = Slots(root)
-        self.keys = KeyIndex(root, self.slots)
+        self.keys = KeyIndex(root, self.slots, ValueCells(root, self.slots, lambda: spaces.limits(self.catalog)["budget"] or 0))
         self.counters.detach()
         self.leases = Leases(root, self.catalog, self.slots)
         self.memo.restart(self.slots)
@@ -301,13 +302,16 @@ class Engine:
 
     def _clean_after_reboot(self) -> None:
         """Before the first reservation after a reboot: remove files that the machine's crash left without a row."""
-        if spaces.setting(self.catalog, "boot") == host.boot_id():
+        boot = spaces.setting(self.catalog, "boot")
+        if boot == host.boot_id():
             return
         from forebay._engine import check
         from forebay._engine.catalog import processes
 
         check.remove_strays(self.root, self.catalog, self.writers.eviction, self.writers.fill)
         with self.catalog.write() as txn:
+            if not boot:  # a new catalog
+                check.empty_lost_slots(txn, self.slots)
             processes.forget_failures(txn)
             spaces.set_setting(txn, "boot", host.boot_id())
 
@@ -315,6 +319,8 @@ class Engine:
 
     def _apply(self, settings: Settings, before: Settings | None = None) -> None:
         given = settings != Settings()
+        if settings.budget is not None:
+            self.keys.values.resize()
         if given and self._unset is not None:
             settings = settings.over(self._unset)
         try:

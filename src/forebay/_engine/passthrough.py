@@ -123,7 +123,7 @@ class PassThrough:
     def first_touch(self, space: str, key: str, max_age: int, alias: str = "") -> None:
         """See `Store.first_touch`."""
 
-    def first_value(self, space: str, key: str) -> None:
+    def first_value(self, space: str, key: str, meta: str) -> None:
         """See `Store.first_value`."""
 
     def view_leased(self, space: str, key: str, lease: Any) -> None:

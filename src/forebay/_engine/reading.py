@@ -16,7 +16,7 @@ from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.index import counters
 from forebay._engine.index.counters import Counters
-from forebay._engine.index.keys import KeyIndex, mark_of
+from forebay._engine.index.keys import KeyIndex, meta_hash
 from forebay._engine.index.memo import Memo, Remembered
 from forebay._engine.index.slots import ID, USED, VALIDATED, Slots
 from forebay._engine.locks.leases import Lease, Leases
@@ -34,10 +34,9 @@ _MANY = 1_000_000
 
 
 class FirstValue(NamedTuple):
-    """A value that a process reads for the first time. ``meta``: the small text that its entry carries; ``slot``, ``id``: of the entry."""
+    """A value that a process reads for the first time. ``slot``, ``id``: of its entry."""
 
     view: memoryview
-    meta: str
     slot: int
     id: int
 
@@ -71,13 +70,13 @@ class Reading:
         hint = self._keys.find(space_id, key)
         if hint is None:
             return None
-        words, base, slot, id, size, is_file, mark, suffix = hint
+        words, base, slot, id, size, is_file, mark, suffix, _ = hint
         if not 0 <= now - words[base + VALIDATED] < max_age:
             return None
         again = memo.is_again(id, size)
         if (again or not is_file) and host.forked_unseen():
             return None
-        data = self._file_of(id, suffix, size, mark, maps=again or size > COPIED) if is_file else self._value_of(id, size, mark)
+        data = self._file_of(id, suffix, size, mark, maps=again or size > COPIED) if is_file else self._value_of(slot, id, size, mark)
         if data is None or words[base + ID] != id:  # the last look: what was read of the slot was of this entry
             return None
         if again:
@@ -111,12 +110,16 @@ class Reading:
         finally:
             os.close(fd)
 
-    def _value_of(self, id: int, size: int, mark: int) -> memoryview | None:
-        """The bytes of a small value; None where it is gone, or damaged."""
-        payload = entries.quick_payload(self._catalog, id)
-        if payload is None or len(payload) != size or mark_of(blobs.checksum_of(payload), is_file=False) != mark:
-            return None
-        return memoryview(payload)
+    def _value_of(self, slot: int, id: int, size: int, mark: int) -> memoryview | None:
+        """The bytes of a small value, by its cell, else by one statement; None where it is gone, or damaged."""
+        cells = self._keys.values
+        value = cells.get(slot, size, mark)
+        if value is None:
+            value = entries.quick_payload(self._catalog, id)
+            if value is None or len(value) != size or blobs.mark_of(blobs.checksum_of(value)) != mark:
+                return None
+            cells.put(slot, id, value, is_new=False)
+        return memoryview(value)
 
     def expect(self, space_id: int, key: str) -> bool:
         """Whether the index of keys knows an entry, which is touched: its reader comes soon. What is colder is evicted first, but nothing
@@ -127,28 +130,21 @@ class Reading:
             words[base + USED] = now
         return hint is not None
 
-    def first_value(self, space_id: int, key: str) -> FirstValue | None:
-        """What a process reads of a key for the first time, by the index of keys and one statement by id: a file is mapped. None where the
-        process has read it before, so that `view` remembers it; where the index does not know it; or where anything is not as it should
-        be. Counts and touches nothing. Raises `SlotsReplaced`."""
+    def first_value(self, space_id: int, key: str, meta: str) -> FirstValue | None:
+        """What a process reads of a key for the first time, by the index of keys: a file is mapped. None where its entry carries another
+        text than ``meta``; where the process has read it before, so that `view` remembers it; where the index does not know it; or where
+        anything is not as it should be. Counts and touches nothing. Raises `SlotsReplaced`."""
         self._memo.let_go()
         hint = self._keys.find(space_id, key)
         if hint is None:
             return None
-        words, base, slot, id, size, is_file, mark, suffix = hint
-        row = None if self._memo.is_again(id, size) else entries.quick_value(self._catalog, id)
-        if row is None:
+        words, base, slot, id, size, is_file, mark, suffix, noted_meta = hint
+        if noted_meta != meta_hash(meta) or self._memo.is_again(id, size):
             return None
-        data, meta = row
-        if is_file:
-            view = self._file_of(id, suffix, size, mark, maps=True)
-        elif data is not None and len(data) == size and mark_of(blobs.checksum_of(data), is_file=False) == mark:
-            view = memoryview(data)
-        else:
-            return None
+        view = self._file_of(id, suffix, size, mark, maps=True) if is_file else self._value_of(slot, id, size, mark)
         if view is None or words[base + ID] != id:  # the last look: what was read of the slot was of this entry
             return None
-        return FirstValue(view, meta, slot, id)
+        return FirstValue(view, slot, id)
 
     def view(self, space: str, space_id: int, key: str) -> Remembered | None:
         """The bytes of a key; None if there is no entry."""
@@ -163,7 +159,7 @@ class Reading:
                     return None
                 data = self._bytes_of(entry)
                 if data is not None:
-                    self._keys.note(space_id, entry)
+                    self._keys.note(space_id, entry, data if entry.kind == "value" else None)
                     return self._memo.add(space, key, entry, data)
             # P1 reads the row / P2 evicts or replaces it / P1 opens: gone. Look again, once.
         return None

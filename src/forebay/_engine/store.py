@@ -158,9 +158,9 @@ class Store:
             return None
 
     @recover_and_retry
-    def first_value(self, space: str, key: str) -> FirstValue | None:
+    def first_value(self, space: str, key: str, meta: str) -> FirstValue | None:
         """See `Reading.first_value`."""
-        return self.engine.reading.first_value(self.spaces.lookup(space).id, key)
+        return self.engine.reading.first_value(self.spaces.lookup(space).id, key, meta)
 
     @recover_and_retry
     def view(self, space: str, key: str) -> Remembered | None:

@@ -87,10 +87,10 @@ class Values:
     def _first(self, store: Store | PassThrough, key: str, digest: str | None, copy: bool) -> tuple[Any] | None:
         """The value of a key that this process has not read yet, in a tuple, if the index of keys leads to it. None: `_slowly` tells."""
         try:
-            first = store.first_value(self.space, key)
+            first = store.first_value(self.space, key, self._meta(digest))
         except errors.CacheFault:
             return None
-        if first is None or first.meta != self._meta(digest):
+        if first is None:
             return None
         try:
             value = self._decode(first.view, copy)

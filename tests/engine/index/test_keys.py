@@ -19,7 +19,7 @@ from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._model import Entry
 from forebay.testing import ScriptedServer
-from tests.harness import MiB, bytes_of, opened
+from tests.harness import MiB, bytes_of, lose_cells, opened
 from tests.processes import fork, in_child
 
 LARGE = b"l" * 100_000
@@ -155,7 +155,7 @@ def test_nothing_is_led_to_before_its_commit(store: Store, kind: str) -> None:
     body = LARGE if kind == "large" else b"x"
 
     space, seen = store.spaces.lookup("v").id, []
-    others = KeyIndex(store.root, store.engine.slots)
+    others = KeyIndex(store.root, store.engine.slots, store.engine.keys.values)
 
     def stop_at_commit(call: str, subject: str) -> None:
         if call == "commit":
@@ -235,6 +235,7 @@ def test_a_file_that_was_written_to_is_not_served(store: Store) -> None:
 
 
 def test_a_damaged_value_is_not_served(store: Store) -> None:
+    lose_cells(store)
     with store.engine.catalog.write() as txn:
         txn.run("UPDATE payloads SET data = ?", b"S" * 1_000)
     assert touched(store, "small") is None
@@ -297,7 +298,7 @@ def test_a_table_that_is_said_to_have_moved_is_looked_at_once_more(store: Store,
     assert touched(store, key) is None
 
 
-@pytest.mark.parametrize("what", ["table", "000"])
+@pytest.mark.parametrize("what", ["table", "000", "values"])
 @pytest.mark.parametrize("damage", ["removed", "empty", "noise", "directory", "of another root"])
 def test_whatever_becomes_of_a_file_of_the_index_the_bytes_are_right(store: Store, tmp_path: Path, what: str, damage: str) -> None:
     path = store.root.index_dir / what
@@ -372,7 +373,7 @@ def test_the_table_grows_and_other_processes_go_on_with_the_new_one(store: Store
     monkeypatch.setattr(keys, "BUCKETS", 256)
     shutil.rmtree(store.root.index_dir)
     store.engine.keys._forget()
-    other = KeyIndex(store.root, store.engine.slots)
+    other = KeyIndex(store.root, store.engine.slots, store.engine.keys.values)
     few = entries_of(store, 20)
     assert all(other.find(1, entry.key) for entry in few)
     size = (store.root.index_dir / "table").stat().st_size
@@ -382,7 +383,7 @@ def test_the_table_grows_and_other_processes_go_on_with_the_new_one(store: Store
     for entry in many[::97]:
         hint = other.find(1, entry.key)
         assert hint is not None
-        assert hint[2:] == (entry.slot, entry.id, entry.size, True, keys.seal_of(entry.checksum), ".bin")
+        assert hint[2:] == (entry.slot, entry.id, entry.size, True, keys.seal_of(entry.checksum), ".bin", None)
 
 
 def test_the_table_does_not_grow_where_entries_come_and_go(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

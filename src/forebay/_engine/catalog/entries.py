@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import NoneType
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from forebay._engine.catalog import checked
@@ -44,7 +43,6 @@ _VICTIMS = {
 }
 _DELETE_MANY = f"DELETE FROM entries WHERE id IN ({_SIXTEEN})"
 _PAYLOAD = "SELECT data FROM payloads WHERE id = ?"
-_VALUE = f"SELECT p.data, e.meta FROM entries e LEFT JOIN payloads p ON p.id = e.id WHERE e.id = ? AND e.state = {LIVE}"
 _DELETE_DATA = f"DELETE FROM payloads WHERE id IN ({_SIXTEEN})"
 
 
@@ -106,13 +104,6 @@ def quick_payload(rows: Catalog, id: int) -> bytes | None:
     """`payload`, for a caller that compares the checksum, and where that is wrong or there is none takes the long way."""
     row = rows.quick_one(_PAYLOAD, id)
     return row[0] if row is not None and type(row[0]) is bytes else None
-
-
-def quick_value(rows: Catalog, id: int) -> tuple[bytes | None, str] | None:
-    """The bytes of a live entry, None if they are in a file, and the small text that the entry carries. Caller: as for `quick_payload`; it
-    compares the seal of a file."""
-    row: tuple[bytes | None, str] | None = rows.quick_one(_VALUE, id)
-    return row if row is not None and type(row[0]) in (bytes, NoneType) and type(row[1]) is str else None
 
 
 def any_leftovers(rows: Rows) -> bool:

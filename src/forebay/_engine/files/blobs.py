@@ -58,6 +58,11 @@ def seal_of(checksum: bytes) -> int:
     return int.from_bytes(checksum[:8], "little") % SECOND
 
 
+def mark_of(checksum: bytes) -> int:
+    """56 bits of a checksum, by which a copy of a small value is recognized."""
+    return int.from_bytes(checksum[:7], "little")
+
+
 def remove_whatever_suffix(root: Root, id: int) -> None:
     """Remove the file of ``id`` whose suffix is unknown. Caller: holds the writer lock, and no row names the file."""
     for blob, path in _in_fan(root, FANS[id & 0xFF]):

@@ -74,7 +74,7 @@ def is_suffix(value: object) -> bool:
 
 def is_index_name(name: str) -> bool:
     """Whether a file of the index has such a name."""
-    return name == "table" or name.isdigit()
+    return name in ("table", "values") or name.isdigit()
 
 
 def is_scrap(name: str) -> bool:

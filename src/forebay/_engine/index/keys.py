@@ -2,6 +2,7 @@
 
 ``index/table``   a page of header, then buckets: 32 bits of a key's hash, and a slot. Open addressing, after Knuth, volume 3, 6.4
 ``index/NNN``     a page of header, then a record of eight words for each of 8,192 slots: whose entry it is, and how to read it
+``index/values``  copies of small values: see `values`
 
 All of it is a *hint that proves itself*. A record is believed if it has the whole hash of the key, if its words belong together, and if the
 table of slots, where only the holder of the writer lock stores an id, still has its id. The hash is keyed with a secret of the table, since
@@ -12,6 +13,7 @@ A record also says that the entry was published or verified since the machine bo
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 from _blake2 import blake2b  # of hashlib, which would load OpenSSL into every process
@@ -20,10 +22,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from forebay._engine.files.blobs import seal_of
+import xxhash
+
+from forebay._engine.files.blobs import mark_of, seal_of
 from forebay._engine.files.layout import PAGE, Root, is_suffix
 from forebay._engine.index.clock import boot_number
 from forebay._engine.index.slots import ID, Slots
+from forebay._engine.index.values import ValueCells
 from forebay._kernel import host, locks, mappings
 from forebay._logs import logger
 from forebay._model import Entry
@@ -47,15 +52,16 @@ _RECORDS_SIZE = PAGE + RECORDS * _WORDS * 8
 _MASK = (1 << 64) - 1
 _LARGEST = 1 << 30
 _KINDS = {"blob": 1, "value": 2}
-_BLOB = _KINDS["blob"]
+_BLOB, _META = _KINDS["blob"], 4  # of the word of the kind; `_META`: the words of the suffix are the hash of the entry's meta instead
 
 _halves = struct.Struct("<QQ").unpack
 _record_in, _store_record = (struct.Struct(f"{_WORDS}Q").unpack_from, struct.Struct(f"{_WORDS}Q").pack_into)
 
 
-EntryHint = tuple[memoryview, int, int, int, int, bool, int, str]
+EntryHint = tuple[memoryview, int, int, int, int, bool, int, str, tuple[int, int] | None]
 """What the index knows of an entry: the words of its record in the table of slots, and where they begin; its slot, id and size; whether it
-is a file; its `mark_of`; the suffix of the file. No named tuple: to make one takes a tenth of a look-up."""
+is a file; the seal of the file, or the `mark_of` of the value; the suffix of the file; the `meta_hash`, if it has one and no suffix. No
+named tuple: to make one takes a tenth of a look-up."""
 
 
 class _Table(NamedTuple):
@@ -77,8 +83,8 @@ class KeyIndex:
     """The index of one root. Callable from any thread and, mappings being inherited, after a fork. Nothing in it is ever missed: a call
     that meets a fault of the disk does without."""
 
-    def __init__(self, root: Root, slots: Slots) -> None:
-        self._root, self._slots = root, slots
+    def __init__(self, root: Root, slots: Slots, values: ValueCells) -> None:
+        self._root, self._slots, self.values = root, slots, values
         self._table: _Table | None = None
         self._records: dict[int, memoryview] = {}
         self._suffixes: dict[tuple[int, int], str | None] = {(0, 0): ""}
@@ -105,19 +111,22 @@ class KeyIndex:
         table = self._open()
         return self.find(space, key) if table is not None and not table.words[_MOVED] else None
 
-    def note(self, space: int, entry: Entry) -> None:
-        """Let `find` find an entry that was published or verified just now. Caller: its row is committed."""
+    def note(self, space: int, entry: Entry, value: bytes | memoryview | None = None, *, is_new: bool = False) -> None:
+        """Let `find` find an entry that was published or verified just now. Caller: its row is committed. ``value``: the bytes of a small
+        value; ``is_new``: see `ValueCells.put`."""
         if self._root.read_only or entry.kind not in _KINDS or entry.size >> 60:
             return
+        if value is not None:
+            self.values.put(entry.slot, entry.id, value, is_new=is_new)
         try:
             self._note(space, entry)
         except (CacheFault, OSError) as error:
             log.debug("%s is not in the index: %s", entry.name, str(error))
 
-    def note_many(self, space: int, several: Sequence[Entry]) -> None:
-        """`note`, for several entries of one space."""
-        for entry in several:
-            self.note(space, entry)
+    def note_new(self, space: int, several: Sequence[tuple[Entry, bytes | memoryview | None]]) -> None:
+        """`note`, for entries of one space that were published just now, each with its bytes if it is a small value."""
+        for entry, value in several:
+            self.note(space, entry, value, is_new=True)
 
     def _note(self, space: int, entry: Entry) -> None:
         table = self._table
@@ -128,8 +137,12 @@ class KeyIndex:
         id, slot, kind = entry.id, entry.slot, entry.kind
         first, second = _hash(table, space, entry.key)
         words = self._records.get(slot // RECORDS) or self._words_of(slot // RECORDS) or self._extend(slot // RECORDS)
-        suffix, more = _halves(entry.suffix.encode("ascii").ljust(16, b"\0")[:16]) if entry.suffix else (0, 0)
-        content = id, entry.size, _KINDS[kind] | mark_of(entry.checksum, is_file=kind == "blob") << 8, suffix, more
+        number, mark = _KINDS[kind], seal_of(entry.checksum) if kind == "blob" else mark_of(entry.checksum)
+        if entry.meta and not entry.suffix:
+            number, (suffix, more) = number | _META, meta_hash(entry.meta)
+        else:
+            suffix, more = _halves(entry.suffix.encode("ascii").ljust(16, b"\0")[:16]) if entry.suffix else (0, 0)
+        content = id, entry.size, number | mark << 8, suffix, more
         record = (first, second ^ hash(content) & _MASK, *content, self._boot ^ id)
         at = (_HEADER + slot % RECORDS * _WORDS) * 8
         if _record_in(words, at) != record:
@@ -160,11 +173,13 @@ class KeyIndex:
             return None
         if words[base + ID] != id:
             return None
+        if kind & _META:
+            return words, base, slot, id, size, kind & 0xFF == _BLOB | _META, kind >> 8, "", (suffix, more)
         try:
             name = self._suffixes[suffix, more]
         except KeyError:
             name = self._suffix(suffix, more)
-        return (words, base, slot, id, size, kind & 0xFF == _BLOB, kind >> 8, name) if name is not None else None
+        return (words, base, slot, id, size, kind & 0xFF == _BLOB, kind >> 8, name, None) if name is not None else None
 
     def _has(self, slot: int, id: int) -> bool:
         if not id:
@@ -321,9 +336,11 @@ class KeyIndex:
         return self._suffixes.setdefault((suffix, more), name if is_suffix(name) else None)
 
 
-def mark_of(checksum: bytes, *, is_file: bool) -> int:
-    """What a record keeps of a checksum: of a file its seal, of a small value 56 bits."""
-    return seal_of(checksum) if is_file else int.from_bytes(checksum[:7], "little")
+@functools.lru_cache(256)
+def meta_hash(meta: str) -> tuple[int, int]:
+    """What a record keeps of the small text that an entry carries."""
+    first, second = _halves(xxhash.xxh3_128_digest(meta.encode("utf-8", "surrogatepass")))
+    return first, second
 
 
 def _hash(table: _Table, space: int, key: str) -> tuple[int, int]:

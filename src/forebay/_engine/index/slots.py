@@ -150,6 +150,11 @@ class Slots:
         """The id of the entry that lives in ``slot``; 0: none."""
         return self._get(slot, ID)
 
+    def ids(self, chunk: int) -> list[int]:
+        """`id_of` each slot of a chunk."""
+        ids: list[int] = self._words(chunk)[_HEADER + ID :: _WORDS].tolist()
+        return ids
+
     def set_id(self, slot: int, id: int) -> None:
         """Let the entry ``id`` live in ``slot``. Caller: holds the writer lock."""
         words, base = self.record(slot)

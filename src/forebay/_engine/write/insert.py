@@ -77,7 +77,7 @@ class Inserter:
             label.suffix, label.meta,
         )  # fmt: skip
         entries.insert(txn, label.space, entry, data)
-        self._settle(txn, label, entry, now)
+        self._settle(txn, label, entry, data, now)
         return entry
 
     def add(
@@ -92,12 +92,12 @@ class Inserter:
         )  # fmt: skip
         if not entries.add(txn, label.space, entry, data):
             return None
-        self._settle(txn, label, entry, now)
+        self._settle(txn, label, entry, data, now)
         return entry
 
-    def _settle(self, txn: Txn, label: Label, entry: Entry, now: int) -> None:
+    def _settle(self, txn: Txn, label: Label, entry: Entry, data: bytes | None, now: int) -> None:
         self._slots.settle(entry.slot, entry.id, now, now if label.validated is None else label.validated, label.space)
-        txn.after_release.append(lambda: self._keys.note(label.space, entry))
+        txn.after_release.append(lambda: self._keys.note_new(label.space, [(entry, data)]))
 
     def _supersede(self, txn: Txn, old: Entry) -> None:
         entries.supersede(txn, old)
@@ -128,7 +128,7 @@ class Inserter:
         for new, entry in zip(several, published, strict=True):
             validated = now if new.label.validated is None else new.label.validated
             self._slots.settle(entry.slot, entry.id, now, validated, space)
-        txn.after_release.append(lambda: self._keys.note_many(space, published))
+        txn.after_release.append(lambda: self._keys.note_new(space, rows))
         return published
 
 
