@@ -222,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         12, "the first read of a process takes a value of other arguments", "tasks/values.py",
-        "self._meta(digest))\n        except errors.CacheFault:", "self.codec.name)\n        except errors.CacheFault:",
+        "store.first_value(self.space, key, self._meta(digest))", "store.first_value(self.space, key, self.codec.name)",
         f"{TASKS}test_the_first_read_of_a_process_takes_no_value_of_other_arguments_or_codecs",
     ),
     Mutant(

@@ -28,7 +28,7 @@ def store(quick_path: Path) -> Iterator[Store]:
 
 def first(store: Store, key: str, meta: str | None = None) -> bytes | None:
     value = store.first_value("v", key, f"meta of {key}" if meta is None else meta)
-    return None if value is None else bytes(value.view)
+    return None if value is None else bytes(value)
 
 
 @pytest.mark.parametrize("key", BODIES)
@@ -81,22 +81,21 @@ def test_a_file_is_mapped_and_stays_after_its_eviction(store: Store) -> None:
     value, entry = store.first_value("v", "large", "meta of large"), store.entry("v", "large")
     assert value is not None
     assert entry is not None
-    assert not isinstance(value.view.obj, bytes)
-    assert value.view.readonly
+    assert not isinstance(value.obj, bytes)
+    assert value.readonly
     assert store.discard(entry)
-    assert value.view == LARGE
+    assert value == LARGE
 
 
-def test_it_is_no_hit_and_no_use_until_its_reader_says_so(store: Store) -> None:
+def test_it_is_a_use_and_no_hit_until_its_reader_says_so(store: Store) -> None:
     entry = store.entry("v", "large")
     assert entry is not None
     store.engine.slots.touch(entry.slot, 1)
     before = store.counts()
-    value = store.first_value("v", "large", "meta of large")
-    assert value is not None
-    assert store.counts() == before
+    assert store.first_value("v", "large", "another") is None
     assert store.engine.slots.used(entry.slot) == 1
-    store.touch(value)
+    assert store.first_value("v", "large", "meta of large") is not None
+    assert store.counts() == before
     assert store.engine.slots.used(entry.slot) > 1
 
 

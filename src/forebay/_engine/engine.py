@@ -20,7 +20,7 @@ from forebay._engine.index.slots import ID, RECORDS, USED, Slots, SlotsBroken, S
 from forebay._engine.index.values import ValueCells
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
-from forebay._engine.reading import FirstValue, Reading
+from forebay._engine.reading import Reading
 from forebay._engine.space.settings import Settings, apply, is_kept, keep
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger
@@ -364,7 +364,7 @@ class Engine:
         if writing and (self._unset is not None or self._lower):
             self._set_late()
 
-    def touch(self, entry: Entry | FirstValue) -> None:
+    def touch(self, entry: Entry) -> None:
         """Note that an entry is used now."""
         words, base = self.slots.record(entry.slot)
         if words[base + ID] == entry.id and not self.root.read_only:

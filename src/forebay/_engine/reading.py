@@ -6,7 +6,6 @@ import contextlib
 import os
 import stat
 import time
-from typing import NamedTuple
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, entries
@@ -33,14 +32,6 @@ are all read, as measured."""
 _MANY = 1_000_000
 
 
-class FirstValue(NamedTuple):
-    """A value that a process reads for the first time. ``slot``, ``id``: of its entry."""
-
-    view: memoryview
-    slot: int
-    id: int
-
-
 class Reading:
     """Reads entries of one root. Callable from any thread, and in a forked child."""
 
@@ -59,22 +50,15 @@ class Reading:
         counted.
 
         ``alias``: another name under which the next call will ask. Raises `SlotsReplaced`."""
-        memo, wall = self._memo, time.time_ns()
-        since, until, skew = memo.window
-        if since <= wall < until:
-            now = wall + skew
-        elif host.forked_unseen():
-            return None
-        else:
-            now = memo.let_go()
-        hint = self._keys.find(space_id, key)
+        memo, now = self._memo, self._now()
+        hint = self._keys.find(space_id, key) if now else None
         if hint is None:
             return None
         words, base, slot, id, size, is_file, mark, suffix, _ = hint
         if not 0 <= now - words[base + VALIDATED] < max_age:
             return None
         again = memo.is_again(id, size)
-        if (again or not is_file) and host.forked_unseen():
+        if again and host.forked_unseen():
             return None
         data = self._file_of(id, suffix, size, mark, maps=again or size > COPIED) if is_file else self._value_of(slot, id, size, mark)
         if data is None or words[base + ID] != id:  # the last look: what was read of the slot was of this entry
@@ -87,6 +71,15 @@ class Reading:
         counts[at + counters.HITS] += 1
         counts[at + counters.BYTES_HIT] += size
         return data
+
+    def _now(self) -> int:
+        """The time of the root's clock, if it was compared with that of the other processes lately; else what `Memo.let_go` returns. 0 in a
+        process that was forked by C code, where that could wait for ever."""
+        wall = time.time_ns()
+        since, until, skew = self._memo.window
+        if since <= wall < until:
+            return wall + skew
+        return 0 if host.forked_unseen() else self._memo.let_go()
 
     def _file_of(self, id: int, suffix: str, size: int, seal: int, *, maps: bool) -> memoryview | None:
         """The bytes of a file, mapped or copied. None where the file is gone, or is not as it was published."""
@@ -115,7 +108,7 @@ class Reading:
         cells = self._keys.values
         value = cells.get(slot, size, mark)
         if value is None:
-            value = entries.quick_payload(self._catalog, id)
+            value = entries.quick_payload(self._catalog, id) if not host.forked_unseen() else None
             if value is None or len(value) != size or blobs.mark_of(blobs.checksum_of(value)) != mark:
                 return None
             cells.put(slot, id, value, is_new=False)
@@ -130,12 +123,12 @@ class Reading:
             words[base + USED] = now
         return hint is not None
 
-    def first_value(self, space_id: int, key: str, meta: str) -> FirstValue | None:
+    def first_value(self, space_id: int, key: str, meta: str) -> memoryview | None:
         """What a process reads of a key for the first time, by the index of keys: a file is mapped. None where its entry carries another
         text than ``meta``; where the process has read it before, so that `view` remembers it; where the index does not know it; or where
-        anything is not as it should be. Counts and touches nothing. Raises `SlotsReplaced`."""
-        self._memo.let_go()
-        hint = self._keys.find(space_id, key)
+        anything is not as it should be. It is touched; its reader counts the hit. Raises `SlotsReplaced`."""
+        now = self._now()
+        hint = self._keys.find(space_id, key) if now else None
         if hint is None:
             return None
         words, base, slot, id, size, is_file, mark, suffix, noted_meta = hint
@@ -144,7 +137,9 @@ class Reading:
         view = self._file_of(id, suffix, size, mark, maps=True) if is_file else self._value_of(slot, id, size, mark)
         if view is None or words[base + ID] != id:  # the last look: what was read of the slot was of this entry
             return None
-        return FirstValue(view, slot, id)
+        if not self._root.read_only:
+            words[base + USED] = now
+        return view
 
     def view(self, space: str, space_id: int, key: str) -> Remembered | None:
         """The bytes of a key; None if there is no entry."""

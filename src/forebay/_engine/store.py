@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from forebay._engine.key_locks import KeyLocks
     from forebay._engine.loading import Reservations
     from forebay._engine.pack_handles import Packs
-    from forebay._engine.reading import FirstValue
     from forebay._engine.stats import Facts, Usage
     from forebay._engine.write.insert import Label
     from forebay._engine.write.publish import Writing
@@ -157,10 +156,13 @@ class Store:
         except (errors.CacheFault, OSError):
             return None
 
-    @recover_and_retry
-    def first_value(self, space: str, key: str, meta: str) -> FirstValue | None:
-        """See `Reading.first_value`."""
-        return self.engine.reading.first_value(self.spaces.lookup(space).id, key, meta)
+    def first_value(self, space: str, key: str, meta: str) -> memoryview | None:
+        """See `Reading.first_value`. None where anything is broken: `view` repairs it."""
+        try:
+            row = self.engine.known_spaces.get(space) or self.spaces.lookup(space)
+            return self.engine.reading.first_value(row.id, key, meta)
+        except (errors.CacheFault, OSError):
+            return None
 
     @recover_and_retry
     def view(self, space: str, key: str) -> Remembered | None:
@@ -222,7 +224,7 @@ class Store:
         """Remember an entry under another name too, such as a URL as the caller writes it."""
         self.engine.memo.alias(space, name, remembered)
 
-    def touch(self, entry: Entry | FirstValue) -> None:
+    def touch(self, entry: Entry) -> None:
         """Note that an entry is used now."""
         self.engine.touch(entry)
 

@@ -86,18 +86,14 @@ class Values:
 
     def _first(self, store: Store | PassThrough, key: str, digest: str | None, copy: bool) -> tuple[Any] | None:
         """The value of a key that this process has not read yet, in a tuple, if the index of keys leads to it. None: `_slowly` tells."""
-        try:
-            first = store.first_value(self.space, key, self._meta(digest))
-        except errors.CacheFault:
-            return None
+        first = store.first_value(self.space, key, self._meta(digest))
         if first is None:
             return None
         try:
-            value = self._decode(first.view, copy)
+            value = self._decode(first, copy)
         except Exception:  # noqa: BLE001  # whatever a value's own code raises: it does so again, where that is told
             return None
-        store.touch(first)
-        store.count_hit(first.view.nbytes)
+        store.count_hit(len(first))
         self.counted["hits"] += 1
         return (value,)
 
