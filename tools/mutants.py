@@ -226,6 +226,11 @@ MUTANTS = (
         f"{TASKS}test_the_first_read_of_a_process_takes_no_value_of_other_arguments_or_codecs",
     ),
     Mutant(
+        12, "what only begins like an array is taken for one", "codecs/__init__.py",
+        "return arrays.parse_head(head) if stream == _stream_of(head) else None", "return arrays.parse_head(head) if head else None",
+        "tests/codecs/test_codecs.py::test_what_only_begins_like_an_array_is_unpickled",
+    ),
+    Mutant(
         10, "spaces share keys in the index", "_engine/index/keys.py",
         "        keyed.update(space.to_bytes(8, \"little\"))\n", "",
         f"{KEYS}test_a_key_of_another_space_is_another_key",

@@ -478,6 +478,44 @@ def test_arrays_in_objects_come_back_as_views(arrays: list[Any]) -> None:
     assert record.copies == 0
 
 
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(5.0), np.zeros((3, 4), order="F"), np.zeros((0, 2)), np.array(3), np.zeros(4, [("a", "i4"), ("b", "f8")])],
+    ids=["vector", "fortran", "empty", "number", "fields"],
+)
+def test_an_array_alone_is_not_unpickled_each_time(array: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record(codec("pickle").encode(array))
+    data = record.data
+    stream = data[24 : 24 + int.from_bytes(data[8:16], "little")]
+    unpickled = pickle.loads(stream, buffers=[data[len(data) - array.nbytes :]])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("it was unpickled")
+
+    monkeypatch.setattr("forebay.codecs.pickle.loads", refuse)
+    for _ in range(2):
+        decoded = codec("pickle").decode(data, record.private)
+        check_same(decoded, array)
+        check_same(decoded, unpickled)
+        assert lies_in(decoded, data) or not array.nbytes
+
+
+@pytest.mark.parametrize("change", ["another function", "more of it", "a shorter head", "a longer head"])
+def test_what_only_begins_like_an_array_is_unpickled(change: str) -> None:
+    from forebay.codecs import _array_in, _stream_of
+
+    stream = _stream_of(b"('<f8', (4,), 'C')")
+    assert _array_in(stream) is not None
+    changed = {
+        "another function": stream.replace(b"_array", b"_tenso"),
+        "more of it": stream[:-1] + b"0N.",
+        "a shorter head": stream.replace(b"C\x12", b"C\x11"),
+        "a longer head": stream.replace(b"C\x12", b"C\xff"),
+    }[change]
+    assert changed != stream
+    assert _array_in(changed) is None
+
+
 def test_an_array_of_objects_comes_back() -> None:
     array = np.array([{"a": np.arange(3)}, None, 7], dtype=object)
     back = there_and_back("pickle", array)

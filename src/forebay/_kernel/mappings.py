@@ -10,7 +10,6 @@ import errno
 import functools
 import mmap
 import os
-import weakref
 from typing import Any, cast
 
 from forebay._kernel.host import libc
@@ -25,9 +24,19 @@ _ANOTHER = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))  #
 _FIXED, _NORESERVE, _PROT_NONE = 0x10, 0x4000, 0  # of Linux on all its machines that matter here; Python's module has them not
 
 
+class _Mapped:
+    """What the views of a mapping refer to: it is unmapped with the last one. Half the time of a `weakref.finalize`."""
+
+    address: int
+    length: int
+
+    def __del__(self, unmap: Any = _unmap) -> None:
+        unmap(self.address, self.length)
+
+
 @functools.cache
 def _array_type(size: int) -> Any:
-    return ctypes.c_ubyte * size
+    return type("Mapped", (_Mapped, ctypes.c_ubyte * size), {})
 
 
 def _mapped(address: int) -> int:
@@ -43,12 +52,12 @@ def map_file(fd: int, length: int, *, offset: int = 0, writable: bool = False, p
     ``private``: stores stay in this process. The descriptor may be closed at once. Unmapped with the last view; a forked child has the
     mapping too. Raises OSError. The file must not shrink while it is mapped: reading the lost part kills the process."""
     if length == 0:
-        return memoryview(_array_type(1)()).cast("B")[:0].toreadonly()
+        return memoryview((ctypes.c_ubyte * 1)()).cast("B")[:0].toreadonly()
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = _mapped(_map(None, length, protection, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, fd, offset))
     # ctypes makes a type per length and keeps it: with lengths rounded up to a power of two there are few.
     anchor = _array_type(1 << (length - 1).bit_length()).from_address(address)
-    weakref.finalize(anchor, _unmap, address, length).atexit = False
+    anchor.address, anchor.length = address, length
     view = memoryview(anchor).cast("B")[:length]
     return view if writable else view.toreadonly()
 
@@ -117,7 +126,7 @@ class Window:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         self._address = _mapped(_map(None, length, _PROT_NONE, flags, -1, 0))
         whole = _array_type(length).from_address(self._address)
-        weakref.finalize(whole, _unmap, self._address, length).atexit = False
+        whole.address, whole.length = self._address, length
         self.view = memoryview(whole).cast("B").toreadonly()
         self.length = length
 
