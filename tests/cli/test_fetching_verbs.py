@@ -6,12 +6,14 @@ import errno
 import hashlib
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from forebay import Cache
-from forebay.testing import ScriptedServer
+from forebay.testing import Request, ScriptedServer
+from tests.servers.nginx import nginx
 
 from .conftest import Run
 
@@ -171,6 +173,97 @@ def test_what_has_no_room_is_a_failure_but_for_a_copy(
     assert run("pull", url, "--to", tmp_path / "copy").code == 0
     assert (tmp_path / "copy").read_bytes() == b"a" + BODY
     caplog.clear()  # its records hold the errors, and these the store
+
+
+# -- pull of several ---------------------------------------------------------------------------------------------------
+
+
+def test_several_from_nginx_are_fetched_and_copied(run: Run, cache: Cache, tmp_path: Path) -> None:
+    bodies = {f"{number}.bin": os.urandom(size) for number, size in enumerate([0, 1, 3_000, 100_000, 700_000, 3_000_000] * 5)}
+    with nginx(tmp_path / "nginx") as server:
+        urls = [server.put(name, body) for name, body in bodies.items()]
+        ran = run("pull", "--json", *urls, "--to", f"{tmp_path}/out/")
+        assert ran.code == 0
+        sizes = {record["url"]: record["size"] for record in ran.json if record["state"] != "failed"}
+    assert sizes == {url: len(body) for url, body in zip(urls, bodies.values(), strict=True)}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == bodies
+    assert [bytes(view) for view in cache.read_many(urls)] == list(bodies.values())
+
+
+@pytest.mark.parametrize("verb", ["pull", "warm"])
+def test_small_objects_that_are_under_way_take_no_thread_each(run: Run, server: ScriptedServer, tmp_path: Path, verb: str) -> None:
+    urls = [server.put(f"/{number}", BODY, stall_after=10) for number in range(8)]
+    names: set[str] = set()
+
+    def note(request: Request) -> None:
+        if server.gets == len(urls):
+            names.update(thread.name for thread in threading.enumerate())
+            server.go.set()
+
+    server.on_request = note
+    (tmp_path / "urls").write_text("\n".join(urls))
+    assert run(verb, *(urls if verb == "pull" else [tmp_path / "urls"]), "--jobs", "8").code == 0
+    assert "http-transfers" in names
+    assert not [name for name in names if name.startswith("forebay-")]
+
+
+def test_together_they_may_exceed_the_budget(run: Run, server: ScriptedServer, home: Path, tmp_path: Path) -> None:
+    with Cache(home, budget=400_000):
+        pass
+    bodies = {f"{number}": os.urandom(100_000) for number in range(20)}
+    urls = [server.put(f"/{name}", body) for name, body in bodies.items()]
+    assert run("pull", *urls, "--to", f"{tmp_path}/out/").code == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == bodies
+    assert server.gets == len(urls)
+
+
+def test_several_that_can_have_no_room_are_copied(
+    run: Run, server: ScriptedServer, home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Cache(home, budget=50_000):
+        pass
+    urls = urls_of(server, "a", "b", "c")
+    small = server.put("/small", b"small")
+    ran = run("pull", "--json", *urls, small, "--to", f"{tmp_path}/out/")
+    assert ran.code == 0
+    assert {record["url"]: (record["state"], record["error"]) for record in ran.json} == {
+        **dict.fromkeys(urls, ("past", None)),
+        small: ("fetched", None),
+    }
+    copies = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert copies == {name: name.encode() + BODY for name in ("a", "b", "c")} | {"small": b"small"}
+    caplog.clear()  # its records hold the errors, and these the store
+
+
+def test_a_copy_that_fails_stops_no_other(run: Run, server: ScriptedServer, tmp_path: Path) -> None:
+    urls = urls_of(server, "a", "b", "c")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "b").write_bytes(b"mine")
+    ran = run("pull", "--json", *urls, "--to", f"{tmp_path}/out/")
+    assert ran.code == 1
+    assert {record["url"]: record["state"] for record in ran.json} == {urls[0]: "fetched", urls[1]: "failed", urls[2]: "fetched"}
+    copies = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert copies == {"a": b"a" + BODY, "b": b"mine", "c": b"c" + BODY}
+
+
+def test_two_spellings_of_one_object_are_fetched_once(run: Run, server: ScriptedServer) -> None:
+    url = urls_of(server, "a")[0]
+    other = url.replace("http://", "HTTP://")
+    assert [record["state"] for record in run("pull", "--json", url, other).json] == ["fetched", "fetched"]
+    assert server.gets == 1
+
+
+def test_an_object_that_stalls_does_not_hold_up_the_others(run: Run, server: ScriptedServer, tmp_path: Path) -> None:
+    stalling = server.put("/stalling", BODY, stall_after=10)
+    urls = urls_of(server, *(f"n{number}" for number in range(20)))
+
+    def note(request: Request) -> None:
+        if server.gets == 1 + len(urls):
+            server.go.set()
+
+    server.on_request = note
+    assert run("pull", stalling, *urls, "--jobs", "2").code == 0
+    assert server.gets == 1 + len(urls)
 
 
 # -- warm --------------------------------------------------------------------------------------------------------------

@@ -94,3 +94,18 @@ def test_ctrl_c_ends_at_once_and_the_next_call_goes_on(home: Path, server: Scrip
     assert subprocess.run([*COMMAND, "pull", stalling], check=False).returncode == 0
     assert server.sent - before < 2.5 * MiB  # the missing half, and what the server still sends to the first one
     assert subprocess.run([*COMMAND, "verify"], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_ctrl_c_keeps_what_came_before(home: Path, server: ScriptedServer, stalling: str) -> None:
+    urls = [server.put(f"/{name}.bin", os.urandom(MiB)) for name in ("one", "two")]
+    with Terminal("pull", *urls, stalling) as pull:
+        pull.read(until="2 of 3")
+        pull.read(until="2.1 MB / 4.19 MB")
+        pull.process.send_signal(signal.SIGINT)
+        assert pull.end() == 130
+        assert "the same command resumes there" in pull.seen
+    server.go.set()
+    before = server.gets
+    assert subprocess.run([*COMMAND, "pull", *urls], check=False).returncode == 0
+    assert server.gets == before
+    assert subprocess.run([*COMMAND, "verify"], stdout=subprocess.DEVNULL, check=False).returncode == 0

@@ -239,7 +239,7 @@ class Cache:
         cost nothing: to continue an interrupted call, repeat it. A lazy ``urls`` may be slow: another thread fetches. See `read`."""
         from forebay.cache import many
 
-        def options(key: str) -> tuple[FetchOptions, ProgressReporter]:
+        def options(_: str, key: str) -> tuple[FetchOptions, ProgressReporter]:
             return self._reporting_options(key, max_age, refresh, on_progress, force=True, **arguments)
 
         return many.warm(self._origin, urls, functools.partial(self._target, filesystem=filesystem), options, jobs)
@@ -581,8 +581,6 @@ class Cache:
 
     def _target(self, url: Url, filesystem: Any = None) -> Target:
         self._check_open()
-        if not os.fspath(url):
-            raise errors.ConfigError("an empty URL names nothing", name="url", value="")
         return self._origin.target(url, filesystem)
 
     def _options(self, max_age: float | str | None, refresh: bool, **arguments: Any) -> FetchOptions:

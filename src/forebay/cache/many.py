@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, overload
 
 from forebay import errors
 from forebay._engine.index.memo import Hit
@@ -159,52 +160,95 @@ def _checked(results: list[Any]) -> list[Any]:
     return results
 
 
+class Pulled(NamedTuple):
+    """An object of a call that fetches many into the cache: its URL as it was given, and the lease on its copy, or the error."""
+
+    url: str
+    lease: Lease | None = None
+    error: Exception | None = None
+
+
+Options = Callable[[str, str], tuple[FetchOptions, "ProgressReporter"]]
+"""Makes the options of an object, and what reports its progress, from its URL and its key."""
+
+
+class _PullRequests:
+    """The requests of a call that fetches many objects into the cache, for one iteration. ``invalid``: URLs that name nothing."""
+
+    def __init__(self, origin: Origin, urls: Iterable[Url], target: Callable[[Url], Target], options: Options) -> None:
+        self._origin, self._urls, self._target, self._options = origin, urls, target, options
+        self._under_way: dict[int, tuple[str, ProgressReporter]] = {}
+        self.invalid: list[Pulled] = []
+
+    def __iter__(self) -> Iterator[Wanted]:
+        wait = None
+        for number, url in enumerate(self._urls):
+            text = os.fspath(url)
+            try:
+                target = self._target(url)
+            except errors.ForebayError as error:
+                self.invalid.append(Pulled(text, error=error))
+                continue
+            own, reporter = self._options(text, target.key)
+            wait = wait or own.wait
+            self._under_way[number] = text, reporter
+            yield Wanted(target, own._replace(wait=wait), number, view=False)
+
+    def result(self, request: Wanted) -> Pulled:
+        """What became of a request; its progress is reported. The caller closes the lease."""
+        url, reporter = self._under_way.pop(request.number)
+        lease, error = request.lease, request.error
+        try:
+            with self._origin.store.locks.working():
+                if lease is not None:
+                    reporter.say("done", lease.entry.size, lease.entry.size)
+                elif isinstance(error, errors.NoSpace):
+                    log.warning("%s is not kept: %s", request.target.key, str(error))
+                    reporter.say("direct", 0, None)
+        except BaseException:
+            if lease is not None:
+                lease.close()  # the frames of the error hold it
+            raise
+        return Pulled(url, lease, error)
+
+
+def pull_each(
+    origin: Origin, urls: Iterable[Url], target: Callable[[Url], Target], options: Options, jobs: int | None
+) -> Generator[Pulled, None, None]:  # fmt: skip
+    """Fetch many objects into the cache, ``jobs`` at a time, and yield each when it is there, or has failed. The caller closes the leases.
+    Between two objects this call may hold the keys of others: the caller must not wait for a key meanwhile."""
+    requests = _PullRequests(origin, urls, target, options)
+    with contextlib.closing(BulkFetch(origin, side_by_side=jobs).run(requests)) as fetched:
+        for request in fetched:
+            yield requests.result(request)
+    yield from requests.invalid
+
+
 def warm(
-    origin: Origin, urls: Iterable[Url], target: Callable[[Url], Target],
-    options: Callable[[str], tuple[FetchOptions, ProgressReporter]], jobs: int | None,
+    origin: Origin, urls: Iterable[Url], target: Callable[[Url], Target], options: Options, jobs: int | None
 ) -> WarmReport:  # fmt: skip
-    """See `Cache.warm`. ``options``: makes the options of an object, and what reports its progress."""
+    """See `Cache.warm`."""
     from forebay.reports import WarmReport
 
     done: list[str] = []
     failed: list[tuple[str, errors.ForebayError]] = []
-    under_way: dict[int, tuple[str, ProgressReporter]] = {}
 
-    def requests() -> Iterator[Wanted]:
-        wait = None
-        for number, url in enumerate(urls):
-            try:
-                found = target(url)
-            except errors.ForebayError as error:
-                failed.append((os.fspath(url), error))
-                continue
-            own, reporter = options(found.key)
-            wait = wait or own.wait
-            under_way[number] = os.fspath(url), reporter
-            yield Wanted(found, own._replace(wait=wait), number, view=False)
+    def settle(pulled: Pulled) -> None:
+        if pulled.lease is not None:
+            pulled.lease.close()
+            done.append(pulled.url)
+        elif isinstance(pulled.error, errors.ForebayError):
+            failed.append((pulled.url, pulled.error))
+        elif pulled.error is not None:
+            raise pulled.error
 
-    def settle(request: Wanted) -> None:
-        url, reporter = under_way.pop(request.number)
-        if request.lease is not None:
-            size = request.lease.entry.size
-            request.lease.close()
-            done.append(url)
-            with origin.store.locks.working():
-                reporter.say("done", size, size)
-        elif isinstance(request.error, errors.NoSpace):
-            log.warning("%s is not kept: %s", request.target.key, str(request.error))
-            failed.append((url, request.error))
-            with origin.store.locks.working():
-                reporter.say("direct", 0, None)
-        elif isinstance(request.error, errors.ForebayError):
-            failed.append((url, request.error))
-        elif request.error is not None:
-            raise request.error
-
-    bulk = BulkFetch(origin, side_by_side=jobs)
     if isinstance(_several(urls, "warm"), Sized):
-        for request in bulk.run(requests()):
-            settle(request)
+        with contextlib.closing(pull_each(origin, urls, target, options, jobs)) as each:
+            for pulled in each:
+                settle(pulled)
     else:
-        fetch_beside(bulk, requests(), settle)
+        requests = _PullRequests(origin, urls, target, options)
+        fetch_beside(BulkFetch(origin, side_by_side=jobs), requests, lambda request: settle(requests.result(request)))
+        for pulled in requests.invalid:
+            settle(pulled)
     return WarmReport(tuple(done), tuple(failed))

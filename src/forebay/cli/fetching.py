@@ -6,8 +6,9 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -22,18 +23,18 @@ from forebay.cli.render import Output, note, print_error, shown_name
 from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound, RemoteError
 
 if TYPE_CHECKING:
-    from forebay._model import Entry
+    from forebay._engine.locks.leases import Lease
     from forebay.cache import Cache
     from forebay.cli.bars import Bars
-    from forebay.reports import OnProgress, Progress
-
-Fetch = Callable[[str, "OnProgress"], "Entry | None"]
+    from forebay.origin.request import FetchOptions
+    from forebay.reports import Progress, ProgressReporter
 
 log = logger("forebay.cli")
+TURN = 0.1  # seconds
 _STATES = {"past": "read, but not kept: no room", "fetched": "fetched", "kept": "it is in the cache already"}
 
 
-# -- many fetches at once ----------------------------------------------------------------------------------------------
+# -- many objects at once ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,52 +48,108 @@ class Outcome:
     error: Exception | None = None
 
 
-def fetch_all(urls: Sequence[str], fetch: Fetch, *, jobs: int, quiet: bool) -> list[Outcome]:
-    """Fetch every URL, ``jobs`` at a time, with bars unless ``quiet``; a failure is logged and does not stop the rest.
+class Results:
+    """The outcomes of one verb, and their bars. `call` is for one thread, `add` for any."""
 
-    Ctrl-C ends the call at once; the threads are daemons and end with the process.
-    """
-    from forebay._kernel.threads import run_all  # here, so that `forebay --help` need not load it
-    from forebay.cli.bars import Bars
+    def __init__(self, bars: Bars, jobs: int) -> None:
+        """``jobs``: calls at a time."""
+        from forebay._kernel.threads import Threads  # here, so that `forebay --help` need not load it
 
-    outcomes: list[Outcome] = []
-    bars = Bars(len(urls), quiet=quiet)
+        self.bars = bars
+        self.outcomes: list[Outcome] = []
+        self._jobs, self._free = jobs, threading.Semaphore(jobs)
+        self._threads = Threads[tuple[str, Callable[[], Outcome]]](self._add_result, jobs, name="pull")
 
-    def work(url: str) -> None:
-        outcome = _fetch(url, fetch, bars)
-        bars.finished(url, outcome.state)
-        outcomes.append(outcome)
+    def add(self, outcome: Outcome) -> None:
+        """Take the outcome of a URL that no call works on any more."""
+        url, error = outcome.url, outcome.error
+        if error is None:
+            log.debug("%s: %s after %.3f s", shown_name(url), _STATES[outcome.state], outcome.seconds)
+        else:
+            log.debug("%s: %s", shown_name(url), outcome.state, exc_info=None if is_expected(error) else error)
+        self.bars.finished(url, outcome.state)
+        self.outcomes.append(outcome)
 
-    with _kept_on_interrupt(), bars:
-        run_all([functools.partial(work, url) for url in urls], jobs, name="fetch", grace=0.0)
-    return outcomes
+    def call(self, url: str, call: Callable[[], Outcome]) -> None:
+        """Have a thread add the outcome that a call returns, or what it raises. Waits while ``jobs`` others are under way."""
+        self._wait_for_one()
+        self._threads.submit((url, call))
+
+    def wait(self) -> None:
+        """Wait for all calls. Ctrl-C ends the wait at once; the threads are daemons and end with the process."""
+        for _ in range(self._jobs):
+            self._wait_for_one()
+        self._threads.close()
+
+    def _wait_for_one(self) -> None:
+        while not self._free.acquire(timeout=TURN):  # another thread may have got the signal of Ctrl-C: nothing would wake this one
+            pass
+
+    def _add_result(self, url_call: tuple[str, Callable[[], Outcome]]) -> None:
+        url, call = url_call
+        began = time.monotonic()
+        try:
+            outcome = call()
+        except Exception as error:  # noqa: BLE001 (the result for this URL)
+            outcome = Outcome(url, "failed", seconds=time.monotonic() - began, error=error)
+        self.add(outcome)
+        self._free.release()
 
 
-def _fetch(url: str, fetch: Fetch, bars: Bars) -> Outcome:
-    fetched, began = False, time.monotonic()
+class _Watch:
+    """Follows the progress of one URL, for its bar and its outcome. ``url``: as it was given."""
 
-    def on_progress(step: Progress) -> None:
-        nonlocal fetched
-        fetched = fetched or step.state == "fetching"
-        bars.update(replace(step, url=url))  # the bar's name is the URL as it was given, not as it is stored
+    def __init__(self, url: str, bars: Bars) -> None:
+        self._url, self._bars, self._began = url, bars, time.monotonic()
+        self.size: int | None = None
+        self.fetched = False
 
-    log.debug("%s: looking whether the cache has it", shown_name(url))
-    try:
-        entry = fetch(url, on_progress)
-    except Exception as error:
-        log.debug("%s: failed", shown_name(url), exc_info=None if is_expected(error) else error)
-        return Outcome(url, "failed", seconds=time.monotonic() - began, error=error)
-    seconds = time.monotonic() - began
-    state = "past" if entry is None else "fetched" if fetched else "kept"
-    log.debug("%s: %s after %.3f s", shown_name(url), _STATES[state], seconds)
-    return Outcome(url, state, None if entry is None else entry.size, seconds)
+    def __call__(self, step: Progress) -> None:
+        self.fetched = self.fetched or step.state == "fetching"
+        self.size = step.total or self.size
+        self._bars.update(replace(step, url=self._url))
+
+    def outcome(self, size: int | None, error: Exception | None = None) -> Outcome:
+        state = "past" if isinstance(error, NoSpace) else "failed" if error is not None else "fetched" if self.fetched else "kept"
+        return Outcome(self._url, state, size, time.monotonic() - self._began, error)
 
 
-def conclude(outcomes: Sequence[Outcome], output: Output, *, past_is_failure: bool = True) -> None:
-    """Print the outcomes as JSON if requested, list the failures, and exit with their code if there are any."""
+def fetch_each(
+    cache: Cache, urls: Sequence[str], bars: Bars, *, jobs: int, refresh: bool = False, sha256: str | None = None
+) -> Generator[tuple[Outcome, Lease | None], None, None]:
+    """Fetch objects into the cache, ``jobs`` at a time. Yields the outcome of each as it comes, with the lease on its copy, which the
+    caller closes; a failure does not stop the rest. See `pull_each`."""
+    from forebay.cache import origin_of  # here, so that `forebay --help` need not load the engine
+    from forebay.cache.many import pull_each
+    from forebay.origin.request import FetchOptions
+    from forebay.reports import ProgressReporter
+
+    origin = origin_of(cache)
+    watches: dict[str, tuple[_Watch, str]] = {}
+    fetched: set[str] = set()  # keys: another spelling of such a URL was fetched, too
+
+    def options(url: str, key: str) -> tuple[FetchOptions, ProgressReporter]:
+        log.debug("%s: looking whether the cache has it", shown_name(url))
+        watch = _Watch(url, bars)
+        watches[url] = watch, key
+        reporter = ProgressReporter(url, watch)
+        on_wait, on_progress = reporter.waiting, reporter.fetching
+        own = FetchOptions.of(origin, refresh=refresh, sha256=sha256, force=True, on_wait=on_wait, on_progress=on_progress)
+        return own, reporter
+
+    with contextlib.closing(pull_each(origin, urls, origin.target, options, jobs)) as pulled:
+        for url, lease, error in pulled:
+            watch, key = watches.pop(url, (_Watch(url, bars), url))  # it names nothing
+            if watch.fetched:
+                fetched.add(key)
+            watch.fetched = key in fetched
+            yield watch.outcome(None if lease is None else lease.entry.size, error), lease
+
+
+def conclude(outcomes: Sequence[Outcome], output: Output) -> None:
+    """Print the outcomes as JSON if requested, list the errors, and exit with their code if there are any."""
     output.document([replace(outcome, url=shown_name(outcome.url)) for outcome in outcomes])
-    failures = ("failed", "past") if past_is_failure else ("failed",)
-    failed = [(o.url, o.error or NoSpace("no room in the cache")) for o in outcomes if o.state in failures]
+    failed = [(outcome.url, outcome.error) for outcome in outcomes if outcome.error is not None]
     for url, error in failed:
         print_error(error, about=shown_name(url))
     code = shared_code([error for _, error in failed])
@@ -141,24 +198,51 @@ def pull(
     for url, target in targets.items():
         _check_writable(target, directory=_is_directory(url))
     part: dict[str, Any] = {"include": include or None, "exclude": exclude or None}
-    with filled(root) as cache:
+    with filled(root) as cache, _results(urls, jobs, quiet=as_json) as results:
+        objects = [url for url in urls if url not in folders]
+        rest = _pull_objects(cache, objects, targets, results, jobs=jobs, overwrite=overwrite, refresh=refresh, sha256=sha256)
+        pull_directory = functools.partial(_pull_directory, cache, bars=results.bars, refresh=refresh, overwrite=overwrite, **part)
+        rest |= {url: functools.partial(pull_directory, url, targets.get(url)) for url in folders}
+        for url, call in rest.items():
+            results.call(url, call)
+        results.wait()
+    conclude(results.outcomes, Output(as_json))
 
-        def fetch(url: str, on_progress: OnProgress) -> Entry | None:
-            if _is_directory(url):
-                return _pull_directory(cache, url, targets.get(url), on_progress, refresh=refresh, overwrite=overwrite, **part)
-            try:
-                entry = cache.pull(url, refresh=refresh, sha256=sha256, on_progress=on_progress)
-            except RemoteError as error:
-                if (isinstance(error, NotFound) or _is_local_directory(url)) and _exists_as_directory(cache, url):
-                    message = f"{shown_name(url)}: there is no such object, but a directory"
-                    raise NotFound(message, url=shown_name(url), todo="put a slash at the end of the URL to fetch the directory") from error
-                raise
-            if url in targets:
-                _copy(cache, url, targets[url], overwrite=overwrite, sha256=sha256)
-            return entry
 
-        outcomes = fetch_all(urls, fetch, jobs=jobs, quiet=as_json)
-    conclude(outcomes, Output(as_json), past_is_failure=to is None)
+def _pull_objects(
+    cache: Cache, urls: Sequence[str], targets: Mapping[str, Path], results: Results, *, jobs: int, overwrite: bool, refresh: bool,
+    sha256: str | None,
+) -> dict[str, Callable[[], Outcome]]:  # fmt: skip
+    """Fetch objects, and copy them to their targets. Returns, by URL, calls that get the outcomes of those that need more, which must not
+    be called before this ends: copies past the cache, and questions whether a directory was meant."""
+    from forebay.origin.files import opened  # here, so that `forebay --help` need not load it
+
+    rest: dict[str, Callable[[], Outcome]] = {}
+    with contextlib.closing(fetch_each(cache, urls, results.bars, jobs=jobs, refresh=refresh, sha256=sha256)) as fetched:
+        for outcome, lease in fetched:
+            url, target, error = outcome.url, targets.get(outcome.url), outcome.error
+            if lease is not None and target is not None:
+                results.call(url, functools.partial(_copied, outcome, functools.partial(opened, lease), target, overwrite=overwrite))
+            elif lease is not None:
+                lease.close()
+                results.add(outcome)
+            elif outcome.state == "past" and target is not None:
+                open_past = functools.partial(cache.open, url, sha256=sha256)
+                rest[url] = functools.partial(_copied, outcome, open_past, target, overwrite=overwrite)
+            elif isinstance(error, NotFound) or (isinstance(error, RemoteError) and _is_local_directory(url)):
+                rest[url] = functools.partial(_explained, cache, outcome)
+            else:
+                results.add(outcome)
+    return rest
+
+
+def _explained(cache: Cache, outcome: Outcome) -> Outcome:
+    """The outcome of an object that does not exist. Raises `NotFound` that tells so, if there is a directory of this name."""
+    url = outcome.url
+    if not _exists_as_directory(cache, url):
+        return outcome
+    message = f"{shown_name(url)}: there is no such object, but a directory"
+    raise NotFound(message, url=shown_name(url), todo="put a slash at the end of the URL to fetch the directory") from outcome.error
 
 
 def _is_directory(url: str) -> bool:
@@ -189,27 +273,20 @@ def _exists_as_directory(cache: Cache, url: str) -> bool:
 
 
 def _pull_directory(
-    cache: Cache, url: str, target: Path | None, on_progress: OnProgress, *, refresh: bool, overwrite: bool, **part: Any
-) -> Entry | None:  # fmt: skip
-    """Return the entry; None if there was room only at its target."""
-    size = 0
-
-    def tell(step: Progress) -> None:
-        nonlocal size
-        size = step.total or size
-        on_progress(step)
-
+    cache: Cache, url: str, target: Path | None, *, bars: Bars, refresh: bool, overwrite: bool, **part: Any
+) -> Outcome:  # fmt: skip
+    watch = _Watch(url, bars)
     try:
-        lease = cache.directory(url, force=True, refresh=refresh, on_progress=tell, **part)
+        lease = cache.directory(url, force=True, refresh=refresh, on_progress=watch, **part)
         with lease:
             if target is not None:
                 cache.copy_directory(url, target, force=True, overwrite=overwrite, **part)
-            return lease.entry._replace(size=size)  # the size of its files, not of the tree of links
+            return watch.outcome(watch.size)  # the size of its files, not of the tree of links
     except NoSpace:
         if target is None:
             raise
-    cache.copy_directory(url, target, force=True, overwrite=overwrite, refresh=refresh, on_progress=tell, **part)
-    return None
+    cache.copy_directory(url, target, force=True, overwrite=overwrite, refresh=refresh, on_progress=watch, **part)
+    return replace(watch.outcome(None), state="past")
 
 
 def _is_sha256(text: str) -> bool:
@@ -243,21 +320,23 @@ def _file_name(url: str) -> str:
     return name
 
 
-def _copy(cache: Cache, url: str, target: Path, *, overwrite: bool, sha256: str | None) -> None:
-    """Copy the object so that ``target`` is complete at any time. Raises `Foreign` if a file with other bytes exists."""
+def _copied(outcome: Outcome, opened: Callable[[], BinaryIO], target: Path, *, overwrite: bool) -> Outcome:
+    """Copy an object so that ``target`` is complete at any time. Raises `Foreign` if a file with other bytes exists."""
     import secrets
     import shutil
 
+    done = replace(outcome, error=None)
     if os.path.lexists(target) and not overwrite:
-        with cache.open(url, sha256=sha256) as source:
+        with opened() as source:
             _check_same(source, target)
-        return
+        return done
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name[:200]}.{secrets.token_hex(4)}.part")
     try:
-        with cache.open(url, sha256=sha256) as source, open(part, "xb") as copy:
+        with opened() as source, open(part, "xb") as copy:
             shutil.copyfileobj(source, copy, 1 << 20)
         _put_in_place(part, target, overwrite=overwrite)
+        return done
     finally:
         part.unlink(missing_ok=True)
 
@@ -304,61 +383,26 @@ def warm(source: str, jobs: int, root: Path | None, as_json: bool) -> None:
     """Fill the cache before a job: with the URLs in FILE, one a line ('-': standard input), or all that begin with the URL PREFIX. Objects
     in the cache are skipped: after an interruption the same command resumes."""
     urls = list(dict.fromkeys(_urls(source)))
-    with filled(root) as cache:
-        outcomes = _warm_all(cache, urls, jobs=jobs, quiet=as_json)
-    failed = sum(o.state in ("failed", "past") for o in outcomes)
+    with filled(root) as cache, _results(urls, jobs, quiet=as_json) as results:
+        with contextlib.closing(fetch_each(cache, urls, results.bars, jobs=jobs)) as fetched:
+            for outcome, lease in fetched:
+                if lease is not None:
+                    lease.close()
+                results.add(outcome)
+    failed = sum(outcome.error is not None for outcome in results.outcomes)
     if failed:
         note(f"{failed:,} of {len(urls):,} failed; the same command tries these again")
-    conclude(outcomes, Output(as_json))
-
-
-def _warm_all(cache: Cache, urls: Sequence[str], *, jobs: int, quiet: bool) -> list[Outcome]:
-    """Warm the cache, with bars unless ``quiet``; a failure does not stop the rest."""
-    from forebay.cli.bars import Bars  # here, so that `forebay --help` need not load it
-
-    shown = {_key_of(url): url for url in urls}  # the bar's name is the URL as it was given, not as it is stored
-    sizes: dict[str, int] = {}
-    began: dict[str, float] = {}
-    seconds: dict[str, float] = {}
-    with _kept_on_interrupt(), Bars(len(urls), quiet=quiet) as bars:
-
-        def on_progress(step: Progress) -> None:
-            key, url, now = step.url, shown.get(step.url, step.url), time.monotonic()
-            bars.update(replace(step, url=url))
-            if step.state == "fetching":
-                began.setdefault(key, now)
-            elif step.state in ("done", "direct"):
-                sizes[key], seconds[key] = step.done, now - began.get(key, now)
-                bars.finished(url, "past" if step.state == "direct" else "fetched" if key in began else "kept")
-
-        report = cache.warm(urls, jobs=jobs, on_progress=on_progress)
-        for url, _ in report.failed:
-            bars.finished(url, "failed")
-    keys = {url: _key_of(url) for url in urls}
-    outcomes = [
-        Outcome(url, "fetched" if keys[url] in began else "kept", sizes.get(keys[url]), seconds.get(keys[url], 0.0)) for url in report.done
-    ]
-    for url, error in report.failed:
-        state = "past" if isinstance(error, NoSpace) else "failed"
-        outcomes.append(Outcome(url, state, seconds=seconds.get(keys[url], 0.0), error=error))
-    for outcome in outcomes:
-        log.debug("%s: %s", shown_name(outcome.url), _STATES.get(outcome.state, outcome.state))
-    return outcomes
-
-
-def _key_of(url: str) -> str:
-    from forebay import remote  # here, so that `forebay --help` need not load it
-
-    try:
-        return remote.canonical(url)
-    except ConfigError:
-        return url  # it fails, and says why
+    conclude(results.outcomes, Output(as_json))
 
 
 @contextlib.contextmanager
-def _kept_on_interrupt() -> Iterator[None]:
+def _results(urls: Sequence[str], jobs: int, *, quiet: bool) -> Iterator[Results]:
+    """The results for these URLs, with a bar for each unless ``quiet``."""
+    from forebay.cli.bars import Bars  # here, so that `forebay --help` need not load it
+
     try:
-        yield
+        with Bars(len(urls), quiet=quiet) as bars:
+            yield Results(bars, jobs)
     except KeyboardInterrupt:  # after the bars, which would be drawn over the note
         note("what was fetched is kept: the same command resumes there")
         raise

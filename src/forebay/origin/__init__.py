@@ -179,14 +179,14 @@ class Origin:
     # -- what a URL is ---------------------------------------------------------------------------------------------
 
     def target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
-        """The target of a URL or path, or of a path of a filesystem object of fsspec or pyarrow. Raises `ConfigError`, or `MissingExtra`
-        for a scheme whose package is not installed."""
+        """The target of a URL or path, or of a path of a filesystem object of fsspec or pyarrow. Raises `ConfigError`, `MissingExtra`."""
         text = os.fspath(url)
+        if not text:
+            raise errors.ConfigError("an empty URL names nothing", name="url", value="")
         if filesystem is not None:
             key, suffix, served_by = remote.on_filesystem(filesystem, text, self.options)
             return Target(text, key, suffix, lambda: served_by)
-        known = self._targets.get(text)
-        if known is not None:
+        if (known := self._targets.get(text)) is not None:
             return known
         key = remote.canonical(text)
         target = Target(text, key, remote.suffix_of_key(key), self._resolvers.of(text), remote.local_path(text))
