@@ -687,6 +687,28 @@ def test_keys_end_when_nobody_wants_more(server: ScriptedServer) -> None:
     assert server.heads <= 9
 
 
+def test_keys_that_end_do_not_wait_for_a_shard_that_stalls(server: ScriptedServer) -> None:
+    urls = [server.put(f"/{i}.tar", tar_of(samples(2)), stall_after=10 if i == 3 else None) for i in range(4)]
+    keys = TarSource(urls).keys()
+    assert next(keys) == "0.tar/000000.jpg"
+    assert server.stalled.wait(60)
+    keys.close()
+    stalled = [thread for thread in threading.enumerate() if thread.name.startswith("forebay-index")]
+    assert stalled
+    server.go.set()
+    for thread in stalled:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_an_error_of_one_shard_comes_at_its_turn(server: ScriptedServer) -> None:
+    urls = [server.put(f"/{i}.tar", b"no tar" if i == 2 else tar_of(samples(1))) for i in range(5)]
+    keys = TarSource(urls).keys()
+    assert [next(keys) for _ in range(4)] == [f"{i}.tar/000000.{kind}" for i in range(2) for kind in ("jpg", "json")]
+    with pytest.raises(errors.BadArchive):
+        next(keys)
+
+
 def test_shards_that_lead_out_of_the_prefix_are_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     names = ["../../evil.tar", "ok.tar", "../worse.tar", "a/./b.tar"]
     listed = [ObjectInfo(f"s3://b/p/{name}", 10, "x", True, 1.0) for name in names]

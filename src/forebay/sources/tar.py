@@ -7,12 +7,13 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from forebay import errors
+from forebay._kernel.threads import Threads
 from forebay._logs import logger
 from forebay._model import ObjectInfo, SourceInfo
 from forebay.origin import Origin
@@ -36,6 +37,14 @@ class _Layout(NamedTuple):
 
     uri: str
     urls: dict[str, str]
+
+
+class _Indexing(NamedTuple):
+    """A shard whose index a thread builds."""
+
+    shard: str
+    url: str
+    built: Future[Indexed]
 
 
 class TarSource:
@@ -103,15 +112,27 @@ class TarSource:
         return data
 
     def keys(self) -> Iterator[str]:
-        """All members, shard by shard, in their order. Builds missing indexes, of several shards concurrently."""
-        names = iter(self._laid_out().urls.items())
-        with ThreadPoolExecutor(AT_ONCE, "forebay-index") as pool:
-            coming = deque((shard, pool.submit(self._shards.index, url)) for shard, url in islice(names, AT_ONCE))
-            while coming:
-                shard, future = coming.popleft()
-                index = future.result().members
-                coming.extend((each, pool.submit(self._shards.index, url)) for each, url in islice(names, 1))
-                yield from (f"{shard}/{name}" for name in index)
+        """All members, shard by shard, in their order. Builds missing indexes, of several shards concurrently. Closing the iterator does
+        not wait for those that are being built."""
+        threads = Threads(self._index, AT_ONCE, name="index")
+        shards, window = iter(self._laid_out().urls.items()), deque[_Indexing]()
+        try:
+            while True:
+                for shard, url in islice(shards, AT_ONCE - len(window)):
+                    window.append(_Indexing(shard, url, Future()))
+                    threads.submit(window[-1])
+                if not window:
+                    return
+                first = window.popleft()
+                yield from (f"{first.shard}/{name}" for name in first.built.result().members)
+        finally:
+            threads.close()
+
+    def _index(self, indexing: _Indexing) -> None:
+        try:
+            indexing.built.set_result(self._shards.index(indexing.url))
+        except BaseException as error:  # noqa: BLE001 (raised where the index is wanted)
+            indexing.built.set_exception(error)
 
     def shards(self) -> list[str]:
         """The names of the shards, in order. Raises `RemoteError`."""
