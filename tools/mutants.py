@@ -1246,6 +1246,11 @@ MUTANTS = (
     ),
     # Loading ahead
     Mutant(
+        2, "what the cache has under another name is fetched again", "prefetch/writer.py",
+        "        lookup.cached = self._cached(", "        lookup.cached = () and self._cached(",
+        "tests/scenarios/test_linked_items.py::test_what_is_to_be_read_is_looked_for_together",
+    ),
+    Mutant(
         2, "who waited for another's read reads again", "prefetch/loader.py",
         "        try:\n            lease = self._store.take(space, name)\n",
         "        try:\n            lease = None\n",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay.cache import origin_of
 from forebay.remote import filesystems
@@ -250,3 +251,80 @@ def test_members_of_a_shard_that_was_pulled(cache: forebay.Cache, server: Script
     server.put("/shard.tar", packed.getvalue() + b"x")
     with cache.prefetcher(TarSource(url), name="again") as pool:  # what the index says is of the version before
         assert pool.get_lazy(keys[0]).get() in bodies.values()
+
+
+class Asked(UrlSource):
+    """Notes what a prefetcher asks it."""
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        super().__init__(prefix)
+        self.looks, self.leases, self.sizes = list[list[str]](), list[str](), list[str]()
+
+    def cached(self, keys: Sequence[str]) -> set[str]:
+        self.looks.append(list(keys))
+        return super().cached(keys)
+
+    def lease(self, key: str) -> Lease | None:
+        self.leases.append(key)
+        return super().lease(key)
+
+    def size(self, key: str) -> int | None:
+        self.sizes.append(key)
+        return super().size(key)
+
+
+def test_what_is_to_be_read_is_looked_for_together(cache: forebay.Cache, server: ScriptedServer) -> None:
+    names = [f"{number}.bin" for number in range(60)]
+    urls = [server.put(f"/data/{name}", name.encode(), stall_after=1) for name in names]
+    server.go.set()
+    cache.read_many(urls[-3:])
+    server.go.clear()
+    source = Asked(f"{server.url}/data")
+    with cache.prefetcher(source, workers=4) as pool:
+        lazies = [pool.get_lazy(name) for name in names]
+        server.go.set()  # all are queued by now
+        assert pool.warm(names).failed == ()
+        assert [lazy.get() for lazy in lazies] == [name.encode() for name in names]
+    looked = [name for look in source.looks for name in look]
+    assert set(looked) == set(names)
+    assert len(source.looks) < len(names)
+    assert sorted(source.leases) == sorted(names[-3:])
+    assert server.gets == len(names)
+
+
+def test_only_local_files_are_asked_for_their_size(cache: forebay.Cache, server: ScriptedServer, tmp_path: Path) -> None:
+    server.put("/data/a", b"remote")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a").write_bytes(b"local")
+    sources = Asked(f"{server.url}/data"), Asked(tmp_path / "files")
+    for source, body in zip(sources, (b"remote", b"local"), strict=True):
+        with cache.prefetcher(source) as pool:
+            assert pool.warm(["a"]).failed == ()
+            assert pool.get_lazy("a").get() == body
+    assert [set(source.sizes) for source in sources] == [set(), {"a"}]
+
+
+def test_a_key_that_leads_out_of_the_source_fails_alone(cache: forebay.Cache, server: ScriptedServer) -> None:
+    bodies = put(server)
+    cache.read(f"{server.url}/data/0.bin")
+    with cache.prefetcher(UrlSource(f"{server.url}/data")) as pool:
+        report = pool.warm([*bodies, "../x"])
+        assert (set(report.done), [key for key, _ in report.failed]) == (set(bodies), ["../x"])
+        with pytest.raises(errors.ConfigError):
+            pool.get_lazy("../x").get()
+    assert server.gets == 3
+
+
+def test_a_source_that_cannot_tell_what_is_cached_is_asked_for_each(cache: forebay.Cache, server: ScriptedServer) -> None:
+    class Failing(Asked):
+        def cached(self, keys: Sequence[str]) -> set[str]:
+            raise RuntimeError("no idea")
+
+    bodies = put(server)
+    cache.read(f"{server.url}/data/0.bin")
+    source = Failing(f"{server.url}/data")
+    with cache.prefetcher(source) as pool:
+        assert pool.warm(bodies).failed == ()
+        assert {name: pool.get_lazy(name).get() for name in bodies} == bodies
+    assert sorted(source.leases) == sorted(bodies)
+    assert server.gets == 3

@@ -8,7 +8,7 @@ import secrets
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -82,10 +82,10 @@ class Prefetcher(Pool[Item_co]):
         return session
 
     def _job(self, session: Lease | None) -> PrefetchConfig:
-        size = getattr(self.source, "size", None)
+        size = getattr(self.source, "size", None) if self._maker.knows_sizes else None
         return PrefetchConfig(
             store=self._store, space=self.name, workers=self._options["workers"], keep=self._options["keep"], make=self._maker.make,
-            size_of=size if self._maker.is_raw else None, lease=self._maker.lease, timeout=self._origin.timeout,
+            size_of=size, lease=self._maker.lease, cached=self._maker.cached, timeout=self._origin.timeout,
             report_fault=_FallbackReporter(self._origin, self.name), session=session,
         )  # fmt: skip
 
@@ -273,6 +273,8 @@ class _Maker:
             self._decoders.insert(0, self._inner.decode)
             self._inner = self._inner.inner
         self.lease: Callable[[str], Lease | None] | None = getattr(self._inner, "lease", None) if self.is_raw else None
+        self.cached: Callable[[Sequence[str]], Collection[str]] = getattr(self._inner, "cached", tuple) if self.lease is not None else _none
+        self.knows_sizes: bool = self.is_raw and getattr(self._inner, "is_local", True)
         self._read = getattr(self._inner, "fetch", self._inner.__getitem__) if self.lease is not None else self._inner.__getitem__
 
     def make(self, key: str) -> Buffer:
@@ -370,6 +372,11 @@ def decoder_of(source: Any) -> tuple[str, ...]:
         decoders += [str(source.decoder), repr(source.decoder_version)]
         source = source.inner
     return tuple(decoders)
+
+
+def _none(keys: Sequence[str]) -> tuple[str, ...]:
+    """None of these keys."""
+    return ()
 
 
 def _checked_key(key: str) -> str:

@@ -336,7 +336,8 @@ class LoadQueue:
                     self._elsewhere.remove(load.ref)
                 is_free = load.state is State.QUEUED and lease is None and load not in lookup.failed and fault is None
                 if is_free and need is not None and load in lookup.holds:
-                    load.scheduled = Scheduled(load.ref, lookup.holds.pop(load), need, lookup.epoch, time.monotonic())
+                    hold, is_cached = lookup.holds.pop(load), load.key in lookup.cached
+                    load.scheduled = Scheduled(load.ref, hold, need, lookup.epoch, time.monotonic(), is_cached)
                     load.state = State.SCHEDULED
                     self._ready.append(load.scheduled)
                     continue

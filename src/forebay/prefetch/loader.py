@@ -213,7 +213,7 @@ class Loader:
     def _read_ahead(self, scheduled: Scheduled) -> None:
         ref, handed_over = scheduled.ref, False
         try:
-            linked = self._link(ref)
+            linked = self._link(ref) if scheduled.is_cached else None
             if isinstance(linked, Lease):
                 self._keep_lease(ref, linked)
                 self.queue.end_read(scheduled)

@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -27,7 +27,8 @@ class PrefetchConfig:
     """What one prefetcher loads, from where to where.
 
     ``make`` returns the bytes of an item as they are stored, and raises what the source raises. ``size_of``, where the source knows sizes,
-    returns how many bytes that will be. ``lease``, where the cache may have the item under another name, returns a lease on that."""
+    returns how many bytes that will be. ``lease``, where the cache may have the item under another name, returns a lease on that;
+    ``cached`` returns those of several keys for which it is worth the call."""
 
     store: Store
     space: str
@@ -36,6 +37,7 @@ class PrefetchConfig:
     make: Callable[[str], Buffer]
     size_of: Callable[[str], int | None] | None
     lease: Callable[[str], Lease | None] | None
+    cached: Callable[[Sequence[str]], Collection[str]]
     timeout: float | None
     report_fault: Callable[[Exception, str], None]
     session: Lease | None = None
@@ -119,13 +121,15 @@ class LoadRef(weakref.ref[Load]):
 
 @dataclass(slots=True, eq=False)
 class Scheduled:
-    """A load that is ready to be read: ``need`` is promised, and ``hold`` locks its key. ``since``: seconds of the monotonic clock."""
+    """A load that is ready to be read: ``need`` is promised, and ``hold`` locks its key. ``since``: seconds of the monotonic clock.
+    ``is_cached``: the cache may have it under another name."""
 
     ref: LoadRef
     hold: KeyHold
     need: Need
     epoch: int
     since: float
+    is_cached: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -153,14 +157,16 @@ class Taken(NamedTuple):
 class Lookup:
     """Loads that the scheduler looks for in the cache, and what it learns of them.
 
-    ``needs``: the room of those that can be read if they are not there; ``holds``: the locks on their keys; ``failed``: what their loads in
-    other processes raised; ``hits``: sizes of what was there; ``too_large``: key and size of one that is larger than the limit."""
+    ``needs``: the room of those that can be read if they are not there; ``holds``: the locks on their keys; ``cached``: the keys of those
+    that the cache may have under another name; ``failed``: what their loads in other processes raised; ``hits``: sizes of what was there;
+    ``too_large``: key and size of one that is larger than the limit."""
 
     loads: list[Load]
     needs: dict[Load, Need]
     epoch: int
     leases: Mapping[str, Lease] = field(default_factory=dict)
     holds: dict[Load, KeyHold] = field(default_factory=dict)
+    cached: Collection[str] = ()
     failed: dict[Load, Exception] = field(default_factory=dict)
     hits: list[int] = field(default_factory=list)
     too_large: tuple[str, int] | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from forebay import errors
 from forebay._engine.catalog import CatalogBroken
@@ -59,6 +59,17 @@ class Scheduler:
                 error = self._store.locks.failure(space, load.name, load.busy_since)
                 if error is not None:
                     lookup.failed[load] = error
+        lookup.cached = self._cached([load.key for load in lookup.holds if load.name not in lookup.leases])
+
+    def _cached(self, keys: Sequence[str]) -> Collection[str]:
+        """Those of the keys that the cache may have under another name."""
+        try:
+            return self._config.cached(keys) if keys else ()
+        except errors.CacheFault:
+            raise
+        except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
+            log.debug("whether the cache has %s is not known: %s", keys[0], str(error))
+            return keys
 
     def release_discarded(self) -> None:
         """Release the keys of loads that no caller needs, or that no worker comes to."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, TypeAlias
 
@@ -42,6 +43,8 @@ class UrlSource:
         self._reach = RemoteAccess(filesystem, options)
         self.uri = self._reach.key(self._prefix.url)
         self.version = version
+        self.is_local = self._prefix.local is not None
+        """Whether its objects are local files: only those tell their sizes and versions without a request."""
 
     def __repr__(self) -> str:
         return f"UrlSource({self.uri!r})"
@@ -59,6 +62,15 @@ class UrlSource:
     def lease(self, key: str) -> Lease | None:
         """A lease on the object if the cache has it already, from `Cache.read` or a `pull`, in the remote's current version; else None."""
         return self._reach.kept(self._url(key), versioned=self.version is not None)
+
+    def cached(self, keys: Sequence[str]) -> set[str]:
+        """Those of these keys whose objects the cache may have already, so that `lease` is worth its call: one query for all of them."""
+        urls: dict[str, str] = {}
+        for key in keys:
+            with contextlib.suppress(errors.ConfigError):  # reading it will raise the error
+                urls[key] = self._url(key)
+        cached = self._reach.cached(urls.values())
+        return {key for key, url in urls.items() if url in cached}
 
     def keys(self) -> Iterator[str]:
         """All names, in the order of the remote. Omits names that are not below the prefix, such as ``../x``, with one warning.
