@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from typing import Any
 
@@ -143,3 +144,23 @@ def test_objects_that_stall_do_not_hold_up_the_others(cache: forebay.Cache, serv
         if done == 30:
             server.go.set()
     assert done == 40
+
+
+def test_a_signal_that_another_thread_gets_ends_the_wait(cache: forebay.Cache, server: ScriptedServer) -> None:
+    origin, interrupted, late = origin_of(cache), threading.Event(), []
+    url = server.put("/a", b"aa", stall_after=1)
+
+    def interrupt() -> None:
+        server.stalled.wait()
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        if not interrupted.wait(30):
+            late.append(url)
+        server.go.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(BulkFetch(origin).run([Wanted(origin.target(url), FetchOptions.of(origin))]))
+    interrupted.set()
+    thread.join()
+    assert not late

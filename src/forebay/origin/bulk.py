@@ -174,12 +174,11 @@ class BulkFetch:
         return places if places >= min(GROUP, max(self._most // 2, 1)) or (is_idle and places > 0) else 0
 
     def _next_event(self) -> Iterator[Wanted]:
-        while self._on_turn is not None:
+        while True:  # in short turns: another thread may have got the signal of Ctrl-C, and nothing would wake this one
             try:
                 return self._events.get(timeout=TURN)()
             except queue.Empty:
                 self._turn()
-        return self._events.get()()
 
     # -- look and hold ---------------------------------------------------------------------------------------------
 
