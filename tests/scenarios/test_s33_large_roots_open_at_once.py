@@ -16,6 +16,7 @@ import forebay
 SCRIPT = """
 import json, os, sys, time
 import forebay, forebay.cache
+from forebay._engine import reading
 from forebay._kernel import below
 opened, listed = [], []
 
@@ -25,13 +26,17 @@ def hook(event, arguments):
     elif event in ("os.listdir", "os.scandir"):
         listed.append(str(arguments[0]))
 
-open_below = below.Below._open  # it asks the kernel past Python
+open_below, open_quickly = below.Below._open, reading.open_quickly  # they ask the kernel past Python
 
 def noting(self, path, flags):
     opened.append(os.fspath(path))
     return open_below(self, path, flags)
 
-below.Below._open = noting
+def noting_quickly(path):
+    opened.append(path)
+    return open_quickly(path)
+
+below.Below._open, reading.open_quickly = noting, noting_quickly
 sys.addaudithook(hook)
 began = time.perf_counter()
 cache = forebay.Cache(sys.argv[1])
