@@ -114,8 +114,9 @@ class StatsReader:
         return IndexUse(folder / "table" in files, buckets, used, sum(map(self._blocks, files)), changed, len(sample), led)
 
     def overhead(self) -> dict[str, int]:
-        """Bytes on the disk that the budget does not count: ``log``, ``slots`` (the tables of slots and of keys), ``directories``, and
-        ``other`` files, which are locks, counters, the ballast, and the allowance of the catalog beside small values."""
+        """Bytes on the disk that the budget does not count: ``log``, ``slots`` (the tables of slots and of keys, and the copies of small
+        values), ``directories``, and ``other`` files, which are locks, counters, the ballast, and the allowance of the catalog beside small
+        values."""
         root, wal = self._root, Wal(str(self._root.catalog), self._root.files)
         top = ("FORMAT", "CACHEDIR.TAG", "settings.json", "counters", root.ballast.name)
         folders = [root.slots_dir, root.index_dir, root.blobs_dir, root.trees_dir, root.packs_dir, root.tmp_dir, root.words.parent]
