@@ -86,20 +86,23 @@ def test_the_document_has_all_facts_and_no_secrets(run: Run, job: subprocess.Pop
 
 
 def test_many_processes_are_cut_in_the_table_only(run: Run, home: Path, tmp_path: Path) -> None:
-    pids, (read, write) = [os.getpid()], os.pipe()
+    pids, (read, write), (heard, tell) = [os.getpid()], os.pipe(), os.pipe()
     with forebay.claim(tmp_path / "data", job="many"):
         for _ in range(5):
             if (pid := os.fork()) == 0:
                 os.close(write)
+                os.write(tell, b".")  # it has taken its place in the claim
                 os.read(read, 1)  # until the parent closes its end
                 os._exit(0)
             pids.append(pid)
+            os.read(heard, 1)
         (claim,) = run("claims", "--json").json
         shown = run("claims").lines[1]
         os.close(write)
         for pid in pids[1:]:
             os.waitpid(pid, 0)
-    os.close(read)
+    for fd in (read, heard, tell):
+        os.close(fd)
     assert claim["pids"] == pids
     assert f" {pids[0]} {pids[1]} {pids[2]} +3 " in shown
 
