@@ -58,7 +58,8 @@ def _another_process(work: Callable[[], object]) -> Iterator[Callable[[], object
 
 
 def _queries(seen: list[str]) -> list[str]:
-    return [sql for sql in seen if sql.lstrip().startswith("SELECT")]
+    """Those of a put itself: the copies of small values ask for the budget when it may have changed."""
+    return [sql for sql in seen if sql.lstrip().startswith("SELECT") and not sql.startswith("SELECT name, value FROM meta")]
 
 
 def test_a_put_after_a_put_queries_nothing(store: Store) -> None:
