@@ -101,6 +101,7 @@ def harm(path: Path, how: str) -> None:
         overwrite(path, int(where), b"\xff\xff")
     elif what == "swapped":
         swap_keys(path)
+        shutil.rmtree(path.parent / "index")  # by which a first read would not ask the catalog
     else:
         path.unlink()
 
