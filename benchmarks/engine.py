@@ -303,7 +303,7 @@ def put_alone(folder: Path, quick: bool) -> Line:
     cache = forebay.Cache(folder / "root", budget="4GB")
     peer = diskcache.Cache(str(folder / "diskcache"), size_limit=1 << 40)
     commit = sqlite_commit(sqlite_file(folder / "floor.sqlite"), data)
-    line = Line("`put` of 10 KB incl. publish, one process", "<= 250 us")
+    line = Line("`put` of 10 KB incl. publish, one process", ">= diskcache")
     line.timings = interleave(
         3 if quick else 11,
         {
@@ -313,7 +313,7 @@ def put_alone(folder: Path, quick: bool) -> Line:
             "diskcache": Part(PEER, each(lambda key: peer.set(key, data), keys["disk"], count), count),
         },
     )
-    line.met = line.ours.median <= 250e-6
+    line.met = line.ratio("diskcache") >= 1
     return line
 
 

@@ -152,9 +152,9 @@ def one(folder: Path, quick: bool) -> list[Line]:
         }  # fmt: skip
         timings, more = in_turn(rounds, codes, folder, f"{url}/object", str(size))
     grown = max(rest[0] for rest in more["Forebay"])
-    line = Line(f"{size // MB} MB from nginx, one object", ">= 0.8x curl; RSS <= 100 MB over import", timings)
+    line = Line(f"{size // MB} MB from nginx, one object", ">= 0.9x curl; RSS <= 100 MB over import", timings)
     line.note = f"{size / timings['Forebay'].median / MB:.0f} MB/s, RSS +{grown:.0f} MB"
-    line.met = line.ratio("curl") >= 0.8 and grown <= 100
+    line.met = line.ratio("curl") >= 0.9 and grown <= 100
     return [line]
 
 
