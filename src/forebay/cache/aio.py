@@ -18,7 +18,7 @@ from forebay._kernel import host
 from forebay.origin import Origin
 from forebay.origin.bulk import BulkFetch, Wanted
 from forebay.origin.files import opened, stream
-from forebay.origin.request import FetchOptions, Target, is_expected, is_same_version
+from forebay.origin.request import FetchOptions, Target, is_expected
 from forebay.origin.spaces import URLS
 
 T = TypeVar("T")
@@ -137,29 +137,21 @@ class AsyncFetches:
     def _serve_at_once(self, request: Wanted) -> bool:
         """Serve what is there, without waiting for a place behind objects that are on their way."""
         target, options, store = request.target, request.options, self._origin.store
+        if request.view:
+            request.data, _ = self._origin.served(target, options)
+            return request.data is not None
         if options.refresh or options.sha256 or options.pin:
             return False
         try:
-            if request.view:
-                hit = store.view(URLS, target.key)
-                if (
-                    hit is not None
-                    and self._origin.is_fresh(hit.entry, options)
-                    and (not options.etag or is_same_version(hit.entry.validator, options.etag))
-                ):
-                    store.touch(hit.entry)
-                    store.count_hit(hit.size)
-                    request.data = memoryview(hit.view)
-            else:
-                lease = store.lease(URLS, target.key)
-                if lease is not None and self._origin.is_fresh(lease.entry, options) and is_expected(lease, options):
-                    store.count_hit(lease.entry.size)
-                    request.lease = lease
-                elif lease is not None:
-                    lease.close()
+            lease = store.lease(URLS, target.key)
         except errors.CacheFault:
             return False
-        return request.data is not None or request.lease is not None
+        if lease is not None and self._origin.is_fresh(lease.entry, options) and is_expected(lease, options):
+            store.count_hit(lease.entry.size)
+            request.lease = lease
+        elif lease is not None:
+            lease.close()
+        return request.lease is not None
 
     def _submit(self, awaited: _Awaited) -> None:
         with self._lock:

@@ -205,7 +205,7 @@ class Origin:
     def _read(self, target: Target, options: FetchOptions) -> memoryview:
         if options.bypass or (target.in_place and not options.force):
             return self.direct(target, options)
-        served, is_missing = self._served(target, options)
+        served, is_missing = self.served(target, options)
         if served is not None:
             return served
         spilling = SpillingSink(self.most)
@@ -222,7 +222,7 @@ class Origin:
             data = spilling.take()
             return self.direct(target, options) if data is None else data
 
-    def _served(self, target: Target, options: FetchOptions) -> tuple[memoryview | None, bool]:
+    def served(self, target: Target, options: FetchOptions) -> tuple[memoryview | None, bool]:
         """A hit by the memo or the catalog, without a lease; else whether there is no entry."""
         if options.sha256 or options.etag or options.pin or options.refresh:
             return None, False
