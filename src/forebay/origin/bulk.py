@@ -433,9 +433,7 @@ class BulkFetch:
                 self._origin.fall_back(published, request.target.key)
             else:
                 request.error = published
-            self._under_way.discard(fetch)
-            fetch.release()
-            yield request
+            yield from self._end(fetch)
 
     def _published(self, group: Sequence[_Fetch]) -> Iterator[Entry | Lease | errors.CacheFault]:
         """What each was published as; a lease where its file is wanted."""
