@@ -183,6 +183,14 @@ _MANY_WARM = (
     tell(began, cpu)
 """
 )
+_MANY_STREAM = (
+    _MANY_BEGIN
+    + """
+    with cache.prefetcher(url, workers=16) as pool:
+        assert all(len(data) == 100_000 for data in pool.stream(map(str, range(count)), ahead=64))
+    tell(began, cpu)
+"""
+)
 _MANY_URLLIB3 = (
     _CLOCK
     + """
@@ -241,13 +249,15 @@ def many(folder: Path, quick: bool) -> list[Line]:
         for number in range(count):
             (files / str(number)).write_bytes(os.urandom(100_000))
         codes = {
-            "Forebay": (OURS, _MANY_READ), "warm": (OURS, _MANY_WARM), "pwrite + rename": (FLOOR, _MANY_WRITE),
+            "Forebay": (OURS, _MANY_READ), "warm": (OURS, _MANY_WARM), "stream": (OURS, _MANY_STREAM),
+            "pwrite + rename": (FLOOR, _MANY_WRITE),
             "urllib3, 16 threads": (PEER, _MANY_URLLIB3), "aiohttp": (PEER, _MANY_AIOHTTP),
         }  # fmt: skip
         timings, _ = in_turn(rounds, codes, folder, url, str(count))
         together = _four(folder, url, count, max(rounds // 2, 1))
     lines = []
-    for what, mine in (("read_many", timings["Forebay"]), ("warm", timings.pop("warm"))):
+    several = {"warm": timings.pop("warm"), "prefetcher.stream": timings.pop("stream")}
+    for what, mine in {"read_many": timings["Forebay"], **several}.items():
         must = ">= 1.3x urllib3 with 16 threads, CPU <= 800 us each"
         line = Line(f"{count:,} x 100 KB from nginx, {what}", must, timings | {"Forebay": mine})
         each = statistics.median(mine.cpu) / count

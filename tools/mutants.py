@@ -64,6 +64,8 @@ KEYS = "tests/engine/index/test_keys.py::"
 VALUES = "tests/engine/index/test_values.py::"
 LIMITS = "tests/engine/index/test_limits.py::"
 LOOP = "tests/remote/test_limits.py::"
+AHEAD = "tests/prefetch/test_ahead.py::"
+OBJECTS = "tests/prefetch/test_objects.py::"
 BUSY = "tests/cache/test_connection_timeouts.py::"
 FIRST_VALUES = "tests/engine/test_first_values.py::"
 STREAMING = "tests/adapters/streaming/test_streaming_prefix.py::"
@@ -1245,6 +1247,52 @@ MUTANTS = (
         "tests/engine/packs/test_pack.py::test_two_handles_of_a_process_append_apart",
     ),
     # Loading ahead
+    Mutant(
+        11, "an order that is not kept stops the look-ahead", "prefetch/ahead.py",
+        "                if self._ahead:\n                    self._pass(self._ahead[0])\n", "                pass\n",
+        f"{AHEAD}test_an_order_that_is_not_kept_costs_only_the_look_ahead",
+    ),
+    Mutant(
+        4, "a look-ahead knows no bounds", "prefetch/ahead.py",
+        "            if is_enough and self._ahead:\n", "            if False:\n",
+        f"{AHEAD}test_the_window_bounds_what_is_ahead",
+    ),
+    Mutant(
+        5, "a loaded object is not held by its lazy", "prefetch/objects.py",
+        "                ref.lease, lease = lease, None\n", "                pass\n",
+        f"{OBJECTS}test_a_lazy_holds_its_object_until_it_is_read",
+    ),
+    Mutant(
+        4, "objects without room fill the memory", "prefetch/objects.py",
+        "len(self._under_way) - len(self._in_memory)", "len(self._under_way)",
+        f"{OBJECTS}test_without_room_a_few_objects_wait_in_memory",
+    ),
+    Mutant(
+        4, "an object that never fits occupies a place", "prefetch/objects.py",
+        "return self._waits and size <= self._store.spaces.limits(URLS)[0]", "return self._waits",
+        f"{OBJECTS}test_an_object_larger_than_the_cache_occupies_no_place",
+    ),
+    Mutant(
+        2, "what another process fetches is not looked for again", "prefetch/objects.py",
+        "            self._queued.extend(again)\n", "            self._queued.clear()\n",
+        f"{OBJECTS}test_what_another_process_fetches_is_waited_for",
+    ),
+    Mutant(
+        9, "a child keeps what its parent was fetching", "prefetch/objects.py",
+        "            if not load.is_settled:\n                load.state = State.QUEUED\n",
+        "            if False:\n                load.state = State.QUEUED\n",
+        f"{OBJECTS}test_after_a_fork_both_processes_go_on",
+    ),
+    Mutant(
+        3, "a stream takes an old object for a fresh one", "prefetch/__init__.py",
+        "URLS, FOREVER if self._origin.offline else self._origin.max_age", "URLS, FOREVER",
+        f"{OBJECTS}test_what_changed_is_noticed_once_in_a_period",
+    ),
+    Mutant(
+        11, "objects of a bulk fetch that breaks are waited for", "prefetch/objects.py",
+        "            for load in self._live(lost):\n", "            for load in self._live([]):\n",
+        f"{OBJECTS}test_a_bulk_fetch_that_breaks_leaves_its_objects_to_the_callers",
+    ),
     Mutant(
         2, "what the cache has under another name is fetched again", "prefetch/writer.py",
         "        lookup.cached = self._cached(", "        lookup.cached = () and self._cached(",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from forebay._engine.store import Store
+from forebay.origin.spaces import FOREVER
 from tests.harness import MiB, bytes_of, lose_cells, opened
 from tests.processes import fork, in_child
 
@@ -180,9 +181,9 @@ def test_what_is_expected_is_the_last_to_be_evicted(store: Store) -> None:
     entry = store.entry("v", "large")
     assert entry is not None
     store.engine.slots.touch(entry.slot, 1)
-    assert not store.reservations.expect("v", "none")
-    assert not store.reservations.expect("no space", "large")
-    assert store.reservations.expect("v", "large")
+    assert not store.reservations.expect("v", "none", FOREVER)
+    assert not store.reservations.expect("no space", "large", FOREVER)
+    assert store.reservations.expect("v", "large", FOREVER)
     assert store.engine.slots.used(entry.slot) > 1
     assert store.discard(entry)
-    assert not store.reservations.expect("v", "large")
+    assert not store.reservations.expect("v", "large", FOREVER)

@@ -22,9 +22,9 @@ class Reservations:
         self.engine, self._spaces = engine, spaces
 
     @recover_and_retry
-    def expect(self, space: str, key: str) -> bool:
+    def expect(self, space: str, key: str, max_age: int) -> bool:
         """See `Reading.expect`."""
-        return self.engine.reading.expect(self._spaces.lookup(space).id, key)
+        return self.engine.reading.expect(self._spaces.lookup(space).id, key, max_age)
 
     @recover_and_retry
     def open(self, space: str) -> SpaceReservation:

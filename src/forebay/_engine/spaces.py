@@ -105,6 +105,10 @@ class Spaces:
         """Bytes and number of the live entries of a space."""
         return rows.live(self.engine.catalog, name)
 
+    def usage_below(self, name: str, prefix: str) -> tuple[int, int]:
+        """Bytes and number of the live entries of a space whose keys begin with ``prefix``."""
+        return rows.live_below(self.engine.catalog, self.lookup(name).id, prefix)
+
     def limits(self, name: str) -> tuple[int, str]:
         """The largest size in bytes that one entry of a space can have, and the space's policy."""
         space = self.ensure(name)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from forebay.claims import Claim
     from forebay.prefetch import PassThrough as NoPrefetch
     from forebay.prefetch import Prefetcher
+    from forebay.prefetch.ahead import Lookahead
     from forebay.reports import OnProgress, Plan, ProgressReporter, Stats, WarmReport
     from forebay.samples import Samples
     from forebay.tasks import Tasks
@@ -187,16 +188,19 @@ class Cache:
         on_progress: OnProgress | None = None, filesystem: Any = None, **arguments: Any,
     ) -> Entry | None:  # fmt: skip
         """Fetch an object into the cache; return its entry, or None where there is no room for it. See `read`."""
+        from forebay.cache import many
+
         target = self._target(url, filesystem)
-        options, reporter = self._reporting_options(target.key, max_age, refresh, on_progress, force=True, **arguments)
-        try:
-            with (lease := self._origin.lease(target, options)):
-                reporter.say("done", lease.entry.size, lease.entry.size)
-                return lease.entry
-        except errors.NoSpace as error:
-            log.warning("%s is not kept: %s", target.key, str(error))
-            reporter.say("direct", 0, None)
-            return None
+        return many.pull(self._origin, target, *self._reporting_options(target.key, max_age, refresh, on_progress, force=True, **arguments))
+
+    def lookahead(self, urls: Iterable[Url], *, window: int | str | None = None, workers: int = 16) -> Lookahead:
+        """An iterator over the bytes of ``urls``, in this order, which may be of several epochs, or endless: the next ones are fetched
+        meanwhile, ``workers`` at a time, so far ahead as ``window`` bytes reach (default: a quarter of the budget, at most 1 GiB).
+        See `Lookahead`. Raises `ConfigError`."""
+        from forebay.prefetch.ahead import look_ahead  # imported late: many programs never use it
+
+        self._check_open()
+        return look_ahead(self._origin, urls, self._size(window, "window"), workers, self.read_many)
 
     def read_many(
         self, urls: Iterable[Url], *, return_exceptions: bool = False, max_age: float | str | None = None, refresh: bool = False,
@@ -374,7 +378,8 @@ class Cache:
         self, source: Any, *, name: str = "prefetch", workers: int = 8, budget: int | str | None = None, max_count: int = 10_000_000,
         policy: str = "wait", decode: Any = None, store: str = "raw", codec: Any = None, keep: bool = True,
     ) -> Prefetcher[Any] | NoPrefetch[Any]:  # fmt: skip
-        """Load items of ``source`` into the space ``name``, in ``workers`` threads, and return `Lazy` objects for them.
+        """Load items of ``source`` into the space ``name``, ``workers`` at a time, and return `Lazy` objects for them. Objects of a remote
+        without a version or limits are loaded as by `read`.
 
         ``source``: an object with ``source[key] -> bytes`` and ``uri``; a URL prefix or directory; a tar shard, or several: see
         `forebay.sources`. ``decode(key, data)``: makes a value of an item's bytes. ``store``: ``raw`` stores the bytes, and decodes them
@@ -498,12 +503,9 @@ class Cache:
         self._set_life(name, "cached")
 
     def _set_life(self, name: Name, life: str) -> None:
-        from forebay.cache.entries import not_cached
+        from forebay.cache import entries
 
-        space_key = self._find(name)
-        with waits.time_limit(self._origin.timeout):
-            if space_key is None or not self._store.set_life(*space_key, life):
-                raise not_cached(name)
+        entries.set_life(self._origin, name, self._find(name), life)
 
     def evict(self, name: Name) -> Report:
         """Remove a name now, if no process uses it; of a directory also its files, except those that another directory has. Raises

@@ -66,14 +66,14 @@ class AsyncFetches:
 
     async def read(self, target: Target, options: FetchOptions) -> memoryview:
         """The bytes, read-only. Raises as `Cache.read`."""
-        request = await self.fetch(target, options, view=True)
+        request = await self.fetch(target, options, leased=False)
         if request.data is None:
             raise request.error or errors.Closed.of("cache")
         return request.data
 
     async def local(self, target: Target, options: FetchOptions) -> Lease:
         """A lease on the cached copy. Raises as `Cache.local`."""
-        request = await self.fetch(target, options, view=False)
+        request = await self.fetch(target, options, leased=True)
         if request.lease is None:
             raise request.error or errors.Closed.of("cache")
         return request.lease
@@ -81,7 +81,7 @@ class AsyncFetches:
     async def open(self, target: Target, options: FetchOptions) -> BinaryIO:
         """A file on the cached copy, or on the remote where there is no room. Raises as `Cache.open`."""
         if (target.in_place is None or options.force) and not options.bypass:
-            request = await self.fetch(target, options, view=False)
+            request = await self.fetch(target, options, leased=True)
             if request.lease is not None:
                 return opened(request.lease)
             if not isinstance(request.error, errors.CacheFault | errors.WaitTimeout):
@@ -90,10 +90,10 @@ class AsyncFetches:
             return await in_thread(stream, self._origin, target, options)
         return await in_thread(self._origin.open, target, options)
 
-    async def fetch(self, target: Target, options: FetchOptions, *, view: bool) -> Wanted:
-        """Fetch an object; returns the request with its result. ``view``: see `Wanted`."""
+    async def fetch(self, target: Target, options: FetchOptions, *, leased: bool) -> Wanted:
+        """Fetch an object; returns the request with its result. ``leased``: see `Wanted`."""
         until = None if options.timeout is None else time.monotonic() + options.timeout
-        request = Wanted(target, options, view=view)
+        request = Wanted(target, options, leased=leased)
         if options.bypass or (target.in_place and not options.force):
             return await in_thread(request.get_alone, self._origin, options)
         size = self._size_there(target)
@@ -101,7 +101,7 @@ class AsyncFetches:
             return request
         since: int | None = None
         while True:
-            request = Wanted(target, options, view=view, since=since)
+            request = Wanted(target, options, leased=leased, since=since)
             loop = asyncio.get_running_loop()
             awaited = _Awaited(request, loop, loop.create_future())
             self._submit(awaited)
@@ -119,11 +119,11 @@ class AsyncFetches:
     async def _alone(self, request: Wanted, error: errors.ForebayError) -> Wanted:
         """Without the cache, whose lock could not be waited for."""
         request.is_busy = False
-        if request.view:
+        if request.leased:
+            request.error = error
+        else:
             self._origin.fall_back(error, request.target.key)
             request.data = await in_thread(self._origin.direct, request.target, request.options)
-        else:
-            request.error = error
         return request
 
     def _size_there(self, target: Target) -> int | None:
@@ -137,7 +137,7 @@ class AsyncFetches:
     def _serve_at_once(self, request: Wanted) -> bool:
         """Serve what is there, without waiting for a place behind objects that are on their way."""
         target, options, store = request.target, request.options, self._origin.store
-        if request.view:
+        if not request.leased:
             request.data, _ = self._origin.served(target, options)
             return request.data is not None
         if options.refresh or options.sha256 or options.pin:

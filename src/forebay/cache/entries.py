@@ -202,6 +202,13 @@ def _keys_of(url: str) -> list[tuple[str, str]]:
     return [(URLS, url), (URLS, key), (DIRECTORIES, folder_of(key))]
 
 
+def set_life(origin: Origin, name: Name, found: tuple[str, str] | None, life: str) -> None:
+    """Pin or unpin a name, whose space and key are ``found``. Raises `NotCached`, `WriterBusy`."""
+    with waits.time_limit(origin.timeout):
+        if found is None or not origin.store.set_life(*found, life):
+            raise not_cached(name)
+
+
 def not_cached(name: Name) -> errors.NotCached:
     """The error for a name that has no entry."""
     return errors.NotCached.of(shown(name))

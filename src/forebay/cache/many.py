@@ -12,6 +12,7 @@ from forebay import errors
 from forebay._engine.index.memo import Hit
 from forebay._engine.locks.leases import Lease
 from forebay._logs import logger
+from forebay._model import Entry
 from forebay.origin import Origin
 from forebay.origin.bulk import BulkFetch, Wanted
 from forebay.origin.feeding import fetch_beside
@@ -84,7 +85,7 @@ def read_many(
     """See `Cache.read_many`. ``hit``: serves what the process remembers; None: the options do not allow it."""
     every = _listed(urls, "read_many")
     results: list[Any] = [None] * len(every)
-    places = _Places(results, target, options, view=True)
+    places = _Places(results, target, options, leased=False)
     for place, url in enumerate(every):
         results[place] = None if hit is None else _hit_at_once(origin, hit, url, options)
         if results[place] is None:
@@ -111,7 +112,7 @@ def local_many(
     """See `Cache.local_many`. ``reopened``: makes a lease one that can be pickled."""
     every = _listed(urls, "local_many")
     results: list[Any] = [None] * len(every)
-    places = _Places(results, target, options, view=False)
+    places = _Places(results, target, options, leased=True)
     for place, url in enumerate(every):
         places.add(place, url)
     try:
@@ -126,8 +127,8 @@ def local_many(
 class _Places:
     """Which results of a call each request is for: an object that is named several times is fetched once."""
 
-    def __init__(self, results: list[Any], target: Callable[[Url], Target], options: FetchOptions, *, view: bool) -> None:
-        self._results, self._target, self._options, self._view = results, target, options, view
+    def __init__(self, results: list[Any], target: Callable[[Url], Target], options: FetchOptions, *, leased: bool) -> None:
+        self._results, self._target, self._options, self._leased = results, target, options, leased
         self._by_key: dict[tuple[str, str | None], list[int]] = {}
         self._of_request: list[list[int]] = []
         self.requests: list[Wanted] = []
@@ -141,7 +142,7 @@ class _Places:
         places = self._by_key.setdefault((target.key, target.in_place), [])
         places.append(place)
         if len(places) == 1:
-            self.requests.append(Wanted(target, self._options, len(self._of_request), self._view))
+            self.requests.append(Wanted(target, self._options, len(self._of_request), self._leased))
             self._of_request.append(places)
 
     def first(self, request: Wanted) -> int:
@@ -192,7 +193,7 @@ class _PullRequests:
             own, reporter = self._options(text, target.key)
             wait = wait or own.wait
             self._under_way[number] = text, reporter
-            yield Wanted(target, own._replace(wait=wait), number, view=False)
+            yield Wanted(target, own._replace(wait=wait), number, leased=True)
 
     def result(self, request: Wanted) -> Pulled:
         """What became of a request; its progress is reported. The caller closes the lease."""
@@ -210,6 +211,18 @@ class _PullRequests:
                 lease.close()  # the frames of the error hold it
             raise
         return Pulled(url, lease, error)
+
+
+def pull(origin: Origin, target: Target, options: FetchOptions, reporter: ProgressReporter) -> Entry | None:
+    """See `Cache.pull`."""
+    try:
+        with (lease := origin.lease(target, options)):
+            reporter.say("done", lease.entry.size, lease.entry.size)
+            return lease.entry
+    except errors.NoSpace as error:
+        log.warning("%s is not kept: %s", target.key, str(error))
+        reporter.say("direct", 0, None)
+        return None
 
 
 def pull_each(

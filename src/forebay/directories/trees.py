@@ -323,7 +323,7 @@ class _Tree:
         self._came_unseen = any(file.digest is None and (file.validator is None or file.name in self._unlike) for file in missing)
 
         requests = (
-            Wanted(self._location.target(file.name), self._options_of(file, at, progress.of(file)), number, view=False)
+            Wanted(self._location.target(file.name), self._options_of(file, at, progress.of(file)), number, leased=True)
             for number, file in enumerate(missing)
         )
         fetches = contextlib.closing(BulkFetch(self._origin, on_turn=progress.tell).run(requests))

@@ -41,14 +41,16 @@ SMALL = 256 << 10
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """One object of many, and what became of it: ``data`` or a ``lease``, or an ``error``. ``view``: its bytes are wanted, of an object
-    without room in the cache too; else a lease on its file. ``stamp``: of the entry that the first look saw. ``is_busy``: another call
-    is fetching it; ``since`` (nanoseconds of the monotonic clock) it has been waited for."""
+    """One object of many, and what became of it: ``data`` or a ``lease``, or an ``error``. ``leased``: a lease on its file is wanted; else
+    its bytes, of an object without room in the cache too. ``spills``, of one that is to be leased: where the cache has no room for it, its
+    bytes stand beside that error. ``stamp``: of the entry that the first look saw. ``is_busy``: another call is fetching it; ``since``
+    (nanoseconds of the monotonic clock) it has been waited for."""
 
     target: Target
     options: FetchOptions
     number: int = 0
-    view: bool = True
+    leased: bool = False
+    spills: bool = False
     stamp: tuple[int, int] | None = None
     is_busy: bool = False
     since: int | None = None
@@ -59,10 +61,10 @@ class Wanted:
     def get_alone(self, origin: Origin, options: FetchOptions) -> Wanted:
         """Have the result as a call for this object alone gets it, which waits for others."""
         try:
-            if self.view:
-                self.data = origin.read(self.target, options)
-            else:
+            if self.leased:
                 self.lease = origin.local(self.target, options)
+            else:
+                self.data = origin.read(self.target, options)
         except Exception as error:  # noqa: BLE001 (the result of this request)
             self.error = error
         return self
@@ -232,7 +234,7 @@ class BulkFetch:
         options = request.options
         if options.refresh and not self._was_validated_meanwhile(request, lease):
             return False
-        if (options.sha256 or not request.view) and not (lease.entry.kind == "blob" and self._store.keeps and self._store.is_sound(lease)):
+        if (options.sha256 or request.leased) and not (lease.entry.kind == "blob" and self._store.keeps and self._store.is_sound(lease)):
             return False
         return self._origin.is_fresh(lease.entry, options) and is_expected(lease, options)
 
@@ -247,7 +249,7 @@ class BulkFetch:
         """Give a request the lease, or the bytes. False where these are damaged or gone."""
         if request.options.pin and lease.entry.life != "pinned":
             self._store.set_life(URLS, request.target.key, "pinned")
-        if not request.view:
+        if request.leased:
             request.lease = lease
             return True
         with lease:
@@ -348,13 +350,13 @@ class BulkFetch:
     def _past_the_cache(self, fetch: _Fetch, error: Exception) -> None:
         """The cache cannot serve or store this object: another process need not wait for this one."""
         fetch.give_up()
-        if fetch.request.view:
-            self._origin.fall_back(error, fetch.request.target.key)
-            self._give_to_thread(fetch)
-        else:
+        if fetch.request.leased:
             self._under_way.add(fetch)
             fetch.request.error = error
             self._events.put(partial(self._end, fetch))
+        else:
+            self._origin.fall_back(error, fetch.request.target.key)
+            self._give_to_thread(fetch)
 
     def _fetch_in_thread(self, fetch: _Fetch) -> None:
         request = fetch.request
@@ -362,10 +364,10 @@ class BulkFetch:
             with waits.time_limit(request.options.timeout):
                 if fetch.hold is not None:
                     self._obtain(fetch)
-                elif request.view:
-                    request.data = self._origin.direct(request.target, request.options)
-                else:
+                elif request.leased:
                     request.lease = self._origin.local(request.target, request.options)
+                else:
+                    request.data = self._origin.direct(request.target, request.options)
         except Exception as error:  # noqa: BLE001 (the result of this request)
             request.error = error
         finally:
@@ -385,7 +387,8 @@ class BulkFetch:
     def _obtain(self, fetch: _Fetch) -> None:
         """Validate or fetch the object of a held key. A small one that is not published yet is in ``fetch.writing``."""
         request = fetch.request
-        target, options, spilling = request.target, request.options, SpillingSink(self._origin.most) if request.view else None
+        target, options = request.target, request.options
+        spilling = SpillingSink(self._origin.most) if request.spills or not request.leased else None
         if spilling is not None and fetch.hold is not None:
             spilling.held_by(fetch.hold)
         try:
@@ -403,6 +406,9 @@ class BulkFetch:
         except (errors.CacheFault, errors.WaitTimeout) as error:
             if spilling is None:
                 raise
+            if request.leased:
+                request.data, request.error = spilling.take(), error.with_traceback(None)
+                return
             self._origin.fall_back(error, target.key)
             fetch.release()
             data = spilling.take()
@@ -422,17 +428,17 @@ class BulkFetch:
         group, self._collected = self._collected[:GROUP], self._collected[GROUP:]
         for fetch, published in zip(group, self._published(group), strict=True):
             request = fetch.request
-            if request.view:
+            if not request.leased or (request.spills and isinstance(published, errors.NoSpace)):
                 request.data = _bytes_of(fetch)
             if not isinstance(published, errors.CacheFault):
                 self._store.count("fills")
                 entry = published.entry if isinstance(published, Lease) else published
                 self._store.count("bytes_stored", entry.size)
                 request.lease = published if isinstance(published, Lease) else None
-            elif request.view:
-                self._origin.fall_back(published, request.target.key)
-            else:
+            elif request.leased:
                 request.error = published
+            else:
+                self._origin.fall_back(published, request.target.key)
             yield from self._end(fetch)
 
     def _published(self, group: Sequence[_Fetch]) -> Iterator[Entry | Lease | errors.CacheFault]:
@@ -440,7 +446,7 @@ class BulkFetch:
         try:
             with waits.time_limit(group[0].request.options.timeout):
                 writings = [fetch.writing for fetch in group if fetch.writing is not None]
-                published = self._store.publish_collected(writings, [not fetch.request.view for fetch in group])
+                published = self._store.publish_collected(writings, [fetch.request.leased for fetch in group])
             yield from published
         except errors.CacheFault as error:
             if len(group) == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from forebay import errors, remote
@@ -121,22 +122,25 @@ class RemoteAccess:
         if origin is None or self.is_local(url):
             return None
         since = -1 if origin.offline else self._bound_at if versioned else origin.store.now(exact=True) - origin.max_age
-        return origin.kept(self._target(origin, url), since)
+        return origin.kept(self.target(url), since)
 
     def cached(self, urls: Iterable[str]) -> set[str]:
         """Those of these URLs whose objects the cache has, in whatever version: one query. Raises `CacheFault`, `ConfigError`."""
         origin = self.origin
         if origin is None:
             return set()
-        keys = {url: self._target(origin, url).key for url in urls if not self.is_local(url)}
+        keys = {url: self.target(url).key for url in urls if not self.is_local(url)}
         leases = origin.store.take_many(URLS, list(set(keys.values()))) if keys else {}
         for lease in leases.values():
             lease.close()
         return {url for url, key in keys.items() if key in leases}
 
-    def _target(self, origin: Origin, url: str) -> Target:
+    def target(self, url: str) -> Target:
+        """An object as the bound cache fetches it, and its key there. Raises `ConfigError`, `MissingExtra`."""
         if self.filesystem is None:
-            return origin.target(url)
+            assert self.origin is not None
+            target = self.origin.target(url)
+            return target if self._given is None else target._replace(resolve=partial(self.remote, url))
         kind, identity, served_by = self._filesystem()
         key = remote.key_on(kind, url, identity)
         return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0]), lambda: served_by)

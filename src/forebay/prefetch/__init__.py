@@ -20,27 +20,33 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Buffer, Item_co, Noted, as_bytes
+from forebay._model import Buffer, Item_co, Noted, Policy, as_bytes
 from forebay.origin import Origin
-from forebay.origin.spaces import FOREVER
+from forebay.origin.spaces import FOREVER, URLS
 from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
 from forebay.prefetch.lazies import PassThrough as PassThrough
-from forebay.prefetch.loader import Loader, abandon
+from forebay.prefetch.loader import Abandoned, Loader, abandon
 from forebay.prefetch.loads import Load, PrefetchConfig
+from forebay.prefetch.objects import ObjectLoader
 from forebay.reports import OnProgress, Progress, WarmReport
-from forebay.sources import DecodedSource, Source, source_of
+from forebay.sources import DecodedSource, Source, UrlSource, source_of
 
 log = logger("forebay.prefetch")
 T = TypeVar("T")
 
 STORES = ("raw", "decoded")
 SESSIONS = "sessions"
+MANY = 10_000_000
+"""Items of a space whose number is not limited."""
 _NONE: Mapping[str, int] = MappingProxyType({})
 _PICKLE = codecs.codec("pickle")
 
 
 class Prefetcher(Pool[Item_co]):
     """Loads the items of one source into the cache, in threads of its own. Made by `Cache.prefetcher`.
+
+    Objects of remotes that are stored as they are, without a version or limits of this prefetcher's own, are entries of ``urls``, as for
+    `Cache.read`; all other items are entries of the prefetcher's own space.
 
     Callable from any thread. Usable in both processes after a fork, whether loads are pending or not. Picklable if its source is. A context
     manager. When the last reference to it is gone, its threads end."""
@@ -55,12 +61,34 @@ class Prefetcher(Pool[Item_co]):
         if bind is not None:
             bind(origin)
         self._maker = _Maker(source, options, self._store, counts=bind is None)
-        session = self._join()
-        self._loader = Loader(self._job(session))
+        self._open_loader()
         self.identity = f"{self.name}:{self._digest}"
-        self._hit = self._store.hot_lookup(self.name)
+
+    def _open_loader(self) -> None:
+        owner: Abandoned
+        self._objects = self._objects_of_urls()
+        if self._objects is not None:
+            self._digest = _digest([self.source.uri])
+            self._space, self._max_age = URLS, FOREVER if self._origin.offline else self._origin.max_age
+            waits = self._store.spaces.ensure(self.name).policy == Policy.WAIT
+            self._loader: Loader | ObjectLoader = ObjectLoader(
+                self._origin, self._store, self._objects, self._options["workers"], waits=waits
+            )
+            owner = self._loader
+        else:
+            session = self._join()
+            self._space, self._max_age = self.name, FOREVER
+            self._loader = Loader(self._job(session))
+            owner = self._loader.queue
+        self._hit = self._store.hot_lookup(self._space)
         # Weakly: an error that a caller keeps holds its frames, these hold a lazy, and a lazy holds this object.
-        weakref.finalize(self, abandon, weakref.ref(self._loader.queue)).atexit = False
+        weakref.finalize(self, abandon, weakref.ref(owner)).atexit = False
+
+    def _objects_of_urls(self) -> UrlSource | None:
+        """The source, if its items can be what `Cache.read` stores: nothing of this prefetcher binds them to other rules."""
+        space = self._store.spaces.ensure(self.name)
+        is_limited = space.quota is not None or (space.max_count is not None and space.max_count < MANY)
+        return None if is_limited or self._options["policy"] == "freeze" else self._maker.objects
 
     def _join(self) -> Lease | None:
         """Determine what the names of all items end in: it differs wherever the bytes could differ.
@@ -120,7 +148,7 @@ class Prefetcher(Pool[Item_co]):
         named = self._name_of(_checked_key(key))
         if not self.closed:
             with contextlib.suppress(errors.CacheFault):
-                if self._store.reservations.expect(self.name, named[0]):
+                if self._store.reservations.expect(self._space, named[0], self._max_age):
                     return key, named[0]
         return Lazy(self, key, self._loader.submit(key, *named))
 
@@ -131,12 +159,12 @@ class Prefetcher(Pool[Item_co]):
         key, name = ahead
         data: Buffer | None = None
         if not self._origin.closed:
-            data = self._hit(name, FOREVER)
+            data = self._hit(name, self._max_age)
             with contextlib.suppress(errors.CacheFault):
-                data = self._store.first_touch(self.name, name, FOREVER) if data is None else data
+                data = self._store.first_touch(self._space, name, self._max_age) if data is None else data
         if data is None and not self.closed:
             return self.get_lazy(key).get()
-        item: Item_co = self._maker.value(key, self._maker.make(key) if data is None else data)
+        item: Item_co = self._maker.value(key, self._loader.read(key) if data is None else data)
         return item
 
     def put(self, obj: T, name: str = "") -> Lazy[T]:
@@ -202,13 +230,20 @@ class Prefetcher(Pool[Item_co]):
 
     @property
     def used(self) -> int:
-        """Bytes of the items in this prefetcher's space now, over all processes."""
-        return self._store.spaces.usage(self.name)[0]
+        """Bytes of the items in this prefetcher's space now, over all processes; of objects of ``urls``, all below its prefix."""
+        return self._usage()[0]
 
     @property
     def count(self) -> int:
-        """Number of items in this prefetcher's space now, over all processes."""
-        return self._store.spaces.usage(self.name)[1]
+        """Number of items in this prefetcher's space now, over all processes; of objects of ``urls``, all below its prefix."""
+        return self._usage()[1]
+
+    def _usage(self) -> tuple[int, int]:
+        used, count = self._store.spaces.usage(self.name)
+        if self._objects is None:
+            return used, count
+        below, objects = self._store.spaces.usage_below(URLS, self._objects.uri.partition("#")[0].partition("?")[0].rstrip("/") + "/")
+        return used + below, count + objects
 
     def set_limits(self, *, budget: int | None = None, max_count: int | None = None) -> None:
         """Set how many bytes and items the space may have, for all processes at once. What exceeds a lower limit, and is not held, is
@@ -218,7 +253,11 @@ class Prefetcher(Pool[Item_co]):
                 raise errors.ConfigError(f"{name} must be an integer that is not negative, not {value!r}", name=name, value=value)
         self._store.spaces.ensure(self.name, quota=budget, max_count=max_count)
         self._options |= {name: value for name, value in (("budget", budget), ("max_count", max_count)) if value is not None}
-        self._loader.look_at_limit()
+        if isinstance(self._loader, Loader):
+            self._loader.look_at_limit()
+        elif not self.closed and self._objects_of_urls() is None:
+            self._loader.close()  # what is LOADING ends: the loader that follows would not be told of it
+            self._open_loader()
 
     @property
     def closed(self) -> bool:
@@ -238,7 +277,12 @@ class Prefetcher(Pool[Item_co]):
 
     def _name_of(self, key: str) -> tuple[str, bool]:
         """The name of an item in the cache, and whether it is bound to the session. The part before the ``~`` is for people; the part after
-        it differs wherever the bytes could differ."""
+        it differs wherever the bytes could differ. Of an object of ``urls``: its key there."""
+        if self._objects is not None:
+            try:
+                return self._objects.target(key).key, False
+            except errors.ConfigError:
+                return key, False  # to load it raises the error
         version = None
         if self._item_version is not None:
             try:
@@ -275,6 +319,11 @@ class _Maker:
         self.lease: Callable[[str], Lease | None] | None = getattr(self._inner, "lease", None) if self.is_raw else None
         self.cached: Callable[[Sequence[str]], Collection[str]] = getattr(self._inner, "cached", tuple) if self.lease is not None else _none
         self.knows_sizes: bool = self.is_raw and getattr(self._inner, "is_local", True)
+        is_remote = type(self._inner) is UrlSource and not self._inner.is_local
+        self.objects: UrlSource | None = (
+            self._inner if is_remote and self._inner.version is None and self.is_raw and options["keep"] else None
+        )
+        """The source, if the bytes of its items are those of objects of ``urls``, by the rules that hold there."""
         self._read = getattr(self._inner, "fetch", self._inner.__getitem__) if self.lease is not None else self._inner.__getitem__
 
     def make(self, key: str) -> Buffer:

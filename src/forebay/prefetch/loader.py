@@ -15,6 +15,7 @@ import contextlib
 import threading
 import time
 import weakref
+from typing import Protocol
 
 from forebay import errors
 from forebay._engine.locks.fill import KeyHold
@@ -23,7 +24,7 @@ from forebay._engine.write.reservations import validator_of
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Noted
-from forebay.prefetch.load_queue import REPORT_AFTER, LoadQueue
+from forebay.prefetch.load_queue import REPORT_AFTER
 from forebay.prefetch.loads import Load, LoadRef, PrefetchConfig, Scheduled, State
 from forebay.prefetch.writer import ItemWriter
 
@@ -32,7 +33,15 @@ log = logger("forebay.prefetch")
 AT_EXIT = 1.0
 """Seconds that an exiting process waits for each prefetcher: a source that stalls must not keep it."""
 WATCH = 0.1
-_alive: weakref.WeakSet[Loader] = weakref.WeakSet()
+
+
+class Closing(Protocol):
+    """What is closed when the process exits."""
+
+    def close(self, timeout: float | None = None) -> None: ...
+
+
+close_at_exit: weakref.WeakSet[Closing] = weakref.WeakSet()
 
 
 class Loader:
@@ -45,7 +54,7 @@ class Loader:
         self.queue = self._writer.queue
         self._reset()
         host.at_fork(self)
-        _alive.add(self)
+        close_at_exit.add(self)
 
     def _reset(self) -> None:
         self._starting = threading.RLock()  # guards _threads; reentrant: a collector that runs inside may start some too
@@ -79,6 +88,10 @@ class Loader:
             self._threads.append(thread)
         if not count:
             self._add_thread()
+
+    def read(self, key: str) -> Buffer:
+        """The bytes of an item, from the source. Raises what the source raises."""
+        return self._config.make(key)
 
     def wait_until_stored(self, load: Load) -> errors.ForebayError | None:
         """Wait until an item is stored, or will not be. Returns why it is not."""
@@ -337,15 +350,21 @@ class Loader:
         self._writer.after_fork_child()
 
 
-def abandon(queue: weakref.ref[LoadQueue]) -> None:
-    """Nothing refers to the prefetcher of this queue any more. Called by the garbage collector: nothing here waits."""
-    alive = queue()
+class Abandoned(Protocol):
+    """What keeps the threads of a prefetcher at work."""
+
+    def abandon(self) -> None: ...
+
+
+def abandon(owner: weakref.ref[Abandoned]) -> None:
+    """Nothing refers to the prefetcher of these threads any more. Called by the garbage collector: nothing here waits."""
+    alive = owner()
     if alive is not None:
         alive.abandon()
 
 
 def _close_all() -> None:
-    for loader in list(_alive):
+    for loader in list(close_at_exit):
         loader.close(AT_EXIT)
 
 

@@ -138,6 +138,13 @@ def every(rows: Rows) -> list[SpaceRow]:
     return [_space(row) for row in rows.all(_SEEN)]
 
 
+def live_below(rows: Rows, space: int, prefix: str) -> tuple[int, int]:
+    """Bytes and number of the entries of a space whose keys begin with ``prefix``."""
+    sql = f"SELECT coalesce(sum(size), 0), count(*) FROM entries WHERE space = ? AND key >= ? AND key < ? AND state = {LIVE}"
+    bytes, entries = _numbers(rows.one(sql, space, prefix, f"{prefix}\U0010ffff"))
+    return bytes, entries
+
+
 def live(rows: Rows, name: str) -> tuple[int, int]:
     """Bytes and number of the entries that one space serves; what was replaced or is being unlinked apart."""
     row = rows.one(f"SELECT bytes, entries FROM ({_SEEN} WHERE name = ?)", name)

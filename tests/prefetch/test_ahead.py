@@ -1,0 +1,187 @@
+"""`Cache.lookahead`: objects in a known order are there, or on their way, when their turn comes."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay.testing import ScriptedServer
+from tests.harness import MiB
+from tests.items import until
+from tests.processes import fork
+
+NAMES = [f"{number}.bin" for number in range(20)]
+SIZE = 100_000
+Start = Callable[..., Any]
+
+
+def body(number: int) -> bytes:
+    return ((b"%d " % number) * SIZE)[:SIZE]
+
+
+@pytest.fixture
+def urls(server: ScriptedServer) -> list[str]:
+    return [server.put(f"/d/{number}.bin", body(number)) for number in range(20)]
+
+
+def test_the_bytes_come_in_order(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
+    cache.read_many(urls[::3])
+    with cache.lookahead(urls) as ahead:
+        assert [bytes(view) for view in ahead] == [body(number) for number in range(20)]
+        assert ahead.progress == (20, 0, 0, 20)
+        with pytest.raises(StopIteration):
+            next(ahead)
+    assert server.gets == len(urls)
+    assert cache.stats().fallbacks == 0
+
+
+def test_the_next_ones_come_while_the_loop_works(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
+    with cache.lookahead(urls, workers=4) as ahead:
+        assert bytes(next(ahead)) == body(0)
+        until(lambda: ahead.progress.ready == ahead.progress.ahead, "what is ahead")
+        assert ahead.progress.ahead > 4
+        server.rate = 1.0  # nothing more would come in time
+        ready = [bytes(view) for view in islice(ahead, 5)]
+        assert ready == [body(number) for number in range(1, 6)]
+        server.rate = None
+
+
+def test_the_window_bounds_what_is_ahead(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
+    with cache.lookahead(urls, window=3 * SIZE, workers=2) as ahead:
+        next(ahead)
+        next(ahead)
+        until(lambda: ahead.progress.ready == ahead.progress.ahead, "what is ahead")
+        assert 3 <= ahead.progress.ahead <= 5
+        assert server.gets == 2 + ahead.progress.ahead
+        assert [bytes(view) for view in ahead] == [body(number) for number in range(2, 20)]
+
+
+def test_an_order_may_be_endless_and_repeat(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
+    drawn: list[int] = []
+
+    def order() -> Iterator[str]:
+        for number in count():
+            drawn.append(number)
+            yield urls[number % 5]
+
+    with cache.lookahead(order(), window=4 * SIZE) as ahead:
+        assert [bytes(view) for view in islice(ahead, 23)] == [body(number % 5) for number in range(23)]
+        assert ahead.progress.total is None
+        assert len(drawn) < 23 + 40
+    assert server.gets == 5
+
+
+def test_batches_take_what_is_ahead(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
+    order = random.Random(1).sample(range(20), 20)
+    with cache.lookahead([urls[number] for number in order]) as ahead:
+        for at in range(0, 20, 5):
+            batch = order[at : at + 5]
+            batch.reverse()  # within a batch in any order
+            assert [bytes(view) for view in ahead.read_many([urls[number] for number in batch])] == [body(number) for number in batch]
+        assert ahead.progress.read == 20
+    assert server.gets == 20
+
+
+def test_an_order_that_is_not_kept_costs_only_the_look_ahead(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
+    """What was passed by goes on its own: the window does not fill with what is never read."""
+    with cache.lookahead(urls[:10], window=3 * SIZE, workers=2) as ahead:
+        for _ in range(3):
+            assert [bytes(view) for view in ahead.read_many(urls[10:])] == [body(number) for number in range(10, 20)]
+        assert ahead.progress.ahead == 0
+        assert bytes(ahead.read(urls[0])) == body(0)
+    assert server.gets <= 20
+
+
+def test_an_error_is_raised_at_its_turn(cache: forebay.Cache, urls: list[str]) -> None:
+    order = [urls[0], urls[1].replace("1.bin", "none.bin"), "no://scheme/x", urls[2]]
+    with cache.lookahead(order) as ahead:
+        assert bytes(next(ahead)) == body(0)
+        with pytest.raises(errors.NotFound):
+            next(ahead)
+        with pytest.raises(errors.ForebayError):
+            next(ahead)
+        assert bytes(next(ahead)) == body(2)
+        results = ahead.read_many(order, return_exceptions=True)
+        assert [isinstance(result, Exception) for result in results] == [False, True, True, False]
+        with pytest.raises(errors.NotFound):
+            ahead.read_many(order[:2])
+
+
+def test_out_of_more_than_fits(tmp_path: Path, server: ScriptedServer, urls: list[str]) -> None:
+    with forebay.Cache(tmp_path / "root", budget=8 * SIZE, min_free=0) as cache:
+        for epoch in range(3):
+            order = random.Random(epoch).sample(range(20), 20)
+            with cache.lookahead([urls[number] for number in order], workers=2) as ahead:
+                assert [bytes(view) for view in ahead] == [body(number) for number in order]
+        assert cache.stats().fallbacks == 0
+        assert cache.check(deep=True) == []
+
+
+def test_local_files_are_read_in_place(cache: forebay.Cache, tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}").write_bytes(body(number))
+    with cache.lookahead([tmp_path / f"{number}" for number in range(3)]) as ahead:
+        assert [bytes(view) for view in ahead] == [body(number) for number in range(3)]
+    assert cache.entries() == []
+
+
+def test_without_a_cache_each_is_read_at_its_turn(server: ScriptedServer, urls: list[str]) -> None:
+    with forebay.Cache(enabled=False) as cache, cache.lookahead(urls) as ahead:
+        assert [bytes(view) for view in ahead] == [body(number) for number in range(20)]
+
+
+def test_both_processes_go_on_after_a_fork(cache: forebay.Cache, urls: list[str]) -> None:
+    with cache.lookahead(urls, window=5 * SIZE) as ahead:
+        assert bytes(next(ahead)) == body(0)
+        child = fork(lambda: [bytes(view) for view in ahead])
+        mine = [bytes(view) for view in ahead]
+        assert child.result() == mine == [body(number) for number in range(1, 20)]
+
+
+def test_a_killed_process_stops_nobody(tmp_path: Path, server: ScriptedServer, urls: list[str], children: Start) -> None:
+    """Two jobs with different orders; one dies in the middle of its look-ahead."""
+    root = tmp_path / "root"
+    server.put("/d/5.bin", body(5), stall_after=1000, stalls=1)
+
+    def job() -> None:
+        with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache, cache.lookahead(urls) as ahead:
+            list(ahead)
+
+    with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache:
+        other = children(job)
+        assert server.stalled.wait(60)
+        with cache.lookahead(urls[::-1]) as ahead:
+            assert bytes(next(ahead)) == body(19)
+            other.kill()
+            server.go.set()
+            assert [bytes(view) for view in ahead] == [body(number) for number in range(18, -1, -1)]
+        assert cache.check(deep=True) == []
+
+
+def test_one_closed_early_fetches_no_more(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
+    with cache.lookahead(urls, window=3 * SIZE, workers=2) as ahead:
+        view = next(ahead)
+    gets = server.gets
+    assert bytes(view) == body(0)
+    with pytest.raises(StopIteration):
+        next(ahead)
+    assert server.gets == gets < 20
+
+
+def test_it_is_not_pickled(cache: forebay.Cache, urls: list[str]) -> None:
+    with cache.lookahead(urls) as ahead, pytest.raises(errors.ConfigError):
+        pickle.dumps(ahead)
+
+
+@pytest.mark.parametrize("wrong", [{"urls": "http://host/a"}, {"urls": 5}, {"workers": 0}, {"window": 0}, {"window": "much"}], ids=str)
+def test_what_makes_no_sense_is_refused(cache: forebay.Cache, wrong: dict[str, Any]) -> None:
+    with pytest.raises(errors.ConfigError):
+        cache.lookahead(**{"urls": ["http://host/a"]} | wrong)

@@ -1,0 +1,299 @@
+"""A prefetcher over objects of a remote that are entries of `urls`, as for `Cache.read`: one object, one entry."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay._engine.store import Store
+from forebay.prefetch.objects import ObjectLoader
+from forebay.remote import RemoteOptions
+from forebay.testing import ScriptedServer
+from tests.harness import MiB
+from tests.items import until
+from tests.processes import fork
+
+NAMES = [f"{number}.bin" for number in range(20)]
+SIZE = 100_000
+Start = Callable[..., Any]
+
+
+def body(name: str, size: int = SIZE) -> bytes:
+    return (name.encode() * (size // len(name) + 1))[:size]
+
+
+def put(server: ScriptedServer, names: list[str] = NAMES, size: int = SIZE, **how: Any) -> str:
+    for name in names:
+        server.put(f"/d/{name}", body(name, size), **how)
+    return f"{server.url}/d"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[forebay.Cache]:
+    """A cache that has room for a few of the objects."""
+    with forebay.Cache(tmp_path / "small", budget=1 * MiB, min_free=0) as cache:
+        yield cache
+
+
+def test_each_object_is_one_entry(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server)
+    cache.read_many(f"{prefix}/{name}" for name in NAMES[:10])
+    with cache.prefetcher(prefix) as pool:
+        lazies = [pool.get_lazy(name) for name in NAMES]
+        assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
+        assert (pool.used, pool.count) == (len(NAMES) * SIZE, len(NAMES))
+    assert cache.read(f"{prefix}/19.bin") == body("19.bin")
+    assert server.gets == len(NAMES)
+    assert {entry.space for entry in cache.entries()} == {"urls"}
+    assert cache.stats().fallbacks == 0
+
+
+def test_the_next_job_fetches_nothing(root: Path, server: ScriptedServer, children: Start) -> None:
+    prefix = put(server)
+
+    def job() -> list[bytes]:
+        with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache, cache.prefetcher(prefix) as pool:
+            return [*pool.stream(NAMES, ahead=8), *pool.get_many(NAMES)]
+
+    for _ in range(2):
+        assert children(job).result() == 2 * [body(name) for name in NAMES]
+        assert server.gets == len(NAMES)
+
+
+def test_what_changed_is_noticed_once_in_a_period(tmp_path: Path, server: ScriptedServer) -> None:
+    prefix = put(server, ["0.bin"])
+    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0, max_age=60) as cache, cache.prefetcher(prefix) as pool:
+        assert list(pool.stream(["0.bin"])) == [body("0.bin")]
+        new = os.urandom(SIZE)
+        server.put("/d/0.bin", new)
+        assert list(pool.stream(["0.bin"])) == [body("0.bin")]
+        assert server.heads + server.gets == 1, "within the period nobody is asked"
+        entry = cache.entry(f"{prefix}/0.bin")
+        assert entry is not None
+        cache._store.set_validated(entry, cache._store.now() - 61 * 10**9)
+        assert list(pool.stream(["0.bin"])) == [new]
+        asked = server.heads + server.gets
+        assert pool.get_many(["0.bin"]) == [new]
+        assert server.heads + server.gets == asked
+
+
+def test_a_lazy_holds_its_object_until_it_is_read(small: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server)
+    with small.prefetcher(prefix) as pool:
+        lazy = pool.get_lazy("0.bin")
+        until(lambda: lazy.done, "the object")
+        small.read_many([f"{prefix}/{name}" for name in NAMES[1:]])
+        gets = server.gets
+        assert lazy.get() == body("0.bin")
+        assert server.gets == gets
+        small.read_many([f"{prefix}/{name}" for name in NAMES[1:]])
+        assert small.entry(f"{prefix}/0.bin") is None, "it was evicted, once it was read"
+
+
+def test_without_room_a_few_objects_wait_in_memory(small: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server)
+    with small.prefetcher(prefix, workers=3) as pool:
+        lazies = {name: pool.get_lazy(name) for name in NAMES}
+        until(lambda: sum(lazy.done for lazy in lazies.values()) >= pool.count + 3, "those that wait")
+        kept = pool.count
+        assert kept >= 5
+        assert server.gets == kept + 3, "no more are asked for"
+        assert small.stats().fallbacks == 0
+        for name in NAMES:
+            assert lazies.pop(name).get() == body(name)
+        assert server.gets <= len(NAMES) + 1  # the caller may take one that is about to be fetched
+
+
+def test_a_prefetcher_that_does_not_wait_goes_on_without_room(small: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server)
+    with small.prefetcher(prefix, workers=3, policy="lru") as pool:
+        lazies = [pool.get_lazy(name) for name in NAMES]
+        until(lambda: all(lazy.done for lazy in lazies), "all of them")
+        assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
+
+
+def test_an_object_larger_than_the_cache_occupies_no_place(small: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server)
+    large = [f"large{number}" for number in range(4)]
+    put(server, large, size=2 * MiB)
+    with small.prefetcher(prefix, workers=2) as pool:
+        lazies = [pool.get_lazy(name) for name in large]
+        assert pool.warm(NAMES[:5]).failed == ()
+        assert [lazy.get() for lazy in lazies] == [body(name, 2 * MiB) for name in large]
+        (failed,) = pool.warm(large[:1]).failed
+        assert isinstance(failed[1], errors.NoSpace)
+
+
+def test_the_remotes_error_is_raised_for_every_holder(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server, ["0.bin"])
+    with cache.prefetcher(prefix) as pool:
+        lazies = [pool.get_lazy("none.bin") for _ in range(2)]
+        for lazy in lazies:
+            with pytest.raises(errors.NotFound):
+                lazy.get()
+        server.put("/d/none.bin", b"now")
+        assert pool.get_lazy("none.bin").get() == b"now"
+
+
+def test_what_another_process_fetches_is_waited_for(root: Path, server: ScriptedServer, children: Start) -> None:
+    prefix = put(server, ["0.bin"], stall_after=1000)
+    put(server, ["1.bin"])
+    with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache, cache.prefetcher(prefix) as pool:
+        other = children(lambda: bytes(forebay.Cache(root).read(f"{prefix}/0.bin")))
+        assert server.stalled.wait(60)
+        lazy = pool.get_lazy("0.bin")
+        assert pool.warm(["1.bin"]).failed == (), "others go on"
+        assert not lazy.done
+        server.go.set()
+        until(lambda: lazy.done, "the object of the other process")
+        assert (lazy.get(), other.result()) == (body("0.bin"), body("0.bin"))
+    assert server.gets == 2
+
+
+def test_a_killed_process_leaves_its_objects_to_the_others(root: Path, server: ScriptedServer, children: Start) -> None:
+    prefix = put(server, ["0.bin"], stall_after=1000)
+
+    def first() -> None:
+        pool = forebay.Cache(root, budget=64 * MiB, min_free=0).prefetcher(prefix)
+        pool.get_lazy("0.bin").get()
+
+    with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache, cache.prefetcher(prefix) as pool:
+        other = children(first)
+        assert server.stalled.wait(60)
+        lazy = pool.get_lazy("0.bin")
+        other.kill()
+        server.go.set()
+        until(lambda: lazy.done, "the object")
+        assert lazy.get() == body("0.bin")
+
+
+def test_after_a_fork_both_processes_go_on(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server, stall_after=1)
+    with cache.prefetcher(prefix, workers=4) as pool:
+        lazies = [pool.get_lazy(name) for name in NAMES]
+        assert server.stalled.wait(60)
+        child = fork(lambda: [lazy.get() for lazy in lazies] + pool.get_many(NAMES))
+        server.go.set()
+        assert child.result() == 2 * [body(name) for name in NAMES]
+        assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
+    assert cache.check(deep=True) == []
+
+
+def test_spilled_objects_are_removed_with_their_last_holder(cache: forebay.Cache, server: ScriptedServer) -> None:
+    with cache.prefetcher(put(server)) as pool:
+        lazies = [pool.put(number) for number in range(5)]
+        assert len(cache.entries("prefetch")) == 5
+        assert lazies.pop().get() == 4
+        del lazies
+        gc.collect()
+        until(lambda: cache.entries("prefetch") == [], "their end")
+
+
+def test_limits_that_come_later_bind_what_comes_later(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server)
+    with cache.prefetcher(prefix) as pool:
+        lazies = [pool.get_lazy(name) for name in NAMES[:10]]
+        pool.set_limits(budget=5 * SIZE)
+        assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES[:10]]
+        assert pool.get_many(NAMES) == [body(name) for name in NAMES]
+        assert 0 < pool.used <= 5 * SIZE
+
+
+def test_a_closed_prefetcher_serves_what_it_handed_out(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server)
+    pool = cache.prefetcher(prefix, workers=1)
+    lazies = [pool.get_lazy(name) for name in NAMES]
+    pool.close()
+    with pytest.raises(RuntimeError):
+        pool.get_lazy("0.bin")
+    assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
+
+
+def test_a_dropped_prefetcher_ends_its_thread(cache: forebay.Cache, server: ScriptedServer) -> None:
+    pool = cache.prefetcher(put(server))
+    assert pool.get_lazy("0.bin").get() == body("0.bin")
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "forebay-prefetch-objects"]
+    del pool
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_what_nobody_holds_any_more_is_not_fetched(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server, stall_after=1)
+    with cache.prefetcher(prefix, workers=2) as pool:
+        lazies = [pool.get_lazy(name) for name in NAMES]
+        assert server.stalled.wait(60)
+        del lazies[2:]
+        gc.collect()
+        server.go.set()
+        assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES[:2]]
+    assert server.gets <= 4
+
+
+def test_options_of_the_source_are_those_of_its_requests(cache: forebay.Cache, server: ScriptedServer) -> None:
+    from forebay.sources import UrlSource
+
+    server.put("/d/0.bin", b"secret", require={"X-Key": "k"})
+    with cache.prefetcher(UrlSource(f"{server.url}/d", options=RemoteOptions(headers={"X-Key": "k"}))) as pool:
+        lazy = pool.get_lazy("0.bin")
+        until(lambda: lazy.done, "the object")
+        assert lazy.get() == b"secret"
+
+
+def test_a_cache_that_fails_fails_no_item(cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = put(server)
+
+    def broken(*args: object) -> object:
+        raise errors.CacheFault("the catalog cannot be read")
+
+    with cache.prefetcher(prefix) as pool:
+        monkeypatch.setattr(Store, "take_many", broken)
+        lazies = [pool.get_lazy(name) for name in NAMES]
+        assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
+        assert cache.stats().fallbacks > 0
+        monkeypatch.undo()
+        assert pool.warm(NAMES).failed == ()
+
+
+def test_a_bulk_fetch_that_breaks_leaves_its_objects_to_the_callers(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = put(server)
+    came = ObjectLoader._came
+    broken = [True]
+
+    def breaking(self: ObjectLoader, request: Any) -> None:
+        if broken:
+            broken.clear()
+            raise RuntimeError("broken")
+        came(self, request)
+
+    monkeypatch.setattr(ObjectLoader, "_came", breaking)
+    with cache.prefetcher(prefix) as pool:
+        assert pool.get_many(NAMES) == [body(name) for name in NAMES]
+
+
+def test_a_child_that_was_forked_while_it_waits_for_another_process(root: Path, server: ScriptedServer, children: Start) -> None:
+    prefix = put(server, ["0.bin"], stall_after=1000)
+    with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache, cache.prefetcher(prefix) as pool:
+        other = children(lambda: bytes(forebay.Cache(root).read(f"{prefix}/0.bin")))
+        assert server.stalled.wait(60)
+        lazy = pool.get_lazy("0.bin")
+        child = fork(lazy.get)
+        server.go.set()
+        assert child.result() == lazy.get() == other.result() == body("0.bin")
+    assert server.gets == 1
