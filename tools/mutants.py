@@ -1248,6 +1248,11 @@ MUTANTS = (
     ),
     # Loading ahead
     Mutant(
+        3, "a shard is served in its old version for ever", "sources/shards.py",
+        "origin is None or origin.offline or time.monotonic_ns() - known.at < origin.max_age", "True",
+        "tests/sources/test_tars.py::test_a_shard_that_is_kept_is_served_until_its_period_ends",
+    ),
+    Mutant(
         11, "an order that is not kept stops the look-ahead", "prefetch/ahead.py",
         "                if self._ahead:\n                    self._pass(self._ahead[0])\n", "                pass\n",
         f"{AHEAD}test_an_order_that_is_not_kept_costs_only_the_look_ahead",

@@ -6,28 +6,46 @@ import contextlib
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from forebay import errors
 from forebay._engine.index.memo import Remembered
+from forebay._engine.locks.leases import Lease
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._logs import logger
 from forebay._model import ObjectInfo, Span
 from forebay.origin import Origin
 from forebay.origin.prefix import RemoteAccess
+from forebay.origin.request import FetchOptions
+from forebay.origin.spaces import URLS
 from forebay.sources import tar_index
 from forebay.sources.tar_index import Index
 
 log = logger("forebay.sources.tar")
 
 SPACE = "indexes"
+PROBE = 64 << 10
+"""Bytes at the beginning of a shard that tell how large its members are."""
+PROBED = 4 << 20
+"""Shards up to this size are fetched whole, and not probed: that would be more than a hundredth of their bytes."""
+LARGE = 1 << 20
+"""Bytes of a member from which on the index skips it."""
+SHARE = 8  # of the budget, the largest part that one shard may have
 MANY = 4096
 """Indexes from the cache that one process keeps open: each may be a mapping."""
 
 PAST = (errors.CacheFault, errors.WaitTimeout, errors.Closed)
 """Faults of the cache, which do not reach the reader of an item."""
+
+
+class _Known(NamedTuple):
+    """A version, and when it was asked for, in nanoseconds of the monotonic clock."""
+
+    info: ObjectInfo
+    at: int
 
 
 class Indexed(NamedTuple):
@@ -42,7 +60,7 @@ class Shards:
 
     def __init__(self, reach: RemoteAccess) -> None:
         self._reach = reach
-        self._infos: dict[str, ObjectInfo] = {}
+        self._infos: dict[str, _Known] = {}
         self._start()
 
     def _start(self) -> None:
@@ -62,18 +80,27 @@ class Shards:
     def learn(self, url: str, info: ObjectInfo) -> None:
         """Note a version from a listing."""
         if info.validator is not None:
-            self._infos[url] = info
+            self._infos[url] = _Known(info, time.monotonic_ns())
 
     def info(self, url: str) -> ObjectInfo:
         """The remote's current description of a shard, or a recent one of any process of the node. Raises `RemoteError`, `Offline`."""
-        info = self._infos.get(url)
+        info = self._known(url)
         if info is not None:
             return info
         with self._lock(url):
-            info = self._infos.get(url)  # as in `_index_once`
+            info = self._known(url)  # as in `_index_once`
             if info is None:
-                info = self._infos[url] = self._shared_info(url)
+                began, info = time.monotonic_ns(), self._shared_info(url)
+                self._infos[url] = _Known(info, began)
             return info
+
+    def _known(self, url: str) -> ObjectInfo | None:
+        """What was asked for in the period of the cache; without a cache, ever."""
+        known, origin = self._infos.get(url), self._reach.origin
+        if known is None:
+            return None
+        is_recent = origin is None or origin.offline or time.monotonic_ns() - known.at < origin.max_age
+        return known.info if is_recent else None
 
     def _shared_info(self, url: str) -> ObjectInfo:
         origin = self._reach.origin
@@ -112,7 +139,8 @@ class Shards:
             index = self._indexes.get(url)
             if index is not None and index.info is stale:
                 self._indexes.pop(url)
-            if self._infos.get(url) is not stale:
+            known = self._infos.get(url)
+            if known is None or known.info is not stale:
                 return
             self._infos.pop(url)
         self._expire(url)
@@ -139,10 +167,10 @@ class Shards:
     def index(self, url: str) -> Indexed:
         """The shard's index. Raises `BadArchive` or another `RemoteError`, `Offline`."""
         for last in (False, True):
-            indexed = self._indexes.get(url)
-            if indexed is not None:
-                return indexed
             info = self.info(url)
+            indexed = self._indexes.get(url)
+            if indexed is not None and indexed.info.validator == info.validator:
+                return indexed
             try:
                 return self._index_once(url, info)
             except errors.RemoteError as error:
@@ -155,7 +183,7 @@ class Shards:
         with self._lock(url):
             # T1 and T2 need the index of a new shard; T1 builds it: T2, which waited here, takes it
             indexed = self._indexes.get(url)
-            if indexed is None:
+            if indexed is None or indexed.info.validator != info.validator:
                 indexed = Indexed(self._obtain(url, info), info)
                 if self._reach.origin is not None and len(self._indexes) >= MANY:
                     self._indexes.clear()
@@ -181,7 +209,36 @@ class Shards:
 
         # A request costs as much as a megabyte or more; a read of a local file as much as some blocks of it.
         window, most, jump = (65_536, 65_536, 16_384) if self._reach.is_local(url) else (1 << 20, 8 << 20, 1 << 20)
-        return tar_index.build(read, info.size, self._reach.key(url), window=window, most=most, jump=jump)
+        with contextlib.ExitStack() as held:
+            kept = self._kept_whole(url, info)
+            if isinstance(kept, Lease):
+                held.enter_context(kept)  # `part` serves from it
+            elif kept is not None:
+                window = PROBE
+            return tar_index.build(read, info.size, self._reach.key(url), window=window, most=most, jump=jump)
+
+    def _kept_whole(self, url: str, info: ObjectInfo) -> Lease | Literal["large"] | None:
+        """A lease on the whole shard, which is fetched into the cache, as `Cache.read` would, if reading its headers would read nearly all
+        of it; or that its members are large. None: the cache does not have it in this version. Raises `RemoteError`."""
+        origin = self._reach.origin
+        if origin is None or self._reach.is_local(url) or not info.size or info.validator is None:
+            return None
+        try:
+            store = origin.store
+            if info.size > PROBED and store.view(URLS, self._reach.key(url)) is None:
+                start = self._reach.part(url, Span(0, PROBE), info)
+                if tar_index.typical_size(start, info.size) >= LARGE:
+                    return "large"
+            if not store.keeps or store.root.read_only or info.size > store.spaces.limits(URLS)[0] // SHARE:
+                return None
+            lease = origin.lease(self._reach.target(url), FetchOptions.of(origin))
+        except PAST as error:
+            log.debug("%s is not fetched whole: %s", self._reach.key(url), str(error))
+            return None
+        if lease.entry.validator != info.validator:
+            lease.close()  # reading its parts tells whether it has changed
+            return None
+        return lease
 
 
 def _views(origin: Origin, key: str) -> Iterator[tuple[Store | PassThrough, Remembered]]:

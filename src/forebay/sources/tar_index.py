@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -92,6 +93,25 @@ def build(read: Read, size: int | None, name: str, *, window: int, most: int, ju
     return packed(_HeaderWalk(_Ahead(read, size, name, window, most, jump)).members())
 
 
+def typical_size(start: bytes, size: int) -> int:
+    """The mean size of the members whose headers are in the first bytes of a tar of ``size`` bytes; 0 if there is none, or it is no tar."""
+    ends: list[int] = []
+
+    def read(span: Span) -> bytes:
+        if span.start >= len(start):
+            raise _Ended
+        return start[span.start : span.end]
+
+    walk = _HeaderWalk(_Ahead(read, size, "", len(start), len(start), 1 << 62))
+    with contextlib.suppress(_Ended, errors.BadArchive):
+        walk.members(on_member=ends.append)
+    return ends[-1] // len(ends) if ends else 0
+
+
+class _Ended(Exception):
+    """What is to be read lies behind the bytes that are there."""
+
+
 class _Ahead:
     """The bytes of a tar, read in windows."""
 
@@ -136,13 +156,15 @@ class _HeaderWalk:
         self._found: dict[bytes, Span] = {}
         self._left_out = False
 
-    def members(self) -> dict[bytes, Span]:
-        """All regular files; of several with the same name the last."""
+    def members(self, on_member: Callable[[int], object] | None = None) -> dict[bytes, Span]:
+        """All regular files; of several with the same name the last. ``on_member`` is called with the end of each header's member."""
         at = 0
         while (head := bytes(self._tar.bytes_at(at, BLOCK))) and head.strip(b"\0"):
             if len(head) < BLOCK:
                 raise self._tar.bad(at, "cut short within a header")
             at = self._member(at, head)
+            if on_member is not None:
+                on_member(at)
         if not head and at == 0:
             raise self._tar.bad(at, "empty: no tar")
         if not head:
