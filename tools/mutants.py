@@ -1248,6 +1248,11 @@ MUTANTS = (
     ),
     # Loading ahead
     Mutant(
+        4, "members of a shard that is kept are stored once more", "prefetch/loader.py",
+        "        if self._config.is_kept(ref.key):  # by this very read\n", "        if False:\n",
+        "tests/sources/test_tars.py::test_members_of_a_shard_that_is_kept_are_not_stored_once_more",
+    ),
+    Mutant(
         3, "a shard is served in its old version for ever", "sources/shards.py",
         "origin is None or origin.offline or time.monotonic_ns() - known.at < origin.max_age", "True",
         "tests/sources/test_tars.py::test_a_shard_that_is_kept_is_served_until_its_period_ends",

@@ -100,6 +100,17 @@ def test_an_order_that_is_not_kept_costs_only_the_look_ahead(cache: forebay.Cach
     assert server.gets <= 20
 
 
+def test_what_is_skipped_is_in_the_cache_for_others(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
+    with cache.lookahead(urls, workers=2, window=4 * SIZE) as ahead:
+        for number, url in enumerate(urls):
+            until(lambda: ahead.progress.ready > 0, "the next one")
+            assert ahead.skip()
+            assert cache.entry(url) is not None, number
+            assert ahead.progress.ahead <= 6
+        assert not ahead.skip()
+    assert server.gets == len(urls)
+
+
 def test_an_error_is_raised_at_its_turn(cache: forebay.Cache, urls: list[str]) -> None:
     order = [urls[0], urls[1].replace("1.bin", "none.bin"), "no://scheme/x", urls[2]]
     with cache.lookahead(order) as ahead:

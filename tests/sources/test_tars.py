@@ -503,6 +503,34 @@ def test_a_shard_of_small_members_is_fetched_once(server: ScriptedServer, cache:
     assert server.sent <= 1.02 * len(data)
 
 
+def test_members_of_a_shard_that_is_kept_are_not_stored_once_more(server: ScriptedServer, cache: forebay.Cache) -> None:
+    members = samples(50, 10_000)
+    url = server.put("/a.tar", tar_of(members))
+    keys = [f"a.tar/{name}" for name in members]
+
+    def read() -> list[object]:
+        with cache.prefetcher(TarSource(url)) as pool:
+            lazies = [pool.get_lazy(key) for key in keys]
+            return [[lazy.get() for lazy in lazies], list(pool.stream(keys)), pool.warm(keys).failed]
+
+    assert read() == [list(members.values()), list(members.values()), ()]
+    assert in_child(read) == [list(members.values()), list(members.values()), ()]
+    assert cache.entries("prefetch") == []
+    assert server.gets == 1
+    cache.evict(url)
+    assert read() == [list(members.values()), list(members.values()), ()]
+    assert cache.stats().fallbacks == 0
+
+
+def test_a_prefetcher_with_limits_stores_members_as_items_of_its_own(server: ScriptedServer, cache: forebay.Cache) -> None:
+    members = samples(50, 10_000)
+    url = server.put("/a.tar", tar_of(members))
+    with cache.prefetcher(TarSource(url), budget=MiB) as pool:
+        assert pool.warm(f"a.tar/{name}" for name in members).failed == ()
+        assert pool.get_many([f"a.tar/{name}" for name in members]) == list(members.values())
+        assert pool.count == len(members)
+
+
 def test_of_a_shard_of_large_members_only_these_are_read(server: ScriptedServer, cache: forebay.Cache) -> None:
     members = {f"{number}.bin": os.urandom(2 * MiB) for number in range(8)}
     data = tar_of(members)

@@ -211,7 +211,7 @@ class RemoteAccess:
 
     def part(self, url: str, span: Span, info: ObjectInfo) -> bytes:
         """Some bytes of an object, of this version. Raises `RemoteError`, of which `RemoteChanged`."""
-        kept = self._part_of_kept(url, span, info.validator) if info.validator is not None else None
+        kept = self.kept_part(url, span, info.validator) if info.validator is not None else None
         if kept is not None:
             return kept
         with self._reaching():
@@ -219,8 +219,8 @@ class RemoteAccess:
         self._count(url, Transfer(requests=1, received=len(data)))
         return data
 
-    def _part_of_kept(self, url: str, span: Span, validator: str) -> bytes | None:
-        """The bytes from the whole object, where the cache has it in this version."""
+    def kept_part(self, url: str, span: Span, validator: str) -> bytes | None:
+        """Some bytes of an object, where the cache has the whole of it in this version; asks no remote."""
         origin = self.origin
         if origin is None or self.is_local(url):
             return None

@@ -77,6 +77,7 @@ class Prefetcher(Pool[Item_co]):
             owner = self._loader
         else:
             session = self._join()
+            self._maker.takes_parts = not self._is_limited
             self._space, self._max_age = self.name, FOREVER
             self._loader = Loader(self._job(session))
             owner = self._loader.queue
@@ -86,9 +87,13 @@ class Prefetcher(Pool[Item_co]):
 
     def _objects_of_urls(self) -> UrlSource | None:
         """The source, if its items can be what `Cache.read` stores: nothing of this prefetcher binds them to other rules."""
+        return None if self._is_limited else self._maker.objects
+
+    @property
+    def _is_limited(self) -> bool:
         space = self._store.spaces.ensure(self.name)
-        is_limited = space.quota is not None or (space.max_count is not None and space.max_count < MANY)
-        return None if is_limited or self._options["policy"] == "freeze" else self._maker.objects
+        has_limit = space.quota is not None or (space.max_count is not None and space.max_count < MANY)
+        return has_limit or self._options["policy"] == "freeze"
 
     def _join(self) -> Lease | None:
         """Determine what the names of all items end in: it differs wherever the bytes could differ.
@@ -113,7 +118,7 @@ class Prefetcher(Pool[Item_co]):
         size = getattr(self.source, "size", None) if self._maker.knows_sizes else None
         return PrefetchConfig(
             store=self._store, space=self.name, workers=self._options["workers"], keep=self._options["keep"], make=self._maker.make,
-            size_of=size, lease=self._maker.lease, cached=self._maker.cached, timeout=self._origin.timeout,
+            size_of=size, lease=self._maker.lease, cached=self._maker.cached, is_kept=self._maker.is_kept, timeout=self._origin.timeout,
             report_fault=_FallbackReporter(self._origin, self.name), session=session,
         )  # fmt: skip
 
@@ -147,6 +152,8 @@ class Prefetcher(Pool[Item_co]):
         """The key, and the name of the item in the cache, if the index of keys knows it; else a lazy, whose load tells."""
         named = self._name_of(_checked_key(key))
         if not self.closed:
+            if self._maker.is_kept(key):
+                return key, named[0]
             with contextlib.suppress(errors.CacheFault):
                 if self._store.reservations.expect(self._space, named[0], self._max_age):
                     return key, named[0]
@@ -162,6 +169,8 @@ class Prefetcher(Pool[Item_co]):
             data = self._hit(name, self._max_age)
             with contextlib.suppress(errors.CacheFault):
                 data = self._store.first_touch(self._space, name, self._max_age) if data is None else data
+        if data is None:
+            data = self._maker.kept(key)
         if data is None and not self.closed:
             return self.get_lazy(key).get()
         item: Item_co = self._maker.value(key, self._loader.read(key) if data is None else data)
@@ -324,7 +333,21 @@ class _Maker:
             self._inner if is_remote and self._inner.version is None and self.is_raw and options["keep"] else None
         )
         """The source, if the bytes of its items are those of objects of ``urls``, by the rules that hold there."""
+        self._part: Callable[..., Buffer | None] | None = getattr(self._inner, "kept", None) if self.is_raw and options["keep"] else None
+        self.takes_parts = False
+        """Whether items may be parts of other entries, which no limit of the prefetcher binds."""
         self._read = getattr(self._inner, "fetch", self._inner.__getitem__) if self.lease is not None else self._inner.__getitem__
+
+    def kept(self, key: str) -> Buffer | None:
+        """The bytes of an item that the cache has as a part of something else."""
+        data = self._part(key) if self._part is not None and self.takes_parts else None
+        if data is not None:
+            self._store.count_hit(len(data))
+        return data
+
+    def is_kept(self, key: str) -> bool:
+        """Whether `kept` has it."""
+        return self._part is not None and self.takes_parts and self._part(key, only_whether=True) is not None
 
     def make(self, key: str) -> Buffer:
         """Read an item. Returns its bytes as they are stored."""

@@ -130,6 +130,23 @@ class Lookahead(Iterator[memoryview]):
                     raise result
         return results
 
+    def skip(self) -> bool:
+        """Pass by the next object, which another process reads, as a loader's worker does. Returns whether there was one. What was fetched
+        for it stays in the cache as what was just used."""
+        with self._lock:
+            self._fill()
+            if not self._ahead:
+                return False
+            following = self._ahead[0]
+            load = following.load
+            lease = load.ref.lease if load is not None else None
+            if lease is not None:
+                self._sizes += lease.entry.size
+                self._sized += 1
+            self._pass(following)
+            self._fill()
+        return True
+
     def _result(self, following: _Next) -> memoryview | Exception:
         try:
             return self._bytes_of(following)

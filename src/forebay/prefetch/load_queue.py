@@ -277,12 +277,12 @@ class LoadQueue:
             if load is not None:
                 self._set(load, State.FAILED, error=error)
 
-    def drop(self, ref: LoadRef, fault: Exception | None) -> None:
-        """The cache failed while a thread worked on the load, or its stored bytes are damaged."""
+    def drop(self, ref: LoadRef, fault: Exception | None, data: Buffer | None = None) -> None:
+        """The load is not stored: the cache failed while a thread worked on it, or has it in another way; or its bytes are damaged."""
         with self._lock:
             load = ref()
             if load is not None and load.state in (State.LOADING, State.STORED):
-                self._drop(load, fault)
+                self._drop(load, fault, data)
 
     def queue_again(self, ref: LoadRef) -> None:
         """The thread that loaded it was interrupted: it comes next."""

@@ -96,7 +96,7 @@ class Loader:
     def wait_until_stored(self, load: Load) -> errors.ForebayError | None:
         """Wait until an item is stored, or will not be. Returns why it is not."""
         state = self.queue.wait_until_settled(load)
-        if state is State.STORED:
+        if state is State.STORED or (state is State.DROPPED and self._config.is_kept(load.key)):
             return None
         if state is State.FAILED:
             error = load.error
@@ -226,6 +226,10 @@ class Loader:
     def _read_ahead(self, scheduled: Scheduled) -> None:
         ref, handed_over = scheduled.ref, False
         try:
+            if self._config.is_kept(ref.key):
+                self.queue.drop(ref, None)
+                self.queue.end_read(scheduled)
+                return
             linked = self._link(ref) if scheduled.is_cached else None
             if isinstance(linked, Lease):
                 self._keep_lease(ref, linked)
@@ -301,6 +305,11 @@ class Loader:
 
     def _hand_over(self, ref: LoadRef, data: Buffer, hold: KeyHold, scheduled: Scheduled | None) -> bool:
         """Serve an item from memory until the writer has stored it. Returns whether the writer releases its key."""
+        if self._config.is_kept(ref.key):  # by this very read
+            self.queue.drop(ref, None, data)
+            if scheduled is not None:
+                self.queue.end_read(scheduled)
+            return False
         if self.queue.loaded(ref, data, hold, scheduled):
             return True
         if len(data) > self.queue.limit:

@@ -28,7 +28,8 @@ class PrefetchConfig:
 
     ``make`` returns the bytes of an item as they are stored, and raises what the source raises. ``size_of``, where the source knows sizes,
     returns how many bytes that will be. ``lease``, where the cache may have the item under another name, returns a lease on that;
-    ``cached`` returns those of several keys for which it is worth the call."""
+    ``cached`` returns those of several keys for which it is worth the call. ``is_kept``: the cache has the item as a part of
+    something else: it is not stored once more."""
 
     store: Store
     space: str
@@ -38,6 +39,7 @@ class PrefetchConfig:
     size_of: Callable[[str], int | None] | None
     lease: Callable[[str], Lease | None] | None
     cached: Callable[[Sequence[str]], Collection[str]]
+    is_kept: Callable[[str], bool]
     timeout: float | None
     report_fault: Callable[[Exception, str], None]
     session: Lease | None = None

@@ -179,6 +179,11 @@ class Shards:
                     raise
         raise AssertionError("unreachable: the last turn returns or raises")
 
+    def known_index(self, url: str) -> Indexed | None:
+        """The index of the present version of a shard, if this process has it."""
+        info, indexed = self._known(url), self._indexes.get(url)
+        return indexed if indexed is not None and info is not None and indexed.info.validator == info.validator else None
+
     def _index_once(self, url: str, info: ObjectInfo) -> Indexed:
         with self._lock(url):
             # T1 and T2 need the index of a new shard; T1 builds it: T2, which waited here, takes it

@@ -101,6 +101,20 @@ class TarSource:
                 self._shards.forget(self._url(shard), indexed.info)
         raise AssertionError("unreachable: the last turn returns or raises")
 
+    def kept(self, key: str, *, only_whether: bool = False) -> bytes | None:
+        """The member's bytes out of the whole shard, where the bound cache has that; else None. ``only_whether``: no bytes of it. Asks no
+        remote, and raises nothing."""
+        try:
+            shard, name = self._split(key)
+            url = self._url(shard)
+        except errors.ForebayError:
+            return None
+        indexed = self._shards.known_index(url)
+        span = indexed.members.get(name) if indexed is not None else None
+        if indexed is None or span is None or indexed.info.validator is None:
+            return None
+        return self._reach.kept_part(url, span._replace(length=0) if only_whether else span, indexed.info.validator)
+
     def _read(self, shard: str, name: str, indexed: Indexed) -> bytes:
         span = indexed.members.get(name)
         if span is None:
