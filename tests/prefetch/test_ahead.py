@@ -102,10 +102,9 @@ def test_an_order_that_is_not_kept_costs_only_the_look_ahead(cache: forebay.Cach
 
 def test_what_is_skipped_is_in_the_cache_for_others(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
     with cache.lookahead(urls, workers=2, window=4 * SIZE) as ahead:
-        for number, url in enumerate(urls):
-            until(lambda: ahead.progress.ready > 0, "the next one")
+        for url in urls:
+            until(lambda url=url: cache.entry(url) is not None, url)
             assert ahead.skip()
-            assert cache.entry(url) is not None, number
             assert ahead.progress.ahead <= 6
         assert not ahead.skip()
     assert server.gets == len(urls)
