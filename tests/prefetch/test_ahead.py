@@ -186,6 +186,18 @@ def test_one_closed_early_fetches_no_more(cache: forebay.Cache, server: Scripted
     assert server.gets == gets < 20
 
 
+def test_closing_waits_for_no_server(cache: forebay.Cache, server: ScriptedServer) -> None:
+    urls = [server.put(f"/d/{number}.bin", body(number), stall_after=1000) for number in range(4)]
+    ahead = cache.lookahead(urls)
+    assert server.stalled.wait(60)
+    ahead.close()
+    assert not server.go.is_set()
+    with cache.prefetcher(f"{server.url}/d") as pool:  # no key is held
+        lazy = pool.get_lazy("3.bin")
+        server.go.set()
+        assert lazy.get() == body(3)
+
+
 def test_it_is_not_pickled(cache: forebay.Cache, urls: list[str]) -> None:
     with cache.lookahead(urls) as ahead, pytest.raises(errors.ConfigError):
         pickle.dumps(ahead)

@@ -273,14 +273,14 @@ class Lookahead(Iterator[memoryview]):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give up what is ahead, and wait for what is being fetched. What was read stays valid. A second call does nothing."""
+        """Give up what is ahead, and what is being fetched. What was read stays valid. A second call does nothing."""
         with self._lock:
             self._is_drawn = True
             self._ahead.clear()
             self._by_name.clear()
             self._width = self._unsized = 0
         if self._loader is not None:
-            self._loader.close()
+            self._loader.close(gives_up=True)
 
     def __enter__(self) -> Self:
         return self

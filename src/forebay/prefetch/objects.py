@@ -21,6 +21,7 @@ from forebay.origin.spaces import URLS
 from forebay.prefetch.load_queue import REPORT_AFTER
 from forebay.prefetch.loader import WATCH, close_at_exit
 from forebay.prefetch.loads import Load, LoadRef, News, State
+from forebay.remote.base import CallAborted
 
 log = logger("forebay.prefetch")
 
@@ -215,6 +216,8 @@ class ObjectLoader:
         try:
             for request in bulk.run_as_they_come(self._next):
                 self._came(request)
+        except CallAborted:
+            self._drop_lost("the prefetcher was closed")
         finally:
             with self._lock:
                 self._bulk = None
@@ -300,12 +303,15 @@ class ObjectLoader:
 
     def _fail(self, error: Exception) -> None:
         """The bulk fetch ended without the results of what was under way: callers read these themselves."""
+        self._drop_lost(str(error))
+        self._origin.warn(type(error).__name__, "loading ahead failed: %s", error)
+
+    def _drop_lost(self, reason: str) -> None:
         with self._lock:
             lost, self._under_way = list(self._under_way.values()), {}
             for load in self._live(lost):
-                load.reason = str(error)
+                load.reason = reason
                 self._set(load, State.DROPPED)
-        self._origin.warn(type(error).__name__, "loading ahead failed: %s", error)
 
     # -- steps of a transition -------------------------------------------------------------------------------------
 
@@ -347,8 +353,9 @@ class ObjectLoader:
         self.closing = True
         self.news.wake()
 
-    def close(self, timeout: float | None = None) -> None:
-        """Drop what is queued and wait for what runs, at most ``timeout`` seconds. What was handed out stays good."""
+    def close(self, timeout: float | None = None, *, gives_up: bool = False) -> None:
+        """Drop what is queued and wait for what runs, at most ``timeout`` seconds. What was handed out stays good. ``gives_up``: what runs
+        too; what has come of it can be resumed."""
         with self._lock:
             self.closing = True
             for load in self._live(list(self._refs.values())):
@@ -357,6 +364,8 @@ class ObjectLoader:
             self._queued.clear()
             self._elsewhere.clear()
             thread = self._thread
+            if gives_up and self._bulk is not None:
+                self._bulk.stop()
             self._wake()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
