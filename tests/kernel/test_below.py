@@ -62,6 +62,13 @@ def test_files_are_made_seen_moved_linked_and_removed(top: Path) -> None:
     os.close(fd)
 
 
+def test_which_directories_are_not_empty(top: Path) -> None:
+    (top / "a" / "c").mkdir()
+    (top / "a" / "c" / "file").touch()
+    assert Below(top).filled(top / "a", ["b", "c"]) == ["c"]
+    assert Below(top).filled(top, ["a", "link", "missing"]) == ["a", "link", "missing"]  # `names_in` tells what the last two are
+
+
 @pytest.mark.parametrize("way", ["link", "a/link", "link/inner", "a/link/inner"])
 @pytest.mark.parametrize(
     "act",

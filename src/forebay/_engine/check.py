@@ -279,11 +279,12 @@ def empty_lost_slots(txn: Txn, slots: Slots) -> None:
     index of keys, would serve it beside the next version."""
     chunk = 0
     while slots.is_there(chunk) and slots.is_whole(chunk):
-        first = chunk * RECORDS
-        live = {slot: id for slot, id, _ in entries.living_in(txn, first, first + RECORDS)}
-        for slot, id in enumerate(slots.ids(chunk), first):
-            if id and live.get(slot) != id:
-                slots.clear(slot, id)
+        first, ids = chunk * RECORDS, slots.ids(chunk)
+        if any(ids):
+            live = {slot: id for slot, id, _ in entries.living_in(txn, first, first + RECORDS)}
+            for slot, id in enumerate(ids, first):
+                if id and live.get(slot) != id:
+                    slots.clear(slot, id)
         chunk += 1
 
 

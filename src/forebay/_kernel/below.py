@@ -11,6 +11,7 @@ import functools
 import os
 import stat
 import sys
+from collections.abc import Iterable
 from types import TracebackType
 
 from forebay._kernel import host
@@ -119,6 +120,18 @@ class _Walk:
         os.close(self._fd)
 
 
+def _is_empty(name: str, above: int) -> bool:
+    try:
+        fd = os.open(name, _LIST, dir_fd=above)
+    except OSError:
+        return False
+    try:
+        with os.scandir(fd) as names:
+            return next(names, None) is None
+    finally:
+        os.close(fd)
+
+
 class Below:
     """The files below ``top``. Holds no descriptor: picklable, usable after a fork and from any thread.
 
@@ -181,6 +194,11 @@ class Below:
         """The names in a directory."""
         with self.listing(path) as fd:
             return os.listdir(fd)
+
+    def filled(self, path: Path, names: Iterable[str]) -> list[str]:
+        """Those of these directories in a directory that are not empty, or that cannot be listed: quicker than `names_in` for each."""
+        with self.listing(path) as fd:
+            return [name for name in names if not _is_empty(name, fd)]
 
     def is_directory(self, path: Path) -> bool:
         """Whether this is a directory, reached through directories only."""

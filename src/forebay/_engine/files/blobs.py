@@ -128,12 +128,16 @@ def _remove(root: Root, path: str | Path) -> bool:
 
 def list_blobs(root: Root) -> Iterator[tuple[int, Path]]:
     """Every file under ``blobs/`` that has one of our names, as ``(id, path)``; other files are none of our business."""
-    for fan in FANS:
+    try:
+        fans = root.files.filled(root.blobs_dir, FANS)
+    except (FileNotFoundError, LinkInTheWay):
+        return
+    for fan in fans:
         yield from _in_fan(root, fan)
 
 
 def _in_fan(root: Root, fan: str) -> Iterator[tuple[int, Path]]:
-    directory = root.blobs_dir / fan
+    directory = f"{root.blobs_dir}/{fan}"
     try:
         names = root.files.names_in(directory)
     except (FileNotFoundError, LinkInTheWay):
@@ -141,7 +145,7 @@ def _in_fan(root: Root, fan: str) -> Iterator[tuple[int, Path]]:
     for name in names:
         blob = parse_blob_below(fan, name)
         if blob:
-            yield blob.id, directory / name
+            yield blob.id, Path(directory, name)
 
 
 def verify_blob(root: Root, path: Path, size: int, checksum: bytes) -> bool:

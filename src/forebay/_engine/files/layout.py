@@ -180,7 +180,7 @@ class Root:
     def tmp_dir(self) -> Path:
         return self.path / "tmp"
 
-    @property
+    @cached_property
     def blobs_dir(self) -> Path:
         return self.path / "blobs"
 

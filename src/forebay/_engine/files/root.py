@@ -106,7 +106,7 @@ def _open_read_only(directory: Path, shared: bool) -> Root:
     return root
 
 
-def _refuse(directory: Path, expected: str, actual: str, todo: str) -> NoReturn:
+def _refuse(directory: str | Path, expected: str, actual: str, todo: str) -> NoReturn:
     raise RootRefused(f"{directory}: expected {expected}, found {actual}: {todo}", path=str(directory), wanted=expected, found=actual)
 
 
@@ -267,28 +267,30 @@ def _lay_out(root: Root) -> None:
     _settle(root, root.path, root.dir_mode)
     for directory, names in ((root.path, tuple(_DIRECTORIES)), (root.blobs_dir, FANS)):
         with root.files.directory(directory) as fd:  # once for all: there are hundreds of names
-            for name in names:
-                host.mkdir(directory / name, root.dir_mode, fd)
-                _settle(root, directory / name, root.dir_mode, fd)
-    with root.files.directory(root.words.parent) as fd:
+            for path in [f"{directory}/{name}" for name in names]:  # a `Path` of each would take longer than its directory
+                host.mkdir(path, root.dir_mode, fd)
+                _settle(root, path, root.dir_mode, fd)
+    locks = root.words.parent
+    with root.files.directory(locks) as fd:
         there = _names_in(root, "locks")
         for name in LOCKS:
+            path = f"{locks}/{name}"
             if name not in there:
                 with contextlib.suppress(FileExistsError):  # another process makes this root too
-                    os.close(host.create(root.lock(name), root.file_mode, directory=fd))
-            _settle(root, root.lock(name), root.file_mode, fd)
+                    os.close(host.create(path, root.file_mode, directory=fd))
+            _settle(root, path, root.file_mode, fd)
     root.install(root.words, lambda fd: host.allocate(fd, 0, _WORDS_SIZE))
     root.install(root.path / "CACHEDIR.TAG", lambda fd: host.pwrite(fd, _TAG, 0))
 
 
-def _settle(root: Root, path: Path, mode: int, directory: int | None = None, *, is_ours: bool = True) -> None:
+def _settle(root: Root, path: str | Path, mode: int, directory: int | None = None, *, is_ours: bool = True) -> None:
     """Set the mode of ``path`` whatever the umask was, also where its creator was killed before doing so. If ``path`` is a link, refuse it
     where ``is_ours``, else leave it alone. ``directory``: a descriptor of its parent directory, if that is open."""
-    top = path == root.path
+    top = directory is None and path == root.path
     if directory is not None:
-        status = os.stat(path.name, dir_fd=directory, follow_symlinks=False)
+        status = os.stat(os.path.basename(path), dir_fd=directory, follow_symlinks=False)
     else:
-        status = path.lstat() if top else root.files.lstat(path)
+        status = os.lstat(path) if top else root.files.lstat(path)
     if stat.S_ISLNK(status.st_mode):
         if not is_ours:
             return
