@@ -12,6 +12,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from types import TracebackType
 
 from forebay._kernel import host
@@ -240,10 +241,10 @@ class Below:
         with self._parent(old) as old_directory, self._parent(new) as new_directory:
             host.rename(old, new, old_directory, new_directory)
 
-    def link(self, old: Path, new: Path) -> None:
-        """See `host.link`."""
-        with self._parent(old) as old_directory, self._parent(new) as new_directory:
-            host.link(old, new, old_directory, new_directory)
+    def link(self, old: Path, new: Path, directory: int | None = None) -> None:
+        """See `host.link`. ``directory``: a descriptor of that of ``new``, if it is open."""
+        with self._parent(old) as above, nullcontext(directory) if directory is not None else self._parent(new) as new_directory:
+            host.link(old, new, above, new_directory)
 
     def unlink(self, path: Path) -> bool:
         """Remove a name. Returns False if it was missing, or if a link is in the way: the file behind the link is not Forebay's."""

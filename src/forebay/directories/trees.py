@@ -13,7 +13,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from forebay.directories.location import RemoteDirectory, locate
 from forebay.directories.manifests import File, Manifest, Part, Patterns
 from forebay.origin import Origin
 from forebay.origin.bulk import BulkFetch, Wanted
-from forebay.origin.request import FetchOptions, is_same_version
+from forebay.origin.request import FetchOptions, Target, is_same_version
 from forebay.origin.spaces import DIRECTORIES, POSTPONED, URLS
 
 _DISK_FULL = "the disk is full: free some of it, or lower min_free"
@@ -319,16 +319,17 @@ class _Tree:
         """Leases on all files; missing ones are fetched, several at a time."""
         leases: dict[str, Lease] = {}
         progress = _Progress(self._options.on_progress, manifest.size)
-        missing = self._missing(manifest, at, leases, progress)
+        targets = {file.name: self._location.target(file.name) for file in manifest.files}
+        missing = self._missing(manifest, targets, at, leases, progress)
         self._came_unseen = any(file.digest is None and (file.validator is None or file.name in self._unlike) for file in missing)
 
         requests = (
-            Wanted(self._location.target(file.name), self._options_of(file, at, progress.of(file)), number, leased=True)
+            Wanted(targets[file.name], self._options_of(file, at, progress.of(file)), number, leased=True)
             for number, file in enumerate(missing)
         )
         fetches = contextlib.closing(BulkFetch(self._origin, on_turn=progress.tell).run(requests))
         try:
-            self._store.ensure_room(URLS, [(self._location.target(file.name).key, file.size or 0) for file in missing])
+            self._store.ensure_room(URLS, [(targets[file.name].key, file.size or 0) for file in missing])
             with fetches as fetched:
                 for request in fetched:
                     file = missing[request.number]
@@ -344,9 +345,11 @@ class _Tree:
             for lease in leases.values():
                 lease.close()
 
-    def _missing(self, manifest: Manifest, at: int, leases: dict[str, Lease], progress: _Progress) -> list[File]:
+    def _missing(
+        self, manifest: Manifest, targets: Mapping[str, Target], at: int, leases: dict[str, Lease], progress: _Progress
+    ) -> list[File]:
         """The files that must be fetched; leases on the others are added to ``leases``."""
-        keys = {self._location.target(file.name).key: file for file in manifest.files}
+        keys = {targets[file.name].key: file for file in manifest.files}
         for key, lease in self._store.take_many(URLS, list(keys)).items():
             file = keys[key]
             if lease.entry.kind != "blob" or not self._is_right(lease, file, at) or not self._store.is_sound(lease):

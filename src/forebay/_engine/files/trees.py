@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -93,21 +94,29 @@ def footprint(names: Iterable[str], block: int) -> int:
 
 
 def _link_all(root: Root, top: str, members: Iterable[tuple[str, str | Path]]) -> None:
-    """Plain strings: there may be many thousands."""
+    """Plain strings, and a directory is opened once for its files: there may be many thousands."""
     directories = {""}
-    for name, blob in members:
-        parts = name.split("/")
-        if "\0" in name or not {"", ".", ".."}.isdisjoint(parts):
-            raise ValueError(f"{name!r} cannot be the name of a file in a tree")
+    for folder, files in itertools.groupby(members, key=_folder_of):
+        parts, name = folder.split("/"), folder
         try:
-            for depth in range(1, len(parts)):
+            for depth in range(1, len(parts) + 1):
                 above = "/".join(parts[:depth])
                 if above not in directories:
                     _make_directory(root, f"{top}/{above}")
                     directories.add(above)
-            root.files.link(blob, f"{top}/{name}")
+            with root.files.directory(f"{top}/{folder}".removesuffix("/")) as fd:
+                for name, blob in files:
+                    root.files.link(blob, f"{top}/{name}", fd)
         except (FileExistsError, NotADirectoryError, LinkInTheWay) as error:
             raise ValueError(f"{name!r} is two things in one tree") from error
+
+
+def _folder_of(member: tuple[str, str | Path]) -> str:
+    """The directory in which a member's name lies. Raises ValueError for a name that could lie outside of the tree."""
+    name, _ = member
+    if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+        raise ValueError(f"{name!r} cannot be the name of a file in a tree")
+    return name.rpartition("/")[0]
 
 
 def _make_directory(root: Root, path: str) -> None:
