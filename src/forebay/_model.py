@@ -238,9 +238,12 @@ class Remote(Protocol):
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """Return the remote's description of the object; None if its validator is still ``known``. Raises `RemoteError`."""
 
-    def fetch(self, url: str, sink: Sink) -> Transfer:
+    def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
         """Fetch the whole object (or what `Sink.partial` lacks) into ``sink``. Retries, resumes, checks lengths.
-        Raises `RemoteError`, or what ``sink`` raises. Caller: holds no lock but this key's own."""
+        Raises `RemoteError`, or what ``sink`` raises. Caller: holds no lock but this key's own.
+
+        ``listed``: how a listing described the object a moment ago. A remote that has to ask for the description first may take this one,
+        and compares it with the object when all bytes have come."""
 
     def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
         """Return exactly the bytes of ``span`` (fewer only where the object ends). Raises `RemoteChanged` if the object no longer has

@@ -206,6 +206,27 @@ def test_many_files_are_listed_in_few_requests_and_opened_once(cache: forebay.Ca
     assert shelf.opens == sorted(f"{CKPT}/{name}" for name in files)  # each once
 
 
+def test_files_of_a_new_listing_are_looked_at_once_each(cache: forebay.Cache, shelf: Shelf) -> None:
+    """After they were read: the listing told what they were before."""
+    files = {f"{n}": b"%d" % n for n in range(40)}
+    shelf.fill(CKPT, files)
+    with cache.directory(CKPT, filesystem=shelf.arrow()) as path:
+        assert files_of(path) == files
+    asked = [each for each in shelf.asked() if each.verb in ("stat", "read")]
+    names = [each.name for each in asked if each.verb == "stat"]
+    assert sorted(names) == sorted(f"{CKPT}/{name}" for name in files)
+    for name in names:
+        assert [each.verb for each in asked if each.name == name] == ["read", "stat"]
+
+
+def test_files_of_an_older_listing_are_looked_at_before_they_are_read(cache: forebay.Cache, shelf: Shelf) -> None:
+    shelf.fill(CKPT, {"a": b"a", "b": b"b"})
+    cache.directory(CKPT, filesystem=shelf.arrow(), include="a").close()
+    shelf.forget()
+    cache.directory(CKPT, filesystem=shelf.arrow(), include="b").close()
+    assert [each.verb for each in shelf.asked() if each.name.endswith("/b")][:2] == ["stat", "open"]
+
+
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 

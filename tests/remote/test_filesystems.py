@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from forebay import errors, remote
-from forebay._model import Partial, Span
+from forebay._model import ObjectInfo, Partial, Span
 from forebay.remote import RemoteOptions
 from forebay.remote.filesystems import FilesystemRemote, HelperClient, InProcessClient
 from forebay.testing import MemorySink, ScriptedServer
@@ -222,6 +222,54 @@ def test_what_always_changes_is_given_up(place: Place) -> None:
     with pytest.raises(errors.RemoteChanged):
         place.remote.fetch(f"{place.base}/changing", sink)
     assert len(sink.infos) == 3
+
+
+def listed(place: Place, name: str) -> ObjectInfo:
+    (info,) = place.remote.list(f"{place.base}/{name}")
+    return info
+
+
+def test_what_a_listing_told_is_not_asked_for_again(place: Place) -> None:
+    place.put("listed", BODY[:PART])
+    info, sink = listed(place, "listed"), MemorySink()
+    transfer = place.remote.fetch(f"{place.base}/listed", sink, listed=info)
+    assert sink.data == BODY[:PART]
+    assert transfer.requests == (3 if info.validator is None else 2)  # the read, and the look whether it is still that version
+    assert transfer.info is not None
+    assert transfer.info.validator == getattr(place.remote.stat(f"{place.base}/listed"), "validator", None)
+
+
+@pytest.mark.parametrize("size", [PART - 1, PART + 1, 3])
+def test_a_listing_that_is_out_of_date_is_not_believed(place: Place, size: int) -> None:
+    place.put("listed", bytes(PART))
+    info, sink = listed(place, "listed"), MemorySink()
+    place.put("listed", BODY[:size])
+    transfer = place.remote.fetch(f"{place.base}/listed", sink, listed=info)
+    assert sink.data == BODY[:size]
+    assert transfer.info == place.remote.stat(f"{place.base}/listed")
+
+
+def test_an_object_that_changes_while_it_is_read_as_listed_is_fetched_again(place: Place) -> None:
+    place.put("listed", bytes(4 * PART))
+    info = listed(place, "listed")
+
+    class Changing(MemorySink):
+        def begin(self, info: Any) -> tuple[Span, ...]:
+            if not self.infos:
+                place.put("listed", BODY)
+            return super().begin(info)
+
+    sink = Changing()
+    transfer = place.remote.fetch(f"{place.base}/listed", sink, listed=info)
+    assert sink.data == BODY
+    assert transfer.info == place.remote.stat(f"{place.base}/listed")
+
+
+def test_a_large_object_is_looked_at_before_it_is_read(place: Place) -> None:
+    """It would be read in vain where the listing is out of date."""
+    place.put("listed", BODY)
+    transfer = place.remote.fetch(f"{place.base}/listed", MemorySink(), listed=listed(place, "listed"))
+    assert transfer.requests == 2 + (-(-len(BODY) // PART) if place.ranges else 1)
 
 
 @pytest.mark.parametrize("make", [s3fs_object, pyarrow_s3])

@@ -23,7 +23,7 @@ from forebay._engine.files.trees import remove_whole
 from forebay._engine.locks.leases import Lease, in_place
 from forebay._engine.store import Store
 from forebay._kernel import waits
-from forebay._model import Entry, Victim, noted
+from forebay._model import Entry, ObjectInfo, Victim, noted
 from forebay.directories import copying
 from forebay.directories.listings import Listing, Listings
 from forebay.directories.location import RemoteDirectory, locate
@@ -146,6 +146,7 @@ class _Tree:
         self._origin, self._listings, self._store = origin, listings, store
         self._location, self._part, self._options = location, part, options
         self._key = Directories.key_of(location, part)
+        self._began = store.now(exact=True)
         self._came_unseen = False  # files of unknown version were fetched: they may be of different times
         self._unlike: set[str] = set()  # files whose validators in listings never match those of the file itself
 
@@ -374,11 +375,13 @@ class _Tree:
         return self._store.validated(entry) >= at
 
     def _options_of(self, file: File, at: int, on_progress: Callable[[int, int | None], None]) -> FetchOptions:
-        """Those of a fetch of the listed version of a file."""
+        """Those of a fetch of the listed version of a file. An older listing than this call tells nothing about the file's state now."""
         expected = file.validator if file.name not in self._unlike else None
+        is_new = expected is not None and at >= self._began
+        listed = ObjectInfo(file.name, file.size, file.validator, modified=file.modified) if is_new else None
         return FetchOptions(
             since=at if expected is None else -1, offline=self._options.offline, etag=expected, timeout=self._options.timeout, force=True,
-            on_progress=on_progress, wait=self._options.wait,
+            on_progress=on_progress, wait=self._options.wait, listed=listed,
         )  # fmt: skip
 
     def _listed_version(self, file: File, request: Wanted) -> Lease:

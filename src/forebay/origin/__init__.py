@@ -415,7 +415,7 @@ class Origin:
         began = time.monotonic_ns()
         try:
             with self.reaching(options):
-                transfer = target.remote.fetch(target.url, sink) if begun is None else begun.fetch(sink)
+                transfer = target.remote.fetch(target.url, sink, listed=options.listed) if begun is None else begun.fetch(sink)
         except errors.RemoteError as error:
             self.count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
             raise

@@ -40,7 +40,8 @@ class FetchOptions(NamedTuple):
     """The options of one call. ``since``: serve what was validated at or after this (nanoseconds of the store's clock; 1: ever;
     -1: even if it was invalidated). ``refresh``: serve only what was validated since the call began, whatever the clock says.
     ``timeout``: seconds to wait for another process. ``bypass``: neither look into the cache nor write to it. ``force``: keep a local
-    file in the cache too. ``wait``: how long its requests may wait for connections, all of one call together; None: without a limit."""
+    file in the cache too. ``wait``: how long its requests may wait for connections, all of one call together; None: without a limit.
+    ``listed``: how a listing that this call requested describes the object."""
 
     since: int = 1
     offline: bool = False
@@ -54,6 +55,7 @@ class FetchOptions(NamedTuple):
     on_progress: Callable[[int, int | None], None] | None = None
     refresh: bool = False
     wait: waits.SharedLimit | None = None
+    listed: ObjectInfo | None = None
 
     @classmethod
     def of(

@@ -83,7 +83,7 @@ class LocalRemote:
             os.close(fd)
         return None if info.validator == known else info
 
-    def fetch(self, url: str, sink: Sink) -> Transfer:
+    def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
         """See `Remote.fetch`. Raises `RemoteChanged` if the file is written to meanwhile."""
         fd = _open(url)
         try:

@@ -105,19 +105,19 @@ class FilesystemRemote:
 
         return call.retry(attempt)
 
-    def fetch(self, url: str, sink: Sink) -> Transfer:
+    def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
         """See `Remote.fetch`. All bytes are of one version: the validator is compared before and after."""
-        call = self._call(url)
-        for _ in range(1 + MAX_CHANGES):
+        call, trusted = self._call(url), listed if listed is not None and _is_enough(listed) else None
+        for _ in range(1 + MAX_CHANGES + (trusted is not None)):
             try:
                 with call:
-                    return self._fetch(call, url, sink)
+                    return self._fetch(call, url, sink, trusted)
             except _Changed:
-                call = call.restarted()
+                call, trusted = call.restarted(), None
         raise RemoteChanged(f"{call.url}: it changed again and again while it was read", url=call.url)
 
-    def _fetch(self, call: Call, url: str, sink: Sink) -> Transfer:
-        info = self._stat(call, url)
+    def _fetch(self, call: Call, url: str, sink: Sink, listed: ObjectInfo | None) -> Transfer:
+        info = listed or self._stat(call, url)
         if info.size is None:
             call.retry(lambda: self._fetch_stream(call, url, info, sink))
         else:
@@ -230,6 +230,12 @@ class FilesystemRemote:
                 call.retry(lambda: self._access(url).delete(call, url))
             except NotFound as error:
                 log.debug("nothing to remove: %s", error)
+
+
+def _is_enough(listed: ObjectInfo) -> bool:
+    """Whether an object may be read by what a listing said of it: few bytes then come in vain where that is out of date. Whether the
+    validator is strong, which a listing does not tell, matters for larger objects only."""
+    return listed.validator is not None and listed.size is not None and listed.size <= BLOCK
 
 
 def _connection(call: Call, access: Access) -> AbstractContextManager[None]:

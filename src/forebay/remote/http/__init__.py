@@ -86,7 +86,7 @@ class HttpRemote:
         with self._exchange.send(call, "GET", url, conditions, ok=(200, 304)) as response:  # empty: it has no first byte
             return None if response.status == 304 else info_of(url, response.headers, response.length)
 
-    def fetch(self, url: str, sink: Sink) -> Transfer:
+    def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
         """See `Remote.fetch`. The fetch of an object that changes meanwhile starts over, the second time as one stream, which cannot mix
         versions (an object behind several servers, each with an ETag of its own, seems to change all the time); then `RemoteChanged`."""
         return self._fetch(Call(url, self.options), url, sink)

@@ -91,7 +91,7 @@ class S3Remote:
         """See `Remote.stat`."""
         return _in_its_region(lambda: self._http.stat(_checked(url), known=known))
 
-    def fetch(self, url: str, sink: Sink) -> Transfer:
+    def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
         """See `Remote.fetch`."""
         return _in_its_region(lambda: self._http.fetch(_checked(url), sink))
 
