@@ -63,6 +63,7 @@ MEMORY = "tests/cli/test_memory.py::test_memory_does_not_grow_with_what_is_kept"
 KEYS = "tests/engine/index/test_keys.py::"
 VALUES = "tests/engine/index/test_values.py::"
 LIMITS = "tests/engine/index/test_limits.py::"
+FILESYSTEMS = "tests/remote/test_filesystems.py::"
 LOOP = "tests/remote/test_limits.py::"
 AHEAD = "tests/prefetch/test_ahead.py::"
 OBJECTS = "tests/prefetch/test_objects.py::"
@@ -312,6 +313,32 @@ MUTANTS = (
         1, "a tree is looked at once in a process", "_engine/reading.py",
         "if tree.boot == host.boot_id() and self._trees.get(tree.id) == _fingerprint(files):", "if tree.id in self._trees:",
         "tests/directories/test_written_to.py::test_what_is_added_removed_or_replaced_costs_no_fetch[add]",
+    ),
+    Mutant(
+        1, "a file that was read as its listing described it is not compared with that", "remote/filesystems/__init__.py",
+        "        if self._stat(call, url).validator != info.validator:\n",
+        "        if listed is None and self._stat(call, url).validator != info.validator:\n",
+        f"{FILESYSTEMS}test_a_listing_that_is_out_of_date_is_not_believed[pyarrow_local-131073]",
+    ),
+    Mutant(
+        1, "a file that is fetched again is read by the same listing", "remote/filesystems/__init__.py",
+        "call, trusted = call.restarted(), None", "call = call.restarted()",
+        f"{FILESYSTEMS}test_a_listing_that_is_out_of_date_is_not_believed[pyarrow_local-3]",
+    ),
+    Mutant(
+        1, "an old listing tells what a file is before it is read", "directories/trees.py",
+        "is_new = expected is not None and at >= self._began", "is_new = expected is not None",
+        "tests/directories/test_directories.py::test_files_of_an_older_listing_are_looked_at_before_they_are_read",
+    ),
+    Mutant(
+        1, "bytes that may still change are kept without a copy", "_model.py",
+        """getattr(data.obj, "is_mutable", True) is False)""", """data.readonly)""",
+        "tests/engine/files/test_memory_stage.py::test_a_view_that_cannot_write_may_still_change",
+    ),
+    Mutant(
+        2, "what a successor could resume stays in memory until it is whole", "_engine/write/publish.py",
+        "if size <= self._collect and (size <= SMALL or not self._resumable):", "if size <= self._collect:",
+        "tests/origin/test_bulk.py::test_only_what_a_successor_could_resume_is_on_the_disk_while_it_comes[True]",
     ),
     Mutant(
         1, "an upload is said to be complete before it is", "directories/uploading.py",

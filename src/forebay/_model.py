@@ -36,6 +36,12 @@ def as_bytes(data: Buffer) -> memoryview:
         ) from error
 
 
+def is_frozen(data: Buffer) -> bool:
+    """Whether nothing can change these bytes any more, so that they can be kept without a copy: bytes, and what pyarrow reads from a
+    filesystem in Python."""
+    return isinstance(data, bytes) or (isinstance(data, memoryview) and getattr(data.obj, "is_mutable", True) is False)
+
+
 def is_text(value: str) -> bool:
     """Whether a str has no lone surrogates: UTF-8, and so a key, cannot hold them."""
     try:

@@ -69,6 +69,21 @@ def test_a_directory_is_fetched(scene: NewScene, shelf: Shelf, every: int) -> No
 
 
 @sweep
+def test_files_that_nobody_could_resume_are_fetched(scene: NewScene, shelf: Shelf, every: int) -> None:
+    """Without an ETag: those of up to 4 MiB are written and published in one step."""
+    files = FILES | {"mid": content("mid", 3 * MiB // 2), "sub/mid": content("sub/mid", 2 * MiB)}
+    shelf.fill(CKPT, files)
+    there = scene(8 * MiB)
+
+    def fetch(store: Store) -> None:
+        with opened_cache(there.place) as cache, cache.directory(CKPT, filesystem=shelf.fsspec(etags=False)) as path:
+            assert files_of(path) == files
+
+    deaths = there.play(nothing, fetch, fetch, least=20 // every, steps=steps(every))
+    assert not any(".map" in death for death in deaths)
+
+
+@sweep
 def test_a_changed_directory_is_fetched(scene: NewScene, shelf: Shelf, every: int) -> None:
     """What is handed out is of one version: the one before, or the next."""
     shelf.fill(CKPT, FILES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from forebay.origin.bulk import BulkFetch, Wanted
 from forebay.origin.request import FetchOptions
 from forebay.remote.base import sent_together, wake_at_end
 from forebay.testing import ScriptedServer
+from tests.servers.counting import Shelf, content
 
 
 def test_what_was_fetched_between_the_look_and_the_lock_is_not_fetched_again(
@@ -72,6 +74,27 @@ def test_a_range_that_is_not_the_whole_is_not_taken_for_it(stated: str, cache: f
     with pytest.raises(errors.RemoteError):
         cache.read_many([url])
     assert cache.stats().entries == 0
+
+
+@pytest.mark.parametrize("etags", [True, False])
+def test_only_what_a_successor_could_resume_is_on_the_disk_while_it_comes(etags: bool, tmp_path: Path, shelf: Shelf) -> None:
+    body = content("large", 3 << 20)
+    shelf.put("bucket/step/large", body)
+    shelf.stall("bucket/step/large", after=2 << 20)
+    options = forebay.RemoteOptions(part=1 << 20, streams=1)
+    with forebay.Cache(tmp_path / "root", budget=64 << 20, remote_options=options) as cache:
+        there: list[str] = []
+        thread = threading.Thread(target=lambda: there.append(cache.directory("bucket/step", filesystem=shelf.fsspec(etags=etags)).path))
+        thread.start()
+        try:
+            shelf.wait("stalled")
+            partials = os.listdir(tmp_path / "root" / "tmp")
+        finally:
+            shelf.go("bucket/step/large")
+            thread.join()
+        assert bool(partials) == etags
+        assert Path(there[0], "large").read_bytes() == body
+        assert cache.check(deep=True) == []
 
 
 def test_a_key_that_others_hold_is_left_to_the_caller_that_does_not_wait(cache: forebay.Cache, server: ScriptedServer) -> None:

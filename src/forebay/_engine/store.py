@@ -299,10 +299,10 @@ class Store:
     @recover_and_retry
     def writing(
         self, space: str, key: str, *, suffix: str = "", life: str = "cached", meta: str = "", validated: int | None = None,
-        resume: bool = True, on_progress: Callable[[int, int | None], None] | None = None, collect: bool = False,
+        resume: bool = True, on_progress: Callable[[int, int | None], None] | None = None, collect: int = 0,
     ) -> Writing:  # fmt: skip
         """A write for a remote to fill that is asked not before ``validated``. Caller: holds the key's lock if ``resume``. ``collect``:
-        see `publish_collected`."""
+        see `Writing` and `publish_collected`."""
         from forebay._engine.write.publish import Writing
 
         label = self._label(space, key, suffix, life, meta, validated)

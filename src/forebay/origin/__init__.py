@@ -376,10 +376,10 @@ class Origin:
 
     def fetch(
         self, target: Target, options: FetchOptions, spilling: SpillingSink | None, begun: BegunFetch | None, began: int, *,
-        resume: bool = True, collect: bool = False,
+        resume: bool = True, collect: int = 0,
     ) -> Lease | Writing:  # fmt: skip
         """Fetch an object that was asked for at ``began``, if ``begun``, or is now. ``resume``: look for what a dead fetch left of it.
-        ``collect``: a small one is not published yet; see `Store.publish_collected`."""
+        ``collect``: one of at most so many bytes is not published yet; see `Writing` and `Store.publish_collected`."""
         above = self._above(target, options)
         if above is not None:
             return self._copy(target, options, *above)
@@ -402,7 +402,7 @@ class Origin:
         self.store.count("bytes_stored", lease.entry.size)
         return lease
 
-    def _writing(self, target: Target, options: FetchOptions, began: int, *, resume: bool, collect: bool = False) -> Writing:
+    def _writing(self, target: Target, options: FetchOptions, began: int, *, resume: bool, collect: int = 0) -> Writing:
         return self.store.writing(
             URLS, target.key, suffix=target.suffix, life="pinned" if options.pin else "cached", validated=began, resume=resume,
             on_progress=options.on_progress, collect=collect,

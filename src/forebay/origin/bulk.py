@@ -27,6 +27,7 @@ from forebay.origin.spaces import URLS
 from forebay.remote.base import CallAborted, sent_together
 
 if TYPE_CHECKING:
+    from forebay._engine.files.stages import MemoryStage
     from forebay._engine.locks.fill import KeyHold
     from forebay._engine.write.publish import Writing
     from forebay.origin import Origin
@@ -37,6 +38,9 @@ GROUP = 16
 _NO_ENTRY = 0, 0
 SMALL = 256 << 10
 """Bytes of an object that is collected in memory, and published with others."""
+AT_ONCE = GROUP * SMALL
+"""Bytes that are published as soon as they have come; so one transaction writes less than twice as many. A larger object that nobody could
+resume, and of which only the file is wanted, is collected up to this size: it needs no reservation, no chunk map and no second name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +116,7 @@ class BulkFetch:
         self._events: queue.SimpleQueue[Callable[[], Iterator[Wanted]]] = queue.SimpleQueue()
         self._under_way: set[_Fetch] = set()
         self._collected: list[_Fetch] = []  # have come, and are to be published
+        self._collected_bytes = 0
         self._waiting: list[Wanted] = []  # for other processes
         self._given_up = False
         self._waited_until: float | None = None  # when the time for all waits of this call is over
@@ -158,11 +163,14 @@ class BulkFetch:
                 if not group:
                     break
                 yield from self._begin(group)
-            if self._collected and (len(self._collected) >= GROUP or self._events.empty()):
+            if self._collected and (self._is_group_full() or self._events.empty()):
                 yield from self._publish()
             elif self._under_way or more or not self._events.empty():
                 yield from self._next_event()
         self._turn()
+
+    def _is_group_full(self) -> bool:
+        return len(self._collected) >= GROUP or self._collected_bytes >= AT_ONCE
 
     def _turn(self) -> None:
         if self._on_turn is not None:
@@ -332,10 +340,10 @@ class BulkFetch:
         request, begun = fetch.request, fetch.begun
         try:
             with self._store.locks.working():
-                fetched = self._origin.fetch(request.target, request.options, None, begun, fetch.began, resume=False, collect=True)
+                fetched = self._origin.fetch(request.target, request.options, None, begun, fetch.began, resume=False, collect=SMALL)
             assert not isinstance(fetched, Lease), "a small object is collected"
             fetch.writing = fetched
-            self._collected.append(fetch)
+            self._collect(fetch)
         except errors.CacheFault as error:
             self._past_the_cache(fetch, error)
         except Exception as error:  # noqa: BLE001 (the result of this request)
@@ -373,16 +381,20 @@ class BulkFetch:
         finally:
             if fetch.writing is not None and request.error is None:
                 fetch.by_thread = False
-                self._events.put(partial(self._collect, fetch))
+                self._events.put(partial(self._came_by_thread, fetch))
                 if self._given_up:
                     fetch.release()
             else:
                 fetch.release()
                 self._events.put(partial(self._end, fetch))
 
-    def _collect(self, fetch: _Fetch) -> Iterator[Wanted]:
-        self._collected.append(fetch)
+    def _came_by_thread(self, fetch: _Fetch) -> Iterator[Wanted]:
+        self._collect(fetch)
         return iter(())
+
+    def _collect(self, fetch: _Fetch) -> None:
+        self._collected.append(fetch)
+        self._collected_bytes += _collected_in(fetch).total
 
     def _obtain(self, fetch: _Fetch) -> None:
         """Validate or fetch the object of a held key. A small one that is not published yet is in ``fetch.writing``."""
@@ -397,8 +409,9 @@ class BulkFetch:
                     fetched: Lease | Writing = self._origin.obtain(target, options, spilling)
                 else:
                     fetched = self._origin.fetch(
-                        target, options, spilling, fetch.begun, fetch.began, resume=fetch.has_remains, collect=True
-                    )
+                        target, options, spilling, fetch.begun, fetch.began, resume=fetch.has_remains,
+                        collect=AT_ONCE if request.leased and not request.spills else SMALL,
+                    )  # fmt: skip
             if not isinstance(fetched, Lease):
                 fetch.writing = fetched
             elif not self._serve(request, fetched):
@@ -425,11 +438,11 @@ class BulkFetch:
     # -- publish ---------------------------------------------------------------------------------------------------
 
     def _publish(self) -> Iterator[Wanted]:
-        group, self._collected = self._collected[:GROUP], self._collected[GROUP:]
+        group, self._collected, self._collected_bytes = self._collected, [], 0
         for fetch, published in zip(group, self._published(group), strict=True):
             request = fetch.request
             if not request.leased or (request.spills and isinstance(published, errors.NoSpace)):
-                request.data = _bytes_of(fetch)
+                request.data = memoryview(_collected_in(fetch).data).toreadonly()
             if not isinstance(published, errors.CacheFault):
                 self._store.count("fills")
                 entry = published.entry if isinstance(published, Lease) else published
@@ -461,10 +474,10 @@ class BulkFetch:
         yield fetch.request
 
 
-def _bytes_of(fetch: _Fetch) -> memoryview:
+def _collected_in(fetch: _Fetch) -> MemoryStage:
     collected = fetch.writing.collected if fetch.writing is not None else None
     assert collected is not None, "what is published together is in memory"
-    return memoryview(collected.data).toreadonly()
+    return collected
 
 
 def _taking(requests: Iterable[Wanted]) -> Callable[[int], Sequence[Wanted] | None]:

@@ -37,6 +37,22 @@ def xfs(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], check=True)
 
 
+def test_the_blocks_of_one_file_of_many_are_shared(xfs: Path) -> None:
+    """It is small enough to be collected in memory, and too large to be copied for nothing."""
+    (xfs / "source.bin").write_bytes(BODY[: MiB - 5])
+    steps: list[str] = []
+    with forebay.Cache(xfs / "root", budget="64MiB", min_free=0) as cache:
+        host.on_step(lambda call, subject: steps.append(call))
+        try:
+            kept = cache.local_many([xfs / "source.bin"], force=True)
+        finally:
+            host.on_step(None)
+        assert "clone" in steps
+        with kept as paths:
+            assert Path(paths[0]).read_bytes() == BODY[: MiB - 5]
+        assert cache.check(deep=True) == []
+
+
 def test_the_blocks_are_shared(xfs: Path) -> None:
     source = xfs / "source.bin"
     source.write_bytes(BODY)

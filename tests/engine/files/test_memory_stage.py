@@ -53,6 +53,24 @@ def test_a_whole_that_cannot_change_is_taken_as_it_is() -> None:
     assert data == b"0123456789"
 
 
+def test_what_pyarrow_read_from_a_filesystem_in_python_is_taken_as_it_is() -> None:
+    arrow = pytest.importorskip("pyarrow")
+    data = memoryview(arrow.py_buffer(b"0123456789")).cast("B")
+    stage = MemoryStage(10)
+    stage.write(0, data)
+    assert stage.data is data
+    assert stage.finish() == (10, checksum_of(b"0123456789"))
+
+
+def test_a_view_that_cannot_write_may_still_change() -> None:
+    arrow = pytest.importorskip("pyarrow")
+    for data in (bytearray(b"0123456789"), arrow.py_buffer(bytearray(b"0123456789"))):
+        stage = MemoryStage(10)
+        stage.write(0, memoryview(data).cast("B").toreadonly())
+        memoryview(data).cast("B")[0] = 0
+        assert stage.finish() == (10, checksum_of(b"0123456789"))
+
+
 def test_a_whole_that_may_change_is_copied() -> None:
     data = bytearray(b"0123456789")
     stage = MemoryStage(10)

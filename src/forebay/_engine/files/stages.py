@@ -20,7 +20,7 @@ from forebay._engine.files.faults import SCARCE
 from forebay._engine.files.layout import Root
 from forebay._kernel import host
 from forebay._logs import logger
-from forebay._model import Buffer, Partial, Span
+from forebay._model import Buffer, Partial, Span, is_frozen
 from forebay.errors import CacheFault, NoSpace
 
 log = logger("forebay.stages")
@@ -369,7 +369,7 @@ class MemoryStage:
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.data: bytes | bytearray = b""
+        self.data: Buffer = b""
         """The bytes; all of them once `finish` has returned."""
         self._mutex = threading.Lock()  # guards _coverage, and that data is replaced once
         self._coverage = Coverage()
@@ -387,8 +387,8 @@ class MemoryStage:
         if end > self.total:
             raise ValueError(f"received bytes up to {end:,} of {self.total:,}")
         with self._mutex:
-            if isinstance(data, bytes) and len(data) == self.total and not self._coverage.done:
-                self.data = data  # all of it, which nothing can change: no copy
+            if is_frozen(data) and len(view) == self.total and not self._coverage.done:
+                self.data = data  # all of it: no copy
             elif not isinstance(self.data, bytearray):
                 self.data = bytearray(self.data or self.total)
             target = self.data

@@ -54,7 +54,7 @@ class _Ready(NamedTuple):
     """A small write that has all of its bytes."""
 
     writing: Writing
-    data: bytes | bytearray
+    data: Buffer
     size: int
     checksum: bytes
 
@@ -339,12 +339,12 @@ class Writing:
     """One write: a `Sink` for a remote, then `publish`. Without that, the bytes are kept for a successor if it can resume them.
 
     Caller: holds the key's lock, unless nothing is to be resumed. ``reserved``: a reservation to use. ``on_progress`` is called with
-    (done, total) bytes. ``timeout``: see `Budget.reserve`; ``at_once``: see `Stage.begin`. ``collect``: an object that is here already is
-    kept in memory until it is published, together with others."""
+    (done, total) bytes. ``timeout``: see `Budget.reserve`; ``at_once``: see `Stage.begin`. ``collect``: an object of at most so many bytes
+    is kept in memory until it is published, together with others; but only a small one where a successor could resume a larger one."""
 
     def __init__(
         self, publisher: Publisher, label: Label, *, resume: bool = False, reserved: Reservation | None = None,
-        on_progress: Callable[[int, int | None], None] | None = None, timeout: float = 0.0, collect: bool = False, at_once: bool = False,
+        on_progress: Callable[[int, int | None], None] | None = None, timeout: float = 0.0, collect: int = 0, at_once: bool = False,
     ) -> None:  # fmt: skip
         self._publisher, self.label, self._on_progress, self._timeout = publisher, label, on_progress, timeout
         self._collect, self._at_once = collect, at_once
@@ -354,8 +354,7 @@ class Writing:
         self._small: MemoryStage | None = None
         self._leases: Leases | None = None
         self._leased = 0
-        self._resumable = False
-        self._published = False
+        self._resumable = self._published = False
         self.validator: str | None = None
         self.info: ObjectInfo | None = None
         self.partial: Partial | None = None
@@ -371,6 +370,7 @@ class Writing:
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
         """See `Sink.begin`."""
         self.info, self._small = info, None
+        self._resumable = info.strong and info.validator is not None and (info.size or 0) > CHUNK
         with faults(self.label.key, info.size or 0):
             if self._reserved is None and info.size is not None and self._comes_into_memory(info.size):
                 self._small = MemoryStage(info.size)
@@ -378,11 +378,13 @@ class Writing:
             return self._begin_on_disk(info)
 
     def _comes_into_memory(self, size: int) -> bool:
+        if size <= self._collect and (size <= SMALL or not self._resumable):
+            return True
         request = SpaceRequest(self.label.space, self.label.key, self._keyhash, size, self.label.suffix)
-        return size <= SMALL and (self._collect or self._publisher.budget.room.has_ample(request))
+        return size <= SMALL and self._publisher.budget.room.has_ample(request)
 
     def _begin_on_disk(self, info: ObjectInfo) -> tuple[Span, ...]:
-        publisher, size = self._publisher, info.size or 0
+        publisher, size, self._small = self._publisher, info.size or 0, None
         budget = publisher.budget
         if self._reserved is None:
             if self.spills:
@@ -392,7 +394,6 @@ class Writing:
             self._reserved = budget.resize(self._reserved, size)
         if self._stage is None:
             self._stage = Stage.create(publisher.root, self._keyhash, self._reserved.id)
-        self._resumable = info.strong and info.validator is not None and size > CHUNK
         missing = self._stage.begin(info.size, info.validator if info.strong else None, on_grow=self._grow, at_once=self._at_once)
         if self._reserved.size > size:  # after the stage let go of what was written: no byte is ever uncounted
             self._reserved = budget.resize(self._reserved, size)
@@ -400,7 +401,7 @@ class Writing:
 
     def to_disk(self) -> None:
         """Continue on disk with the bytes collected in memory: they do not fit without evicting, or are published with others."""
-        small, self._small = self._small, None
+        small = self._small
         if small is not None and self.info is not None:
             small.finish()
             self._begin_on_disk(self.info)
@@ -433,9 +434,11 @@ class Writing:
 
     def clone(self, fd: int) -> bool:
         """See `CloningSink.clone`."""
-        if self._small is not None:
+        if self._small is not None and self._small.total <= SMALL:
             return False
         with faults(self.label.key):
+            if self._small is not None and self.info is not None:
+                self._begin_on_disk(self.info)  # it may cost no bytes there
             return self.stage.clone(fd)
 
     @property

@@ -189,6 +189,7 @@ class ArrowClient:
     def __init__(self, fs: Any) -> None:
         self._fs = fs
         self._has_etags = str(fs.type_name) in ("s3", "gcs", "abfs")
+        self._in_python = str(fs.type_name).startswith("py::")
 
     def stat(self, url: str) -> ObjectInfo:
         from pyarrow.fs import FileType
@@ -214,7 +215,11 @@ class ArrowClient:
 
     def read(self, url: str, span: Span) -> Iterator[Buffer]:
         with self._fs.open_input_file(arrow_path(url)) as file:
-            yield file.read_at(file.size() - span.start if span.length < 0 else span.length, span.start)
+            length = file.size() - span.start if span.length < 0 else span.length
+            if span.start or not self._in_python:
+                yield file.read_at(length, span.start)
+            else:
+                yield memoryview(file.read_buffer(length)).cast("B")  # the bytes that the filesystem returned; `read_at` copies them
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         from pyarrow.fs import FileSelector, FileType
