@@ -336,6 +336,11 @@ MUTANTS = (
         "tests/engine/files/test_memory_stage.py::test_a_view_that_cannot_write_may_still_change",
     ),
     Mutant(
+        2, "what waits for its turn in a call for many keeps its key when that fails", "origin/bulk.py",
+        "            self._held_back.append(fetch)\n", "            self._held_back.append(fetch)\n            fetch.by_thread = True\n",
+        "tests/origin/test_bulk.py::test_a_call_that_fails_releases_what_it_held_back",
+    ),
+    Mutant(
         2, "what a successor could resume stays in memory until it is whole", "_engine/write/publish.py",
         "if size <= self._collect and (size <= SMALL or not self._resumable):", "if size <= self._collect:",
         "tests/origin/test_bulk.py::test_only_what_a_successor_could_resume_is_on_the_disk_while_it_comes[True]",

@@ -291,6 +291,22 @@ def can_begin(remote: Remote) -> TypeGuard[BeginningRemote]:
     return hasattr(remote, "begin")
 
 
+class NearRemote(Remote, Protocol):
+    """A remote that may need no network."""
+
+    def is_near(self, url: str) -> bool:
+        """Whether this process reads the object without a connection: then many at once come no sooner than a few."""
+
+
+def is_near(remote: Remote, url: str) -> bool:
+    """See `NearRemote.is_near`."""
+    return _may_be_near(remote) and remote.is_near(url)
+
+
+def _may_be_near(remote: Remote) -> TypeGuard[NearRemote]:
+    return hasattr(remote, "is_near")
+
+
 class Noted(bytes):
     """The bytes of an item, with a short text that is stored in its row, so that it counts against no quota."""
 

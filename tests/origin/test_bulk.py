@@ -97,6 +97,40 @@ def test_only_what_a_successor_could_resume_is_on_the_disk_while_it_comes(etags:
         assert cache.check(deep=True) == []
 
 
+def test_files_of_this_machine_come_a_few_mebibytes_at_a_time(cache: forebay.Cache, shelf: Shelf) -> None:
+    """Two of six are under way at once, and small ones meanwhile."""
+    files = {f"{n}": content(f"{n}", 3 << 20) for n in range(6)} | {"small": b"small"}
+    shelf.fill("bucket/step", files)
+    for n in range(6):
+        shelf.stall(f"bucket/step/{n}")
+    there: list[str] = []
+    thread = threading.Thread(target=lambda: there.append(cache.directory("bucket/step", filesystem=shelf.arrow()).path))
+    thread.start()
+    try:
+        shelf.wait("stalled", times=2)
+        shelf.wait("read", "small")
+    finally:
+        for n in range(6):
+            shelf.go(f"bucket/step/{n}")
+        thread.join()
+    verbs = [each.verb for each in shelf.asked() if each.verb in ("open", "read") and not each.name.endswith("small")]
+    assert verbs.index("read") == 2
+    assert {name: Path(there[0], name).read_bytes() for name in files} == files
+
+
+def test_a_call_that_fails_releases_what_it_held_back(cache: forebay.Cache, shelf: Shelf) -> None:
+    files = {f"{n}": content(f"{n}", 3 << 20) for n in range(6)}
+    shelf.fill("bucket/step", files)
+    shelf.fail("bucket/step/0", "PermissionError")
+    shelf.stall("bucket/step/1")
+    with pytest.raises(errors.RemoteError):
+        cache.directory("bucket/step", filesystem=shelf.arrow())
+    shelf.go("bucket/step/1")
+    shelf.withdraw("fail", "bucket/step/0")
+    with cache.directory("bucket/step", filesystem=shelf.arrow(), timeout=30) as path:
+        assert {name: Path(path, name).read_bytes() for name in files} == files
+
+
 def test_a_key_that_others_hold_is_left_to_the_caller_that_does_not_wait(cache: forebay.Cache, server: ScriptedServer) -> None:
     origin = origin_of(cache)
     urls = [server.put(f"/{number}", b"%d" % number) for number in range(3)]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from forebay import errors, remote
-from forebay._model import ObjectInfo, Partial, Span
+from forebay._model import ObjectInfo, Partial, Span, is_near
 from forebay.remote import RemoteOptions
 from forebay.remote.filesystems import FilesystemRemote, HelperClient, InProcessClient
 from forebay.testing import MemorySink, ScriptedServer
@@ -368,6 +368,8 @@ def test_which_filesystems_are_asked_in_this_process(tmp_path: Path) -> None:
         (arrow.S3FileSystem(anonymous=True, region="us-east-1"), HelperClient),
     ]:
         assert isinstance(FilesystemRemote(made)._access("a/b"), way), made
+        assert is_near(FilesystemRemote(made), "a/b") == (way is InProcessClient), made
+    assert not is_near(remote.resolve("https://a/b"), "https://a/b")
 
 
 def test_urls_find_their_filesystem() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._kernel import waits
 from forebay._kernel.threads import Threads
-from forebay._model import BegunFetch, Entry, can_begin
+from forebay._model import BegunFetch, Entry, can_begin, is_near
 from forebay.origin.request import FetchOptions, SpillingSink, Target, is_expected
 from forebay.origin.spaces import URLS
 from forebay.remote.base import CallAborted, sent_together
@@ -41,6 +42,9 @@ SMALL = 256 << 10
 AT_ONCE = GROUP * SMALL
 """Bytes that are published as soon as they have come; so one transaction writes less than twice as many. A larger object that nobody could
 resume, and of which only the file is wanted, is collected up to this size: it needs no reservation, no chunk map and no second name."""
+WINDOW = 2 * AT_ONCE
+"""Bytes of larger collected objects under way at a time, where no network is waited for: more would come no sooner, and each into memory
+that was not used before, which costs as much as to copy the bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,11 +85,12 @@ class _Fetch:
     ``has_remains``: a fetch that died left a part of it.
     ``began``: when it was asked for, on the clock of the store. ``by_thread``: a thread has it, and ends it."""
 
-    __slots__ = ("began", "begun", "by_thread", "has_entry", "has_remains", "hold", "ready", "request", "writing")
+    __slots__ = ("began", "begun", "by_thread", "counted", "has_entry", "has_remains", "hold", "ready", "request", "writing")
 
     def __init__(self, request: Wanted, hold: KeyHold | None = None, *, has_entry: bool = False) -> None:
         self.request, self.hold, self.has_entry = request, hold, has_entry
         self.began, self.by_thread, self.has_remains = 0, False, False
+        self.counted = 0  # bytes of the window that it takes
         self.ready = [False, True]  # taken by what begins the request, and by what is told that its response is ready: the second goes on
         self.begun: BegunFetch | None = None
         self.writing: Writing | None = None
@@ -117,6 +122,8 @@ class BulkFetch:
         self._under_way: set[_Fetch] = set()
         self._collected: list[_Fetch] = []  # have come, and are to be published
         self._collected_bytes = 0
+        self._held_back: deque[_Fetch] = deque()  # until the window has room
+        self._window = 0  # bytes
         self._waiting: list[Wanted] = []  # for other processes
         self._given_up = False
         self._waited_until: float | None = None  # when the time for all waits of this call is over
@@ -352,8 +359,19 @@ class BulkFetch:
 
     def _give_to_thread(self, fetch: _Fetch) -> None:
         self._under_way.add(fetch)
-        fetch.by_thread = True
+        size = _window_share(fetch.request) - fetch.counted
+        if self._has_room(size):
+            self._submit(fetch, size)
+        else:
+            self._held_back.append(fetch)
+
+    def _submit(self, fetch: _Fetch, size: int) -> None:
+        self._window += size
+        fetch.counted, fetch.by_thread = fetch.counted + size, True
         self._threads.submit(fetch)
+
+    def _has_room(self, size: int) -> bool:
+        return not size or not self._window or self._window + size <= WINDOW
 
     def _past_the_cache(self, fetch: _Fetch, error: Exception) -> None:
         """The cache cannot serve or store this object: another process need not wait for this one."""
@@ -471,7 +489,16 @@ class BulkFetch:
     def _end(self, fetch: _Fetch) -> Iterator[Wanted]:
         self._under_way.discard(fetch)
         fetch.release()
+        self._window, fetch.counted = self._window - fetch.counted, 0
+        while self._held_back and self._has_room(size := _window_share(self._held_back[0].request)):
+            self._submit(self._held_back.popleft(), size)
         yield fetch.request
+
+
+def _window_share(request: Wanted) -> int:
+    listed = request.options.listed
+    size = (listed.size or 0) if listed is not None else 0
+    return size if SMALL < size <= AT_ONCE and is_near(request.target.remote, request.target.url) else 0
 
 
 def _collected_in(fetch: _Fetch) -> MemoryStage:

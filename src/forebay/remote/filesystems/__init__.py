@@ -90,6 +90,10 @@ class FilesystemRemote:
     def _call(self, url: str, options: RemoteOptions | None = None) -> Call:
         return Call(url if "://" in url else f"{self._scheme}://{url}", options or self._options)
 
+    def is_near(self, url: str) -> bool:
+        """See `NearRemote.is_near`."""
+        return not self._access(url).has_connections
+
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`. The validator is the filesystem's ETag, else it consists of time and size."""
         with self._call(url, self._options if known is None else self._options.for_check()) as call:
