@@ -251,12 +251,14 @@ class Remote(Protocol):
         ``listed``: how a listing described the object a moment ago. A remote that has to ask for the description first may take this one,
         and compares it with the object when all bytes have come."""
 
-    def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
+    def read(
+        self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None, exact: bool = False
+    ) -> bytes:  # fmt: skip
         """Return exactly the bytes of ``span`` (fewer only where the object ends). Raises `RemoteChanged` if the object no longer has
         ``validator``.
 
         ``info``: an earlier description of the object. Its validator counts as ``validator``; its other fields are compared where a
-        response has no validator."""
+        response has no validator. ``exact``: raise `Unsupported` rather than receive bytes that are not in ``span``."""
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """Yield all objects whose URL begins with ``url``, in order of name."""

@@ -1,4 +1,4 @@
-"""What the rooms above ask of `Origin`: spans of an object, local files as entries."""
+"""What the rooms above ask of `Origin`: local files as entries, files that are opened past the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import forebay
 from forebay import errors
 from forebay._engine.key_locks import KeyLocks
 from forebay._engine.store import Settings, Store
-from forebay._model import Span
 from forebay.directories.trees import adopt
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions
@@ -25,29 +24,6 @@ def origin(tmp_path: Path) -> Iterator[Origin]:
     yield Origin(store, RemoteOptions(attempts=1))
     assert store.check(deep=True) == []
     store.close()
-
-
-def test_a_span_is_fetched_once_and_is_of_one_version(origin: Origin) -> None:
-    with ScriptedServer() as server:
-        target = origin.target(server.put("/shard.tar", bytes(range(256)) * 100))
-        info = target.remote.stat(target.url)
-        assert info is not None
-        for _ in range(2):
-            assert bytes(origin.span(target, Span(256, 3), FetchOptions(), validator=info.validator)) == b"\0\1\2"
-        assert server.gets == 1
-        server.put("/shard.tar", b"another" * 1000)
-        with pytest.raises(errors.RemoteChanged):
-            origin.span(target, Span(512, 3), FetchOptions(), validator=info.validator)
-
-
-def test_a_span_is_as_old_as_the_question(origin: Origin) -> None:
-    with ScriptedServer() as server:
-        target, asked = origin.target(server.put("/shard.tar", bytes(1000))), []
-        server.on_request = lambda request: asked.append(origin.store.now())
-        origin.span(target, Span(256, 3), FetchOptions())
-        found = [entry for entry in origin.store.entries("urls") if "#bytes=" in entry.key]
-        assert len(found) == 1
-        assert 0 < origin.store.validated(found[0]) < asked[0]
 
 
 def test_a_local_file_is_adopted(origin: Origin, tmp_path: Path) -> None:
@@ -105,18 +81,20 @@ def test_a_local_file_that_is_not_there_is_not_found_by_open_too(origin: Origin,
         origin.open(origin.target(tmp_path / "nowhere"), FetchOptions())
 
 
-def test_offline_no_span_is_asked_for_though_the_cache_is_at_fault(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_no_block_is_asked_for_though_the_cache_is_at_fault(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(*args: object, **kwargs: object) -> object:
         raise errors.WaitTimeout.of("a key", 1.0, "somebody")
 
     with ScriptedServer() as server:
-        target = origin.target(server.put("/a", b"12345"))
+        target = origin.target(server.put("/a", bytes(100_000)))
+        origin.open(target, FetchOptions(), 64_000).close()
         monkeypatch.setattr(KeyLocks, "single", busy)
-        with pytest.raises(errors.Offline):
-            origin.span(target, Span(0, 3), FetchOptions(offline=True, since=-1))
-        assert server.requests == []
-        assert bytes(origin.span(target, Span(0, 3), FetchOptions())) == b"123"
-    assert origin.store.counts()["requests"] == 1
+        with origin.open(target, FetchOptions(offline=True, since=-1), 64_000) as file, pytest.raises(errors.Offline):
+            file.read(3)
+        assert server.gets == 0
+        with origin.open(target, FetchOptions(), 64_000) as file:
+            assert file.read(3) == bytes(3)
+    assert origin.store.counts()["requests"] == 2
 
 
 def test_an_object_that_is_gone_leases_nothing(origin: Origin) -> None:

@@ -114,10 +114,14 @@ class Cache:
         return self._origin.read(self._target(url, filesystem), options)
 
     def open(
-        self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any
+        self, url: Url, *, block_size: int | str | None = None, max_age: float | str | None = None, refresh: bool = False,
+        filesystem: Any = None, **arguments: Any,
     ) -> BinaryIO:  # fmt: skip
-        """A binary file object on the cached copy; where there is no room, one that reads ranges of the remote. See `read`."""
-        return self._origin.open(self._target(url, filesystem), self._options(max_age, refresh, **arguments))
+        """A binary file object on the cached copy; where there is no room, one that reads ranges of the remote. See `read`.
+
+        ``block_size``: fetch and keep only the blocks that are read, of one version: bytes, text such as ``"8MB"``, or ``"auto"`` (8 MiB);
+        64 KB to 64 MiB. Reading raises `RemoteChanged` for a block that is missing once the remote has another version."""
+        return self._origin.open(self._target(url, filesystem), self._options(max_age, refresh, **arguments), block_size)
 
     def local(
         self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any
@@ -276,11 +280,11 @@ class Cache:
         return AsyncLocal(get)
 
     async def aopen(
-        self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any
+        self, url: Url, *, block_size: int | str | None = None, max_age: float | str | None = None, refresh: bool = False,
+        filesystem: Any = None, **arguments: Any,
     ) -> BinaryIO:  # fmt: skip
-        """`open` for a coroutine. Reading the file does not wait for the remote, except where there is no room for the object."""
-        target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
-        return await self._fetches.open(target, options)
+        """`open` for a coroutine. Reading the file waits for the remote with ``block_size``, and where there is no room for the object."""
+        return await self._fetches.open(self._target(url, filesystem), self._options(max_age, refresh, **arguments), block_size)
 
     async def aget_or_put(self, key: str, fn: Callable[[], Buffer | Awaitable[Buffer]], *, timeout: float | None = None) -> memoryview:
         """`get_or_put` for a coroutine. ``fn``: a coroutine function, or a function, which is called in a thread."""
@@ -521,9 +525,7 @@ class Cache:
         ``min_free``; or all that ``where``, ``space`` or ``all`` selects. Pinned entries stay. `Plan.execute` removes them."""
         from forebay.cache import entries
 
-        self._check_open()
-        size = None if need is None else _config.parse_size(need, total=self.budget, name="need")
-        return entries.plan(self._origin, size, where, space, all=all)
+        return entries.plan(self._origin, self._size(need, "need"), where, space, all=all)
 
     def prune(self) -> Plan:
         """What exceeds the budget now, or what the disk lacks of ``min_free``. `Plan.execute` removes it, and also the unfinished work of

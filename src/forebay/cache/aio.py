@@ -78,9 +78,9 @@ class AsyncFetches:
             raise request.error or errors.Closed.of("cache")
         return request.lease
 
-    async def open(self, target: Target, options: FetchOptions) -> BinaryIO:
+    async def open(self, target: Target, options: FetchOptions, block_size: int | str | None = None) -> BinaryIO:
         """A file on the cached copy, or on the remote where there is no room. Raises as `Cache.open`."""
-        if (target.in_place is None or options.force) and not options.bypass:
+        if block_size is None and (target.in_place is None or options.force) and not options.bypass:
             request = await self.fetch(target, options, leased=True)
             if request.lease is not None:
                 return opened(request.lease)
@@ -88,7 +88,7 @@ class AsyncFetches:
                 raise request.error or errors.Closed.of("cache")
             self._origin.fall_back(request.error, target.key)
             return await in_thread(stream, self._origin, target, options)
-        return await in_thread(self._origin.open, target, options)
+        return await in_thread(self._origin.open, target, options, block_size)
 
     async def fetch(self, target: Target, options: FetchOptions, *, leased: bool) -> Wanted:
         """Fetch an object; returns the request with its result. ``leased``: see `Wanted`."""

@@ -19,7 +19,7 @@ from forebay._model import Entry, Report, Victim, is_text
 from forebay.cache.space import VALUES
 from forebay.origin import Origin
 from forebay.origin.request import folder_of
-from forebay.origin.spaces import DIRECTORIES, URLS
+from forebay.origin.spaces import DIRECTORIES, URLS, key_of_whole, prefix_of_parts
 
 if TYPE_CHECKING:
     from forebay.reports import Plan
@@ -230,14 +230,35 @@ def remove(origin: Origin, victims: Iterable[Victim]) -> Report:
 
 def evict(origin: Origin, name: Name, entry: Entry | None) -> Report:
     """See `Cache.evict`. ``entry``: of this name."""
-    if entry is None:
+    files = [file for _, file in origin.store.members(entry)] if entry is not None and entry.kind == "tree" else []
+    named = ([] if entry is None else [entry]) + blocks_of(origin.store, name if entry is None else entry)
+    if not named:
         raise not_cached(name)
-    files = [file for _, file in origin.store.members(entry)] if entry.kind == "tree" else []
-    report = remove(origin, [Victim.of(entry)])
+    report = remove(origin, {one.id: Victim.of(one) for one in named}.values())
     if report.spared or not files:
         return report
     with_it = remove(origin, map(Victim.of, files))
     return Report(report.removed + with_it.removed, (), report.freed + with_it.freed)
+
+
+def blocks_of(store: Store | PassThrough, name: Name) -> list[Entry]:
+    """The blocks of an object, of all versions and sizes, and their index. ``name``: of the object, or of the index."""
+    if isinstance(name, Entry):
+        keys = [key_of_whole(name.key) or name.key] if name.space == URLS else []
+    else:
+        text = os.fspath(name)
+        keys = [key for space, key in _keys_of(text) if space == URLS and "#block" not in text]  # a block of this name is not cached
+    return [entry for key in dict.fromkeys(keys) if is_text(key) for entry in _parts_of(store, key)]
+
+
+def _parts_of(store: Store | PassThrough, key: str) -> Iterator[Entry]:
+    after = prefix = prefix_of_parts(key)
+    while page := store.page(URLS, after):
+        for entry in page:
+            if not entry.key.startswith(prefix):
+                return
+            yield entry
+        after = page[-1].key
 
 
 def plan(origin: Origin, need: int | None, where: Callable[[Entry], bool] | None, space: str | None, *, all: bool) -> Plan:

@@ -54,7 +54,7 @@ def rm(names: tuple[str, ...], filters: tuple[str, ...], dry_run: bool, yes: boo
         if names and not dry_run:
             report = _remove(cache, entries, missing, output)
         else:
-            ids = {entry.id for entry in entries}
+            ids = {entry.id for entry in entries} | _ids_of_blocks(cache, entries, missing)
             passes = (lambda entry: entry.id in ids) if names else parse_filters(filters)
             pinned = [entry.name for entry in entries if entry.life == "pinned"] if names else None
             report = _carry_out(cache.plan(where=passes), output, dry_run=dry_run, yes=yes, pinned=pinned)
@@ -66,12 +66,25 @@ def rm(names: tuple[str, ...], filters: tuple[str, ...], dry_run: bool, yes: boo
         raise click.exceptions.Exit(ABSENT)
 
 
+def _ids_of_blocks(cache: Cache, entries: list[Entry], missing: list[NotCached]) -> set[int]:
+    """The ids of the blocks of these objects. An object of which only blocks are cached is removed from ``missing``."""
+    from forebay.cache import origin_of
+    from forebay.cache.entries import blocks_of
+
+    store = origin_of(cache).store
+    blocks = {error.key: blocks_of(store, error.key) for error in missing}
+    missing[:] = [error for error in missing if not blocks[error.key]]
+    return {block.id for some in [*blocks.values(), *(blocks_of(store, entry) for entry in entries)] for block in some}
+
+
 def _remove(cache: Cache, entries: list[Entry], missing: list[NotCached], output: Output) -> Report:
-    """Remove ``entries``; those that disappear meanwhile are added to ``missing``."""
+    """Remove ``entries``, and blocks of objects of which there is no entry; ``missing`` becomes the errors for what is not cached."""
     reports = []
-    for entry in entries:
+    names: list[Entry | str] = [*entries, *(error.key for error in missing)]
+    missing.clear()
+    for name in names:
         try:
-            reports.append(cache.evict(entry))
+            reports.append(cache.evict(name))
         except NotCached as error:
             missing.append(error)
     report = Report(

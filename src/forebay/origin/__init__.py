@@ -17,10 +17,10 @@ from forebay._engine.locks.leases import Lease, in_place
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Span, Transfer
+from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Transfer
 from forebay.origin.opening import CacheHandle, Reopening, RootOptions, in_memory, no_store, others_can_write
 from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, is_expected, is_same_version, sha256_of
-from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS
+from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS, index_key
 
 if TYPE_CHECKING:
     from forebay._engine.passthrough import PassThrough
@@ -237,8 +237,12 @@ class Origin:
         self.store.alias(URLS, target.url, hit)
         return memoryview(hit.view), False
 
-    def open(self, target: Target, options: FetchOptions) -> BinaryIO:
-        """A file object on the cached copy; one that reads ranges of the remote where there is none."""
+    def open(self, target: Target, options: FetchOptions, block_size: int | str | None = None) -> BinaryIO:
+        """A file object on the cached copy; one that reads ranges of the remote where there is none. ``block_size``: see `Cache.open`."""
+        if block_size is not None:
+            from forebay.origin.blocks import open_blocks
+
+            return open_blocks(self, target, options, block_size)
         if target.in_place and not options.force and not options.bypass:
             if not os.access(target.in_place, os.R_OK):
                 target.remote.stat(target.url)  # raises as `read` does
@@ -303,32 +307,32 @@ class Origin:
         if old is None or not is_expected(old, options):
             return self._fetch(target, options, spilling)
         try:
-            current = self._validate(target, options, old)
+            is_current = self.validate(target, options, old.entry) is None
         except BaseException:
             old.close()  # the error, and so its frames, may live for long
             raise
-        if current is not None:
-            self.store.count_hit(current.entry.size)
-            return current
+        if is_current:
+            self.store.count_hit(old.entry.size)
+            return old
         old.close()
         return self._fetch(target, options, spilling)
 
-    def _validate(self, target: Target, options: FetchOptions, old: Lease) -> Lease | None:
-        """``old`` if it is still the remote's version, or the remote cannot be reached; None if the remote has another version."""
+    def validate(self, target: Target, options: FetchOptions, entry: Entry) -> ObjectInfo | None:
+        """None if the remote still has the version of ``entry``, or cannot be reached; else a description of the version that it has."""
         began = self.store.now(exact=True)
         try:
             with self.reaching(options):
-                info = target.remote.stat(target.url, known=old.entry.validator)
+                info = target.remote.stat(target.url, known=entry.validator)
             self.count(Transfer(requests=1))
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             self.warn_stale(target.key, "%s cannot be reached (%s): its copy from the cache is served", error)
             if error.attempts:  # else its host was not even asked, and may answer the next request
-                self._postpone(old.entry, options)
-            return old
+                self._postpone(entry, options)
+            return None
         except errors.NotFound:
-            self.store.set_validated(old.entry, 0)
+            self.store.set_validated(entry, 0)
             raise
-        return old if self._has_validated(old.entry, info, began) else None
+        return None if self._has_validated(entry, info, began) else info
 
     def _has_validated(self, entry: Entry, info: ObjectInfo | None, began: int) -> bool:
         """Whether a conditional request that began then was answered with the stored version."""
@@ -503,31 +507,6 @@ class Origin:
 
     # -- for the layers above --------------------------------------------------------------------------------------
 
-    def span(self, target: Target, span: Span, options: FetchOptions, *, validator: str | None = None) -> memoryview:
-        """Some bytes of an object, as a separate entry; ``validator``: of this version. Raises `RemoteChanged` if that is gone."""
-        key = f"{target.key}#bytes={span.start}-{span.end - 1}" + (f"&version={validator}" if validator else "")
-        began = 0
-
-        def look() -> memoryview | None:
-            hit = self.store.view(URLS, key)
-            return memoryview(hit.view) if hit is not None and self.is_fresh(hit.entry, options) else None
-
-        def make() -> memoryview:
-            nonlocal began
-            if options.offline:
-                raise errors.Offline.of(key)
-            began = self.store.now(exact=True)
-            with self.reaching(options):
-                data = target.remote.read(target.url, span, validator=validator)
-            self.count(Transfer(requests=1, received=len(data)))
-            return memoryview(data)
-
-        def keep(data: memoryview) -> memoryview:
-            self.store.put(URLS, key, data, validator=validator, validated=began)
-            return data
-
-        return self.get_or_make(URLS, key, look, make, keep, timeout=options.timeout)
-
     def get_or_make(
         self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], keep: Callable[[T], T], *,
         past: Callable[[T], T] | None = None, label: str = "", timeout: float | None = None, counts_miss: bool = False,
@@ -595,6 +574,6 @@ class Origin:
 
     def invalidate(self, target: Target) -> None:
         """Make the next call ask the remote: for the object, and for the directory of this name."""
-        for entry in (self.store.entry(URLS, target.key), self.store.entry(LISTINGS, folder_of(target.key))):
-            if entry is not None:
+        for space, key in ((URLS, target.key), (URLS, index_key(target.key)), (LISTINGS, folder_of(target.key))):
+            if (entry := self.store.entry(space, key)) is not None:
                 self.store.set_validated(entry, 0)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._model import ObjectInfo, Remote, Span, Transfer
+from forebay.origin.request import is_same_version
 
 if TYPE_CHECKING:
     from forebay.origin import Origin
@@ -96,6 +97,8 @@ def stream(origin: Origin, target: Target, options: FetchOptions) -> BinaryIO:
     with origin.reaching(options):
         info = target.remote.stat(target.url)
     origin.count(Transfer(requests=1))
+    if info is not None and options.etag is not None and not is_same_version(info.validator, options.etag):
+        raise errors.ChecksumMismatch.of(target.key, options.etag, info.validator or "no ETag")
     if info is None or info.size is None:
         return io.BytesIO(origin.direct(target, options))
     return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, target.key, info, origin), RANGE))

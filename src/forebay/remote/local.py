@@ -101,7 +101,9 @@ class LocalRemote:
             os.close(fd)
         return transfer
 
-    def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
+    def read(
+        self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None, exact: bool = False
+    ) -> bytes:  # fmt: skip
         """See `Remote.read`."""
         validator = validator if info is None else info.validator
         fd = _open(url)

@@ -172,7 +172,9 @@ class FilesystemRemote:
                 yield at, block
                 at += len(block)
 
-    def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
+    def read(
+        self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None, exact: bool = False
+    ) -> bytes:  # fmt: skip
         """See `Remote.read`."""
         validator = validator if info is None else info.validator
         with self._call(url) as call:

@@ -115,14 +115,16 @@ class HttpRemote:
             return None
         return None if opened is None else OpenedFetch(self, call, url, opened)
 
-    def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
+    def read(
+        self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None, exact: bool = False
+    ) -> bytes:  # fmt: skip
         """See `Remote.read`."""
         if span.length == 0:
             return b""
         with Call(url, self.options) as call:
-            return call.retry(lambda: self._read(call, url, span, info or ObjectInfo(url, None, validator)))
+            return call.retry(lambda: self._read(call, url, span, info or ObjectInfo(url, None, validator), exact))
 
-    def _read(self, call: Call, url: str, span: Span, known: ObjectInfo) -> bytes:
+    def _read(self, call: Call, url: str, span: Span, known: ObjectInfo, exact: bool) -> bytes:
         headers, validator = {"Range": f"bytes={span.start}-{span.end - 1}"}, known.validator
         if validator is not None and validator.startswith('"'):
             headers["If-Match"] = validator
@@ -138,6 +140,8 @@ class HttpRemote:
             size = content_range(response, span).total if response.status == 206 else response.length
             if is_other_version(known, response.headers, None if response.encoding else size):
                 raise _changed(call.url)
+            if exact and response.status == 200 and (span.start or size is None or size > span.end):
+                raise errors.Unsupported(f"{call.url}: the server sends the whole object instead of a range", url=call.url)
             if response.encoding and response.status == 206:
                 message = f"{call.url}: a range of a compressed body cannot be decompressed"
                 raise errors.RemoteProtocolError(message, url=call.url, status=206)

@@ -100,9 +100,11 @@ class S3Remote:
         begun = self._http.begin(_checked(url), on_ready)
         return None if begun is None else _BegunInItsRegion(begun)
 
-    def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
+    def read(
+        self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None, exact: bool = False
+    ) -> bytes:  # fmt: skip
         """See `Remote.read`."""
-        return _in_its_region(lambda: self._http.read(_checked(url), span, validator=validator, info=info))
+        return _in_its_region(lambda: self._http.read(_checked(url), span, validator=validator, info=info, exact=exact))
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See `Remote.list`. Sends one request for each 1,000 objects, when the iterator reaches them."""

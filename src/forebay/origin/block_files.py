@@ -1,0 +1,239 @@
+"""The file object that reads an object by blocks, and reads ahead of a sequential reader."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from forebay import errors
+from forebay._logs import logger
+from forebay.origin.blocks import RUN, Blocks
+
+log = logger("forebay.origin")
+
+WINDOW = 64 << 20
+"""Bytes of a large read that are fetched at once, and kept in memory until the reader has a copy."""
+AHEAD = 64 << 20
+"""Bytes that are read ahead at most; of a small cache an eighth of the budget."""
+SEQUENTIAL = 2
+"""Reads in a row that begin where the one before ended, before anything is read ahead: two neighbouring columns are two reads."""
+SHARE = 4
+"""One block is read ahead for so many that were read in a row: what a reader leaves unread is a quarter of what it has read."""
+RECENT = 2
+"""Blocks that a file object refers to: where the cache has no room, a block is fetched once for many small reads."""
+PEEK = 8 << 10
+
+
+class BlockFile(io.BufferedIOBase):
+    """A read-only, seekable binary file over the blocks of one version of an object. Not for several threads at a time; after a fork parent
+    and child each have a position of their own.
+
+    Reading raises `RemoteChanged` where a block is not cached and the remote has another version by now, and other errors as
+    `Blocks.obtain`. A server that turns out to know no ranges is asked for the whole object instead."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks, self._ahead = blocks, ReadAhead(blocks)
+        self._block_size, self._length, self._at = blocks.size, blocks.length, 0
+        self._recent: dict[int, memoryview] = {}  # replaced, never changed
+        self._whole: BinaryIO | None = None
+        self._last = -2  # the block where the last read ended
+        self._streak = 0  # reads in a row that went on from there
+        self._first = 0  # the block where the first of them began
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        self._check_open()
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._check_open()
+        bases = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}
+        if whence not in bases:
+            raise ValueError(f"whence={whence}: it must be 0, 1 or 2")
+        if bases[whence] + offset < 0:
+            raise ValueError(f"cannot seek to {bases[whence] + offset}, before the beginning")
+        self._at = bases[whence] + offset
+        return self._at
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._check_open()
+        at = self._at
+        end = self._length if size is None or size < 0 else min(at + size, self._length)
+        block = self._recent.get(at // self._block_size)
+        start = at % self._block_size
+        if block is not None and 0 < end - at <= len(block) - start:
+            self._at = end
+            return bytes(block[start : start + end - at])
+        parts = io.BytesIO()  # gives its bytes away without a copy
+        for part in self._parts(at, end):
+            parts.write(part)
+        return parts.getvalue()
+
+    def read1(self, size: int = -1, /) -> bytes:
+        """Bytes up to the end of the current block."""
+        left = self._block_size - self._at % self._block_size
+        return self.read(left if size < 0 else min(size, left))
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._check_open()
+        view, done = memoryview(buffer).cast("B"), 0
+        for part in self._parts(self._at, min(self._at + len(view), self._length)):
+            view[done : done + len(part)] = part
+            done += len(part)
+        return done
+
+    def readinto1(self, buffer: Any, /) -> int:
+        left = self._block_size - self._at % self._block_size
+        return self.readinto(memoryview(buffer).cast("B")[:left])
+
+    def peek(self, size: int = 0, /) -> bytes:
+        """The next bytes, at least one but at the end, without moving."""
+        at = self._at
+        try:
+            return self.read1(PEEK)
+        finally:
+            self._at = at
+
+    def close(self) -> None:
+        if not self.closed:
+            self._ahead.close()
+            self._recent = {}
+            if self._whole is not None:
+                self._whole.close()
+        super().close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
+
+    def _parts(self, at: int, end: int) -> Iterator[memoryview]:
+        """The bytes from ``at`` to ``end``, block by block; moves the position behind each."""
+        if at >= end:
+            return
+        size, last = self._block_size, (end - 1) // self._block_size
+        if at // size in (self._last, self._last + 1):
+            self._streak += 1
+        else:
+            self._streak, self._first = 0, at // size
+        self._last = last
+        while at < end:
+            first = at // size
+            numbers = range(first, min(last, first + max(WINDOW // size, 1) - 1) + 1)
+            blocks = self._obtain(numbers)
+            for number in numbers:
+                part = blocks[number][at - number * size : end - number * size]
+                yield part
+                self._at = at = at + len(part)
+
+    def _obtain(self, numbers: Sequence[int]) -> dict[int, memoryview]:
+        found = {number: block for number in numbers if (block := self._recent.get(number)) is not None}
+        missing = [number for number in numbers if number not in found]
+        if missing and self._whole is None:
+            try:
+                found |= self._fetch(missing)
+            except errors.Unsupported as error:
+                log.info("%s: the whole object is fetched: %s", self._blocks.target.key, str(error))
+                self._whole = self._blocks.open_whole()
+        if self._whole is not None:
+            for number in missing:
+                span = self._blocks.span(number)
+                self._whole.seek(span.start)
+                found[number] = memoryview(self._whole.read(span.length))
+        last = {number: found[number] for number in numbers[-RECENT:]}
+        older = [pair for pair in self._recent.items() if pair[0] not in last]
+        self._recent = dict([*older, *last.items()][-RECENT:])
+        return found
+
+    def _fetch(self, numbers: Sequence[int]) -> dict[int, memoryview]:
+        misses = self._blocks.misses
+        found = self._blocks.obtain(numbers)
+        has_missed = self._blocks.misses > misses
+        if has_missed and self._ahead.has_fetched(numbers):
+            self._ahead.close()  # they were evicted before they were read: what is read ahead would be fetched twice
+        if self._streak >= SEQUENTIAL and (has_missed or self._ahead.is_running):
+            read = numbers[-1] + 1 - self._first
+            self._ahead.extend(numbers[-1] + 1, max(read // SHARE, 1))
+        return found
+
+
+class ReadAhead:
+    """Fetches the blocks that a sequential reader comes to next, in a thread that lives while there are some to fetch.
+
+    A forked child starts a thread of its own when it reads on."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._most: int | None = None
+        self._is_closed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._pid = os.getpid()
+        self._next = self._end = 0  # the blocks that are still to be fetched
+        self._fetched: set[int] = set()
+        self.is_running = False
+
+    def extend(self, first: int, count: int) -> None:
+        """Have the next ``count`` blocks fetched, from ``first`` on, but for those that were requested before. Returns at once."""
+        if os.getpid() != self._pid:
+            self._begin()  # another thread of the parent may have had the lock
+        if self._is_closed or not self._blocks.are_kept:
+            return
+        end = min(first + min(count, self._limit()), self._blocks.count)
+        with self._lock:
+            self._next = self._next if first <= self._next <= end else first
+            self._end = end
+            self._fetched = {number for number in self._fetched if number >= first}
+            if self.is_running or self._next >= end:
+                return
+            self.is_running = True
+        try:
+            threading.Thread(target=self._run, daemon=True, name="forebay-ahead").start()
+        except RuntimeError as error:  # no further thread may be started
+            log.debug("%s is not read ahead: %s", self._blocks.target.key, str(error))
+            self.is_running = False
+
+    def has_fetched(self, numbers: Sequence[int]) -> bool:
+        """Whether one of these blocks was fetched for a reader that has not come to it yet."""
+        return not self._fetched.isdisjoint(numbers)
+
+    def close(self) -> None:
+        """Request nothing more. A request that was sent is not waited for: its blocks are kept."""
+        self._is_closed = True
+
+    def _limit(self) -> int:
+        """Blocks that are read ahead at most."""
+        if self._most is None:
+            self._most = min(AHEAD, self._blocks.origin.most() // 8) // self._blocks.size
+        return self._most
+
+    def _take(self) -> range:
+        with self._lock:
+            most = max(self._blocks.origin.options.streams * RUN // self._blocks.size, 1)
+            numbers = range(self._next, min(self._next + most, self._end))
+            self._next = numbers.stop
+            self.is_running = bool(numbers) and not self._is_closed and self._blocks.are_kept
+            return numbers if self.is_running else range(0)
+
+    def _run(self) -> None:
+        try:
+            while numbers := self._take():
+                fetched = self._blocks.fetch_missing(numbers)
+                if not fetched:
+                    break  # the reader comes to blocks that are cached, or that another process fetches
+                with self._lock:
+                    self._fetched = self._fetched.union(fetched)
+        except Exception as error:  # noqa: BLE001 (the reader meets it too, if it reads on)
+            log.debug("%s is not read ahead: %s", self._blocks.target.key, str(error))
+        finally:
+            with self._lock:
+                self.is_running = False

@@ -1,0 +1,383 @@
+"""Parts of large objects as entries: one version of an object, cut into blocks of one size, each fetched when it is touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+from forebay import _config, errors
+from forebay._engine.locks.leases import Lease
+from forebay._kernel import waits
+from forebay._kernel.threads import run_all
+from forebay._logs import logger
+from forebay._model import Entry, ObjectInfo, Span, Transfer, noted
+from forebay.origin.request import FetchOptions, Target, is_expected, is_same_version
+from forebay.origin.spaces import URLS, block_key, index_key
+
+if TYPE_CHECKING:
+    from forebay._engine.locks.fill import KeyHold
+    from forebay.origin import Origin
+
+log = logger("forebay.origin")
+
+AUTO, LEAST, MOST = 8 << 20, 64_000, 64 << 20
+"""Bytes of a block: of ``block_size="auto"``, and the limits of others. A block is in memory while it is fetched."""
+RUN = 8 << 20
+"""Bytes of neighbouring blocks that one request asks for at most; larger blocks have a request each."""
+ANY_AGE = 1 << 62
+"""Nanoseconds. A block is of one version for ever, so it is served even if it was validated in 1970."""
+
+
+def parse_block_size(value: int | str) -> int:
+    """Bytes of a block. Raises `ConfigError`."""
+    size = AUTO if value == "auto" else _config.parse_size(value, name="block_size")
+    if not LEAST <= size <= MOST:
+        message = f"block_size={value!r}: a block has {LEAST:,} to {MOST:,} bytes"
+        raise errors.ConfigError(message, name="block_size", value=value)
+    return size
+
+
+# -- opening ------------------------------------------------------------------------------------------------------------
+
+
+def open_blocks(origin: Origin, target: Target, options: FetchOptions, block_size: int | str) -> BinaryIO:
+    """A file object that fetches the blocks of an object that are read, and keeps them. See `Cache.open`."""
+    size = parse_block_size(block_size)
+    for name in ("sha256", "pin"):
+        if value := getattr(options, name):
+            raise errors.ConfigError(f"{name} needs the whole object: open it without block_size", name=name, value=value)
+    if options.bypass or (target.in_place and not options.force) or (origin.upstream and origin.upstream.entry(URLS, target.key)):
+        return origin.open(target, options)
+    version = _Opening(origin, target, options).version()
+    if isinstance(version, Lease):
+        from forebay.origin.files import opened
+
+        return opened(version)
+    if not is_divisible(version) or (version.size or 0) <= size:
+        return origin.open(target, options)
+    from forebay.origin.block_files import BlockFile
+
+    return cast(BinaryIO, BlockFile(Blocks(origin, target, version, size, options)))
+
+
+def is_divisible(info: ObjectInfo) -> bool:
+    """Whether parts of an object can be fetched one by one, without mixing versions."""
+    return info.strong and info.validator is not None and info.size is not None
+
+
+def _meta(size: int, *, ranges: bool = True) -> str:
+    return json.dumps({"size": size, "ranges": ranges})
+
+
+def _info_of(index: Entry, url: str) -> ObjectInfo | None:
+    """The version that an index describes; None if another program wrote it. Not ``strong`` where the server knows no ranges."""
+    known = noted(index.meta, size=int, ranges=bool)
+    return None if known is None else ObjectInfo(url, known["size"], index.validator, strong=known["ranges"])
+
+
+class _Opening:
+    """One call that opens an object: finds its version."""
+
+    def __init__(self, origin: Origin, target: Target, options: FetchOptions) -> None:
+        self._origin, self._target, self._options, self._store = origin, target, options, origin.store
+        self._key = index_key(target.key)
+        self._first_stamps: list[tuple[int, int]] | None = None  # of the entries that the first look saw
+        self._began = 0
+
+    def version(self) -> Lease | ObjectInfo:
+        """A lease on the whole object if it is cached, and is the remote's version; else a description of that version. The remote is
+        asked once per ``max_age`` for all processes, whether the whole object or parts of it are cached."""
+        timeout = self._options.timeout
+        return self._origin.get_or_make(URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout)
+
+    def _entries(self) -> tuple[Lease | None, Entry | None]:
+        """The whole object and the index, as far as they exist and are of the version that the caller expects."""
+        whole, index = self._store.lease(URLS, self._target.key), self._store.entry(URLS, self._key)
+        if whole is not None and not is_expected(whole, self._options):
+            whole.close()
+            whole = None
+        is_known = index is not None and _info_of(index, "") is not None and self._is_expected(index.validator)
+        return whole, index if is_known else None
+
+    def _is_expected(self, validator: str | None) -> bool:
+        return self._options.etag is None or is_same_version(validator, self._options.etag)
+
+    def _look(self) -> Lease | ObjectInfo | None:
+        whole, index = self._entries()
+        has_new = self._options.refresh and not self._is_validated_meanwhile(whole, index)
+        index_is_fresh = index is not None and not has_new and self._origin.is_fresh(index, self._options)
+        if whole is not None:
+            is_version = index is not None and index_is_fresh and index.validator == whole.entry.validator
+            if is_version or (not has_new and self._origin.is_fresh(whole.entry, self._options)):
+                self._store.count_hit(whole.entry.size)
+                return whole
+            whole.close()
+        if index is None or not index_is_fresh:
+            return None
+        self._store.touch(index)
+        return _info_of(index, self._target.url)
+
+    def _is_validated_meanwhile(self, whole: Lease | None, index: Entry | None) -> bool:
+        """Whether another call has validated the object since the first look of this one."""
+        stamps = [self._store.stamp(entry) for entry in (whole.entry if whole is not None else None, index) if entry is not None]
+        if self._first_stamps is None:
+            self._first_stamps = stamps
+        return stamps != self._first_stamps
+
+    def _ask(self) -> Lease | ObjectInfo:
+        """Ask the remote whether it still has the version that was validated last, else for its version."""
+        origin, target, options = self._origin, self._target, self._options
+        if options.offline:
+            raise errors.Offline.of(target.key)
+        self._began = self._store.now(exact=True)
+        try:
+            whole, index = self._entries()
+        except errors.CacheFault:  # it was met before, and reported
+            whole, index = None, None
+        try:
+            known = max((whole.entry if whole is not None else None, index), key=self._validated)
+            info = self._stat() if known is None else origin.validate(target, options, known)
+            if info is None and known is index:
+                info = _info_of(index, target.url) if index is not None else None
+            elif info is None and whole is not None:
+                lease, whole = whole, None
+                self._store.count_hit(lease.entry.size)
+                return lease
+        finally:
+            if whole is not None:
+                whole.close()
+        assert info is not None, "without a known version the remote describes the one that it has"
+        if not self._is_expected(info.validator):
+            raise errors.ChecksumMismatch.of(target.key, options.etag or "", info.validator or "no ETag")
+        return info
+
+    def _validated(self, entry: Entry | None) -> int:
+        return -1 if entry is None else self._store.validated(entry)
+
+    def _stat(self) -> ObjectInfo:
+        with self._origin.reaching(self._options):
+            info = self._target.remote.stat(self._target.url)
+        self._origin.count(Transfer(requests=1))
+        assert info is not None, "no version was given as known"
+        return info
+
+    def _keep(self, version: Lease | ObjectInfo) -> Lease | ObjectInfo:
+        if isinstance(version, ObjectInfo) and is_divisible(version) and version.size is not None:
+            index = self._store.entry(URLS, self._key)
+            if index is None or index.validator != version.validator or self._store.validated(index) < self._began:
+                note = _meta(version.size)
+                self._store.put(URLS, self._key, b"", meta=note, validator=version.validator, validated=self._began)
+        return version
+
+
+# -- blocks -------------------------------------------------------------------------------------------------------------
+
+
+class Blocks:
+    """One version of one object, cut into blocks of ``size`` bytes, each of which is an entry. Callable from any thread and after a fork.
+
+    ``length``: bytes of the object. ``count``: of its blocks. ``are_kept``: False once a block could not be stored. ``misses``: blocks that
+    `obtain` did not find in the cache."""
+
+    def __init__(self, origin: Origin, target: Target, info: ObjectInfo, size: int, options: FetchOptions) -> None:
+        assert info.size is not None, "the object is divisible"
+        self.origin, self.target, self.info, self.size = origin, target, info, size
+        self.length, self.count = info.size, -(-info.size // size)
+        self.are_kept, self.misses = True, 0
+        self._offline, self._timeout = options.offline, options.timeout
+        self._hit = origin.store.hot_lookup(URLS)
+
+    def span(self, number: int) -> Span:
+        start = number * self.size
+        return Span(start, min(self.size, self.length - start))
+
+    def _key(self, number: int) -> str:
+        return block_key(self.target.key, number, self.size, self.info.validator)
+
+    def obtain(self, numbers: Sequence[int]) -> dict[int, memoryview]:
+        """The bytes of these blocks. Those that are missing are fetched side by side, each by one process of the node.
+
+        Raises `RemoteChanged` if one is missing and the remote has another version by now; `Unsupported` if it cannot send a part of the
+        object; `Offline`, or another `RemoteError`."""
+        blocks = {number: data for number in numbers if (data := self._cached(number)) is not None}
+        missing = [number for number in numbers if number not in blocks]
+        self.misses += len(missing)
+        if len(missing) > 1:
+            try:
+                holds = self._hold(missing)
+            except (errors.CacheFault, errors.Closed) as error:
+                self._fall_back(error)
+                holds = dict.fromkeys(missing)
+            blocks |= self._fetch_held(holds)
+        for number in missing:
+            if number not in blocks:
+                blocks[number] = self._fetch_one(number)
+        return blocks
+
+    def fetch_missing(self, numbers: Sequence[int]) -> Collection[int]:
+        """Fetch those of these blocks that are missing, and that no other thread or process is fetching. Returns their numbers."""
+        missing = [number for number in numbers if self.origin.store.entry(URLS, self._key(number)) is None]
+        return self._fetch_held(self._hold(missing))
+
+    def open_whole(self) -> BinaryIO:
+        """A file object on the whole object, which is fetched if it is missing. Raises `RemoteChanged` if it is another version."""
+        wait = None if self._timeout is None else waits.SharedLimit(self._timeout)
+        options = FetchOptions(-1, self._offline, etag=self.info.validator, timeout=self._timeout, force=True, wait=wait)
+        try:
+            return self.origin.open(self.target, options)
+        except errors.ChecksumMismatch as error:
+            raise errors.RemoteChanged(f"{self.target.key} has changed since it was opened", url=self.target.key) from error
+
+    def _cached(self, number: int) -> memoryview | None:
+        key, store = self._key(number), self.origin.store
+        try:
+            data = self._hit(key, ANY_AGE)
+            if data is None:
+                data = store.first_touch(URLS, key, ANY_AGE)
+            if data is None and (remembered := store.view(URLS, key)) is not None:
+                store.touch(remembered.entry)
+                store.count_hit(remembered.size)
+                data = memoryview(remembered.view)
+        except (errors.CacheFault, errors.Closed) as error:
+            log.debug("%s: %s", key, str(error))
+            return None
+        return data if data is not None and len(data) == self.span(number).length else None
+
+    def _fetch_one(self, number: int) -> memoryview:
+        """A missing block: fetched, or as the process that is fetching it has stored it."""
+        began = 0
+
+        def make() -> memoryview:
+            nonlocal began
+            began = self.origin.store.now(exact=True)
+            return self._request(self.span(number))
+
+        def keep(data: memoryview) -> memoryview:
+            self._put(number, data, began)
+            return data
+
+        look, key, label = partial(self._cached, number), self._key(number), self.target.key
+        return self.origin.get_or_make(
+            URLS, key, look, make, keep, label=label, timeout=self._timeout, counts_miss=True, looked=True
+        )  # fmt: skip
+
+    def _hold(self, numbers: Sequence[int]) -> dict[int, KeyHold | None]:
+        """The locks of those blocks that no other thread or process is fetching. Raises `CacheFault`.
+
+        No lock is waited for while another one is held: two readers of the same blocks share the work, and cannot wait for each other."""
+        locks = self.origin.store.locks
+        holds: dict[int, KeyHold | None] = {}
+        try:
+            for number in numbers:
+                if (hold := locks.try_hold(URLS, self._key(number))) is not None:
+                    holds[number] = hold
+        except BaseException:
+            _release(holds, list(holds))
+            raise
+        return holds
+
+    def _fetch_held(self, holds: dict[int, KeyHold | None]) -> dict[int, memoryview]:
+        """The bytes of blocks whose locks this thread holds (None: there is no cache to lock), by one request for each run of neighbours.
+        Releases each lock."""
+        blocks: dict[int, memoryview] = {}
+        try:
+            for number in list(holds):
+                # P1 looks: missing / P2 fetches, publishes, unlocks / P1 locks: without this look it fetches again.
+                if (data := self._cached(number)) is not None:
+                    blocks[number] = data
+                    _release(holds, [number])
+            fetches = [partial(self._fetch_run, run, holds, blocks) for run in self._runs(list(holds))]
+            run_all(fetches, self.origin.options.streams, name="blocks", inline=True)
+        finally:
+            _release(holds, list(holds))
+        return blocks
+
+    def _runs(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """The numbers in groups of neighbours, each of at most `RUN` bytes."""
+        run: list[int] = []
+        for number in numbers:
+            if run and (number != run[-1] + 1 or (len(run) + 1) * self.size > RUN):
+                yield run
+                run = []
+            run.append(number)
+        if run:
+            yield run
+
+    def _fetch_run(self, run: Sequence[int], holds: dict[int, KeyHold | None], blocks: dict[int, memoryview]) -> None:
+        """Fetch neighbours by one request, store them, and release their locks."""
+        store, first, last = self.origin.store, self.span(run[0]), self.span(run[-1])
+        store.count("misses", len(run))
+        began = store.now(exact=True)
+        try:
+            with store.locks.working():
+                data = self._request(Span(first.start, last.end - first.start))
+        except (errors.CacheFault, errors.WaitTimeout):
+            raise  # the limit of this caller
+        except Exception as error:
+            for number in run:
+                if holds.get(number) is not None:
+                    store.locks.note_failure(URLS, self._key(number), error)
+            raise
+        for number in run:
+            span = self.span(number)
+            blocks[number] = data[span.start - first.start : span.end - first.start]
+            if holds.get(number) is not None:
+                try:
+                    self._put(number, blocks[number], began)
+                except errors.CacheFault as error:
+                    self._fall_back(error)
+                _release(holds, [number])
+
+    def _request(self, span: Span) -> memoryview:
+        """Bytes of this version, from the remote."""
+        origin, target = self.origin, self.target
+        if self._offline:
+            raise errors.Offline.of(target.key)
+        wait = None if self._timeout is None else waits.SharedLimit(self._timeout)
+        try:
+            with origin.reaching(FetchOptions(wait=wait)):
+                data = target.remote.read(target.url, span, info=self.info, exact=True)
+            if len(data) != span.length:
+                raise errors.RemoteChanged(f"{target.key} is shorter than the {self.length:,} bytes that it had", url=target.key)
+        except (errors.RemoteChanged, errors.Unsupported) as error:
+            self._note_in_index(error)
+            raise
+        origin.count(Transfer(requests=1, received=len(data)))
+        return memoryview(data)
+
+    def _note_in_index(self, error: errors.RemoteError) -> None:
+        """The next call that opens the object asks the remote for its new version, or does not try to read parts of it."""
+        store, key = self.origin.store, index_key(self.target.key)
+        try:
+            index = store.entry(URLS, key)
+            if index is None or index.validator != self.info.validator:
+                return
+            if isinstance(error, errors.RemoteChanged):
+                store.set_validated(index, 0)
+            else:
+                note, at = _meta(self.length, ranges=False), store.validated(index)
+                store.put(URLS, key, b"", meta=note, validator=index.validator, validated=at)
+        except (errors.CacheFault, errors.Closed) as fault:
+            log.debug("%s: %s", key, str(fault))
+
+    def _put(self, number: int, data: memoryview, began: int) -> None:
+        store = self.origin.store
+        try:
+            store.put(URLS, self._key(number), data, validator=self.info.validator, validated=began)
+        except errors.CacheFault:
+            self.are_kept = False
+            raise
+        store.count("fills")
+
+    def _fall_back(self, error: Exception) -> None:
+        self.are_kept = False
+        self.origin.fall_back(error, self.target.key)
+
+
+def _release(holds: dict[int, KeyHold | None], numbers: Collection[int]) -> None:
+    for number in numbers:
+        hold = holds.pop(number, None)
+        if hold is not None:
+            hold.release()
