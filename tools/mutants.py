@@ -1174,7 +1174,7 @@ MUTANTS = (
         f"{STRANGE}test_nor_one_that_comes_a_moment_later",
     ),
     Mutant(
-        10, "a lease of another root is linked by its number", "_engine/write/publish.py",
+        10, "a lease of another root is linked by its number", "_engine/write/link.py",
         'source.kind != "blob" or leased.path != str(self._root.blob(source.id, source.suffix))', 'source.kind != "blob"',
         "tests/engine/test_doors.py::test_what_is_leased_in_another_root_is_not_linked",
     ),

@@ -45,6 +45,21 @@ def test_put_of_several_chunks(scene: NewScene) -> None:
     assert not any(step.startswith(("set_byte", "allocate")) for step in steps)
 
 
+@pytest.mark.parametrize("room", [MiB, 500 * KiB], ids=["ample", "short"])
+def test_put_several_files(scene: NewScene, room: int) -> None:
+    """In one transaction: all or none. Where there is no room, victims go first."""
+
+    def before(store: Store) -> None:
+        store.put("v", "victim", LARGE)
+        store.put("v", "b", BLOB)
+
+    def after(store: Store) -> None:
+        assert (bytes_of(store, "a"), bytes_of(store, "b")) in ((None, BLOB), (BLOB, NEWER))
+
+    steps = scene(room).play(before, lambda store: store.put_many("v", [("a", BLOB), ("b", NEWER)]), after)
+    assert len([step for step in steps if step.startswith("pwrite")]) >= 2
+
+
 @pytest.mark.parametrize("new", [SMALL, NEWER, LARGE], ids=["value", "small blob", "blob"])
 @pytest.mark.parametrize("old", [OTHER, BLOB], ids=["value", "blob"])
 def test_replace(scene: NewScene, old: bytes, new: bytes) -> None:

@@ -174,6 +174,9 @@ class PassThrough:
     def put_pieces(self, space: str, key: str, pieces: Sequence[Buffer], **label: Any) -> NoReturn:
         raise _refusal(self.why, key, sum(memoryview(piece).nbytes for piece in pieces))
 
+    def put_many(self, space: str, items: Sequence[tuple[str, Buffer]], **label: Any) -> NoReturn:
+        raise _refusal(self.why, items[0][0], sum(memoryview(data).nbytes for _, data in items))
+
     def is_intact(self, hit: Remembered) -> bool:
         return True
 

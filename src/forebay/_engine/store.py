@@ -309,10 +309,15 @@ class Store:
         return Writing(self.engine.writers.publisher, label, resume=resume, on_progress=on_progress, collect=collect)
 
     @recover_and_retry
-    def put_many(self, space: str, items: Sequence[tuple[str, Buffer]], *, life: str = "cached") -> list[Entry]:
-        """Store several values, the small ones in one transaction. Raises what `put` raises; the values before the first failure stay."""
-        labelled = [(self._label(space, key, "", life), data) for key, data in items]
-        return self.engine.writers.publisher.put_many(labelled)
+    def put_many(
+        self, space: str, items: Sequence[tuple[str, Buffer]], *, life: str = "cached", validator: str | None = None,
+        validated: int | None = None,
+    ) -> list[Entry]:  # fmt: skip
+        """Store several values, some in each transaction. Raises what `put` raises; the values before the first failure stay."""
+        labelled = [(self._label(space, key, "", life, "", validated), data) for key, data in items]
+        stored = self.engine.writers.publisher.put_many(labelled, validator)
+        self.engine.counters.add(counters.BYTES_STORED, sum(entry.size for entry in stored))
+        return stored
 
     def publish_many(self, writings: Sequence[Writing]) -> list[Entry]:
         """Publish several writes in one transaction: all or none."""

@@ -18,7 +18,8 @@ from forebay._engine.space.inline_eviction import InlineEviction
 from forebay._engine.space.ranking import Ranking
 from forebay._engine.space.segment_tails import SegmentTails
 from forebay._engine.write.insert import Intent, Label
-from forebay._engine.write.publish import Linker, Publisher
+from forebay._engine.write.link import Linker
+from forebay._engine.write.publish import Publisher
 from forebay._kernel import waits
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO, cast
 
@@ -255,7 +255,7 @@ class Blocks:
             return self._request(self.span(number))
 
         def keep(data: memoryview) -> memoryview:
-            self._put(number, data, began)
+            self._put({number: data}, began)
             return data
 
         look, key, label = partial(self._cached, number), self._key(number), self.target.key
@@ -323,12 +323,13 @@ class Blocks:
         for number in run:
             span = self.span(number)
             blocks[number] = data[span.start - first.start : span.end - first.start]
-            if holds.get(number) is not None:
-                try:
-                    self._put(number, blocks[number], began)
-                except errors.CacheFault as error:
-                    self._fall_back(error)
-                _release(holds, [number])
+        locked = [number for number in run if holds.get(number) is not None]
+        try:
+            if locked:
+                self._put({number: blocks[number] for number in locked}, began)
+        except (errors.CacheFault, errors.Closed) as error:
+            self._fall_back(error)
+        _release(holds, locked)
 
     def _request(self, span: Span) -> memoryview:
         """Bytes of this version, from the remote."""
@@ -362,14 +363,14 @@ class Blocks:
         except (errors.CacheFault, errors.Closed) as fault:
             log.debug("%s: %s", key, str(fault))
 
-    def _put(self, number: int, data: memoryview, began: int) -> None:
-        store = self.origin.store
+    def _put(self, blocks: Mapping[int, memoryview], began: int) -> None:
+        store, items = self.origin.store, [(self._key(number), data) for number, data in blocks.items()]
         try:
-            store.put(URLS, self._key(number), data, validator=self.info.validator, validated=began)
+            store.put_many(URLS, items, validator=self.info.validator, validated=began)
         except errors.CacheFault:
             self.are_kept = False
             raise
-        store.count("fills")
+        store.count("fills", len(items))
 
     def _fall_back(self, error: Exception) -> None:
         self.are_kept = False

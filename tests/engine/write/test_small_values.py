@@ -163,3 +163,27 @@ def test_the_budget_holds_whatever_the_catalog_grows_by(tmp_path: Path) -> None:
             assert store.usage().used <= 12 * MiB
         size = (tmp_path / "root" / "catalog.sqlite").stat().st_size
         assert size <= 12 * MiB + spaces.ALLOWANCE + 64 * KiB  # what the last one let it grow by is counted with the next
+
+
+def test_files_are_put_together_and_with_what_they_were_given(store: Store) -> None:
+    files = [(f"f{number}", bytes([number]) * 100_000) for number in range(20)]
+    large = ("large", bytes(5 * MiB))
+    with statements(store) as seen:
+        stored = store.put_many("v", [*files, large, ("f0", b"new" * 20_000), ("small", b"x")], validator='"v"', validated=7)
+    assert len([text for text in seen if text.startswith("BEGIN")]) < 12  # 16 and 4 files by one each, the rest one by one
+    assert [entry.key for entry in stored] == [name for name, _ in files] + ["large", "f0", "small"]
+    for entry in stored:
+        assert entry.validator == '"v"'
+    assert store.validated(stored[-1]) == 7
+    assert [bytes_of(store, name) for name, _ in files[1:]] == [data for _, data in files[1:]]
+    assert bytes_of(store, "f0") == b"new" * 20_000
+    assert store.check(deep=True) == []
+
+
+def test_files_that_do_not_fit_together_are_put_one_by_one(store: Store) -> None:
+    usage = store.usage()
+    files = [(f"f{number}", bytes(1_000_000)) for number in range(4)]
+    store.put("v", "pinned", bytes(usage.budget - 2_500_000), life="pinned")
+    assert len(store.put_many("v", files)) == 4
+    assert [bytes_of(store, name) is not None for name, _ in files] == [False, False, True, True]
+    assert store.check(deep=True) == []

@@ -20,7 +20,7 @@ from forebay import errors
 from forebay._engine.catalog import Catalog, Rows, Txn, entries, reservations
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.catalog.writer import WriterBusy
-from forebay._engine.files import blobs, trees
+from forebay._engine.files import blobs
 from forebay._engine.files.chunkmaps import CHUNK
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
@@ -35,7 +35,6 @@ from forebay._engine.space.free_space import SpaceDeficit, SpaceRequest
 from forebay._engine.space.inline_eviction import InlineEviction
 from forebay._engine.write.combine import Combiner
 from forebay._engine.write.insert import Inserter, Intent, Label, New
-from forebay._kernel import host
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Sink, Span
 
 INLINE = 16 << 10
@@ -46,6 +45,8 @@ AT_ONCE = 1 << 20
 """Bytes of small values that one transaction writes at most, about; this bounds its log."""
 ROW = 512
 """Bytes of the log that a value takes at most beside its own."""
+FILES, TOGETHER = 16, 4 << 20
+"""Files of one transaction, and their bytes, at most: it holds the writer lock while it writes them."""
 PATIENCE = 5.0
 """Seconds that a value waits for other writes into its space, which can be evicted once they are done."""
 
@@ -142,29 +143,57 @@ class Publisher:
             self.budget.cancel(reservation)
             raise
 
-    def put_many(self, items: Sequence[tuple[Label, Buffer]]) -> list[Entry]:
-        """Store several values, the small ones about a MiB in each transaction. Raises what `put` raises; the values before it stay."""
+    def put_many(self, items: Sequence[tuple[Label, Buffer]], validator: str | None = None) -> list[Entry]:
+        """Store several values of one space: the small ones about a MiB in each transaction, files up to `TOGETHER`. Raises what `put`
+        raises; the values before it stay."""
         left = deque(items)
         stored: list[Entry] = []
         with faults(items[0][0].key if items else ""):
-            while some := self._put_some(left):
+            while left and _size_of(left[0]) <= INLINE and (some := self._put_some(left, validator)):
                 stored += some
-            return stored + [self.put(label, data) for label, data in left]
+            while left:
+                stored += self._put_together(self._take_files(left), validator)
+            return stored
 
-    def _put_some(self, left: deque[tuple[Label, Buffer]]) -> list[Entry]:
+    def _put_some(self, left: deque[tuple[Label, Buffer]], validator: str | None) -> list[Entry]:
         """Store the first of ``left`` in one transaction, as long as they are small and fit without evicting."""
         stored: list[Entry] = []
         with self._catalog.write() as txn:
             done = 0
-            while left and memoryview(left[0][1]).nbytes <= INLINE and done < AT_ONCE:
+            while left and _size_of(left[0]) <= INLINE and done < AT_ONCE:
                 label, data = left[0][0], bytes(left[0][1])
-                entry = self._insert_row(txn, label, data, blobs.checksum_of(data), None)
+                entry = self._insert_row(txn, label, data, blobs.checksum_of(data), validator)
                 if not isinstance(entry, Entry):
                     break
                 stored.append(entry)
                 left.popleft()
                 done += len(data) + ROW
         return stored
+
+    def _take_files(self, left: deque[tuple[Label, Buffer]]) -> list[tuple[Label, Buffer]]:
+        """The first of ``left``, and the files behind it that are published together with it."""
+        taken = [left.popleft()]
+        total, keys = _size_of(taken[0]), {taken[0][0].key}
+        while left and INLINE < total < TOGETHER and len(taken) < FILES:
+            size, key = _size_of(left[0]), left[0][0].key
+            if size <= INLINE or total + size > TOGETHER or key in keys:
+                break
+            taken.append(left.popleft())
+            keys.add(key)
+            total += size
+        return taken
+
+    def _put_together(self, items: Sequence[tuple[Label, Buffer]], validator: str | None) -> list[Entry]:
+        """Store files in one transaction; where there is no room for all of them, one by one."""
+        if len(items) > 1:
+            views = [memoryview(data).cast("B") for _, data in items]
+            ready = [
+                _Ready(Writing(self, label, validator=validator), view, len(view), blobs.checksum_of(view))
+                for (label, _), view in zip(items, views, strict=True)
+            ]
+            with contextlib.suppress(errors.NoSpace):
+                return self._publish_ready(ready)
+        return [self.put(label, data, validator=validator) for label, data in items]
 
     def request(self, rows: Rows, label: Label, size: int) -> SpaceRequest:
         """The space that a write of ``size`` bytes needs now."""
@@ -194,10 +223,7 @@ class Publisher:
         for one, wanted in zip(ready, leased, strict=True):
             one.writing.prepare(leases if wanted else None)
         try:
-            with faults("several objects", sum(one.size for one in ready)):
-                published = self._publish_if_fits(ready)
-                if None in published:
-                    published = self._publish_with_room(ready)
+            published = self._publish_ready(ready)
         except BaseException:
             for one in ready:
                 one.writing.let_go()
@@ -205,7 +231,13 @@ class Publisher:
         for one in ready:
             one.writing.published()
         pairs = zip(published, leased, strict=True)
-        return [leases.adopt(entry) if wanted else entry for entry, wanted in pairs if entry is not None]
+        return [leases.adopt(entry) if wanted else entry for entry, wanted in pairs]
+
+    def _publish_ready(self, ready: Sequence[_Ready]) -> list[Entry]:
+        """Publish all in one transaction, with what has to be evicted for all of them."""
+        with faults("several objects", sum(one.size for one in ready)):
+            published = [entry for entry in self._publish_if_fits(ready) if entry is not None]
+            return published or self._publish_with_room(ready)
 
     def _publish_with_room(self, ready: Sequence[_Ready]) -> list[Entry]:
         room, label, size = self.budget.room, ready[0].writing.label, sum(one.size for one in ready)
@@ -345,6 +377,7 @@ class Writing:
     def __init__(
         self, publisher: Publisher, label: Label, *, resume: bool = False, reserved: Reservation | None = None,
         on_progress: Callable[[int, int | None], None] | None = None, timeout: float = 0.0, collect: int = 0, at_once: bool = False,
+        validator: str | None = None,
     ) -> None:  # fmt: skip
         self._publisher, self.label, self._on_progress, self._timeout = publisher, label, on_progress, timeout
         self._collect, self._at_once = collect, at_once
@@ -355,7 +388,7 @@ class Writing:
         self._leases: Leases | None = None
         self._leased = 0
         self._resumable = self._published = False
-        self.validator: str | None = None
+        self.validator = validator
         self.info: ObjectInfo | None = None
         self.partial: Partial | None = None
         self.spills = False
@@ -534,67 +567,10 @@ class Writing:
             self._publisher.budget.cancel(self._reserved.id)
 
 
+def _size_of(item: tuple[Label, Buffer]) -> int:
+    return memoryview(item[1]).nbytes
+
+
 def _request_of(one: _Ready, old: Entry | None) -> SpaceRequest:
     label, replaces, replaced = one.writing.label, old.id if old is not None else 0, old.size if old is not None else 0
     return SpaceRequest(label.space, label.key, 0, one.size, label.suffix, replaces, replaced)
-
-
-class Linker:
-    """Publishes trees, links and new names of entries of one root, without writing bytes. Callable from any thread."""
-
-    def __init__(self, root: Root, catalog: Catalog, slots: Slots, publisher: Publisher) -> None:
-        self._root, self._catalog, self._slots, self._publisher = root, catalog, slots, publisher
-
-    def publish_tree(self, label: Label, members: Sequence[tuple[str, Entry]], leases: Leases, validator: str | None = None) -> Lease:
-        """Publish a tree of entries. It is charged for its directories; its files are charged to the members. Caller: holds leases on the
-        members, and no other caller writes the tree's key."""
-        size = trees.footprint([name for name, _ in members], host.disk(self._root.path).block)
-        files = [(name, self._root.blob_name(entry.id, entry.suffix)) for name, entry in members]
-        keyhash = hash_of(label.space, label.key)
-        return self._publisher.build(
-            label, "tree", size, leases, lambda id: trees.build(self._root, id, files, keyhash=keyhash),
-            lambda id: trees.remove(self._root, id, keyhash=keyhash), validator=validator, members=[(name, e.id) for name, e in members],
-        )  # fmt: skip
-
-    def name(self, id: int, label: Label, *, overwrite: bool) -> bool:
-        """Give an entry that lived as long as it was held a name, under which it stays. False if the name is taken, unless ``overwrite``.
-
-        Raises `CacheFault` where the entry is gone."""
-        with faults(label.key), self._catalog.write() as txn:
-            entry = entries.by_id(txn, id)
-            if entry is None:
-                raise errors.CacheFault(f"what was to be called {label.key!r} is gone: the catalog was recreated meanwhile", key=label.key)
-            if entries.find(txn, label.space, label.key) is not None and not overwrite:
-                return False
-            self._move(txn, entry, label)
-            entries.set_life(txn, label.space, label.key, label.life)
-            return True
-
-    def _move(self, txn: Txn, entry: Entry, label: Label) -> None:
-        """Rename an entry. It gets another slot, since the memos of other processes know the old name by the old slot."""
-        old = entries.find(txn, label.space, label.key)
-        if old is not None and old.id != entry.id:
-            entries.supersede(txn, old)
-            self._slots.clear(old.slot, old.id)
-        slot = entries.free_slot(txn)
-        self._slots.ensure(slot)
-        self._slots.set_space(slot, label.space)
-        self._slots.touch(slot, self._slots.used(entry.slot))
-        self._slots.set_validated(slot, self._slots.validated(entry.slot))
-        self._slots.clear(entry.slot, entry.id)
-        entries.rename(txn, entry, label.space, label.key, slot)
-        self._slots.set_id(slot, entry.id)
-        txn.leftovers = True
-
-    def link(self, label: Label, leased: Lease, leases: Leases, validator: str | None = None) -> Lease:
-        """Publish the bytes of a leased file under another name too: a hard link, charged to both spaces.
-
-        Raises `CacheFault` if the entry is no file, or belongs to another root, where its id means another entry."""
-        source = leased.entry
-        if source.kind != "blob" or leased.path != str(self._root.blob(source.id, source.suffix)):
-            raise errors.CacheFault(f"{source.key!r} cannot be linked: it is no file of {self._root.path}", key=source.key)
-        path = self._root.blob(source.id, source.suffix)
-        return self._publisher.build(
-            label, "blob", source.size, leases, lambda id: blobs.link_blob(self._root, path, id, label.suffix),
-            lambda id: blobs.remove_blob(self._root, id, label.suffix), checksum=source.checksum, validator=validator,
-        )  # fmt: skip

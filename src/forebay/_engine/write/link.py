@@ -1,0 +1,79 @@
+"""Trees, links and new names of entries: published without writing bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forebay import errors
+from forebay._engine.catalog import Catalog, Txn, entries
+from forebay._engine.files import blobs, trees
+from forebay._engine.files.faults import faults
+from forebay._engine.files.root import Root
+from forebay._engine.index.slots import Slots
+from forebay._engine.locks.fill import hash_of
+from forebay._engine.locks.leases import Lease, Leases
+from forebay._engine.write.insert import Label
+from forebay._engine.write.publish import Publisher
+from forebay._kernel import host
+from forebay._model import Entry
+
+
+class Linker:
+    """Publishes trees, links and new names of entries of one root, without writing bytes. Callable from any thread."""
+
+    def __init__(self, root: Root, catalog: Catalog, slots: Slots, publisher: Publisher) -> None:
+        self._root, self._catalog, self._slots, self._publisher = root, catalog, slots, publisher
+
+    def publish_tree(self, label: Label, members: Sequence[tuple[str, Entry]], leases: Leases, validator: str | None = None) -> Lease:
+        """Publish a tree of entries. It is charged for its directories; its files are charged to the members. Caller: holds leases on the
+        members, and no other caller writes the tree's key."""
+        size = trees.footprint([name for name, _ in members], host.disk(self._root.path).block)
+        files = [(name, self._root.blob_name(entry.id, entry.suffix)) for name, entry in members]
+        keyhash = hash_of(label.space, label.key)
+        return self._publisher.build(
+            label, "tree", size, leases, lambda id: trees.build(self._root, id, files, keyhash=keyhash),
+            lambda id: trees.remove(self._root, id, keyhash=keyhash), validator=validator, members=[(name, e.id) for name, e in members],
+        )  # fmt: skip
+
+    def name(self, id: int, label: Label, *, overwrite: bool) -> bool:
+        """Give an entry that lived as long as it was held a name, under which it stays. False if the name is taken, unless ``overwrite``.
+
+        Raises `CacheFault` where the entry is gone."""
+        with faults(label.key), self._catalog.write() as txn:
+            entry = entries.by_id(txn, id)
+            if entry is None:
+                raise errors.CacheFault(f"what was to be called {label.key!r} is gone: the catalog was recreated meanwhile", key=label.key)
+            if entries.find(txn, label.space, label.key) is not None and not overwrite:
+                return False
+            self._move(txn, entry, label)
+            entries.set_life(txn, label.space, label.key, label.life)
+            return True
+
+    def _move(self, txn: Txn, entry: Entry, label: Label) -> None:
+        """Rename an entry. It gets another slot, since the memos of other processes know the old name by the old slot."""
+        old = entries.find(txn, label.space, label.key)
+        if old is not None and old.id != entry.id:
+            entries.supersede(txn, old)
+            self._slots.clear(old.slot, old.id)
+        slot = entries.free_slot(txn)
+        self._slots.ensure(slot)
+        self._slots.set_space(slot, label.space)
+        self._slots.touch(slot, self._slots.used(entry.slot))
+        self._slots.set_validated(slot, self._slots.validated(entry.slot))
+        self._slots.clear(entry.slot, entry.id)
+        entries.rename(txn, entry, label.space, label.key, slot)
+        self._slots.set_id(slot, entry.id)
+        txn.leftovers = True
+
+    def link(self, label: Label, leased: Lease, leases: Leases, validator: str | None = None) -> Lease:
+        """Publish the bytes of a leased file under another name too: a hard link, charged to both spaces.
+
+        Raises `CacheFault` if the entry is no file, or belongs to another root, where its id means another entry."""
+        source = leased.entry
+        if source.kind != "blob" or leased.path != str(self._root.blob(source.id, source.suffix)):
+            raise errors.CacheFault(f"{source.key!r} cannot be linked: it is no file of {self._root.path}", key=source.key)
+        path = self._root.blob(source.id, source.suffix)
+        return self._publisher.build(
+            label, "blob", source.size, leases, lambda id: blobs.link_blob(self._root, path, id, label.suffix),
+            lambda id: blobs.remove_blob(self._root, id, label.suffix), checksum=source.checksum, validator=validator,
+        )  # fmt: skip
