@@ -64,6 +64,8 @@ KEYS = "tests/engine/index/test_keys.py::"
 VALUES = "tests/engine/index/test_values.py::"
 LIMITS = "tests/engine/index/test_limits.py::"
 FILESYSTEMS = "tests/remote/test_filesystems.py::"
+BLOCKS = "tests/origin/test_blocks.py::"
+BLOCK_FILES = "tests/origin/test_block_files.py::"
 LOOP = "tests/remote/test_limits.py::"
 AHEAD = "tests/prefetch/test_ahead.py::"
 OBJECTS = "tests/prefetch/test_objects.py::"
@@ -77,6 +79,47 @@ MUTANTS = (
         2, "many objects are fetched without a second look", "origin/bulk.py",
         "for request in self._look(wanted, stale):", "for request in self._look({}, stale):",
         "tests/origin/test_bulk.py::test_what_was_fetched_between_the_look_and_the_lock_is_not_fetched_again",
+    ),
+    Mutant(
+        2, "blocks are fetched without a second look", "origin/blocks.py",
+        "                    blocks[number] = data\n                    _release(holds, [number])\n", "                    continue\n",
+        f"{BLOCKS}test_what_was_fetched_between_the_look_and_the_lock_is_not_fetched_again",
+    ),
+    Mutant(
+        2, "a block that another process fetches is fetched all the same", "origin/blocks.py",
+        "self._key(number))) is not None:\n                    holds", "self._key(number))) is not number:\n                    holds",
+        f"{BLOCKS}test_processes_that_touch_the_same_blocks_fetch_each_once",
+    ),
+    Mutant(
+        1, "blocks of two versions have one key", "origin/spaces.py", "&size={size}&version={validator}", "&size={size}",
+        f"{BLOCKS}test_an_open_file_goes_on_with_its_version_and_mixes_none",
+    ),
+    Mutant(
+        1, "a block is of the version that the remote has", "origin/blocks.py", "span, info=self.info, exact=True", "span, exact=True",
+        f"{BLOCKS}test_an_open_file_goes_on_with_its_version_and_mixes_none",
+    ),
+    Mutant(
+        1, "blocks are put together by a weak validator", "origin/blocks.py",
+        "return info.strong and info.validator is not None", "return info.validator is not None",
+        f"{BLOCKS}test_without_a_strong_validator_the_object_is_fetched_whole",
+    ),
+    Mutant(
+        3, "a new version that a block has met is not noted", "origin/blocks.py", "store.set_validated(index, 0)", "index.key",
+        f"{BLOCKS}test_an_open_file_goes_on_with_its_version_and_mixes_none",
+    ),
+    Mutant(
+        6, "a server without ranges sends the object for each block", "origin/blocks.py", "info=self.info, exact=True", "info=self.info",
+        f"{BLOCKS}test_a_server_without_ranges_is_asked_for_the_whole_object_and_never_again_for_parts",
+    ),
+    Mutant(
+        6, "what cannot be kept is read ahead", "origin/block_files.py",
+        "return self._blocks.are_kept and not self._is_closed", "return not self._is_closed",
+        f"{BLOCK_FILES}test_where_the_cache_has_no_room_nothing_is_read_ahead",
+    ),
+    Mutant(
+        9, "a forked child waits for what its parent reads ahead", "origin/block_files.py",
+        "if os.getpid() != self._pid:", "if not self._pid:",
+        f"{BLOCK_FILES}test_a_child_of_a_fork_reads_ahead_by_itself",
     ),
     Mutant(
         2, "a call for many that is given up keeps its keys", "origin/bulk.py",

@@ -54,6 +54,26 @@ def test_rm_of_what_is_not_there(run: Run, cache: Cache, urls: list[str]) -> Non
     assert kept(cache) == urls[1:]
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_rm_of_an_object_of_which_blocks_are_cached(
+    run: Run, cache: Cache, urls: list[str], server: ScriptedServer, is_whole: bool
+) -> None:
+    url = server.put("/large", bytes(300_000))
+    with cache.open(url, block_size=64_000) as file:
+        file.read(100_000)
+    if is_whole:
+        cache.read(url)
+    count = 3 + is_whole
+    ran = run("rm", "--dry-run", url)
+    assert ran.code == 0
+    assert f"{count} entries" in ran.out
+    assert len(kept(cache)) == 3 + count
+    ran = run("rm", url)
+    assert ran.code == 0
+    assert f"{count} entries removed" in ran.out
+    assert kept(cache) == urls
+
+
 def test_rm_of_one_name_twice(run: Run, cache: Cache, urls: list[str]) -> None:
     ran = run("rm", urls[0], urls[0])
     assert ran.code == 0

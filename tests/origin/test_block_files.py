@@ -318,20 +318,21 @@ def test_reading_ahead_ends_with_the_file(cache: forebay.Cache, server: Scripted
 
 
 def test_a_child_of_a_fork_reads_ahead_by_itself(cache: forebay.Cache, server: ScriptedServer, long: str) -> None:
-    server.objects["/long.bin"].stall_after, server.objects["/long.bin"].stalls = 10, 0
     with cache.open(long, block_size=SIZE) as file:
         for _ in range(4):
             file.read(SIZE)
         assert isinstance(file, BlockFile)
+        until(lambda: "forebay-ahead" not in {thread.name for thread in threading.enumerate()})
         file._ahead._lock.acquire()  # as another thread of the parent may have it in the moment of the fork
 
         def in_the_child() -> bool:
-            same = file.read() == LONG[4 * SIZE :]
-            file.seek(0)
-            return same and all(file.read(SIZE) == LONG[number * SIZE : (number + 1) * SIZE] for number in range(60))
+            same = all(file.read(SIZE) == LONG[number * SIZE : (number + 1) * SIZE] for number in range(4, 60))
+            assert isinstance(file, BlockFile)
+            return same and bool(file._ahead._end)
 
         assert in_child(in_the_child) is True
         file._ahead._lock.release()
+    assert server.sent == len(LONG)
 
 
 def test_where_the_cache_has_no_room_nothing_is_read_ahead(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +24,7 @@ from forebay.testing import Request, ScriptedServer
 from tests.processes import Child, Gate, ProcessGroup, fork
 from tests.servers.nginx import Nginx
 from tests.servers.nginx import nginx as running
+from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
 SIZE = 100_000
 BODY = os.urandom(SIZE * 10 + 333)
@@ -649,3 +651,43 @@ def test_nginx_in_other_ways(cache: forebay.Cache, nginx: Nginx, place: str) -> 
     else:
         assert blocks_in(cache) == []
         assert bytes(cache.read(f"{nginx.url}/{place}/{name}")) == BODY
+
+
+@pytest.fixture
+def s3(rgw_server: RgwServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[bytes], str]:  # noqa: F811
+    """Puts an object; gives its URL."""
+    pytest.importorskip("botocore")
+    settings = {
+        "ENDPOINT_URL": rgw_server.url,
+        "ACCESS_KEY_ID": rgw_server.key,
+        "SECRET_ACCESS_KEY": rgw_server.secret,
+        "REGION": "us-east-1",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    for name in ("CONFIG_FILE", "SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(f"AWS_{name}", str(tmp_path / "no-such-file"))
+    client, bucket = rgw_server.client(), f"blocks-{uuid.uuid4().hex[:12]}"
+    client.create_bucket(Bucket=bucket)
+
+    def put(body: bytes) -> str:
+        client.put_object(Bucket=bucket, Key="a.bin", Body=body)
+        return f"s3://{bucket}/a.bin"
+
+    return put
+
+
+def test_s3_sends_only_the_blocks_and_of_one_version(cache: forebay.Cache, s3: Callable[[bytes], str]) -> None:
+    url = s3(BODY)
+    for _ in range(2):
+        with cache.open(url, block_size=SIZE) as file:
+            assert piece(file, 2, 3)
+            assert piece(file, 10)
+    assert (cache.stats().bytes_remote, cache.stats().requests) == (3 * SIZE + 333, 3)
+    with cache.open(url, block_size=SIZE) as file:
+        s3(BODY[::-1])
+        assert piece(file, 2, 3)
+        with pytest.raises(errors.RemoteChanged):
+            piece(file, 7)
+    with cache.open(url, block_size=SIZE) as file:
+        assert file.read(10) == BODY[:-11:-1]

@@ -81,3 +81,16 @@ def test_the_table_of_claims_has_streaming_in_it(tmp_path: Path) -> None:
     assert re.search("Streaming refused it [1-4] of 4 times", rows[2][3])  # what users meet is met here, too
     assert "2 of 2 wait still" in rows[3][3]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_of_blocks_has_fsspec_in_it_and_counts_what_is_sent(tmp_path: Path) -> None:
+    for peer in ("aiohttp", "fsspec", "pyarrow"):
+        pytest.importorskip(peer)
+    words = [sys.executable, str(BENCHMARKS / "blocks.py"), "--quick", "--folder", str(tmp_path), "512k"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == 3
+    assert all("fsspec blockcache" in row[5] for row in rows)
+    assert rows[0][6].strip() == "met"  # what is counted is the same everywhere
+    assert list(tmp_path.iterdir()) == []

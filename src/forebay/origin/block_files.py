@@ -186,7 +186,7 @@ class ReadAhead:
         """Have the next ``count`` blocks fetched, from ``first`` on, but for those that were requested before. Returns at once."""
         if os.getpid() != self._pid:
             self._begin()  # another thread of the parent may have had the lock
-        if self._is_closed or not self._blocks.are_kept:
+        if not self._is_useful():
             return
         end = min(first + min(count, self._limit()), self._blocks.count)
         with self._lock:
@@ -210,6 +210,10 @@ class ReadAhead:
         """Request nothing more. A request that was sent is not waited for: its blocks are kept."""
         self._is_closed = True
 
+    def _is_useful(self) -> bool:
+        """Whether the file is open, and the cache keeps what is fetched."""
+        return self._blocks.are_kept and not self._is_closed
+
     def _limit(self) -> int:
         """Blocks that are read ahead at most."""
         if self._most is None:
@@ -221,7 +225,7 @@ class ReadAhead:
             most = max(self._blocks.origin.options.streams * RUN // self._blocks.size, 1)
             numbers = range(self._next, min(self._next + most, self._end))
             self._next = numbers.stop
-            self.is_running = bool(numbers) and not self._is_closed and self._blocks.are_kept
+            self.is_running = bool(numbers) and self._is_useful()
             return numbers if self.is_running else range(0)
 
     def _run(self) -> None:
