@@ -43,9 +43,9 @@ _FSSPEC = _READ.format(setup="import fsspec, aiohttp", opened="fsspec.open(sourc
 _FILE = _READ.format(setup="", opened='open(source, "rb")')
 
 
-def columns(size: int, must: float | None, folder: Path, quick: bool) -> list[Line]:
+def columns(size: int, must: float | None, folder: Path, quick: bool, *, rounds: int = 3) -> list[Line]:
     """``size``: bytes of a block. ``must``: how many times their own bytes two columns may take; None: a block more for each edge."""
-    rows, groups, rounds = (128_000, 2, 1) if quick else (1_000_000, 6, 3)
+    rows, groups, rounds = (128_000, 2, 1) if quick else (1_000_000, 6, rounds)
     size = size // 8 if quick else size
     with nginx(folder / "nginx") as server:
         path = server.files / "table.parquet"

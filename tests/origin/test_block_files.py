@@ -261,6 +261,8 @@ def test_what_is_read_ahead_is_at_most_a_quarter_of_what_was_read(cache: forebay
             file.read(SIZE)
             until(lambda: "forebay-ahead" not in {thread.name for thread in threading.enumerate()})
             assert server.sent <= (number + max(number // SHARE, 1)) * SIZE
+        assert isinstance(file, BlockFile)
+        assert file._blocks.misses == 3, "the reader finds all others"
 
 
 def test_a_limit_in_bytes_bounds_what_is_read_ahead(tmp_path: Path, server: ScriptedServer, long: str) -> None:

@@ -153,12 +153,12 @@ class BlockFile(io.BufferedIOBase):
         return found
 
     def _fetch(self, numbers: Sequence[int]) -> dict[int, memoryview]:
-        misses = self._blocks.misses
+        misses, were_fetched = self._blocks.misses, self._ahead.has_fetched(numbers)
         found = self._blocks.obtain(numbers)
         has_missed = self._blocks.misses > misses
-        if has_missed and self._ahead.has_fetched(numbers):
+        if has_missed and were_fetched:
             self._ahead.close()  # they were evicted before they were read: what is read ahead would be fetched twice
-        if self._streak >= SEQUENTIAL and (has_missed or self._ahead.is_running):
+        if self._streak >= SEQUENTIAL and (has_missed or were_fetched or self._ahead.is_running):
             read = numbers[-1] + 1 - self._first
             self._ahead.extend(numbers[-1] + 1, max(read // SHARE, 1))
         return found
