@@ -30,11 +30,12 @@ with {opened} as file:
 print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu, table.nbytes]), flush=True)
 os._exit(0)  # pyarrow's threads may abort the end of a process that has just read a Python file, whichever it is
 """
-_OURS = _READ.format(
-    setup='import forebay.cache, forebay.origin.block_files\ncache = forebay.Cache(place, budget="20GB", min_free=0)',
-    opened="cache.open(source, block_size=size)",
-)
-_WHOLE = _READ.format(setup='import forebay.cache\ncache = forebay.Cache(place, budget="20GB", min_free=0)', opened="cache.open(source)")
+_CACHE = """
+import forebay.cache, forebay.origin.block_files, forebay.remote.http, sqlite3
+cache = forebay.Cache(place, budget="20GB", min_free=0)
+"""
+_OURS = _READ.format(setup=_CACHE, opened="cache.open(source, block_size=size)")
+_WHOLE = _READ.format(setup=_CACHE, opened="cache.open(source)")
 _BLOCKCACHE = _READ.format(
     setup='import fsspec, aiohttp\noptions = {"http": {"block_size": size}, "blockcache": {"cache_storage": place}}',
     opened='fsspec.open(f"blockcache::{source}", **options)',
@@ -53,7 +54,7 @@ def columns(size: int, must: float | None, folder: Path, quick: bool, *, rounds:
         own = sum(last - first for first, last in chunk)
         limit = must if must is not None else own_and_edges(chunk, size) / own
         what = f"2 of {COLUMNS} columns of a parquet file of {path.stat().st_size / 1e6:,.0f} MB, blocks of {size / 1e6:.3g} MB"
-        sent = Line(f"{what}: bytes from the server, beside their own", f"<= {limit:.3g}x", unit="x/1000")
+        sent = Line(f"{what}, of {own / 1e6:.0f} MB: sent by the server", f"<= {limit * own / 1e6:.0f} MB ({limit:.3g}x)", unit="MB")
         first, again = Line(f"{what}: first read", "-"), Line("the same, cached", "-")
         codes = {
             "Forebay": (OURS, _OURS, f"{server.url}/table.parquet"),
@@ -74,9 +75,9 @@ def columns(size: int, must: float | None, folder: Path, quick: bool, *, rounds:
                     line.timings[label].wall.append(wall)
                     line.timings[label].cpu.append(cpu)
                     if line is first and label in sent.timings:
-                        sent.timings[label].wall.append((sent_by(server) - before) / own * 1000)
+                        sent.timings[label].wall.append((sent_by(server) - before) / 1e6)
                 shutil.rmtree(place)
-    sent.met = sent.ours.median <= limit * 1000
+    sent.met = sent.ours.median <= limit * own / 1e6
     return [sent, first, again]
 
 

@@ -512,8 +512,8 @@ class Cache:
         entries.set_life(self._origin, name, self._find(name), life)
 
     def evict(self, name: Name) -> Report:
-        """Remove a name now, if no process uses it; of a directory also its files, except those that another directory has. Raises
-        `NotCached`, or `WriterBusy`."""
+        """Remove a name now, if no process uses it; with an object its blocks, with a directory its files, except those that another one
+        has. Raises `NotCached`, or `WriterBusy`."""
         from forebay.cache import entries
 
         return entries.evict(self._origin, name, self.entry(name))

@@ -72,10 +72,12 @@ class BlockFile(io.BufferedIOBase):
         if block is not None and 0 < end - at <= len(block) - start:
             self._at = end
             return bytes(block[start : start + end - at])
-        parts = io.BytesIO()  # gives its bytes away without a copy
+        if end - at <= WINDOW:
+            return b"".join(self._parts(at, end))
+        data = io.BytesIO()  # gives its bytes away without a copy
         for part in self._parts(at, end):
-            parts.write(part)
-        return parts.getvalue()
+            data.write(part)
+        return data.getvalue()
 
     def read1(self, size: int = -1, /) -> bytes:
         """Bytes up to the end of the current block."""
