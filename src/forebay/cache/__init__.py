@@ -117,10 +117,9 @@ class Cache:
         self, url: Url, *, block_size: int | str | None = None, max_age: float | str | None = None, refresh: bool = False,
         filesystem: Any = None, **arguments: Any,
     ) -> BinaryIO:  # fmt: skip
-        """A binary file object on the cached copy; where there is no room, one that reads ranges of the remote. See `read`.
-
-        ``block_size``: fetch and keep only the blocks that are read, of one version: bytes, text such as ``"8MB"``, or ``"auto"`` (8 MiB);
-        64 KB to 64 MiB. Reading raises `RemoteChanged` for a block that is missing once the remote has another version."""
+        """A binary file object on the cached copy; where there is no room, one that reads ranges of the remote. See `read`. ``block_size``:
+        fetch and keep only the blocks that are read, all of one version: bytes, text such as ``"8MB"``, or ``"auto"`` (8 MiB), 64 KB to
+        64 MiB. Reading raises `RemoteChanged` for a block that is missing once the remote has another version."""
         return self._origin.open(self._target(url, filesystem), self._options(max_age, refresh, **arguments), block_size)
 
     def local(
@@ -203,7 +202,6 @@ class Cache:
         See `Lookahead`. Raises `ConfigError`."""
         from forebay.prefetch.ahead import look_ahead  # imported late: many programs never use it
 
-        self._check_open()
         return look_ahead(self._origin, urls, self._size(window, "window"), workers, self.read_many)
 
     def read_many(
