@@ -108,6 +108,10 @@ MUTANTS = (
         f"{BLOCKS}test_an_open_file_goes_on_with_its_version_and_mixes_none",
     ),
     Mutant(
+        3, "a remote that does not answer validates blocks", "origin/blocks.py", " and not self._is_stored:", ":",
+        f"{BLOCKS}test_a_remote_that_cannot_be_reached_validates_nothing",
+    ),
+    Mutant(
         6, "a server without ranges sends the object for each block", "origin/blocks.py", "info=self.info, exact=True", "info=self.info",
         f"{BLOCKS}test_a_server_without_ranges_is_asked_for_the_whole_object_and_never_again_for_parts",
     ),

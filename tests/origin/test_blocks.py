@@ -254,6 +254,24 @@ def test_where_the_remote_cannot_be_reached_blocks_are_served_and_others_raise(
     assert caplog.text.count("cannot be reached") == 1
 
 
+def test_a_remote_that_cannot_be_reached_validates_nothing(tmp_path: Path, server: ScriptedServer, url: str) -> None:
+    """It is asked again after some seconds, not after ``max_age``."""
+    options = RemoteOptions(attempts=1)
+    with forebay.Cache(tmp_path / "root", budget=8 << 20, min_free=0, max_age=300, remote_options=options) as cache:
+        cache.open(url, block_size=SIZE).close()
+        store = origin_of(cache).store
+        index = store.entry("urls", index_key(url))
+        assert index is not None
+        store.set_validated(index, store.now() - 1000 * 10**9)
+        server.objects["/a.bin"].statuses = [503]
+        cache.open(url, block_size=SIZE).close()
+        cache.open(url, block_size=SIZE).close()
+        assert server.heads == 2
+        index = store.entry("urls", index_key(url))
+        assert index is not None
+        assert store.now() - store.validated(index) > 200 * 10**9
+
+
 def test_an_object_that_is_gone_is_not_found(cache: forebay.Cache, server: ScriptedServer, url: str) -> None:
     with cache.open(url, block_size=SIZE) as file:
         assert piece(file, 4)
@@ -373,6 +391,15 @@ def test_without_a_cache_to_write_to_blocks_are_read_past_it(
         assert piece(file, 1, 5)
     assert [range for range in ranges(server) if range == asked(4, 4)] == [asked(4, 4)]
     assert server.sent == 5 * SIZE
+
+
+def test_a_root_that_may_only_be_read_serves_the_blocks_that_it_has(tmp_path: Path, server: ScriptedServer, url: str) -> None:
+    with forebay.Cache(tmp_path / "root", budget=8 << 20, min_free=0) as cache, cache.open(url, block_size=SIZE) as file:
+        assert piece(file, 4, 2)
+    before = len(server.requests)
+    with forebay.Cache(tmp_path / "root", read_only=True) as cache, cache.open(url, block_size=SIZE) as file:
+        assert piece(file, 4, 2)
+        assert len(server.requests) == before
 
 
 def test_where_there_is_no_room_blocks_are_served_with_one_warning(

@@ -85,6 +85,7 @@ class _Opening:
         self._key = index_key(target.key)
         self._first_stamps: list[tuple[int, int]] | None = None  # of the entries that the first look saw
         self._began = 0
+        self._is_stored = False  # whether the version that `_ask` returned is that of the index
 
     def version(self) -> Lease | ObjectInfo:
         """A lease on the whole object if it is cached, and is the remote's version; else a description of that version. The remote is
@@ -139,8 +140,9 @@ class _Opening:
         try:
             known = max((whole.entry if whole is not None else None, index), key=self._validated)
             info = self._stat() if known is None else origin.validate(target, options, known)
-            if info is None and known is index:
-                info = _info_of(index, target.url) if index is not None else None
+            self._is_stored = info is None and known is index
+            if self._is_stored and index is not None:
+                info = _info_of(index, target.url)
             elif info is None and whole is not None:
                 lease, whole = whole, None
                 self._store.count_hit(lease.entry.size)
@@ -164,11 +166,9 @@ class _Opening:
         return info
 
     def _keep(self, version: Lease | ObjectInfo) -> Lease | ObjectInfo:
-        if isinstance(version, ObjectInfo) and is_divisible(version) and version.size is not None:
-            index = self._store.entry(URLS, self._key)
-            if index is None or index.validator != version.validator or self._store.validated(index) < self._began:
-                note = _meta(version.size)
-                self._store.put(URLS, self._key, b"", meta=note, validator=version.validator, validated=self._began)
+        if isinstance(version, ObjectInfo) and is_divisible(version) and version.size is not None and not self._is_stored:
+            note = _meta(version.size)
+            self._store.put(URLS, self._key, b"", meta=note, validator=version.validator, validated=self._began)
         return version
 
 
