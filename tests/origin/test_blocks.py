@@ -402,6 +402,31 @@ def test_a_root_that_may_only_be_read_serves_the_blocks_that_it_has(tmp_path: Pa
         assert len(server.requests) == before
 
 
+def test_blocks_of_an_upstream_root_are_served_and_others_kept_in_the_own_one(tmp_path: Path, server: ScriptedServer, url: str) -> None:
+    upper, lower = tmp_path / "upper", tmp_path / "lower"
+    with forebay.Cache(upper, budget=8 << 20, min_free=0) as cache, cache.open(url, block_size=SIZE) as file:
+        assert piece(file, 4)
+    before = len(server.requests)
+    with forebay.Cache(lower, budget=8 << 20, min_free=0, upstream=upper) as cache:
+        with cache.open(url, block_size=SIZE) as file:
+            assert piece(file, 4)
+            assert len(server.requests) == before
+            assert piece(file, 4, 2)
+        assert ranges(server)[-1] == asked(5, 5)
+        assert len(blocks_in(cache)) == 1
+        with cache.open(url, block_size=SIZE, max_age=0) as file:
+            assert piece(file, 4)
+        assert server.heads == 2
+    with forebay.Cache(lower, upstream=upper, offline=True) as cache, cache.open(url, block_size=SIZE) as file:
+        assert piece(file, 4, 2)
+    with forebay.Cache(upper) as cache:
+        cache.read(url)
+    before = len(server.requests)
+    with forebay.Cache(lower, upstream=upper) as cache, cache.open(url, block_size=SIZE) as file:
+        assert piece(file, 7, 2)
+        assert len(server.requests) == before
+
+
 def test_where_there_is_no_room_blocks_are_served_with_one_warning(
     tmp_path: Path, server: ScriptedServer, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:

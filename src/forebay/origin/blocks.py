@@ -85,7 +85,7 @@ class _Opening:
         self._key = index_key(target.key)
         self._first_stamps: list[tuple[int, int]] | None = None  # of the entries that the first look saw
         self._began = 0
-        self._is_stored = False  # whether the version that `_ask` returned is that of the index
+        self._is_stored = False  # whether the version that `_ask` returned is that of the index, or of the upstream root's
 
     def version(self) -> Lease | ObjectInfo:
         """A lease on the whole object if it is cached, and is the remote's version; else a description of that version. The remote is
@@ -130,6 +130,9 @@ class _Opening:
     def _ask(self) -> Lease | ObjectInfo:
         """Ask the remote whether it still has the version that was validated last, else for its version."""
         origin, target, options = self._origin, self._target, self._options
+        if (above := self._above()) is not None:
+            self._is_stored = True
+            return above
         if options.offline:
             raise errors.Offline.of(target.key)
         self._began = self._store.now(exact=True)
@@ -154,6 +157,15 @@ class _Opening:
         if not self._is_expected(info.validator):
             raise errors.ChecksumMismatch.of(target.key, options.etag or "", info.validator or "no ETag")
         return info
+
+    def _above(self) -> ObjectInfo | None:
+        """The version of which the upstream root has blocks, if it was validated lately."""
+        upstream = self._origin.upstream
+        index = upstream.entry(URLS, self._key) if upstream is not None else None
+        if upstream is None or index is None or not self._is_expected(index.validator):
+            return None
+        is_fresh = self._options.offline or self._origin.validated(upstream, index) >= self._options.since
+        return _info_of(index, self._target.url) if is_fresh else None
 
     def _validated(self, entry: Entry | None) -> int:
         return -1 if entry is None else self._store.validated(entry)
@@ -240,6 +252,9 @@ class Blocks:
                 store.touch(remembered.entry)
                 store.count_hit(remembered.size)
                 data = memoryview(remembered.view)
+            upstream = self.origin.upstream
+            if data is None and upstream is not None and (above := upstream.view(URLS, key)) is not None:
+                data = memoryview(above.view)
         except (errors.CacheFault, errors.Closed) as error:
             log.debug("%s: %s", key, str(error))
             return None
