@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from forebay._engine.catalog import reservations
@@ -53,6 +53,16 @@ class KeyLocks:
         self.engine.check_usable(writing=True)
         with faults(key):
             return self.engine.writers.fill.try_hold(self._spaces.ensure(space).id, key)
+
+    @contextlib.contextmanager
+    def holding_free(self, space: str, keys: Sequence[str]) -> Iterator[list[str]]:
+        """See `Fill.holding_free`."""
+        self.engine.check_usable(writing=True)
+        number = self._spaces.ensure(space).id
+        with contextlib.ExitStack() as stack:
+            with faults(keys[0]):  # not of what is made
+                held = stack.enter_context(self.engine.writers.fill.holding_free(number, keys))
+            yield held
 
     async def hold_async(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
         """`hold` for a coroutine: the event loop goes on."""

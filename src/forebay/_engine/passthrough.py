@@ -75,6 +75,9 @@ class NullLocks:
     def try_hold(self, space: str, key: str) -> NoReturn:
         raise _refusal(self._why, key)
 
+    def holding_free(self, space: str, keys: Sequence[str]) -> contextlib.AbstractContextManager[list[str]]:
+        raise _refusal(self._why, keys[0])
+
     def with_remains(self, space: str, keys: Iterable[str]) -> set[str]:
         return set()
 

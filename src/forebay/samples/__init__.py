@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -98,6 +100,56 @@ class Samples(Generic[Item]):
             timeout=self._origin.timeout if timeout is None else timeout, looked=True,
         )[0]  # fmt: skip
         return item
+
+    def get_or_put_many(
+        self, indices: Iterable[SupportsIndex], fn: Callable[[list[int]], Sequence[Item | Buffer]], *, timeout: float | None = None
+    ) -> list[Item]:
+        """The items of these slots, in this order, as `get` returns them. ``fn(slots)`` makes those that are missing, in one call for all
+        of them, and they are stored; a slot that is named twice is passed once.
+
+        Slots that another process is making come last, when this call holds none: that process makes them, or `get_or_put` does here, by
+        ``fn([slot])``. What ``fn`` raises is raised here, and nothing of its call is stored; a process that waits for one of these slots
+        makes that itself. ``timeout``: seconds to wait for others, in total. Raises `ConfigError` as `get_or_put`, and ValueError where
+        ``fn`` returns another number of values."""
+        slots = [operator.index(i) for i in indices]
+        timeout = self._origin.timeout if timeout is None else timeout
+        until = None if timeout is None else time.monotonic() + timeout
+        items: dict[int, tuple[Item]] = {}
+        missing = [i for i in dict.fromkeys(slots) if not _added(items, i, self._decoded(i, self._find(i, self._copy)))]
+        while missing:
+            busy = self._make_free(missing, fn, items)
+            if len(busy) == len(missing):  # others have all of them. This call holds none, so no process waits for it meanwhile.
+                i = busy.pop(0)
+                left = None if until is None else max(until - time.monotonic(), 0.0)
+                items[i] = (self.get_or_put(i, lambda i=i: _checked(fn([i]), 1)[0], timeout=left),)  # type: ignore[misc]
+            missing = busy
+        self._pack.flush_counts()
+        return [items[i][0] for i in slots]
+
+    def _make_free(
+        self, missing: Sequence[int], fn: Callable[[list[int]], Sequence[Item | Buffer]], items: dict[int, tuple[Item]]
+    ) -> list[int]:
+        """Add the items of those slots that no other process is making. Returns the others."""
+        keys = {f"{self._pack.id:x}/{i}": i for i in missing}
+        with contextlib.ExitStack() as stack:
+            free, store = list(missing), self._store_and_read
+            if self._pack.admits:
+                try:
+                    held = stack.enter_context(self._origin.store.locks.holding_free(SPACE, list(keys)))
+                    # Another process may have stored one between the look and the lock.
+                    free = [keys[key] for key in held if not _added(items, keys[key], self._look(keys[key]))]
+                except (errors.CacheFault, errors.Closed) as error:
+                    self._origin.fall_back(error, f"samples of {self._label}")
+                    store = self._unstored
+            if free:
+                with waits.time_limit(None, afresh=True):  # the time limit is for the cache, not for the function
+                    values = _checked(fn(free), len(free))
+                for i, value in zip(free, values, strict=True):
+                    items[i] = store(i, value)
+        return [i for i in missing if i not in items]
+
+    def _unstored(self, i: int, value: Any) -> tuple[Item]:
+        return (self._as_read(value),)
 
     def _look(self, i: int) -> tuple[Item] | None:
         return self._decoded(i, self._pack.peek(i, self._copy))
@@ -291,6 +343,19 @@ class Samples(Generic[Item]):
     @property
     def _label(self) -> str:
         return f"the array {self.name!r}" if self.name else "an array without a name"
+
+
+def _added(items: dict[int, tuple[Item]], i: int, item: tuple[Item] | None) -> bool:
+    """Whether there is an item; then it is added."""
+    if item is not None:
+        items[i] = item
+    return item is not None
+
+
+def _checked(values: Sequence[Item], count: int) -> Sequence[Item]:
+    if len(values) != count:
+        raise ValueError(f"the function returned {len(values):,} values for {count:,} slots")
+    return values
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

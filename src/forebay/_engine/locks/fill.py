@@ -191,6 +191,26 @@ class Fill:
         """The lock at this offset if it is free."""
         return KeyHold(self, keyhash) if self._keys.try_lock(keyhash, exclusive=True) else None
 
+    @contextlib.contextmanager
+    def holding_free(self, space: int, keys: Iterable[str]) -> Iterator[list[str]]:
+        """The locks of those of these keys that are free, around a block that makes their values together; yields these keys.
+
+        The block may wait for other keys, as what makes one value may: see `Nesting`."""
+        holds: dict[str, KeyHold] = {}
+        try:
+            for key in keys:
+                if (hold := self.try_hold(space, key)) is not None:
+                    holds[key] = hold
+            held = _held.get()
+            token = _held.set(None if held is None else (*held, *(hold.keyhash for hold in holds.values())))
+            try:
+                yield list(holds)
+            finally:
+                _held.reset(token)
+        finally:
+            for hold in holds.values():
+                hold.release()
+
     def sleep(self, space: int, key: str, seconds: float) -> None:
         """Sleep until the key's lock may have been released, at most ``seconds``."""
         self._words.sleep(_word_of(hash_of(space, key)), seconds)

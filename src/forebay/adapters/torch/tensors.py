@@ -1,0 +1,51 @@
+"""Writable tensors over what the cache returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forebay._kernel import mappings
+from forebay._logs import logger
+from forebay.codecs.arrays import numpy
+
+log = logger("forebay.adapters.torch")
+
+
+def tensor(buffer: Any, dtype: Any = None, *, count: int = -1, offset: int = 0) -> Any:
+    """A writable tensor with the bytes of ``buffer``, such as `Cache.read` returns. Nothing else sees what is written to it.
+
+    It uses a private mapping of the same file: a page is copied when it is first written to. Small values, which have no file of their
+    own, records of an array of samples, entries evicted meanwhile and buffers from elsewhere are copied as a whole. The mapping lives as
+    long as the tensor and everything that shares its storage.
+
+    ``dtype`` (default: `torch.uint8`), ``count`` (elements; -1: all), ``offset`` (bytes): as for `torch.frombuffer`, whose own tensors
+    over a read-only mapping kill the process when they are written to. A NumPy array, or an object that NumPy converts (an image), gives a
+    tensor of its own type and shape, unless one of these is given. Raises ValueError for what `torch.frombuffer` refuses, and TypeError
+    for an object that is no buffer."""
+    if isinstance(buffer, memoryview) or not hasattr(buffer, "__array_interface__"):
+        array, view = None, memoryview(buffer)
+    else:
+        array = numpy().asarray(buffer, order="C")
+        view = memoryview(array)
+    own = _private(view)
+    if array is not None and dtype is None and count == -1 and not offset:
+        kind = torch.from_numpy(array.reshape(-1)[:0].copy()).dtype
+        return (torch.frombuffer(own, dtype=kind) if own.nbytes else torch.empty(0, dtype=kind)).reshape(array.shape)
+    if not own.nbytes and not offset and count <= 0:
+        return torch.empty(0, dtype=dtype or torch.uint8)
+    return torch.frombuffer(own, dtype=dtype or torch.uint8, count=count, offset=offset)
+
+
+def _private(view: memoryview) -> memoryview:
+    """A writable, private view of the same bytes."""
+    flat, owner = view.cast("B") if view.c_contiguous and view.nbytes else memoryview(view.tobytes()), view.obj
+    while not isinstance(owner, memoryview) and (base := getattr(owner, "base", None)) is not None:
+        owner = base  # an array over an array over a view
+    try:
+        mapped = mappings.private(flat, owner.obj if isinstance(owner, memoryview) else owner)
+    except OSError as error:  # the limit of mappings or files of a process is reached
+        log.debug("a buffer is copied: %s", error)
+        mapped = None
+    return memoryview(bytearray(flat)) if mapped is None else mapped
