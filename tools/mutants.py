@@ -71,6 +71,8 @@ AHEAD = "tests/prefetch/test_ahead.py::"
 OBJECTS = "tests/prefetch/test_objects.py::"
 BUSY = "tests/cache/test_connection_timeouts.py::"
 FIRST_VALUES = "tests/engine/test_first_values.py::"
+TOGETHER = "tests/samples/test_many.py::"
+SHARDS = "tests/adapters/test_torch_shards.py::"
 STREAMING = "tests/adapters/streaming/test_streaming_prefix.py::"
 
 MUTANTS = (
@@ -505,6 +507,22 @@ MUTANTS = (
         "            if leads_to(held, target, self._living(txn)):\n",
         "            if not self._living(txn) and held == target:\n",
         "tests/engine/locks/test_nesting.py::test_coroutines_that_need_each_other_do_not_wait_for_ever",
+    ),
+    Mutant(
+        2, "samples that are made together are made without a second look", "samples/__init__.py",
+        "if not _added(items, keys[key], self._look(keys[key]))]", "]",
+        f"{TOGETHER}test_what_was_stored_between_the_look_and_the_lock_is_not_made_again",
+    ),
+    Mutant(
+        2, "samples that are made together are not locked", "_engine/locks/fill.py",
+        "                    holds[key] = hold\n", "                    holds[key] = hold\n                    hold.release()\n",
+        f"{TOGETHER}test_what_another_process_makes_is_waited_for_last",
+    ),
+    Mutant(
+        2, "samples that others make are waited for before the free ones are made", "samples/__init__.py",
+        "            busy = self._make_free(missing, fn, items)\n            if len(busy) == len(missing):",
+        "            busy = list(missing)\n            if len(busy) == len(missing):",
+        f"{TOGETHER}test_what_another_process_makes_is_waited_for_last",
     ),
     # 3. No stale state
     Mutant(
@@ -1121,6 +1139,51 @@ MUTANTS = (
         "        if self._pid != os.getpid():\n            raise AttemptFailed",
         "        if not self._pid:\n            raise AttemptFailed",
         f"{CURL}test_a_child_waits_for_no_thread_of_its_parent",
+    ),
+    Mutant(
+        9, "a shard is given to all workers of a rank", "adapters/torch/shards.py",
+        "own = own[world.worker_of_rank :: world.workers_per_rank]", "own = own[:]",
+        f"{SHARDS}test_s17_ranks_and_their_workers_read_each_sample_once",
+    ),
+    Mutant(
+        9, "a shard is given to all ranks", "adapters/torch/shards.py",
+        "[world.rank :: world.num_ranks]", "[:]",
+        f"{SHARDS}test_s17_ranks_and_their_workers_read_each_sample_once",
+    ),
+    Mutant(
+        9, "a rank takes its part of the shards for that of the process that spawned it", "adapters/torch/shards.py",
+        "self._spawned_by.process == os.getpid() and ", "",
+        f"{SHARDS}test_ranks_that_are_spawned_with_a_dataset_have_parts_of_their_own",
+    ),
+    Mutant(
+        9, "a spawned worker does not know the rank of its process group", "adapters/torch/shards.py",
+        "world = World.detect() if multiprocessing.context.get_spawning_popen() is not None else None", "world = None",
+        f"{SHARDS}test_s17_ranks_that_only_a_process_group_knows",
+    ),
+    Mutant(
+        9, "workers that persist stay in the first epoch", "adapters/torch/shards.py",
+        "self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()", "self._shared = torch.zeros(2, dtype=torch.int64)",
+        f"{SHARDS}test_s17_workers_read_each_sample_once_and_fetch_each_shard_once[fork-persistent workers]",
+    ),
+    Mutant(
+        9, "a state forgets what was put into the buffer", "adapters/torch/shards.py",
+        "            at.turns[drawn], at.samples[drawn] = sample.turn, sample.number\n", "",
+        f"{SHARDS}test_a_state_leaves_exactly_the_rest",
+    ),
+    Mutant(
+        9, "a state does not count what was drawn", "adapters/torch/shards.py",
+        """"sample": self.sample, "drawn": self.drawn}""", """"sample": self.sample, "drawn": 0}""",
+        f"{SHARDS}test_a_state_leaves_exactly_the_rest",
+    ),
+    Mutant(
+        9, "a state is resumed by another number of workers", "adapters/torch/shards.py",
+        "        self._position.share.check(world)\n", "",
+        f"{SHARDS}test_a_state_of_this_process_is_refused_in_several_workers",
+    ),
+    Mutant(
+        9, "a process whose workers iterate has the state of the beginning", "adapters/torch/shards.py",
+        "self._shared[_IN_WORKERS] = 1", "pass",
+        f"{SHARDS}test_a_process_whose_workers_iterate_has_no_state",
     ),
     # 10. Nobody else's bytes
     Mutant(

@@ -90,6 +90,20 @@ def test_what_another_process_makes_is_waited_for_last(cache: forebay.Cache, chi
         other.result()
 
 
+def test_what_was_stored_between_the_look_and_the_lock_is_not_made_again(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, make, locks = cache.samples("s", SLOTS), Maker(), cache._store.locks
+    hold = locks.holding_free
+
+    def late(space: str, keys: list[str]) -> Any:
+        samples.put(2, value(2))
+        return hold(space, keys)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(locks, "holding_free", late)
+        assert [bytes(item) for item in samples.get_or_put_many([1, 2], make)] == [value(1), value(2)]
+    assert make.calls == [[1]]
+
+
 def test_what_a_killed_process_was_making_is_made_by_one_call(cache: forebay.Cache) -> None:
     samples, make = cache.samples("s", SLOTS), Maker()
     with busy_with(samples, [4, 5, 6]) as other:

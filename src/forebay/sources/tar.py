@@ -70,7 +70,7 @@ class TarSource:
         self._reach, self.version = RemoteAccess(filesystem, options), version
         self._shards = Shards(self._reach)
         self._silent: dict[str, float] = {}
-        texts = [text for each in given for text in _expanded(os.fspath(each))]
+        texts = [text for each in given for text in expanded(os.fspath(each))]
         self._prefix, self._layout = None, None
         if len(given) == 1 and not is_tar(texts[0]):
             self._prefix = _checked_prefix(Prefix(texts[0], plain=filesystem is not None))
@@ -234,7 +234,7 @@ def _bare(url: str) -> str:
     return url.partition("#")[0].partition("?")[0] if url.lower().startswith(("http://", "https://")) else url
 
 
-def _expanded(text: str) -> Iterator[str]:
+def expanded(text: str) -> Iterator[str]:
     """All names that ``shard-{08..10}.tar`` stands for."""
     match = _RANGE.search(text)
     if match is None:
@@ -242,7 +242,7 @@ def _expanded(text: str) -> Iterator[str]:
         return
     first, last = match.groups()
     for number in range(int(first), int(last) + 1):
-        yield from _expanded(f"{text[: match.start()]}{number:0{len(first)}d}{text[match.end() :]}")
+        yield from expanded(f"{text[: match.start()]}{number:0{len(first)}d}{text[match.end() :]}")
 
 
 def _checked_prefix(prefix: Prefix) -> Prefix:

@@ -23,7 +23,7 @@ COMPRESSED = (b"\x1f\x8b", b"BZ", b"\xfd7", b"\x28\xb5")  # gzip, bzip2, xz, zst
 MAGIC = b"fbtarix2"
 _HEAD = struct.Struct("=8sQQ")  # magic, members, bytes of names
 
-Read = Callable[[Span], bytes]
+Read = Callable[[Span], bytes | memoryview]
 """Reads bytes of the tar: fewer than requested only at its end."""
 
 
@@ -110,6 +110,11 @@ def typical_size(start: bytes, size: int) -> int:
 
 class _Ended(Exception):
     """What is to be read lies behind the bytes that are there."""
+
+
+def members(data: memoryview, name: str) -> dict[bytes, Span]:
+    """The regular files of a tar in memory, in its order. ``name``: for errors. Raises `BadArchive`."""
+    return _HeaderWalk(_Ahead(lambda span: data[span.start : span.end], len(data), name, len(data), len(data), len(data))).members()
 
 
 class _Ahead:

@@ -1,0 +1,123 @@
+"""Tar shards that are fetched whole before their turn, and their samples."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, wait
+from typing import NamedTuple
+
+from forebay._kernel.threads import TURN
+from forebay._model import Span
+from forebay.cache import Cache
+from forebay.remote.urls import shown
+from forebay.sources import tar_index
+
+_KEY = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
+
+
+class Field(NamedTuple):
+    """A member of a sample: its name in the tar, its extension in lower case, its bytes."""
+
+    name: str
+    extension: str
+    data: bytes
+
+
+class Sample(NamedTuple):
+    """The members of a shard that share a key. ``turn``: of its shard among those of the worker; ``number``: of the sample in the shard."""
+
+    turn: int
+    number: int
+    url: str
+    key: str
+    fields: tuple[Field, ...]
+
+
+class _Group(NamedTuple):
+    key: str
+    members: list[tuple[str, str, Span]]
+
+
+class ShardFile:
+    """A whole shard in mapped memory, or in memory: its samples by number. Raises `BadArchive`, which names the shard."""
+
+    def __init__(self, turn: int, url: str, data: memoryview) -> None:
+        self.turn, self.url, self._data = turn, shown(url), data
+        self._groups = _grouped(tar_index.members(data, self.url))
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def sample(self, number: int) -> Sample:
+        """A copy of a sample."""
+        group = self._groups[number]
+        fields = (Field(name, extension, bytes(self._data[span.start : span.end])) for name, extension, span in group.members)
+        return Sample(self.turn, number, self.url, group.key, tuple(fields))
+
+
+def _grouped(members: Mapping[bytes, Span]) -> list[_Group]:
+    """Neighbours with the same name up to the first dot behind the last slash, as webdataset groups them."""
+    groups: list[_Group] = []
+    for raw, span in members.items():
+        name = raw.decode("utf-8", "surrogateescape")
+        match = _KEY.fullmatch(name)
+        if match is None:
+            continue
+        key, extension = match[1], match[2].lower()
+        if not groups or groups[-1].key != key:
+            groups.append(_Group(key, []))
+        groups[-1].members.append((name, extension, span))
+    return groups
+
+
+class _Load(NamedTuple):
+    """A shard that a thread is loading, or has loaded. ``turn``: see `Sample`."""
+
+    turn: int
+    url: str
+    loaded: Future[ShardFile]
+
+
+class Upcoming:
+    """Shards in the order of their turns: while one is read, threads load the next ``ahead``. ``shards``: their turns and URLs.
+
+    For one thread. A forked child loads again what its parent was loading. What is under way when this object is dropped is loaded to its
+    end, into the cache."""
+
+    def __init__(self, cache: Cache, shards: Iterable[tuple[int, str]], ahead: int) -> None:
+        self._cache, self._shards, self._ahead = cache, iter(shards), ahead
+        self._window: deque[_Load] = deque()
+        self._pid = os.getpid()
+
+    def take(self) -> ShardFile | None:
+        """The next shard, None after the last. Raises `RemoteError`; the call after that takes the shard behind."""
+        if self._pid != os.getpid():
+            left, self._window, self._pid = self._window, deque(), os.getpid()
+            for load in left:
+                self._begin(load.turn, load.url)
+        while len(self._window) <= self._ahead and (shard := next(self._shards, None)) is not None:
+            self._begin(*shard)
+        if not self._window:
+            return None
+        while not wait([self._window[0].loaded], TURN).done:  # in short turns: another thread may have got the signal of Ctrl-C
+            pass
+        return self._window.popleft().loaded.result()
+
+    def _begin(self, turn: int, url: str) -> None:
+        load = _Load(turn, url, Future())
+        # One for each shard: threads that wait for work would have to be ended by whoever holds this object, an error among them.
+        threading.Thread(target=_load, args=(self._cache, load), daemon=True, name=f"forebay-shards-{turn}").start()
+        self._window.append(load)
+
+
+def _load(cache: Cache, load: _Load) -> None:
+    try:
+        load.loaded.set_result(ShardFile(load.turn, load.url, cache.read(load.url)))
+    except BaseException as error:  # noqa: BLE001 (raised where the shard is taken)
+        load.loaded.set_exception(error)
+    finally:
+        del load  # the error holds this frame

@@ -1,0 +1,312 @@
+"""An iterable dataset over tar shards: shuffled by epoch, split by rank and worker, resumed in the middle of an epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing.context
+import os
+import random
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from forebay import errors, remote
+from forebay._logs import logger
+from forebay.adapters.torch.datasets import opened
+from forebay.adapters.torch.shard_files import Sample, ShardFile, Upcoming
+from forebay.cache import Cache
+from forebay.remote.urls import Url
+from forebay.sources import Decode, by_extension
+from forebay.sources.tar import expanded
+from forebay.world import World
+
+log = logger("forebay.adapters.torch")
+
+_EPOCH, _IN_WORKERS = 0, 1  # of the words that a dataset shares with its copies in workers
+
+
+class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to mypy it is Any
+    """The samples of tar shards: ``{"__key__": "000017", "__url__": ..., "jpg": bytes, "cls": bytes}``, grouped as webdataset groups them.
+
+    ``urls``: of the shards; ``shard-{000..999}.tar`` names a thousand. Each rank, and each DataLoader worker of it, reads shards of its
+    own, whole: a shard is fetched once into the cache, and read from there; the next ``ahead`` shards are fetched meanwhile.
+    ``shuffle_shards``: in an order that differs by ``seed`` and epoch, see `set_epoch`, and is the same in all ranks. ``buffer``: samples
+    that a worker keeps in memory and draws from at random; 0 keeps the order. ``decode``: as for `Cache.prefetcher`, called with the name
+    and the bytes of each member; a dict from extensions is used as in `forebay.sources.by_extension`. ``cache``: an open `Cache`, or the
+    arguments to open one. ``world``: ranks and nodes, if `World.detect` cannot know them.
+
+    Where the cache has no room, a shard is kept in memory until it has been read, and fetched again in the next epoch. Damaged shards raise
+    `BadArchive`, others their `RemoteError`; iterating further goes on with the next shard. Picklable if ``decode`` is; usable in both
+    processes after a fork. For one thread. Raises `ConfigError`, and what opening the cache raises."""
+
+    def __init__(
+        self, urls: Url | Iterable[Url], *, cache: Cache | Mapping[str, Any] | None = None, shuffle_shards: bool = False,
+        buffer: int = 0, seed: int = 0, decode: Decode | Mapping[str, Decode] | None = None, ahead: int = 2, world: World | None = None,
+    ) -> None:  # fmt: skip
+        for name, value in (("buffer", buffer), ("ahead", ahead)):
+            if value < 0:
+                raise errors.ConfigError(f"{name}={value}: it must not be negative", name=name, value=value)
+        given = [urls] if isinstance(urls, str | os.PathLike) else urls
+        self.urls = [text for each in given for text in expanded(os.fspath(each))]
+        if not self.urls:
+            raise errors.ConfigError("no shards: name one at least", name="urls", value=None)
+        chosen = by_extension(decode) if isinstance(decode, Mapping) else decode
+        self._recipe = _Recipe(opened(cache), chosen, bool(shuffle_shards), buffer, int(seed), ahead, _digest(self.urls))
+        self._world, self._spawned_by = world, _SpawnedBy(0, None)
+        self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._position: _Position | None = None
+        self._resumes = False
+        self._world_here()  # ranks that must ask each other how many a node has can do so now, and not in a worker
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration, in workers that persist too. All ranks must set the same epoch."""
+        self._shared[_EPOCH] = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The samples of this rank and worker: all of this epoch, or those that the state leaves that was loaded last."""
+        world = self._world_here()
+        if get_worker_info() is not None:
+            self._shared[_IN_WORKERS] = 1
+        if self._position is None or not self._resumes:
+            self._position = _Position(_Share.of(world), int(self._shared[_EPOCH]))
+        self._position.share.check(world)
+        self._resumes = False
+        own = self._recipe.order(self.urls, self._position.epoch)[world.rank :: world.num_ranks]
+        own = own[world.worker_of_rank :: world.workers_per_rank]
+        if not own:
+            log.warning("%d shards for %d workers: %s has none", len(self.urls), world.num_workers, self._position.share)
+        return _Pass(self._recipe, self._position, own)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last iteration of this process stands: numbers only, some for each sample in the buffer.
+
+        torchdata's StatefulDataLoader collects those of its workers. Raises `ConfigError` in a process whose workers iterate."""
+        if self._position is None and self._shared[_IN_WORKERS] and get_worker_info() is None:
+            message = "the workers have the positions, and this process has none: use torchdata's StatefulDataLoader, or num_workers=0"
+            raise errors.ConfigError(message, name="state_dict", value=None)
+        position = self._position or _Position(_Share.of(self._world_here()), int(self._shared[_EPOCH]))
+        return {**self._recipe.identity(), **position.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the next iteration return exactly the samples that were left when this state was saved.
+
+        Raises `ConfigError` if it was saved with other shards, another seed, buffer or order, by another rank or worker, or with another
+        number of ranks or workers."""
+        for name, value in self._recipe.identity().items():
+            if state.get(name) != value:
+                raise _mismatch(name, state.get(name), value)
+        position = _Position.of(state)
+        position.share.check(self._world_here())
+        self._position, self._resumes = position, True
+        self.set_epoch(position.epoch)
+
+    # -- ranks, workers and pickles --------------------------------------------------------------------------------
+
+    def _world_here(self) -> World:
+        if self._world is not None:
+            return self._world.detect_workers()
+        if self._spawned_by.world is not None and self._spawned_by.process == os.getpid() and get_worker_info() is not None:
+            return self._spawned_by.world.detect_workers()
+        return World.detect()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker does not know what its rank knows. Whatever else unpickles this may be another rank.
+        world = World.detect() if multiprocessing.context.get_spawning_popen() is not None else None
+        position = self._position if self._resumes else None
+        return vars(self) | {"_spawned_by": _SpawnedBy(0, world), "_position": position}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._spawned_by = self._spawned_by._replace(process=os.getpid())
+        self._shared.share_memory_()  # one that came by a plain pickle is in no memory that workers see
+
+
+class _SpawnedBy(NamedTuple):
+    """The world of the process that spawned the process ``process``."""
+
+    process: int
+    world: World | None
+
+
+class _Recipe(NamedTuple):
+    """What all iterations of a dataset have in common."""
+
+    cache: Cache
+    decode: Decode | None
+    shuffle_shards: bool
+    buffer: int
+    seed: int
+    ahead: int
+    shards: str  # a digest of the URLs
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same where a state is loaded."""
+        return {"shards": self.shards, "shuffle_shards": self.shuffle_shards, "buffer": self.buffer, "seed": self.seed}
+
+    def order(self, urls: Sequence[str], epoch: int) -> Sequence[str]:
+        """The shards of an epoch, in the order in which ranks and workers take them by turns."""
+        if not self.shuffle_shards:
+            return urls
+        return random.Random(f"{self.seed} {epoch}").sample(urls, len(urls))
+
+
+def _digest(urls: Iterable[str]) -> str:
+    """Of the keys: the signature of a signed URL may be another one when a state is loaded."""
+    digest = hashlib.blake2b(digest_size=16)
+    for url in urls:
+        digest.update(remote.canonical(url).encode("utf-8", "surrogatepass") + b"\0")
+    return digest.hexdigest()
+
+
+def _mismatch(name: str, saved: object, here: object) -> errors.ConfigError:
+    return errors.ConfigError(f"this state was saved with {name}={saved!r}, and here it is {here!r}", name=name, value=saved)
+
+
+class _Share(NamedTuple):
+    """Whose part of the shards: the ``worker``-th of ``num_workers`` of the ``rank``-th of ``num_ranks``."""
+
+    rank: int
+    num_ranks: int
+    worker: int
+    num_workers: int
+
+    @classmethod
+    def of(cls, world: World) -> _Share:
+        return cls(world.rank, world.num_ranks, world.worker_of_rank, world.workers_per_rank)
+
+    def check(self, world: World) -> None:
+        """Raises `ConfigError` where this process has another part."""
+        here = _Share.of(world)._asdict()
+        for name in ("num_ranks", "num_workers", "rank", "worker"):
+            if here[name] != getattr(self, name):
+                raise _mismatch(name, getattr(self, name), here[name])
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} of {self.num_workers} of rank {self.rank} of {self.num_ranks}"
+
+
+@dataclass(slots=True)
+class _Position:
+    """Where an iteration stands: the sample that is read next is the one with the number ``sample`` in the shard whose turn is ``turn``.
+    ``drawn``: random numbers so far. ``turns``, ``samples``: of what the buffer has, in its order."""
+
+    share: _Share
+    epoch: int
+    turn: int = 0
+    sample: int = 0
+    drawn: int = 0
+    turns: array[int] = field(default_factory=lambda: array("q"))
+    samples: array[int] = field(default_factory=lambda: array("q"))
+
+    def state(self) -> dict[str, Any]:
+        own = {"epoch": self.epoch, "turn": self.turn, "sample": self.sample, "drawn": self.drawn}
+        return {**self.share._asdict(), **own, "buffered_turns": self.turns.tolist(), "buffered_samples": self.samples.tolist()}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> _Position:
+        share = _Share(*(int(state[name]) for name in _Share._fields))
+        epoch, turn, sample, drawn = (int(state[name]) for name in ("epoch", "turn", "sample", "drawn"))
+        return cls(share, epoch, turn, sample, drawn, array("q", state["buffered_turns"]), array("q", state["buffered_samples"]))
+
+
+class _Pass(Iterator[dict[str, Any]]):
+    """One iteration, which moves ``position`` with each sample. ``own``: the shards of this worker."""
+
+    def __init__(self, recipe: _Recipe, position: _Position, own: Sequence[str]) -> None:
+        self._recipe, self._at, self._own = recipe, position, own
+        self._buffer: list[Sample] | None = None
+        self._upcoming: Upcoming | None = None
+        self._shard: ShardFile | None = None
+
+    def __next__(self) -> dict[str, Any]:
+        buffer, at = self._filled(), self._at
+        while (sample := self._read()) is not None:
+            if not self._recipe.buffer:
+                return self._decoded(sample)
+            if len(buffer) < self._recipe.buffer:
+                buffer.append(sample)
+                at.turns.append(sample.turn)
+                at.samples.append(sample.number)
+                continue
+            drawn = self._draw(len(buffer))
+            taken, buffer[drawn] = buffer[drawn], sample
+            at.turns[drawn], at.samples[drawn] = sample.turn, sample.number
+            return self._decoded(taken)
+        if not buffer:
+            raise StopIteration
+        drawn = self._draw(len(buffer))
+        taken, last = buffer[drawn], buffer.pop()
+        at.turns.pop()
+        at.samples.pop()
+        if drawn < len(buffer):
+            buffer[drawn], at.turns[drawn], at.samples[drawn] = last, last.turn, last.number
+        return self._decoded(taken)
+
+    def _draw(self, count: int) -> int:
+        """A number below ``count`` that depends on how many were drawn, so that a state need not hold that of a generator."""
+        share, at = self._at.share, self._at
+        at.drawn += 1
+        text = f"{self._recipe.seed} {at.epoch} {share.rank} {share.worker} {at.drawn}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % count
+
+    def _decoded(self, sample: Sample) -> dict[str, Any]:
+        decode = self._recipe.decode
+        item: dict[str, Any] = {"__key__": sample.key, "__url__": sample.url}
+        for name, extension, data in sample.fields:
+            item[extension] = data if decode is None else decode(name, data)
+        return item
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def _filled(self) -> list[Sample]:
+        """The buffer; at first with what the position says that it has, read again."""
+        if self._buffer is None:
+            samples: dict[tuple[int, int], Sample] = {}
+            places = list(zip(self._at.turns, self._at.samples, strict=True))
+            turns = sorted({turn for turn, _ in places})
+            upcoming = Upcoming(self._recipe.cache, [(turn, self._own[turn]) for turn in turns], self._recipe.ahead)
+            while (shard := upcoming.take()) is not None:
+                for turn, number in places:
+                    if turn == shard.turn:
+                        samples[turn, number] = _checked(shard, number + 1).sample(number)
+            self._buffer = [samples[place] for place in places]
+        return self._buffer
+
+    def _read(self) -> Sample | None:
+        """The next sample of the shards; None after the last."""
+        at = self._at
+        if self._upcoming is None:
+            left = list(enumerate(self._own))[at.turn :]
+            self._upcoming = Upcoming(self._recipe.cache, left, self._recipe.ahead)
+        while True:
+            if self._shard is None:
+                try:
+                    self._shard = self._upcoming.take()
+                    if self._shard is None:
+                        return None
+                    _checked(self._shard, at.sample)
+                except Exception:
+                    self._next_shard()
+                    raise
+            if at.sample < len(self._shard):
+                at.sample += 1
+                return self._shard.sample(at.sample - 1)
+            self._next_shard()
+
+    def _next_shard(self) -> None:
+        self._shard = None
+        self._at.turn, self._at.sample = self._at.turn + 1, 0
+
+
+def _checked(shard: ShardFile, count: int) -> ShardFile:
+    """A shard that has so many samples at least. Raises `RemoteChanged`."""
+    if len(shard) < count:
+        message = f"{shard.url} has changed since the state was saved: it has {len(shard):,} samples, and had {count:,} at least"
+        raise errors.RemoteChanged(message, url=shard.url)
+    return shard
