@@ -351,6 +351,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "no tar": lambda body: b"<html>" * 1000,
     "compressed": lambda body: b"\x1f\x8b" + body,
     "empty": lambda body: b"",
+    "two of a name": lambda body: tar([*members(1, 2), ("1-1.CLS", b"1")]),
     "a header with a wrong sum": lambda body: body[:20] + b"x" + body[21:],
 }
 
@@ -515,7 +516,7 @@ def test_a_stateful_loader_goes_on_where_it_was(cache: forebay.Cache, urls: str,
         assert [keys_of(next(batches)) for _ in range(stop)] == whole[:stop]
         state = pickle.loads(pickle.dumps(first.state_dict()))
         del batches, first
-        again = stateful(shuffled(cache, urls), workers)
+        again = stateful(shuffled(cache, urls), workers, persistent_workers=workers > 0 and every == 3)
         again.load_state_dict(state)
         assert [keys_of(batch) for batch in again] == whole[stop:]
         assert [keys_of(batch) for batch in again] == whole

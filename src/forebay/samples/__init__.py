@@ -117,7 +117,8 @@ class Samples(Generic[Item]):
         items: dict[int, tuple[Item]] = {}
         missing = [i for i in dict.fromkeys(slots) if not _added(items, i, self._decoded(i, self._find(i, self._copy)))]
         while missing:
-            busy = self._make_free(missing, fn, items)
+            with waits.time_limit(timeout):
+                busy = self._make_free(missing, fn, items)
             if len(busy) == len(missing):  # others have all of them. This call holds none, so no process waits for it meanwhile.
                 i = busy.pop(0)
                 left = None if until is None else max(until - time.monotonic(), 0.0)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
+from forebay import errors
 from forebay._kernel.threads import TURN
 from forebay._model import Span
 from forebay.cache import Cache
@@ -47,7 +48,7 @@ class ShardFile:
 
     def __init__(self, turn: int, url: str, data: memoryview) -> None:
         self.turn, self.url, self._data = turn, shown(url), data
-        self._groups = _grouped(tar_index.members(data, self.url))
+        self._groups = _grouped(tar_index.members(data, self.url), self.url)
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -59,8 +60,9 @@ class ShardFile:
         return Sample(self.turn, number, self.url, group.key, tuple(fields))
 
 
-def _grouped(members: Mapping[bytes, Span]) -> list[_Group]:
-    """Neighbours with the same name up to the first dot behind the last slash, as webdataset groups them."""
+def _grouped(members: Mapping[bytes, Span], url: str) -> list[_Group]:
+    """Neighbours with the same name up to the first dot behind the last slash, as webdataset groups them. Raises `BadArchive` if two of
+    them have the same extension."""
     groups: list[_Group] = []
     for raw, span in members.items():
         name = raw.decode("utf-8", "surrogateescape")
@@ -70,6 +72,9 @@ def _grouped(members: Mapping[bytes, Span]) -> list[_Group]:
         key, extension = match[1], match[2].lower()
         if not groups or groups[-1].key != key:
             groups.append(_Group(key, []))
+        elif any(other == extension for _, other, _ in groups[-1].members):
+            message = f"{url}: two members of the sample {key!r} have the extension {extension!r}, at byte {span.start:,}"
+            raise errors.BadArchive(message, url=url, offset=span.start)
         groups[-1].members.append((name, extension, span))
     return groups
 
