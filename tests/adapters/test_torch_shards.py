@@ -522,6 +522,16 @@ def test_a_stateful_loader_goes_on_where_it_was(cache: forebay.Cache, urls: str,
         assert [keys_of(batch) for batch in again] == whole
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_of_an_epoch_that_has_ended_leaves_the_next_one_whole(cache: forebay.Cache, urls: str, workers: int) -> None:
+    dataset = shuffled(cache, urls)
+    dataset.set_epoch(2)
+    first, again = stateful(dataset, workers), stateful(shuffled(cache, urls), workers)
+    whole = [keys_of(batch) for batch in first]
+    again.load_state_dict(first.state_dict())
+    assert [keys_of(batch) for batch in again] == whole
+
+
 def test_a_stateful_loader_keeps_its_epoch(cache: forebay.Cache, urls: str) -> None:
     dataset = shuffled(cache, urls)
     first = stateful(dataset, 2, persistent_workers=True)

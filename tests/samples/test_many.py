@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,25 @@ def test_what_another_process_makes_is_waited_for_last(cache: forebay.Cache, chi
         other.say("go on")
         assert asking.result() == ([b"of the other process", value(1), b"of the other process", value(2)], [[1, 2]])
         other.result()
+
+
+def test_threads_with_overlapping_batches_make_each_slot_once(cache: forebay.Cache) -> None:
+    samples, both = cache.samples("s", SLOTS), threading.Barrier(2)
+    made: collections.Counter[int] = collections.Counter()
+
+    def make(slots: list[int]) -> list[bytes]:
+        if not made.keys() & {0, 8}:
+            both.wait(60)  # each of them makes what was free
+        made.update(slots)
+        return [value(i) for i in slots]
+
+    def ask(slots: range) -> list[bytes]:
+        return [bytes(item) for item in samples.get_or_put_many(slots, make)]
+
+    with ThreadPoolExecutor(2) as pool:
+        batches = [range(8), range(8, 0, -1)]
+        assert list(pool.map(ask, batches)) == [[value(i) for i in batch] for batch in batches]
+    assert made == dict.fromkeys(range(9), 1)
 
 
 def test_what_was_stored_between_the_look_and_the_lock_is_not_made_again(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
