@@ -307,11 +307,18 @@ def test_whole_shards_are_entries_that_other_calls_find(cache: forebay.Cache, se
     assert server.gets == SHARDS
 
 
-@pytest.mark.parametrize("options", [{"enabled": False}, {"budget": 64 * KiB, "min_free": 0}], ids=["no cache", "no room"])
-def test_without_room_a_shard_is_fetched_once_an_epoch(server: ScriptedServer, urls: str, tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{"enabled": False}, {"budget": 64 * KiB, "min_free": 0}, {"budget": 300 * KiB, "min_free": 0}],
+    ids=["no cache", "room for none", "room for some"],
+)
+def test_without_room_a_shard_is_fetched_once_an_epoch(
+    server: ScriptedServer, urls: str, tmp_path: Path, options: dict[str, Any], workers: int
+) -> None:
     dataset = Shards(urls, cache={"root": tmp_path / "root", **options}, buffer=15)
     for epoch in (1, 2):
-        assert sorted(keys_of(dataset)) == KEYS
+        assert sorted(keys_of(loaded(dataset, workers))) == KEYS
         assert server.sent <= 1.02 * epoch * stored(server)
     dataset._recipe.cache.close()
 
