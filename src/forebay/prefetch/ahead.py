@@ -273,14 +273,15 @@ class Lookahead(Iterator[memoryview]):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give up what is ahead, and what is being fetched. What was read stays valid. A second call does nothing."""
+        """Give up what is ahead, and what is being fetched for it; where nothing is ahead any more, what was skipped is fetched to its end.
+        What was read stays valid. A second call does nothing."""
         with self._lock:
-            self._is_drawn = True
+            gives_up, self._is_drawn = bool(self._ahead), True
             self._ahead.clear()
             self._by_name.clear()
             self._width = self._unsized = 0
         if self._loader is not None:
-            self._loader.close(gives_up=True)
+            self._loader.close(gives_up=True) if gives_up else self._loader.abandon()
 
     def __enter__(self) -> Self:
         return self

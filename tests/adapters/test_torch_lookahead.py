@@ -1,0 +1,132 @@
+"""A sampler of PyTorch that has objects fetched before a worker asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay.testing import ScriptedServer
+from tests.adapters.test_torch import raised_by
+from tests.harness import MiB
+from tests.items import until
+
+torch = pytest.importorskip("torch")
+data = pytest.importorskip("torch.utils.data")
+
+from forebay.adapters.torch import Lookahead, UrlDataset  # noqa: E402 - PyTorch may be missing
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:'set_vital' is deprecated")
+OBJECTS = 24
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
+    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0) as cache:
+        yield cache
+
+
+@pytest.fixture
+def urls(server: ScriptedServer) -> list[str]:
+    return [server.put(f"/{i:02}.txt", body(i)) for i in range(OBJECTS)]
+
+
+def body(i: int) -> bytes:
+    return f"object {i:02}".encode() * 1000
+
+
+def number(url: str, data: memoryview) -> int:
+    i = int(url[-6:-4])
+    assert bytes(data) == body(i)
+    return i
+
+
+def listed(batch: list[Any]) -> list[Any]:
+    return batch
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["sampler", "batch sampler"])
+@pytest.mark.parametrize(("method", "workers"), [(None, 0), ("fork", 2), ("spawn", 2)])
+def test_s17_it_yields_what_the_sampler_does_and_each_object_is_fetched_once(
+    cache: forebay.Cache, server: ScriptedServer, urls: list[str], method: str | None, workers: int, batched: bool
+) -> None:
+    dataset = UrlDataset(urls, number, cache=cache)
+    sampler: Any = data.DistributedSampler(dataset, num_replicas=2, rank=1, seed=3)
+    how: dict[str, Any] = {"sampler": Lookahead(sampler, dataset), "batch_size": 5}
+    if batched:
+        how = {"batch_sampler": Lookahead(data.BatchSampler(sampler, 5, drop_last=False), dataset)}
+    else:
+        assert len(how["sampler"]) == OBJECTS // 2
+    loader = data.DataLoader(
+        dataset, num_workers=workers, collate_fn=listed, persistent_workers=workers > 0, multiprocessing_context=method, **how
+    )
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        wanted = list(sampler)
+        assert [i for batch in loader for i in batch] == wanted
+    assert server.gets == len({request.path for request in server.requests})
+
+
+def test_what_comes_is_there_before_it_is_asked_for(cache: forebay.Cache, urls: list[str]) -> None:
+    dataset = UrlDataset(urls, number, cache=cache)
+    order = iter(Lookahead(range(OBJECTS), dataset, workers=4))
+    assert next(order) == 0
+    for i in range(4):
+        until(lambda i=i: cache.entry(urls[i]) is not None, urls[i])
+    assert list(order) == list(range(1, OBJECTS))
+
+
+def test_the_window_bounds_what_is_drawn(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
+    dataset = UrlDataset(urls, number, cache=cache)
+    drawn: list[int] = []
+
+    def endless() -> Iterator[int]:
+        while True:
+            drawn.append(len(drawn))
+            yield drawn[-1] % OBJECTS
+
+    order = iter(Lookahead(endless(), dataset, window=30_000, workers=2))
+    for i in range(50):
+        assert next(order) == i % OBJECTS
+        until(lambda i=i: cache.entry(urls[i % OBJECTS]) is not None, urls[i % OBJECTS])
+        assert len(drawn) <= i + 12
+    order.close()  # type: ignore[attr-defined]
+    assert server.gets <= OBJECTS
+
+
+def test_epochs_reach_the_sampler(cache: forebay.Cache, urls: list[str]) -> None:
+    dataset = UrlDataset(urls, number, cache=cache)
+    sampler = data.DistributedSampler(dataset, num_replicas=1, rank=0)
+    ahead = Lookahead(sampler, dataset)
+    ahead.set_epoch(5)
+    assert sampler.epoch == 5
+    first = list(ahead)
+    ahead.set_epoch(6)
+    second = list(ahead)
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
+def test_a_loop_that_ends_early_ends_the_look_ahead(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
+    dataset = UrlDataset(urls, number, cache=cache)
+    order = iter(Lookahead(range(OBJECTS), dataset, window=10_000, workers=1))
+    assert next(order) == 0
+    order.close()  # type: ignore[attr-defined]
+    assert server.gets < OBJECTS
+    assert [dataset[i] for i in range(3)] == [0, 1, 2]
+
+
+def test_an_object_that_is_missing_is_the_workers_error(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
+    dataset = UrlDataset([*urls[:3], f"{server.url}/none"], number, cache=cache)
+    loader = data.DataLoader(dataset, sampler=Lookahead(range(4), dataset), batch_size=1, collate_fn=listed)
+    assert type(raised_by(loader)) is errors.NotFound
+    assert [cache.entry(url) is not None for url in urls[:3]] == [True] * 3
+
+
+def test_what_has_no_urls_is_refused() -> None:
+    with pytest.raises(errors.ConfigError, match="UrlDataset"):
+        Lookahead(range(3), [1, 2, 3])
