@@ -94,3 +94,13 @@ def test_the_table_of_blocks_has_fsspec_in_it_and_counts_what_is_sent(tmp_path: 
     assert all("fsspec blockcache" in row[5] for row in rows)
     assert rows[0][6].strip() == "met"  # what is counted is the same everywhere
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_of_epochs_counts_requests(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    words = [sys.executable, str(BENCHMARKS / "epochs.py"), "--quick", "--folder", str(tmp_path), "steps"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    assert [row[3].split(", ")[-1].strip() for row in rows] == ["64 requests", "0 requests", "0 requests"]
+    assert list(tmp_path.iterdir()) == []
