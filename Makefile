@@ -107,7 +107,7 @@ bench-blocks: $(VENV)/.dev deps ## two columns of a parquet file of 1 GB, beside
 	$(PY) benchmarks/blocks.py
 
 bench-epochs: $(VENV)/.dev ## a data set in random order by PyTorch's DataLoader, beside local files, fsspec and diskcache: takes half an hour
-	@$(PY) benchmarks/epochs.py
+	$(PY) benchmarks/epochs.py
 
 bench-start: $(VENV)/.dev ## a new process until its first hit, and the command line, beside diskcache and typer
 	$(PY) benchmarks/start.py
