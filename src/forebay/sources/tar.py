@@ -19,7 +19,7 @@ from forebay._model import ObjectInfo, SourceInfo
 from forebay.origin import Origin
 from forebay.origin.prefix import Prefix, RemoteAccess, is_name
 from forebay.remote import RemoteOptions
-from forebay.sources.shards import Indexed, Shards
+from forebay.sources.shards import Indexed, ShardIndexes
 
 log = logger("forebay.sources")
 
@@ -68,7 +68,7 @@ class TarSource:
     ) -> None:  # fmt: skip
         given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
         self._reach, self.version = RemoteAccess(filesystem, options), version
-        self._shards = Shards(self._reach)
+        self._shards = ShardIndexes(self._reach)
         self._silent: dict[str, float] = {}
         texts = [text for each in given for text in expanded(os.fspath(each))]
         self._prefix, self._layout = None, None
