@@ -585,7 +585,7 @@ MUTANTS = (
     ),
     Mutant(
         3, "the requests of a call wait for connections one after the other", "cache/many.py",
-        "own._replace(wait=wait)", "own",
+        "own._replace(wait=wait, ahead=True)", "own._replace(ahead=True)",
         f"{BUSY}test_all_requests_of_a_call_wait_together",
     ),
     Mutant(
@@ -1346,6 +1346,26 @@ MUTANTS = (
         "    if (verify or boot != boot_tag()) and",
         "    if verify and",
         "tests/engine/packs/test_pack.py::test_what_another_boot_wrote_is_compared_with_its_checksum",
+    ),
+    Mutant(
+        6, "a file of a policy is mapped though it is too short", "_engine/index/adaptive.py",
+        "            if os.fstat(fd).st_size != _SIZE:", "            if fd < 0:",
+        "tests/engine/space/test_adaptive.py::test_whatever_became_of_the_file_the_next_process_goes_on[make_short]",
+    ),
+    Mutant(
+        6, "an entry that noise puts on trial breaks the call", "_engine/index/adaptive.py",
+        "        except (CacheFault, OSError, IndexError, ValueError):", "        except KeyError:",
+        "tests/engine/space/test_adaptive.py::test_what_noise_puts_on_trial_is_passed_by",
+    ),
+    Mutant(
+        6, "an entry that was used again goes as if it were on trial", "_engine/index/adaptive.py",
+        "words[base] == trial.id and words[base + 1] == trial.used", "words[base] == trial.id",
+        "tests/engine/space/test_adaptive.py::test_what_was_used_again_is_no_longer_on_trial",
+    ),
+    Mutant(
+        6, "ghosts with damaged words never come round", "_engine/index/ghosts.py",
+        "return shift > _MOST_SHIFT or not hash >> 64 - shift", "return not hash >> 64 - min(shift, _MOST_SHIFT)",
+        "tests/engine/index/test_ghosts.py::test_whatever_the_words_hold_the_ghosts_come_round[0]",
     ),
     Mutant(
         1, "a hint of a length is believed though it proves nothing", "_engine/packs/segments.py",

@@ -54,17 +54,30 @@ def is_text(value: str) -> bool:
 class Policy(enum.StrEnum):
     """What a space does when its bytes do not fit."""
 
+    AUTO = "auto"
+    """Evict least recently used entries, or new entries before they are used a second time: whichever of the two keeps more of what is
+    used."""
     LRU = "lru"
     """Evict its least recently used entries."""
     FREEZE = "freeze"
     """Evict none of its own entries; admit nothing more."""
     WAIT = "wait"
-    """Evict entries without a lease, least recently used first; wait while all are leased."""
+    """Evict entries without a lease, in the order of ``auto``; wait while all are leased."""
 
     @property
     def evicts_own(self) -> bool:
         """Whether a new entry may evict an older one of the same space."""
         return self is not Policy.FREEZE
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the order of eviction follows what is used."""
+        return self in (Policy.AUTO, Policy.WAIT)
+
+    @classmethod
+    def default(cls, space: str) -> Policy:
+        """The policy of a space of this name that was given none."""
+        return cls.AUTO if space == "urls" else cls.LRU
 
     @classmethod
     def parse(cls, name: str) -> Policy:

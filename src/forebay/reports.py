@@ -26,7 +26,8 @@ class Stats:
     served without the cache. ``bytes_hit``: bytes served by hits; ``bytes_remote``: bytes received over the network, in ``requests``
     requests, ``retries`` of them repeated. ``wait_ns_*``: nanoseconds spent waiting for the remote, for another process, for room.
     ``store_failures``: values that could not be stored. ``damaged``: entries that were set aside. ``max_rate``, ``max_connections``: the
-    limits of transfers, 0: none.
+    limits of transfers, 0: none. ``leading``: of each space with the policy ``auto`` or ``wait``, which of the two orders of eviction keeps
+    more, and is used: ``lru`` or ``bimodal``.
     """
 
     hits: int = 0
@@ -52,6 +53,7 @@ class Stats:
     max_connections: int = 0
     entries: int = 0
     spaces: dict[str, tuple[int, int]] = field(default_factory=dict)
+    leading: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, usage: Usage, counts: dict[str, int]) -> Self:
@@ -60,6 +62,7 @@ class Stats:
             **counts, bytes_used=usage.used, bytes_reserved=usage.reserved, budget=usage.budget, max_rate=usage.max_rate,
             max_connections=usage.max_connections, entries=sum(space.entries for space in usage.spaces),
             spaces={space.name: (space.entries, space.bytes) for space in usage.spaces},
+            leading={name: standing.leader if standing is not None else "lru" for name, standing in usage.standings.items()},
         )  # fmt: skip
 
     @property

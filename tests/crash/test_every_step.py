@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from forebay._engine.catalog import connection
+from forebay._engine.index.ghosts import BIMODAL
 from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Settings, Store
 from forebay._model import Entry, ObjectInfo
@@ -286,6 +287,28 @@ def test_evict_values_under_pressure(scene: NewScene) -> None:
         assert bytes_of(store, "new") in (None, SMALL * 20)
 
     scene(256 * KiB).play(before, lambda store: [store.put("v", f"new{n}", SMALL * 20) for n in range(3)], after)
+
+
+@pytest.mark.parametrize("size", [15 * KiB, 30 * KiB], ids=["values", "blobs"])
+def test_evict_what_is_on_trial(scene: NewScene, size: int) -> None:
+    """Each new entry is put on trial, and takes the place of the one before."""
+    body = {f"{kind}{n}": os.urandom(size) for kind in ("old", "new") for n in range(20)}
+
+    def before(store: Store) -> None:
+        store.spaces.ensure("v", policy="auto")
+        for n in range(20):
+            store.put("v", f"old{n}", body[f"old{n}"])
+        space = store.engine.adaptive.of(store.spaces.lookup("v").id)
+        assert space is not None
+        space.ghosts._words[2] = BIMODAL
+
+    def after(store: Store) -> None:
+        found = {key: bytes_of(store, key) for key in body}
+        assert all(data in (None, body[key]) for key, data in found.items())
+        assert store.usage().standings["v"] is not None
+
+    steps = scene(256 * KiB).play(before, lambda store: [store.put("v", f"new{n}", body[f"new{n}"]) for n in range(3)], after, least=8)
+    assert steps.count("set_word 3") >= 2, steps
 
 
 @pytest.mark.parametrize("data", [SMALL, BLOB], ids=["value", "blob"])

@@ -12,6 +12,7 @@ from forebay import errors
 from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, spaces
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root, open_root
+from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.counters import Counters
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.keys import KeyIndex
@@ -24,7 +25,7 @@ from forebay._engine.reading import Reading
 from forebay._engine.space.settings import Settings, apply, is_kept, keep
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger
-from forebay._model import Entry, Problem
+from forebay._model import Entry, Policy, Problem
 
 if TYPE_CHECKING:
     from forebay._engine.index.limits import NodeLimits
@@ -82,7 +83,9 @@ class Engine:
         self._lower = False  # a lower limit was set, and is still to be applied to what is there
         self.known_spaces: dict[str, spaces.SpaceRow] = {}
         """Rows of spaces that this process has read; emptied when the catalog is recreated."""
-        self.memo, self.counters = Memo(Slots(root)), Counters(root)  # the hit paths keep these two, whatever is recreated
+        self.adaptive = AdaptiveSpaces()
+        # The hit paths keep these two, whatever is recreated.
+        self.memo, self.counters = Memo(Slots(root), self.adaptive), Counters(root)
         self._wire(root)
         self._start(settings)
         self.catalog.trust()
@@ -181,12 +184,13 @@ class Engine:
             recover=self._finish_intent, sweep=self._sweep,
         )  # fmt: skip
         self.slots = Slots(root)
+        self.adaptive.restart(root, self.slots)
         self.keys = KeyIndex(root, self.slots, ValueCells(root, self.slots, lambda: spaces.limits(self.catalog)["budget"] or 0))
         self.counters.detach()
         self.leases = Leases(root, self.catalog, self.slots)
         self.memo.restart(self.slots)
         self.owners = Owners(root, self.catalog)
-        self.reading = Reading(root, self.catalog, self.slots, self.keys, self.leases, self.memo, self.counters)
+        self.reading = Reading(root, self.catalog, self.slots, self.keys, self.leases, self.memo, self.counters, self.adaptive)
         self._writers: Writers | None = None
         self._forking: tuple[Catalog, Writers, Owners, Leases] | tuple[()] = ()
         self._format = locks.LockFile(root.path / "FORMAT", root.files.open, writable=False)
@@ -196,7 +200,7 @@ class Engine:
     def stats(self) -> StatsReader:
         from forebay._engine.stats import StatsReader
 
-        return StatsReader(self.root, self.catalog, self.slots, self.keys, self.counters, self.leases)
+        return StatsReader(self.root, self.catalog, self.slots, self.keys, self.counters, self.leases, self.adaptive)
 
     @property
     def limits(self) -> NodeLimits:
@@ -221,7 +225,8 @@ class Engine:
             with self._recovering:
                 if self._writers is None:
                     self._writers = Writers(
-                        self.root, self.catalog, self.slots, self.keys, self.memo, self.counters, self.leases, self.owners, self.words
+                        self.root, self.catalog, self.slots, self.keys, self.memo, self.counters, self.leases, self.owners, self.words,
+                        self.adaptive,
                     )  # fmt: skip
                 writers = self._writers
         return writers
@@ -368,7 +373,14 @@ class Engine:
         """Note that an entry is used now."""
         words, base = self.slots.record(entry.slot)
         if words[base + ID] == entry.id and not self.root.read_only:
-            words[base + USED] = self.slots.clock.now()
+            words[base + USED] = now = self.slots.clock.now()
+            self.adaptive.hit_in(entry.space, entry.key, entry.charge, now)
+
+    def note_space(self, row: spaces.SpaceRow) -> spaces.SpaceRow:
+        """Keep the row of a space in `known_spaces`; returns it."""
+        self.known_spaces[row.name] = row
+        self.adaptive.know(row.id, row.name, adapts=Policy.parse(row.policy).adapts)
+        return row
 
     def _set_late(self) -> None:
         """Set what could not be set when the root was opened, before anything is written that it may forbid."""

@@ -14,6 +14,7 @@ from forebay._engine.files import blobs, trees
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.index import counters
+from forebay._engine.index.adaptive import AdaptiveSpaces, charge_of
 from forebay._engine.index.counters import Counters
 from forebay._engine.index.keys import KeyIndex, meta_hash
 from forebay._engine.index.memo import Memo, Remembered
@@ -36,10 +37,11 @@ class Reading:
     """Reads entries of one root. Callable from any thread, and in a forked child."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, leases: Leases, memo: Memo, counts: Counters
+        self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, leases: Leases, memo: Memo, counts: Counters,
+        adaptive: AdaptiveSpaces,
     ) -> None:  # fmt: skip
         self._root, self._catalog, self._slots, self._keys = root, catalog, slots, keys
-        self._leases, self._memo, self._counts = leases, memo, counts
+        self._leases, self._memo, self._counts, self._adaptive = leases, memo, counts, adaptive
         self._unsealed: dict[int, int] = {}  # by id: the time of a file that has no seal, and was checked
         self._keeps_no_seals = False  # the file system, as a first try showed
         self._trees: dict[int, int] = {}  # by id: the fingerprint of a tree that was checked
@@ -64,9 +66,10 @@ class Reading:
         if data is None or words[base + ID] != id:  # the last look: what was read of the slot was of this entry
             return None
         if again:
-            memo.add_mapped(space, (key, alias) if alias != key else (key,), slot, id, data)
+            memo.add_mapped(space, (key, alias) if alias != key else (key,), slot, id, data, is_file=is_file)
         if not self._root.read_only:
             words[base + USED] = now
+            self._adaptive.hit(space_id, key, charge_of(size, is_file=is_file), now)
         counts, at = self._counts.block()
         counts[at + counters.HITS] += 1
         counts[at + counters.BYTES_HIT] += size
@@ -141,6 +144,7 @@ class Reading:
             return None
         if not self._root.read_only:
             words[base + USED] = now
+            self._adaptive.hit(space_id, key, charge_of(size, is_file=is_file), now)
         return view
 
     def view(self, space: str, space_id: int, key: str) -> Remembered | None:

@@ -57,8 +57,8 @@ class Spaces:
         if known is None:
             row = rows.find(self.engine.catalog, name)
             if row is None:
-                return SpaceRow(0, name, "values", "lru", None)
-            known = self.engine.known_spaces[name] = row
+                return SpaceRow(0, name, "values", Policy.default(name), None)
+            known = self.engine.note_space(row)
         return known
 
     @recover_and_retry
@@ -68,18 +68,18 @@ class Spaces:
         engine = self.engine
         row = rows.find(engine.catalog, name)
         if engine.root.read_only:
-            return row or SpaceRow(0, name, kind, "lru", None)
+            return row or SpaceRow(0, name, kind, Policy.default(name), None)
         parsed = str(Policy.parse(policy)) if policy else None
         limits = {"policy": parsed, "quota": quota, "max_count": max_count}
         changed = row is None or any(value is not None and value != getattr(row, limit) for limit, value in limits.items())
         if changed:
             with engine.catalog.write() as txn:
-                rows.insert(txn, name, kind, parsed or "lru", quota)
+                rows.insert(txn, name, kind, parsed or Policy.default(name), quota)
                 rows.change(txn, name, parsed, quota, max_count)
                 txn.after_commit.append(lambda: keep(engine.root, engine.catalog, engine.slots))
                 row = rows.find(txn, name)
         assert row is not None
-        engine.known_spaces[name] = row
+        engine.note_space(row)
         if (quota is not None or max_count is not None) and (changed or row.is_over()):
             self._shrink(row)
         return row

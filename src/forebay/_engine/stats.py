@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from forebay._engine.catalog import Catalog, entries, spaces
 from forebay._engine.catalog.wal import Wal
 from forebay._engine.files.layout import FANS
 from forebay._engine.files.root import Root
+from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.counters import NAMES, Counters
+from forebay._engine.index.ghosts import Standing
 from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.slots import Slots
 from forebay._engine.locks.leases import Leases
-from forebay._model import Entry
+from forebay._model import Entry, Policy
 
 ENTRIES_PER_PAGE = 1000
 """Entries that are read at a time: a few milliseconds of SQLite."""
@@ -24,7 +28,9 @@ Facts = tuple[str, int, float, float, str, bool]
 
 
 class Usage(NamedTuple):
-    """How full a root is, in bytes: used by entries, reserved by writes, and the budget; and its limits of transfers, 0: none."""
+    """How full a root is, in bytes: used by entries, reserved by writes, and the budget; and its limits of transfers, 0: none.
+
+    ``standings``: of the adaptive spaces, by name; None: no process has used one yet."""
 
     used: int
     reserved: int
@@ -32,6 +38,7 @@ class Usage(NamedTuple):
     spaces: tuple[spaces.SpaceRow, ...] = ()
     max_rate: int = 0
     max_connections: int = 0
+    standings: Mapping[str, Standing | None] = MappingProxyType({})
 
 
 class IndexUse(NamedTuple):
@@ -52,8 +59,10 @@ class IndexUse(NamedTuple):
 class StatsReader:
     """Reads the statistics of one root. Takes no lock: another process may change what was read at any time."""
 
-    def __init__(self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, counters: Counters, leases: Leases) -> None:
-        self._root, self._index = root, keys
+    def __init__(
+        self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, counters: Counters, leases: Leases, adaptive: AdaptiveSpaces
+    ) -> None:  # fmt: skip
+        self._root, self._index, self._adaptive = root, keys, adaptive
         self._catalog, self._slots, self._counters, self._leases = catalog, slots, counters, leases
 
     def entries(self, space: int | None) -> list[Entry]:
@@ -99,7 +108,9 @@ class StatsReader:
     def usage(self) -> Usage:
         limits = spaces.limits(self._catalog)
         transfers = limits["max_rate"] or 0, limits["max_connections"] or 0
-        return Usage(*spaces.usage(self._catalog), tuple(spaces.every(self._catalog)), *transfers)
+        rows = tuple(spaces.every(self._catalog))
+        standings = {row.name: self._adaptive.standing(row.id) for row in rows if Policy.parse(row.policy).adapts}
+        return Usage(*spaces.usage(self._catalog), rows, *transfers, standings)
 
     def index_use(self) -> IndexUse:
         """How large and how full the index of keys is, and to how many entries of a sample it leads. Changes nothing."""

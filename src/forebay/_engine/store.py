@@ -299,13 +299,13 @@ class Store:
     @recover_and_retry
     def writing(
         self, space: str, key: str, *, suffix: str = "", life: str = "cached", meta: str = "", validated: int | None = None,
-        resume: bool = True, on_progress: Callable[[int, int | None], None] | None = None, collect: int = 0,
+        resume: bool = True, on_progress: Callable[[int, int | None], None] | None = None, collect: int = 0, ahead: bool = False,
     ) -> Writing:  # fmt: skip
         """A write for a remote to fill that is asked not before ``validated``. Caller: holds the key's lock if ``resume``. ``collect``:
-        see `Writing` and `publish_collected`."""
+        see `Writing` and `publish_collected`; ``ahead``: see `Label`."""
         from forebay._engine.write.publish import Writing
 
-        label = self._label(space, key, suffix, life, meta, validated)
+        label = self._label(space, key, suffix, life, meta, validated)._replace(ahead=ahead)
         return Writing(self.engine.writers.publisher, label, resume=resume, on_progress=on_progress, collect=collect)
 
     @recover_and_retry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from forebay._engine.catalog import Catalog
 from forebay._engine.files.root import Root
+from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.counters import Counters
 from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.memo import Memo
@@ -31,16 +32,16 @@ class Writers:
 
     def __init__(
         self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, memo: Memo, counters: Counters, leases: Leases, owners: Owners,
-        words: waits.Words,
+        words: waits.Words, adaptive: AdaptiveSpaces,
     ) -> None:  # fmt: skip
         self.fill = Fill(root, catalog, owners, words, counters)
         self.eviction = Eviction(root, catalog, slots, leases, words)
-        self.ranking = Ranking(catalog, slots)
+        self.ranking = Ranking(catalog, slots, adaptive)
         self.tails = SegmentTails(root, catalog, owners)
         self.budget = Budget(root, catalog, owners, self.eviction, self.ranking, words, counters, memo, self.tails)
         inline = InlineEviction(self.budget, self.eviction, self.ranking, counters)
         self.intent = Intent(root, catalog, slots)
-        self.publisher = Publisher(root, catalog, slots, keys, owners, self.budget, inline, self.intent)
+        self.publisher = Publisher(root, catalog, slots, keys, adaptive, owners, self.budget, inline, self.intent)
         self.linker = Linker(root, catalog, slots, self.publisher)
         self.packing = Packing(root, catalog, leases, owners, self.budget, self.publisher, self.tails)
 

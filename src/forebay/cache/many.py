@@ -193,7 +193,7 @@ class _PullRequests:
             own, reporter = self._options(text, target.key)
             wait = wait or own.wait
             self._under_way[number] = text, reporter
-            yield Wanted(target, own._replace(wait=wait), number, leased=True)
+            yield Wanted(target, own._replace(wait=wait, ahead=True), number, leased=True)
 
     def result(self, request: Wanted) -> Pulled:
         """What became of a request; its progress is reported. The caller closes the lease."""

@@ -8,7 +8,7 @@ import re
 import resource
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +21,7 @@ from forebay._kernel import host, mappings
 from forebay.cli.options import opened
 
 if TYPE_CHECKING:
+    from forebay._engine.index.ghosts import Standing
     from forebay._engine.stats import IndexUse
 
 ENOUGH_FILES = 4096
@@ -200,6 +201,7 @@ def _content(path: Path) -> Iterator[Finding]:
         store = origin_of(cache).store
         assert store.keeps  # else the cache could not be opened
         stats, problems, index = cache.stats(), cache.check(), store.engine.stats.index_use()
+        standings = store.usage().standings
     disk = host.disk(path)
     yield from _budget(stats.budget, disk.total)
     facts = f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}, {stats.entries:,} entries, hit rate {stats.hit_rate:.0%}"
@@ -207,6 +209,7 @@ def _content(path: Path) -> Iterator[Finding]:
     todo = "the disk is full before the budget is: lower the budget, or make room" if short else ""
     yield Finding("content", "slow" if short else "ok", facts, todo)
     yield from _index(index, path / "index")
+    yield from _policies(standings)
     if stats.fallbacks:
         yield Finding("fallbacks", "slow", f"{stats.fallbacks:,} calls bypassed the cache", "the logs of those jobs say why")
     if stats.store_failures:
@@ -237,6 +240,17 @@ def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:
     elif use.led < use.sampled / 2:
         todo = "nothing to do: it learns an entry when a process stores it, or reads it for the first time since the machine booted"
     yield Finding(name, "slow" if todo else "ok", found, todo)
+
+
+def _policies(standings: Mapping[str, Standing | None]) -> Iterator[Finding]:
+    """What is evicted first of the spaces that choose that themselves."""
+    for name, standing in sorted(standings.items()):
+        found = "lru: no process has used it yet"
+        if standing is not None:
+            (lru, bimodal), uses, share = standing.hits, standing.uses, standing.share
+            sample = f"the last {uses:,} uses of 1 in {share:,} keys" if share > 1 else f"the last {uses:,} uses"
+            found = f"{standing.leader}: of {sample} lru would have served {lru:,}, bimodal insertion {bimodal:,}"
+        yield Finding(f"eviction of {name}", "ok", found)
 
 
 def _budget(budget: int, disk: int) -> Iterator[Finding]:

@@ -106,6 +106,7 @@ def stats(zero: bool, root: Path | None, as_json: bool) -> None:
         name: _formatted(name, value) for name, value in counters.as_dict().items() if isinstance(value, (int, float))
     }
     facts["hit_rate"] = f"{counters.hit_rate:.1%}"
+    facts |= {f"eviction of {name}": leader for name, leader in sorted(counters.leading.items())}
     output.facts({name.replace("_ns_", " for ").replace("_", " "): value for name, value in facts.items()})
 
 

@@ -381,7 +381,7 @@ class _Tree:
         listed = ObjectInfo(file.name, file.size, file.validator, modified=file.modified) if is_new else None
         return FetchOptions(
             since=at if expected is None else -1, offline=self._options.offline, etag=expected, timeout=self._options.timeout, force=True,
-            on_progress=on_progress, wait=self._options.wait, listed=listed,
+            on_progress=on_progress, wait=self._options.wait, listed=listed, ahead=True,
         )  # fmt: skip
 
     def _listed_version(self, file: File, request: Wanted) -> Lease:

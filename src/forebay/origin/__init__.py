@@ -409,7 +409,7 @@ class Origin:
     def _writing(self, target: Target, options: FetchOptions, began: int, *, resume: bool, collect: int = 0) -> Writing:
         return self.store.writing(
             URLS, target.key, suffix=target.suffix, life="pinned" if options.pin else "cached", validated=began, resume=resume,
-            on_progress=options.on_progress, collect=collect,
+            on_progress=options.on_progress, collect=collect, ahead=options.ahead,
         )  # fmt: skip
 
     def _receive(self, target: Target, options: FetchOptions, sink: Sink, begun: BegunFetch | None) -> None:

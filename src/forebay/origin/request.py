@@ -41,7 +41,7 @@ class FetchOptions(NamedTuple):
     -1: even if it was invalidated). ``refresh``: serve only what was validated since the call began, whatever the clock says.
     ``timeout``: seconds to wait for another process. ``bypass``: neither look into the cache nor write to it. ``force``: keep a local
     file in the cache too. ``wait``: how long its requests may wait for connections, all of one call together; None: without a limit.
-    ``listed``: how a listing that this call requested describes the object."""
+    ``listed``: how a listing that this call requested describes the object. ``ahead``: the bytes are for later calls."""
 
     since: int = 1
     offline: bool = False
@@ -56,6 +56,7 @@ class FetchOptions(NamedTuple):
     refresh: bool = False
     wait: waits.SharedLimit | None = None
     listed: ObjectInfo | None = None
+    ahead: bool = False
 
     @classmethod
     def of(

@@ -224,6 +224,8 @@ class Prefetcher(Pool[Item_co]):
                 if error is not None:
                     failed.append((key, error))
                     continue
+                with contextlib.suppress(errors.CacheFault):
+                    self._store.reservations.expect(self.name, load.name)  # it is not on trial
                 done.append(key)
                 if on_progress is not None:
                     on_progress(Progress(key, state="done"))

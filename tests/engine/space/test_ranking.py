@@ -191,9 +191,9 @@ def _quota(store: Store, quota: int) -> None:
 
 def test_what_was_found_again_while_it_is_taken_is_given_once(store: Store) -> None:
     """One call gives many; none of them is gone before it ends."""
-    found = list(Ranking(store.engine.catalog, store.engine.slots).coldest(Scope()))
+    found = list(Ranking(store.engine.catalog, store.engine.slots, store.engine.adaptive).coldest(Scope()))
     assert found == []
-    mine = Ranking(store.engine.catalog, store.engine.slots)
+    mine = Ranking(store.engine.catalog, store.engine.slots, store.engine.adaptive)
     mine.pick(Scope())
     given = [cold.id for cold in mine.coldest(Scope())]
     assert len(given) == len(set(given)) > 0

@@ -211,10 +211,10 @@ def limits(rows: Rows) -> dict[str, int | None]:
 
 def kept(rows: Rows) -> Kept:
     """The limits that users set, as `settings_file` stores them."""
-    special = rows.all(
-        "SELECT name, kind, policy, quota, max_count FROM spaces WHERE policy != 'lru' OR quota IS NOT NULL OR max_count IS NOT NULL"
-        " ORDER BY id"
-    )
+    special = [
+        row for row in rows.all("SELECT name, kind, policy, quota, max_count FROM spaces ORDER BY id")
+        if row[2] != Policy.default(row[0]) or row[3] is not None or row[4] is not None
+    ]  # fmt: skip
     for row in special:
         _numbers(row[3:])
     return Kept(**limits(rows), spaces=tuple(SpaceLimits(*row) for row in special))

@@ -18,6 +18,8 @@ SLOTS_MAGIC = int.from_bytes(b"FBSLOTS1", "little")
 LONGEST_FORMAT = 4096
 PAGE = 4096
 """Bytes of a memory page, of a page of the catalog, and of the steps in which files are laid out."""
+ROW = 256
+"""What a small value costs beside its bytes."""
 LEASE_FILES = 64
 LOCKS = ("keys", "writer", "owners", "names", "transfers", *(f"leases-{n:02d}" for n in range(LEASE_FILES)))
 FANS = tuple(f"{n:02x}" for n in range(256))
@@ -74,7 +76,7 @@ def is_suffix(value: object) -> bool:
 
 def is_index_name(name: str) -> bool:
     """Whether a file of the index has such a name."""
-    return name in ("table", "values") or name.isdigit()
+    return name in ("table", "values") or name.removeprefix("policy-").isdigit()
 
 
 def is_scrap(name: str) -> bool:

@@ -19,13 +19,14 @@ TRIAL_SHARE = 128
 MARGIN = 20
 """The policy changes when the other one leads by a 20th of the hits, or of the misses, whichever are fewer, and by `NOISE` hits."""
 NOISE = 4
-MEMORY = 1024
-"""Hits are halved after so many uses of the sample."""
+MEMORY, OF_LATE = 1024, 128
+"""Hits are halved after so many uses of the sample; those of late after fewer."""
 
 LRU, BIMODAL = 0, 1
 _HEADER = 32
 _SHIFT, _CAPACITY, _LEADER, _SEEN, _USES, _INSERTED, _TRIALS, _EVICTED = range(8)
 _HITS, _BYTES, _COUNT = 8, 10, 12  # of each ghost
+_LATE, _RECOVERS = 16, 20  # of late: uses, hits of each ghost, hits of the cache itself
 _RECORDS = 4 * MOST
 _PROBES = 16
 _LENGTH = _RECORDS + _PROBES
@@ -51,6 +52,11 @@ class Standing(NamedTuple):
     uses: int
     share: int
 
+    @property
+    def leader(self) -> str:
+        """The name of the policy that leads."""
+        return "bimodal" if self.bimodal else "lru"
+
 
 class Ghosts:
     """Both ghosts of one cache. ``words``: `WORDS` of 64 bits, all 0 at first. Callable from any thread, and by many processes for the same
@@ -61,12 +67,13 @@ class Ghosts:
 
     def is_sampled(self, hash: int) -> bool:
         """Whether the ghosts see a key with this hash of 64 bits."""
-        return not hash >> 64 - min(self._words[_SHIFT], _MOST_SHIFT)
+        shift = self._words[_SHIFT]
+        return shift > _MOST_SHIFT or not hash >> 64 - shift
 
     @property
     def bimodal(self) -> bool:
-        """Whether bimodal insertion leads."""
-        return bool(self._words[_LEADER] == BIMODAL)
+        """Whether bimodal insertion leads, and the cache need not recover."""
+        return bool(self._words[_LEADER] == BIMODAL and not self._words[_RECOVERS])
 
     @property
     def capacity(self) -> int:
@@ -74,9 +81,15 @@ class Ghosts:
         capacity = self._words[_CAPACITY]
         return int(capacity) if capacity <= _LARGEST else 0
 
-    @capacity.setter
-    def capacity(self, capacity: int) -> None:
-        self._words[_CAPACITY] = capacity
+    def learn(self, capacity: int, now: int) -> None:
+        """The whole cache is full, and holds ``capacity`` bytes. Called now and then: ghosts with too few keys get a larger sample,
+        whatever their words say of the sample that they have."""
+        words = self._words
+        words[_CAPACITY] = capacity
+        if words[_SHIFT]:
+            self._recount(now)
+            if words[_COUNT] < LEAST:
+                words[_SHIFT] = min(words[_SHIFT], _MOST_SHIFT) - 1
 
     def is_full(self, size: int) -> bool:
         """Whether a cache of ``size`` bytes has no sixteenth of its capacity left."""
@@ -86,8 +99,9 @@ class Ghosts:
         words = self._words
         return Standing(self.bimodal, (words[_HITS], words[_HITS + 1]), words[_USES], 1 << min(words[_SHIFT], _MOST_SHIFT))
 
-    def use(self, hash: int, size: int, now: int) -> None:
-        """Let both ghosts see that a key of ``size`` bytes is used at ``now`` (nanoseconds, below 2^63), if it is in the sample."""
+    def use(self, hash: int, size: int, now: int, *, is_hit: bool) -> None:
+        """Let both ghosts see that a key of ``size`` bytes is used at ``now`` (nanoseconds, below 2^63), if it is in the sample.
+        ``is_hit``: whether the cache itself had it."""
         words = self._words
         shift = words[_SHIFT]
         if shift > _MOST_SHIFT:
@@ -102,14 +116,16 @@ class Ghosts:
             age = words[ages + at]
             if age:
                 words[_HITS + ghost] = words[_HITS + ghost] + 1 & _TRIAL
+                words[_LATE + 1 + ghost] = words[_LATE + 1 + ghost] + 1 & _TRIAL
                 if age > _YOUNGEST:
                     words[_TRIALS] = max(words[_TRIALS] - words[_SIZE + at], 0)
                 words[ages + at] = _YOUNGEST - now
             else:
                 is_short |= self._insert(ghost, at, size, capacity, now)
         self._resize(is_short, now)
+        words[_LATE + 3] = words[_LATE + 3] + is_hit & _TRIAL
         seen = words[_SEEN] = words[_SEEN] + 1 & 0xFFFF
-        words[_USES] = words[_USES] + 1 & _TRIAL
+        words[_USES], words[_LATE] = words[_USES] + 1 & _TRIAL, words[_LATE] + 1 & _TRIAL
         if not seen % _DECIDE:
             self._decide()
         if seen >= MEMORY:
@@ -117,7 +133,9 @@ class Ghosts:
             words[_HITS], words[_HITS + 1] = words[_HITS] // 2, words[_HITS + 1] // 2
 
     def _decide(self) -> None:
-        """Change the policy if the other one leads."""
+        """Change the policy if the other one leads. And let the cache recover by LRU where that ghost has kept more of late than the cache
+        itself: what was lost before bimodal insertion led, such as a part of a hot set that was scanned through, would come back by trials
+        only."""
         words = self._words
         hits, uses = words[_HITS : _HITS + 2].tolist(), words[_USES]
         if max(*hits, uses) > 4 * MEMORY or max(hits) > uses + _DECIDE:  # damaged
@@ -127,6 +145,16 @@ class Ghosts:
         own = hits[leader]
         if hits[1 - leader] - own > max(min(own, uses - own), 0) / MARGIN + NOISE:
             words[_LEADER] = 1 - leader
+        uses, lru, bimodal, real = words[_LATE : _LATE + 4].tolist()
+        if max(lru, bimodal, real) > uses + _DECIDE or uses > 4 * OF_LATE or bimodal - lru > lru / MARGIN + NOISE:
+            words[_RECOVERS] = 0
+        elif lru - real > lru / 10 + NOISE:
+            words[_RECOVERS] = 1
+        elif lru - real <= NOISE / 2:
+            words[_RECOVERS] = 0
+        if uses >= 2 * OF_LATE:
+            for at in range(_LATE, _LATE + 4):
+                words[at] //= 2
 
     # -- records ---------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from forebay._engine.index.adaptive import AdaptiveSpaces, Sample, charge_of
 from forebay._engine.index.counters import BYTES_HIT, HITS, Counters
 from forebay._engine.index.slots import ID, USED, VALIDATED, Slots
 from forebay._kernel import mappings
@@ -24,11 +25,12 @@ _NO_WINDOW = 0, 0, 0
 class MappedEntry:
     """The bytes of an entry, and its record in the table of slots: all that a hit needs."""
 
-    __slots__ = ("id", "names", "size", "slot", "view")
+    __slots__ = ("id", "names", "sample", "size", "slot", "view")
 
     def __init__(self, id: int, view: memoryview, slot: memoryview) -> None:
         self.id, self.size, self.view, self.slot = id, view.nbytes, view, slot
         self.names: list[tuple[str, str]] = []
+        self.sample: Sample | None = None  # see `AdaptiveSpaces.sample`
 
     def is_current(self) -> bool:
         return bool(self.slot[ID] == self.id)
@@ -69,7 +71,10 @@ class Memo:
 
     It keeps two things apart: which entries the process has read, a number each; and their mappings, of which it keeps ``max_bytes``."""
 
-    def __init__(self, slots: Slots, max_bytes: int = MAX_BYTES, max_count: int | None = None) -> None:
+    def __init__(
+        self, slots: Slots, adaptive: AdaptiveSpaces, max_bytes: int = MAX_BYTES, max_count: int | None = None
+    ) -> None:  # fmt: skip
+        self._adaptive = adaptive
         self._slots, self._max_bytes = slots, max_bytes
         self._max_count = max_count or max(mappings.max_maps() // 4, 64)
         self._mutex = threading.Lock()  # guards what follows; the hit path reads the dicts without it
@@ -109,6 +114,9 @@ class Memo:
             if not 0 <= now - slot[VALIDATED] < max_age:
                 return None
             slot[USED] = now
+            sample = entry.sample
+            if sample is not None and now >= sample.due:
+                sample.use(now)
             counts, at = block()
             counts[at + HITS] += 1
             counts[at + BYTES_HIT] += entry.size
@@ -134,6 +142,7 @@ class Memo:
         """Remember an entry; one too large for the memo is given back without being kept."""
         words, base = self._slots.record(entry.slot)
         item = Remembered(entry, view, words[base : base + 4])
+        item.sample = self._adaptive.sample(space, entry.key, entry.charge)
         self._add(space, name, item)
         return item
 
@@ -152,10 +161,11 @@ class Memo:
         self._passed += 1
         return self._passed % 64 == 0
 
-    def add_mapped(self, space: str, names: tuple[str, ...], slot: int, id: int, view: memoryview) -> None:
-        """Remember the bytes of an entry whose row was not read."""
+    def add_mapped(self, space: str, names: tuple[str, ...], slot: int, id: int, view: memoryview, *, is_file: bool) -> None:
+        """Remember the bytes of an entry whose row was not read, under its key and other ``names``."""
         words, base = self._slots.record(slot)
         item = MappedEntry(id, view, words[base : base + 4])
+        item.sample = self._adaptive.sample(space, names[0], charge_of(item.size, is_file=is_file))
         self._add(space, names[0], item)
         for name in names[1:]:
             self.alias(space, name, item)

@@ -268,6 +268,7 @@ class Budget:
         """Choose victims: for a quota the entries of the space, for the root the coldest of all, after partials of dead fetches."""
         space = spaces.by_id(txn, request.space) if request else None
         evicts_own = space is None or Policy.parse(space.policy).evicts_own
+        self._ranking.learn(txn, Scope(only=space.id) if space is not None and (short.quota > 0 or short.here > 0) else Scope())
         freed = _Freed()
         if (short.quota > 0 or short.here > 0) and space is not None:
             need = _Freed(size=short.quota, count=short.here)

@@ -9,11 +9,10 @@ from typing import NamedTuple
 from forebay._engine.catalog import Catalog, Rows, Txn, entries, reservations, spaces
 from forebay._engine.catalog.wal import EASY
 from forebay._engine.files import stages
+from forebay._engine.files.layout import ROW
 from forebay._engine.files.root import Root
 from forebay._kernel import host
 
-ROW = 256
-"""What a small value costs beside its bytes."""
 RECENT, MANY = 0.1, 64
 COUNT_AGAIN = 0.01
 """Seconds after which the free bytes of a disk are counted again, even if there were `EASY` more than needed."""

@@ -34,6 +34,7 @@ class InlineEviction:
             return False, 0
         of_space = short.quota > 0 or short.here > 0
         scope = Scope(only=request.space) if of_space else _ALL
+        self._ranking.learn(txn, scope)
         lacking, count = (short.quota, short.here) if of_space else (short.bytes + self._ahead(request, short), short.rows)
         evicted = 0
         for _ in range(AT_ONCE):

@@ -19,9 +19,11 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from forebay._engine.catalog import Catalog, entries
+from forebay._engine.catalog import Catalog, Rows, entries, spaces
 from forebay._engine.catalog.transactions import next_slot
+from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.slots import Slots
+from forebay._model import Policy
 
 PICKED = 4096
 """About so many candidates are picked in one scan of the whole table."""
@@ -108,8 +110,8 @@ class _Picked:
 class Ranking:
     """The coldest entries of a root, as this process knows them. Callable from any thread."""
 
-    def __init__(self, catalog: Catalog, slots: Slots) -> None:
-        self._catalog, self._slots = catalog, slots
+    def __init__(self, catalog: Catalog, slots: Slots, adaptive: AdaptiveSpaces) -> None:
+        self._catalog, self._slots, self._adaptive = catalog, slots, adaptive
         self._picked: dict[Scope, _Picked] = {}
         self._patrolled = 0
         self.after_fork_child()
@@ -216,8 +218,20 @@ class Ranking:
 
     # -- taking ----------------------------------------------------------------------------------------------------
 
+    def learn(self, rows: Rows, scope: Scope) -> None:
+        """Note which spaces are adaptive, and how much those in the scope hold, which is full: at most once a second. Caller: is inside a
+        transaction, as for `coldest`."""
+        if self._adaptive.is_to_learn():
+            for row in spaces.every(rows):
+                self._adaptive.know(row.id, row.name, adapts=Policy.parse(row.policy).adapts)
+                space = self._adaptive.of(row.id) if scope.may_have(row.id) else None
+                if space is not None:
+                    space.ghosts.learn(row.charge, self._slots.clock.now())
+
     def coldest(self, scope: Scope, *, exact: bool = True) -> Iterator[EvictionCandidate]:
-        """The candidates that still exist and, if ``exact``, are as cold as when they were picked, coldest first; each is yielded once."""
+        """The candidates that still exist and, if ``exact``, are as cold as when they were picked, coldest first; each is yielded once.
+        First those whose trial is over."""
+        yield from self._overdue(scope)
         picked = self._of(scope)
         self._keep_up(scope, picked)  # only here: a victim that is not gone yet would be picked again
         in_vain = 0
@@ -235,6 +249,16 @@ class Ranking:
             if not exact or self._slots.used(cold.slot) == cold.used:
                 picked.taken += 1
                 yield cold
+
+    def _overdue(self, scope: Scope) -> Iterator[EvictionCandidate]:
+        for id, space in self._adaptive.every():
+            if scope.may_have(id):
+                space.begin_search()
+                count = 1
+                while trials := space.overdue(count):
+                    count *= 2
+                    rows = {row[0]: row for row in entries.victims(self._catalog, [trial.id for trial in trials])}
+                    yield from (EvictionCandidate(trial.used, *rows[trial.id]) for trial in trials if trial.id in rows)
 
     def give_back(self, scope: Scope, cold: EvictionCandidate) -> None:
         """Return the last candidate that `coldest` yielded, which was not taken."""

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
-from forebay._engine.catalog import Catalog, Txn, entries
+from forebay._engine.catalog import Catalog, Txn, entries, spaces
 from forebay._engine.files import blobs
 from forebay._engine.files.root import Root
+from forebay._engine.index.adaptive import AdaptiveSpaces, Trial
 from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.slots import Slots
 from forebay._engine.space.budget import Budget
@@ -30,7 +32,8 @@ from forebay._model import Entry
 
 class Label(NamedTuple):
     """The name and the properties of a new entry. ``life``: ``cached``, ``pinned`` or ``held``; a pin follows the name. ``validated``: when
-    the bytes were seen to be the remote's version, in ns of the root's clock; None: when they are published."""
+    the bytes were seen to be the remote's version, in ns of the root's clock; None: when they are published. ``ahead``: it is fetched
+    before it is used, so it is not on trial."""
 
     space: int
     space_name: str
@@ -39,6 +42,7 @@ class Label(NamedTuple):
     life: str = "cached"
     meta: str = ""
     validated: int | None = None
+    ahead: bool = False
 
 
 class New(NamedTuple):
@@ -55,8 +59,8 @@ class New(NamedTuple):
 class Inserter:
     """Inserts the rows of entries into one root. Callable from any thread that is inside a transaction."""
 
-    def __init__(self, slots: Slots, keys: KeyIndex, budget: Budget) -> None:
-        self._slots, self._keys, self.budget = slots, keys, budget
+    def __init__(self, slots: Slots, keys: KeyIndex, adaptive: AdaptiveSpaces, budget: Budget) -> None:
+        self._slots, self._keys, self._adaptive, self.budget = slots, keys, adaptive, budget
 
     def insert(
         self, txn: Txn, label: Label, id: int, kind: str, size: int, checksum: bytes, validator: str | None, data: bytes | None = None,
@@ -97,7 +101,21 @@ class Inserter:
 
     def _settle(self, txn: Txn, label: Label, entry: Entry, data: bytes | None, now: int) -> None:
         self._slots.settle(entry.slot, entry.id, now, now if label.validated is None else label.validated, label.space)
+        self._try(txn, [(label, entry)], now)
         txn.after_release.append(lambda: self._keys.note_new(label.space, [(entry, data)]))
+
+    def _try(self, txn: Txn, several: Sequence[tuple[Label, Entry]], now: int) -> None:
+        """Tell an adaptive space of its new entries, and put them on trial where bimodal insertion leads."""
+        space = self._adaptive.of(several[0][0].space)
+        used = [entry for label, entry in several if not label.ahead and entry.life == "cached" and entry.kind in ("blob", "value")]
+        if space is None or not used:
+            return
+        if space.ghosts.bimodal:
+            row = spaces.by_id(txn, several[0][0].space)
+            charge = row.charge if row is not None else 0
+            tried = [Trial(entry.slot, entry.id, now, entry.charge) for entry in used if space.wants_trial(charge)]
+            txn.after_commit.extend(partial(space.put_on_trial, trial) for trial in tried)
+        txn.after_release.extend(partial(space.use, entry.key, entry.charge, now, is_hit=False) for entry in used)
 
     def _supersede(self, txn: Txn, old: Entry) -> None:
         entries.supersede(txn, old)
@@ -128,6 +146,7 @@ class Inserter:
         for new, entry in zip(several, published, strict=True):
             validated = now if new.label.validated is None else new.label.validated
             self._slots.settle(entry.slot, entry.id, now, validated, space)
+        self._try(txn, [(new.label, entry) for new, entry in zip(several, published, strict=True)], now)
         txn.after_release.append(lambda: self._keys.note_new(space, rows))
         return published
 

@@ -25,6 +25,7 @@ from forebay._engine.files.chunkmaps import CHUNK
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.files.stages import MemoryStage, Stage
+from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.slots import Slots
 from forebay._engine.locks.fill import hash_of
@@ -64,11 +65,11 @@ class Publisher:
     """Writes entries into one root. Callable from any thread."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, owners: Owners, budget: Budget, inline_eviction: InlineEviction,
-        intent: Intent,
+        self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, adaptive: AdaptiveSpaces, owners: Owners, budget: Budget,
+        inline_eviction: InlineEviction, intent: Intent,
     ) -> None:  # fmt: skip
         self.root, self.rows, self._catalog, self.budget = root, catalog, catalog, budget
-        self.inserter = Inserter(slots, keys, budget)
+        self.inserter = Inserter(slots, keys, adaptive, budget)
         self._owners, self._inline_eviction, self._intent = owners, inline_eviction, intent
         self._together = Combiner(self._publish_if_fits, shared=WriterBusy)
 

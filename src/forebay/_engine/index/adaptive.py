@@ -1,0 +1,277 @@
+"""Spaces that choose their policy by what is used: for each of them a mapped file, which all processes of the node share.
+
+``index/policy-N``   of the space N: a page of header, the words of its `ghosts`, then the entries that are on trial
+
+All of it is a hint, as the index of keys is. Any process stores to the ghosts without a lock. The trials are a ring that is changed under
+the writer lock only; what it says of an entry is believed while the table of slots says the same. So what is torn, lost, stale or another
+program's misleads the choice of victims for a while, and nothing else. The file may be deleted at any time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import xxhash
+
+from forebay._engine.files.layout import PAGE, ROW, Root
+from forebay._engine.index import ghosts
+from forebay._engine.index.ghosts import Ghosts, Standing
+from forebay._engine.index.slots import Slots
+from forebay._kernel import host, mappings
+from forebay._logs import logger
+from forebay.errors import CacheFault
+
+log = logger("forebay.index")
+
+_MAGIC = int.from_bytes(b"FBPOLI01", "little")
+_HEADER = PAGE // 8
+_FIRST, _NEXT, _BYTES, _INSERTED = range(2, 6)  # of the trials: words of the header, after the magic and the root's id
+_TRIALS = 512
+_WORDS = 4  # of a trial
+_RING = _HEADER + ghosts.WORDS
+_SIZE = -(-8 * (_RING + _WORDS * _TRIALS) // PAGE) * PAGE
+_BELIEVED = 1 << 62
+_TRIES = 64
+_NOTED_EVERY, _NEVER = 100_000_000, 1 << 63
+_OPEN_AGAIN = 5.0
+"""Seconds until a file that could not be used is tried again."""
+
+
+class Trial(NamedTuple):
+    """An entry on trial: it has not been used since it was inserted at ``used``."""
+
+    slot: int
+    id: int
+    used: int
+    charge: int
+
+
+class Sample:
+    """A key whose uses its space wants to know of. ``due``: when the next one is to be noted: those of a loop that reads few entries again
+    and again would cost more than they tell."""
+
+    __slots__ = ("_charge", "_ghosts", "_hash", "due")
+
+    def __init__(self, ghosts: Ghosts, hash: int, charge: int) -> None:
+        self._ghosts, self._hash, self._charge, self.due = ghosts, hash, charge, 0
+
+    def use(self, now: int) -> None:
+        """The key was hit at ``now``."""
+        if self._ghosts.is_sampled(self._hash):
+            self._ghosts.use(self._hash, self._charge, now, is_hit=True)
+            self.due = now + _NOTED_EVERY
+        else:
+            self.due = _NEVER
+
+
+class AdaptiveSpace:
+    """One space. `use` is callable from any thread; what concerns trials is called under the writer lock."""
+
+    def __init__(self, words: memoryview, slots: Slots) -> None:
+        self._words, self._slots = words, slots
+        self.ghosts = Ghosts(words[_HEADER : _HEADER + ghosts.WORDS])
+        self._offered: list[Trial] = []  # by `overdue`, and perhaps evicted since
+
+    def use(self, key: str, charge: int, now: int, *, is_hit: bool) -> None:
+        """A key, for which the budget counts ``charge`` bytes, was hit at ``now``, or inserted."""
+        hash = hash_of(key)
+        if self.ghosts.is_sampled(hash):
+            self.ghosts.use(hash, charge, now, is_hit=is_hit)
+
+    # -- trials ----------------------------------------------------------------------------------------------------
+
+    def wants_trial(self, used: int) -> bool:
+        """Whether an entry that is inserted now goes on trial. ``used``: bytes of the space."""
+        words = self._words
+        words[_INSERTED] = words[_INSERTED] + 1 & 0xFFFF
+        return bool(words[_INSERTED] % ghosts.LOTTERY) and self.ghosts.is_full(used)
+
+    def put_on_trial(self, trial: Trial) -> None:
+        """Let an entry be evicted before those that are not on trial, unless it is used first."""
+        words = self._words
+        first, next = self._ends()
+        if next - first == _TRIALS:
+            self._pop()
+        at = _RING + next % _TRIALS * _WORDS
+        words[at], words[at + 1], words[at + 2], words[at + 3] = trial
+        words[_BYTES] += trial.charge
+        host.set_word(words, _NEXT, next + 1)  # last: until then it is not there
+
+    def begin_search(self) -> None:
+        """A search for victims begins: what an earlier one was offered and did not take is on trial again."""
+        offered, self._offered = self._offered, []
+        for trial in offered:
+            if self._is_on_trial(trial):
+                self.put_on_trial(trial)
+
+    def overdue(self, count: int) -> list[Trial]:
+        """Up to ``count`` entries whose trial is over, oldest first: all trials together fill more than their share of the space. Each is
+        offered once in a search. Empty while bimodal insertion does not lead."""
+        limit = self.ghosts.capacity // ghosts.TRIAL_SHARE
+        some: list[Trial] = []
+        while self.ghosts.bimodal and self._words[_BYTES] > limit and len(some) < count and len(self._offered) < _TRIES:
+            trial = self._pop()
+            if trial is None:
+                break
+            if self._is_on_trial(trial):
+                some.append(trial)
+                self._offered.append(trial)
+        return some
+
+    def _ends(self) -> tuple[int, int]:
+        """The numbers of the first trial, and of the next one."""
+        words = self._words
+        first, next = words[_FIRST], words[_NEXT]
+        if not 0 <= next - first <= _TRIALS or next >= _BELIEVED or words[_BYTES] >= _BELIEVED:  # damaged
+            first = next = words[_FIRST] = words[_NEXT] = words[_BYTES] = 0
+        return first, next
+
+    def _pop(self) -> Trial | None:
+        words = self._words
+        first, next = self._ends()
+        if first == next:
+            words[_BYTES] = 0  # a process was killed before it had counted
+            return None
+        at = _RING + first % _TRIALS * _WORDS
+        trial = Trial(*words[at : at + _WORDS].tolist())
+        host.set_word(words, _FIRST, first + 1)
+        words[_BYTES] = max(words[_BYTES] - trial.charge, 0)
+        return trial
+
+    def _is_on_trial(self, trial: Trial) -> bool:
+        try:
+            words, base = self._slots.record(trial.slot)
+        except (CacheFault, OSError, IndexError, ValueError):
+            return False
+        return bool(trial.id and words[base] == trial.id and words[base + 1] == trial.used)
+
+
+class AdaptiveSpaces:
+    """The adaptive spaces of one root, as far as this process knows them. Callable from any thread and, mappings being inherited, after a
+    fork. Nothing here is ever missed: a call that meets a fault of the disk does without."""
+
+    def __init__(self) -> None:
+        self._root: Root | None = None
+        self._slots: Slots | None = None
+        self._ids: dict[str, int] = {}
+        self._spaces: dict[int, AdaptiveSpace] = {}
+        self._tried: dict[int, float] = {}
+        self._learn_at = 0.0
+
+    def restart(self, root: Root, slots: Slots) -> None:
+        """Forget everything; go on with another table of slots."""
+        self._root, self._slots, self._learn_at = root, slots, 0.0
+        self._ids, self._spaces, self._tried = {}, {}, {}
+
+    def know(self, id: int, name: str, *, adapts: bool) -> None:
+        """Note whether a space is adaptive."""
+        if adapts:
+            self._ids[name] = id
+        elif self._ids.pop(name, None) is not None:
+            self._spaces.pop(id, None)
+
+    def of(self, id: int) -> AdaptiveSpace | None:
+        """The space with this id, if it is adaptive, and its file can be used."""
+        space = self._spaces.get(id)
+        return space if space is not None or id not in self._ids.values() else self._map(id)
+
+    def every(self) -> Iterator[tuple[int, AdaptiveSpace]]:
+        for id in list(self._ids.values()):
+            space = self.of(id)
+            if space is not None:
+                yield id, space
+
+    def hit(self, id: int, key: str, charge: int, now: int) -> None:
+        """A key of the space with this id was hit; see `AdaptiveSpace.use`."""
+        space = self.of(id)
+        if space is not None and not self._is_read_only:
+            space.use(key, charge, now, is_hit=True)
+
+    def hit_in(self, name: str, key: str, charge: int, now: int) -> None:
+        """`hit`, by the name of the space."""
+        id = self._ids.get(name)
+        if id is not None:
+            self.hit(id, key, charge, now)
+
+    def sample(self, name: str, key: str, charge: int) -> Sample | None:
+        """What is to be told of hits of a key in the space of this name; None: nothing."""
+        id = self._ids.get(name)
+        space = self.of(id) if id is not None else None
+        if space is None or self._is_read_only:
+            return None
+        hash = hash_of(key)
+        return Sample(space.ghosts, hash, charge) if space.ghosts.is_sampled(hash) else None
+
+    def standing(self, id: int) -> Standing | None:
+        """How the policies of a space do; None where that is not known."""
+        space = self._spaces.get(id) or self._open(id)
+        return space.ghosts.standing() if space is not None else None
+
+    def is_to_learn(self) -> bool:
+        """Whether it is a second since the limits of the spaces were last asked for, by a process that evicts."""
+        if time.monotonic() < self._learn_at:
+            return False
+        self._learn_at = time.monotonic() + 1
+        return True
+
+    # -- the files -------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_read_only(self) -> bool:
+        return self._root is None or self._root.read_only
+
+    def _map(self, id: int) -> AdaptiveSpace | None:
+        if time.monotonic() < self._tried.get(id, 0.0):
+            return None
+        self._tried[id] = time.monotonic() + _OPEN_AGAIN
+        try:
+            space = self._open(id) or (None if self._is_read_only else self._create(id))
+        except (CacheFault, OSError) as error:
+            log.debug("the policy of the space %d is lru: %s", id, str(error))
+            return None
+        if space is not None:
+            space = self._spaces.setdefault(id, space)
+        return space
+
+    def _create(self, id: int) -> AdaptiveSpace | None:
+        root = self._root
+        assert root is not None
+        path = root.index_dir / f"policy-{id}"
+        root.files.mkdir(root.index_dir, root.dir_mode)
+        header = _MAGIC.to_bytes(8, "little") + root.id.to_bytes(8, "little")
+        for _ in range(2):
+            root.install(path, lambda fd: host.pwrite(fd, header.ljust(_SIZE, b"\0"), 0))  # with its blocks: see `values`
+            space = self._open(id)
+            if space is not None:
+                return space
+            root.files.make_way(path)
+        return None
+
+    def _open(self, id: int) -> AdaptiveSpace | None:
+        root, slots = self._root, self._slots
+        if root is None or slots is None:
+            return None
+        try:
+            fd = root.files.open(root.index_dir / f"policy-{id}", os.O_RDONLY if root.read_only else os.O_RDWR)
+        except OSError:
+            return None
+        try:
+            if os.fstat(fd).st_size != _SIZE:
+                return None
+            words = mappings.words(mappings.map_file(fd, _SIZE, writable=not root.read_only))
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        return AdaptiveSpace(words, slots) if (words[0], words[1]) == (_MAGIC, root.id) else None
+
+
+def hash_of(key: str) -> int:
+    return xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogatepass"))
+
+
+def charge_of(size: int, *, is_file: bool) -> int:
+    """About what the budget counts for an entry."""
+    return -(-size // PAGE) * PAGE if is_file else size + ROW

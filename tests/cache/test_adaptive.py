@@ -1,0 +1,140 @@
+"""Epochs over more than fits, through the public calls and from nginx: the node keeps the share that fits, by itself."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay._engine.store import Settings, Store
+from forebay.sources import UrlSource
+from tests.processes import fork
+from tests.servers.nginx import Nginx, nginx
+from tests.traces import permutations
+
+COUNT = 400
+SIZES = random.Random(3).choices(range(2_000, 40_000), k=COUNT)
+CHARGED = sum(-(-size // 4096) * 4096 for size in SIZES)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
+    with nginx(tmp_path_factory.mktemp("nginx") / "server") as server:
+        for number, size in enumerate(SIZES):
+            server.put(f"{number:04d}", number.to_bytes(2, "big") * (size // 2))
+        yield server
+
+
+def requests(server: Nginx) -> int:
+    return len(server.log.read_text().splitlines())
+
+
+def epoch_by_two(root: Path, work: Callable[[forebay.Cache, Sequence[int]], None], epoch: Sequence[int]) -> None:
+    """Two young processes read half of the objects each."""
+
+    def part(keys: Sequence[int]) -> Callable[[], None]:
+        def run() -> None:
+            with forebay.Cache(root, max_age="forever") as cache:
+                work(cache, keys)
+
+        return run
+
+    children = [fork(part(epoch[first::2])) for first in (0, 1)]
+    for child in children:
+        child.result()
+        child.close()
+
+
+def test_half_a_budget_serves_nearly_half_of_each_epoch(server: Nginx, quick_path: Path) -> None:
+    root = quick_path / "root"
+    forebay.Cache(root, budget=CHARGED // 2, min_free=0).close()
+
+    def read(cache: forebay.Cache, keys: Sequence[int]) -> None:
+        for key in keys:
+            assert cache.read(f"{server.url}/{key:04d}")[:2] == key.to_bytes(2, "big")
+
+    fetched = []
+    for epoch in permutations(COUNT, 4):
+        before = requests(server)
+        epoch_by_two(root, read, epoch)
+        fetched.append(requests(server) - before)
+    assert fetched[0] == COUNT
+    assert max(fetched[2:]) <= COUNT - 0.9 * COUNT / 2, fetched
+    with forebay.Cache(root) as cache:
+        assert cache.stats().leading == {"urls": "bimodal"}
+        assert cache.check() == []
+
+
+def test_a_prefetcher_with_half_a_budget_keeps_nearly_half(server: Nginx, quick_path: Path) -> None:
+    source = UrlSource(server.url, version="1")
+    with forebay.Cache(quick_path / "root", budget="1GB", min_free=0) as cache:
+        fetched = []
+        for epoch in permutations(COUNT, 4):
+            with cache.prefetcher(source, name="pool", budget=sum(SIZES) // 2, workers=2) as pool:
+                before = requests(server)
+                for key, data in zip(epoch, pool.stream((f"{key:04d}" for key in epoch), ahead=4), strict=True):
+                    assert bytes(data[:2]) == key.to_bytes(2, "big")
+                fetched.append(requests(server) - before)
+        assert cache.stats().leading["pool"] == "bimodal"
+    assert max(fetched[2:]) <= COUNT - 0.9 * COUNT / 2, fetched
+
+
+def test_what_was_warmed_stays_for_its_reader(server: Nginx, quick_path: Path) -> None:
+    with forebay.Cache(quick_path / "root", budget=CHARGED // 2, min_free=0, max_age="forever") as cache:
+        for epoch in permutations(COUNT, 3):
+            for key in epoch:
+                cache.read(f"{server.url}/{key:04d}")
+        assert cache.stats().leading["urls"] == "bimodal"
+        urls = [f"{server.url}/moved/../{key:04d}?again" for key in range(COUNT // 4)]
+        assert not cache.warm(urls).failed
+        before = requests(server)
+        for url in urls:
+            cache.read(url)
+        assert requests(server) == before
+
+
+def test_a_root_whose_urls_were_lru_keeps_its_policy_until_it_is_changed(server: Nginx, quick_path: Path) -> None:
+    """Such as the root of an earlier version."""
+    store = Store.open(quick_path / "root", Settings(budget=1 << 30, min_free=0))
+    store.spaces.ensure("urls", policy="lru")
+    store.close()
+    with forebay.Cache(quick_path / "root") as cache:
+        cache.read(f"{server.url}/0000")
+        assert cache.stats().leading == {}
+        cache.space("urls", policy="auto")
+        cache.read(f"{server.url}/0001")
+        assert cache.stats().leading == {"urls": "lru"}
+
+
+def test_the_policy_of_urls_survives_the_loss_of_the_catalog(quick_path: Path) -> None:
+    for policy in ("lru", "auto"):
+        root = quick_path / policy
+        with forebay.Cache(root, budget=1 << 30) as cache:
+            cache.space("urls", policy=policy)
+        for name in ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"):
+            (root / name).unlink(missing_ok=True)
+        store = Store.open(root, Settings())
+        assert store.spaces.limits("urls")[1] == policy
+        store.close()
+
+
+def test_stats_and_doctor_say_which_leads(server: Nginx, quick_path: Path) -> None:
+    root = str(quick_path / "root")
+    with forebay.Cache(root, budget=1 << 30, max_age="forever") as cache:
+        for key in range(20):
+            cache.read(f"{server.url}/{key:04d}")
+        leading = json.loads(json.dumps(cache.stats().as_dict()))["leading"]
+    assert leading == {"urls": "lru"}
+    shown = {verb: command(verb, "--root", root) for verb in ("stats", "doctor")}
+    assert "eviction of urls" in shown["stats"]
+    assert "lru: of the last 20 uses lru would have served 0, bimodal insertion 0" in " ".join(shown["doctor"].split())
+
+
+def command(*words: str) -> str:
+    return subprocess.run([sys.executable, "-m", "forebay.cli", *words], capture_output=True, text=True, timeout=60).stdout
