@@ -131,6 +131,17 @@ def test_a_scan_that_leaves_the_hot_set_its_turns_costs_two_percent_of_its_hits_
     assert hits[1] >= 0.98 * 6000 * 4
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_another_data_set_takes_the_place_of_the_first(share: float) -> None:
+    """What is established and never used again must not keep the epochs of a new job out."""
+    sizes = [100] * 2 * COUNT
+    node = Node(int(share * COUNT * 100))
+    for epoch in permutations(COUNT, 4):
+        node.hits(epoch, sizes)
+    hits = [node.hits([COUNT + key for key in epoch], sizes) for epoch in permutations(COUNT, 5, seed=9)]
+    assert hits[-1] >= 0.9 * share * COUNT, hits
+
+
 def test_what_follows_the_epochs_is_served_by_lru_again() -> None:
     sizes = mixed_sizes(6000, 100)
     capacity = 800 * sum(sizes) // len(sizes)

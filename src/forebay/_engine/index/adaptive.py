@@ -34,7 +34,8 @@ _RING = _HEADER + ghosts.WORDS
 _SIZE = -(-8 * (_RING + _WORDS * _TRIALS) // PAGE) * PAGE
 _BELIEVED = 1 << 62
 _TRIES = 64
-_NOTED_EVERY, _NEVER = 100_000_000, 1 << 63
+_NOTED_EVERY = 100_000_000
+NEVER = 1 << 63
 _OPEN_AGAIN = 5.0
 """Seconds until a file that could not be used is tried again."""
 
@@ -49,21 +50,20 @@ class Trial(NamedTuple):
 
 
 class Sample:
-    """A key whose uses its space wants to know of. ``due``: when the next one is to be noted: those of a loop that reads few entries again
-    and again would cost more than they tell."""
+    """A key whose uses its space wants to know of."""
 
-    __slots__ = ("_charge", "_ghosts", "_hash", "due")
+    __slots__ = ("_charge", "_ghosts", "_hash")
 
     def __init__(self, ghosts: Ghosts, hash: int, charge: int) -> None:
-        self._ghosts, self._hash, self._charge, self.due = ghosts, hash, charge, 0
+        self._ghosts, self._hash, self._charge = ghosts, hash, charge
 
-    def use(self, now: int) -> None:
-        """The key was hit at ``now``."""
-        if self._ghosts.is_sampled(self._hash):
-            self._ghosts.use(self._hash, self._charge, now, is_hit=True)
-            self.due = now + _NOTED_EVERY
-        else:
-            self.due = _NEVER
+    def use(self, now: int) -> int:
+        """The key was hit at ``now``. Returns when the next hit is to be noted: those of a loop that reads few entries again and again
+        would cost more than they tell."""
+        if not self._ghosts.is_sampled(self._hash):
+            return NEVER
+        self._ghosts.use(self._hash, self._charge, now, is_hit=True)
+        return now + _NOTED_EVERY
 
 
 class AdaptiveSpace:

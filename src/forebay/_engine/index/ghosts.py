@@ -131,6 +131,8 @@ class Ghosts:
         if seen >= MEMORY:
             words[_SEEN], words[_USES] = 0, words[_USES] // 2
             words[_HITS], words[_HITS + 1] = words[_HITS] // 2, words[_HITS + 1] // 2
+            if not self.bimodal and words[_HITS + BIMODAL] < words[_HITS + LRU] - words[_HITS + LRU] // MARGIN:
+                self._begin_again()
 
     def _decide(self) -> None:
         """Change the policy if the other one leads. And let the cache recover by LRU where that ghost has kept more of late than the cache
@@ -145,6 +147,8 @@ class Ghosts:
         own = hits[leader]
         if hits[1 - leader] - own > max(min(own, uses - own), 0) / MARGIN + NOISE:
             words[_LEADER] = 1 - leader
+            if leader == BIMODAL:
+                self._begin_again()
         uses, lru, bimodal, real = words[_LATE : _LATE + 4].tolist()
         if max(lru, bimodal, real) > uses + _DECIDE or uses > 4 * OF_LATE or bimodal - lru > lru / MARGIN + NOISE:
             words[_RECOVERS] = 0
@@ -155,6 +159,16 @@ class Ghosts:
         if uses >= 2 * OF_LATE:
             for at in range(_LATE, _LATE + 4):
                 words[at] //= 2
+
+    def _begin_again(self) -> None:
+        """Let the ghost of bimodal insertion, which trails, go on from what that of LRU has, as the cache would. Else it would keep for
+        long what nobody uses any more, such as the data set of an earlier job, and never show what it is worth for the next one."""
+        words = self._words
+        words[_AGES[BIMODAL] : _AGES[BIMODAL] + _LENGTH] = words[_AGES[LRU] : _AGES[LRU] + _LENGTH]
+        for pair in (_HITS, _BYTES, _COUNT):
+            words[pair + BIMODAL] = words[pair + LRU]
+        words[_LATE + 1 + BIMODAL] = words[_LATE + 1 + LRU]
+        words[_TRIALS] = 0
 
     # -- records ---------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from forebay._engine.index.adaptive import AdaptiveSpaces, Sample, charge_of
+from forebay._engine.index.adaptive import NEVER, AdaptiveSpaces, Sample, charge_of
 from forebay._engine.index.counters import BYTES_HIT, HITS, Counters
 from forebay._engine.index.slots import ID, USED, VALIDATED, Slots
 from forebay._kernel import mappings
@@ -25,15 +25,25 @@ _NO_WINDOW = 0, 0, 0
 class MappedEntry:
     """The bytes of an entry, and its record in the table of slots: all that a hit needs."""
 
-    __slots__ = ("id", "names", "sample", "size", "slot", "view")
+    __slots__ = ("_sample", "due", "id", "names", "size", "slot", "view")
 
     def __init__(self, id: int, view: memoryview, slot: memoryview) -> None:
         self.id, self.size, self.view, self.slot = id, view.nbytes, view, slot
         self.names: list[tuple[str, str]] = []
-        self.sample: Sample | None = None  # see `AdaptiveSpaces.sample`
+        self._sample: Sample | None = None
+        self.due = NEVER  # the time of the next hit that its space wants to know of
 
     def is_current(self) -> bool:
         return bool(self.slot[ID] == self.id)
+
+    def tell(self, sample: Sample | None) -> None:
+        """Let hits be noted in a sample of the space's keys, if there is one."""
+        if sample is not None:
+            self._sample, self.due = sample, 0
+
+    def note_use(self, now: int) -> None:
+        """Note a hit that is due."""
+        self.due = self._sample.use(now) if self._sample is not None else NEVER
 
     def touch(self, now: int) -> None:
         """Record its use. Caller: has just checked that it is current; the root is writable."""
@@ -114,9 +124,8 @@ class Memo:
             if not 0 <= now - slot[VALIDATED] < max_age:
                 return None
             slot[USED] = now
-            sample = entry.sample
-            if sample is not None and now >= sample.due:
-                sample.use(now)
+            if now >= entry.due:
+                entry.note_use(now)
             counts, at = block()
             counts[at + HITS] += 1
             counts[at + BYTES_HIT] += entry.size
@@ -142,7 +151,7 @@ class Memo:
         """Remember an entry; one too large for the memo is given back without being kept."""
         words, base = self._slots.record(entry.slot)
         item = Remembered(entry, view, words[base : base + 4])
-        item.sample = self._adaptive.sample(space, entry.key, entry.charge)
+        item.tell(self._adaptive.sample(space, entry.key, entry.charge))
         self._add(space, name, item)
         return item
 
@@ -165,7 +174,7 @@ class Memo:
         """Remember the bytes of an entry whose row was not read, under its key and other ``names``."""
         words, base = self._slots.record(slot)
         item = MappedEntry(id, view, words[base : base + 4])
-        item.sample = self._adaptive.sample(space, names[0], charge_of(item.size, is_file=is_file))
+        item.tell(self._adaptive.sample(space, names[0], charge_of(item.size, is_file=is_file)))
         self._add(space, names[0], item)
         for name in names[1:]:
             self.alias(space, name, item)
