@@ -53,6 +53,17 @@ def test_the_table_of_directories_has_its_peers_in_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_table_of_policies_has_a_row_for_each_trace(tmp_path: Path) -> None:
+    words = [sys.executable, str(BENCHMARKS / "policies.py"), "--quick", "--folder", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines() if line.startswith("|")]
+    assert rows[0][2:5] == ["auto", "lru", "reference lru"]
+    assert len(rows) == 2 + 11
+    assert all(float(row[3].rstrip("%")) == pytest.approx(float(row[4].rstrip("%")), abs=3) for row in rows[2:])  # values cost a row beside
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_table_of_tasks_has_its_peers_in_it(tmp_path: Path) -> None:
     for peer in ("diskcache", "joblib", "numpy"):
         pytest.importorskip(peer)
