@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example example-flow example-claims test retest quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-epochs deps docs clean
+.PHONY: help demo example example-flow example-claims test retest quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-epochs bench-policies deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -108,6 +108,9 @@ bench-blocks: $(VENV)/.dev deps ## two columns of a parquet file of 1 GB, beside
 
 bench-epochs: $(VENV)/.dev ## a data set in random order by PyTorch's DataLoader, beside local files, fsspec and diskcache: takes half an hour
 	$(PY) benchmarks/epochs.py
+
+bench-policies: $(VENV)/.dev ## hits by policy of eviction and trace, beside simulations where libcachesim is installed
+	$(PY) benchmarks/policies.py
 
 bench-start: $(VENV)/.dev ## a new process until its first hit, and the command line, beside diskcache and typer
 	$(PY) benchmarks/start.py

@@ -164,6 +164,7 @@ class Engine:
                 self._wire(root)
             elif error.damaged:
                 self.catalog.rebuild(str(error))
+            self.adaptive.restart(self.root, self.slots)  # spaces may have other ids
             self.memo.restart(self.slots)
             self.known_spaces.clear()
             self.owners.forget()

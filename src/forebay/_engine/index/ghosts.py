@@ -64,6 +64,7 @@ class Ghosts:
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
+        self._uses = 0  # when `learn` was last called
 
     def is_sampled(self, hash: int) -> bool:
         """Whether the ghosts see a key with this hash of 64 bits."""
@@ -86,7 +87,8 @@ class Ghosts:
         whatever their words say of the sample that they have."""
         words = self._words
         words[_CAPACITY] = capacity
-        if words[_SHIFT]:
+        uses, self._uses = self._uses, words[_USES]
+        if words[_SHIFT] and (words[_USES] == uses or not LEAST <= words[_COUNT] <= MOST):
             self._recount(now)
             if words[_COUNT] < LEAST:
                 words[_SHIFT] = min(words[_SHIFT], _MOST_SHIFT) - 1
