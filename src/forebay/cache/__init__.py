@@ -315,8 +315,7 @@ class Cache:
         return self._values.get_or_put(key, fn, timeout=timeout)
 
     def space(self, name: str, *, quota: int | str | None = None, policy: str | None = None) -> Space:
-        """A named part of the cache, with a quota of its own (bytes) and a policy: ``auto``, ``lru``, ``freeze`` or ``wait``. Default: what
-        the space was given before, else ``lru``; ``urls``, where objects are, has ``auto``."""
+        """A named part of the cache, with a quota of its own (bytes) and a policy: ``auto``, ``lru``, ``freeze`` or ``wait``."""
         self._origin.open_space(checked_name(name), policy=policy, quota=self._size(quota, "quota"))
         return Space(self._origin, name)
 
