@@ -1365,7 +1365,7 @@ MUTANTS = (
     Mutant(
         6, "ghosts with damaged words never come round", "_engine/index/ghosts.py",
         "return shift > _MOST_SHIFT or not hash >> 64 - shift", "return not hash >> 64 - min(shift, _MOST_SHIFT)",
-        "tests/engine/index/test_ghosts.py::test_whatever_the_words_hold_the_ghosts_come_round[0]",
+        "tests/engine/space/test_adaptive.py::test_words_of_noise_mislead_for_a_while_only",
     ),
     Mutant(
         1, "a hint of a length is believed though it proves nothing", "_engine/packs/segments.py",
