@@ -35,7 +35,6 @@ _SIZE = -(-8 * (_RING + _WORDS * _TRIALS) // PAGE) * PAGE
 _BELIEVED = 1 << 62
 _TRIES = 64
 _NOTED_EVERY = 100_000_000
-NEVER = 1 << 63
 _OPEN_AGAIN = 5.0
 """Seconds until a file that could not be used is tried again."""
 
@@ -57,11 +56,11 @@ class Sample:
     def __init__(self, ghosts: Ghosts, hash: int, charge: int) -> None:
         self._ghosts, self._hash, self._charge = ghosts, hash, charge
 
-    def use(self, now: int) -> int:
-        """The key was hit at ``now``. Returns when the next hit is to be noted: those of a loop that reads few entries again and again
-        would cost more than they tell."""
+    def use(self, now: int) -> int | None:
+        """The key was hit at ``now``. Returns when the next hit is to be noted, if any is: those of a loop that reads few entries again and
+        again would cost more than they tell."""
         if not self._ghosts.is_sampled(self._hash):
-            return NEVER
+            return None
         self._ghosts.use(self._hash, self._charge, now, is_hit=True)
         return now + _NOTED_EVERY
 

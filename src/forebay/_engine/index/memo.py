@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from forebay._engine.index.adaptive import NEVER, AdaptiveSpaces, Sample, charge_of
+from forebay._engine.index.adaptive import AdaptiveSpaces, Sample, charge_of
 from forebay._engine.index.counters import BYTES_HIT, HITS, Counters
 from forebay._engine.index.slots import ID, USED, VALIDATED, Slots
 from forebay._kernel import mappings
@@ -31,7 +31,7 @@ class MappedEntry:
         self.id, self.size, self.view, self.slot = id, view.nbytes, view, slot
         self.names: list[tuple[str, str]] = []
         self._sample: Sample | None = None
-        self.due = NEVER  # the time of the next hit that its space wants to know of
+        self.due: int | None = None  # the time of the next hit that its space wants to know of
 
     def is_current(self) -> bool:
         return bool(self.slot[ID] == self.id)
@@ -43,7 +43,7 @@ class MappedEntry:
 
     def note_use(self, now: int) -> None:
         """Note a hit that is due."""
-        self.due = self._sample.use(now) if self._sample is not None else NEVER
+        self.due = self._sample.use(now) if self._sample is not None else None
 
     def touch(self, now: int) -> None:
         """Record its use. Caller: has just checked that it is current; the root is writable."""
@@ -124,7 +124,8 @@ class Memo:
             if not 0 <= now - slot[VALIDATED] < max_age:
                 return None
             slot[USED] = now
-            if now >= entry.due:
+            due = entry.due
+            if due is not None and now >= due:
                 entry.note_use(now)
             counts, at = block()
             counts[at + HITS] += 1
