@@ -311,10 +311,11 @@ class Store:
     @recover_and_retry
     def put_many(
         self, space: str, items: Sequence[tuple[str, Buffer]], *, life: str = "cached", validator: str | None = None,
-        validated: int | None = None,
+        validated: int | None = None, ahead: bool = False,
     ) -> list[Entry]:  # fmt: skip
-        """Store several values, some in each transaction. Raises what `put` raises; the values before the first failure stay."""
-        labelled = [(self._label(space, key, "", life, "", validated), data) for key, data in items]
+        """Store several values, some in each transaction. Raises what `put` raises; the values before the first failure stay. ``ahead``:
+        see `Label`."""
+        labelled = [(self._label(space, key, "", life, "", validated)._replace(ahead=ahead), data) for key, data in items]
         stored = self.engine.writers.publisher.put_many(labelled, validator)
         self.engine.counters.add(counters.BYTES_STORED, sum(entry.size for entry in stored))
         return stored

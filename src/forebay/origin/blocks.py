@@ -231,7 +231,7 @@ class Blocks:
     def fetch_missing(self, numbers: Sequence[int]) -> Collection[int]:
         """Fetch those of these blocks that are missing, and that no other thread or process is fetching. Returns their numbers."""
         missing = [number for number in numbers if self.origin.store.entry(URLS, self._key(number)) is None]
-        return self._fetch_held(self._hold(missing))
+        return self._fetch_held(self._hold(missing), ahead=True)
 
     def open_whole(self) -> BinaryIO:
         """A file object on the whole object, which is fetched if it is missing. Raises `RemoteChanged` if it is another version."""
@@ -293,9 +293,9 @@ class Blocks:
             raise
         return holds
 
-    def _fetch_held(self, holds: dict[int, KeyHold | None]) -> dict[int, memoryview]:
+    def _fetch_held(self, holds: dict[int, KeyHold | None], *, ahead: bool = False) -> dict[int, memoryview]:
         """The bytes of blocks whose locks this thread holds (None: there is no cache to lock), by one request for each run of neighbours.
-        Releases each lock."""
+        Releases each lock. ``ahead``: the blocks are for later reads."""
         blocks: dict[int, memoryview] = {}
         try:
             for number in list(holds):
@@ -303,7 +303,7 @@ class Blocks:
                 if (data := self._cached(number)) is not None:
                     blocks[number] = data
                     _release(holds, [number])
-            fetches = [partial(self._fetch_run, run, holds, blocks) for run in self._runs(list(holds))]
+            fetches = [partial(self._fetch_run, run, holds, blocks, ahead) for run in self._runs(list(holds))]
             run_all(fetches, self.origin.options.streams, name="blocks", inline=True)
         finally:
             _release(holds, list(holds))
@@ -320,7 +320,9 @@ class Blocks:
         if run:
             yield run
 
-    def _fetch_run(self, run: Sequence[int], holds: dict[int, KeyHold | None], blocks: dict[int, memoryview]) -> None:
+    def _fetch_run(
+        self, run: Sequence[int], holds: dict[int, KeyHold | None], blocks: dict[int, memoryview], ahead: bool
+    ) -> None:  # fmt: skip
         """Fetch neighbours by one request, store them, and release their locks."""
         store, first, last = self.origin.store, self.span(run[0]), self.span(run[-1])
         store.count("misses", len(run))
@@ -341,7 +343,7 @@ class Blocks:
         locked = [number for number in run if holds.get(number) is not None]
         try:
             if locked:
-                self._put({number: blocks[number] for number in locked}, began)
+                self._put({number: blocks[number] for number in locked}, began, ahead=ahead)
         except (errors.CacheFault, errors.Closed) as error:
             self._fall_back(error)
         _release(holds, locked)
@@ -378,10 +380,10 @@ class Blocks:
         except (errors.CacheFault, errors.Closed) as fault:
             log.debug("%s: %s", key, str(fault))
 
-    def _put(self, blocks: Mapping[int, memoryview], began: int) -> None:
+    def _put(self, blocks: Mapping[int, memoryview], began: int, *, ahead: bool = False) -> None:
         store, items = self.origin.store, [(self._key(number), data) for number, data in blocks.items()]
         try:
-            store.put_many(URLS, items, validator=self.info.validator, validated=began)
+            store.put_many(URLS, items, validator=self.info.validator, validated=began, ahead=ahead)
         except errors.CacheFault:
             self.are_kept = False
             raise

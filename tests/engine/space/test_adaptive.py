@@ -204,9 +204,10 @@ def test_what_is_pinned_or_fetched_ahead_is_not_on_trial(trying: Store) -> None:
         writing.begin(ObjectInfo("", 20_000))
         writing.write(0, b"a" * 20_000)
         writing.publish()
+    trying.put_many("auto", [("block", b"b" * 20_000)], ahead=True)
     for number in range(20):
         trying.put("auto", f"new{number}", b"n" * 20_000)
-    assert {"pinned", "ahead"} <= names(trying)
+    assert {"pinned", "ahead", "block"} <= names(trying)
 
 
 def test_another_process_evicts_what_is_on_trial_first(trying: Store) -> None:
