@@ -99,6 +99,22 @@ def test_what_was_warmed_stays_for_its_reader(server: Nginx, quick_path: Path) -
         assert requests(server) == before
 
 
+def test_what_a_look_ahead_fetched_is_there_at_its_turn(server: Nginx, quick_path: Path) -> None:
+    with forebay.Cache(quick_path / "root", budget=CHARGED // 2, min_free=0, max_age="forever") as cache:
+        fetched = []
+        for epoch in permutations(COUNT, 4):
+            urls, before = [f"{server.url}/{key:04d}" for key in epoch], requests(server)
+            with cache.lookahead(urls, window="200KB") as ahead:
+                for key, data in zip(epoch, ahead, strict=True):
+                    assert data[:2] == key.to_bytes(2, "big")
+            lines = server.log.read_text().splitlines()[before:]
+            names = [line.split()[6] for line in lines]
+            assert len(names) == len(set(names))  # none was evicted before it was read
+            fetched.append(len(names))
+        assert cache.stats().leading["urls"] == "bimodal"
+    assert max(fetched[2:]) <= COUNT - 0.85 * COUNT / 2, fetched
+
+
 def test_a_root_whose_urls_were_lru_keeps_its_policy_until_it_is_changed(server: Nginx, quick_path: Path) -> None:
     """Such as the root of an earlier version."""
     store = Store.open(quick_path / "root", Settings(budget=1 << 30, min_free=0))
