@@ -211,7 +211,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="forebay-structure-") as folder:
         for name, found in calls(Path(folder)):
             places = collections.defaultdict(list)
-            for code in found:
+            for code in list(found):  # a thread of the call may still add to it
                 places[str(Path(code.co_filename).relative_to(PACKAGE))].append(
                     code.co_qualname if hasattr(code, "co_qualname") else code.co_name
                 )
