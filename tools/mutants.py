@@ -1461,7 +1461,7 @@ MUTANTS = (
     ),
     Mutant(
         11, "objects of a bulk fetch that breaks are waited for", "prefetch/objects.py",
-        "            for load in self._live(lost):\n", "            for load in self._live([]):\n",
+        "            for load in live(lost):\n", "            for load in live([]):\n",
         f"{OBJECTS}test_a_bulk_fetch_that_breaks_leaves_its_objects_to_the_callers",
     ),
     Mutant(

@@ -127,6 +127,14 @@ def test_an_object_that_is_missing_is_the_workers_error(cache: forebay.Cache, se
     assert [cache.entry(url) is not None for url in urls[:3]] == [True] * 3
 
 
+def test_what_the_sampler_raises_reaches_the_loop(cache: forebay.Cache, urls: list[str]) -> None:
+    dataset = UrlDataset(urls, number, cache=cache)
+    order = iter(Lookahead([0, 1, OBJECTS], dataset))  # the last one is outside
+    assert [next(order), next(order), next(order)] == [0, 1, OBJECTS]
+    with pytest.raises(IndexError):
+        next(order)
+
+
 def test_what_has_no_urls_is_refused() -> None:
     with pytest.raises(errors.ConfigError, match="UrlDataset"):
         Lookahead(range(3), [1, 2, 3])

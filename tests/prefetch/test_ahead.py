@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -123,6 +124,30 @@ def test_an_error_is_raised_at_its_turn(cache: forebay.Cache, urls: list[str]) -
         assert [isinstance(result, Exception) for result in results] == [False, True, True, False]
         with pytest.raises(errors.NotFound):
             ahead.read_many(order[:2])
+
+
+def test_what_the_order_raises_comes_at_its_turn(cache: forebay.Cache, urls: list[str]) -> None:
+    def order() -> Iterator[str]:
+        yield from urls[:5]
+        raise KeyError("the sampler's own")
+
+    with cache.lookahead(order()) as ahead:
+        assert [bytes(next(ahead)) for _ in range(5)] == [body(number) for number in range(5)]
+        with pytest.raises(KeyError, match="the sampler's own"):
+            next(ahead)
+        with pytest.raises(StopIteration):
+            next(ahead)
+
+
+def test_empty_objects_and_entries_of_directories(cache: forebay.Cache, server: ScriptedServer, tmp_path: Path) -> None:
+    url = server.put("/d/empty", b"")
+    cache.read(url)
+    gets = server.gets
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a").write_bytes(b"local")
+    with cache.lookahead([url, *os.scandir(tmp_path / "files"), url]) as ahead:
+        assert [bytes(view) for view in ahead] == [b"", b"local", b""]
+    assert server.gets == gets
 
 
 def test_out_of_more_than_fits(tmp_path: Path, server: ScriptedServer, urls: list[str]) -> None:

@@ -72,7 +72,7 @@ class Prefetcher(Pool[Item_co]):
             self._space, self._max_age = URLS, FOREVER if self._origin.offline else self._origin.max_age
             waits = self._store.spaces.ensure(self.name).policy == Policy.WAIT
             self._loader: Loader | ObjectLoader = ObjectLoader(
-                self._origin, self._store, self._objects, self._options["workers"], waits=waits
+                self._origin, self._store, self._objects.target, self._options["workers"], waits=waits
             )
             owner = self._loader
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections import deque
@@ -14,7 +15,7 @@ from forebay import errors
 from forebay._kernel import host
 from forebay._model import Buffer
 from forebay.origin import Origin
-from forebay.origin.request import FetchOptions, Target
+from forebay.origin.request import FetchOptions
 from forebay.origin.spaces import FOREVER, URLS
 from forebay.prefetch.loader import abandon
 from forebay.prefetch.loads import Load
@@ -35,23 +36,6 @@ class LookaheadProgress(NamedTuple):
     ahead: int
     ready: int
     total: int | None
-
-
-class _Objects:
-    """The objects of one cache: each is its own key."""
-
-    def __init__(self, origin: Origin) -> None:
-        self._origin = origin
-
-    def target(self, key: str) -> Target:
-        return self._origin.target(key)
-
-    def read(self, key: str) -> memoryview:
-        target, options = self.target(key), FetchOptions.of(self._origin)
-        return self._origin.direct(target, options) if self._origin.closed else self._origin.read(target, options)
-
-    def fetch(self, key: str) -> Buffer:
-        return self._origin.direct(self.target(key), FetchOptions.of(self._origin))
 
 
 class _Next:
@@ -79,7 +63,6 @@ class Lookahead(Iterator[memoryview]):
         """``read_many``: that of the cache, for what was not looked ahead for."""
         self._origin, self._urls, self._read_many = origin, iter(urls), read_many
         self._total = len(urls) if isinstance(urls, Sequence) else None
-        self._objects = _Objects(origin)
         self._max_age = FOREVER if origin.offline else origin.max_age
         self._lock = threading.RLock()  # guards what follows
         self._ahead: deque[_Next] = deque()
@@ -87,11 +70,12 @@ class Lookahead(Iterator[memoryview]):
         self._read = self._width = self._unsized = 0  # bytes that are ahead, and objects of unknown size
         self._sizes = self._sized = 0  # of what was read
         self._is_drawn = False
+        self._raised: Exception | None = None  # by the order
         self._workers = workers
         self._loader: ObjectLoader | None = None
         store = origin.current()
         if store.keeps and not store.root.read_only:
-            self._loader = ObjectLoader(origin, store, self._objects, workers, waits=True)
+            self._loader = ObjectLoader(origin, store, origin.target, workers, waits=True)
             weakref.finalize(self, abandon, weakref.ref(self._loader)).atexit = False
         host.at_fork(self)  # behind that of the loader, whose lock is taken inside of this one
         self._store, self._hit = store, store.hot_lookup(URLS)
@@ -101,10 +85,12 @@ class Lookahead(Iterator[memoryview]):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def __next__(self) -> memoryview:
-        """The bytes of the next object, read-only. Raises what reading it raises; the next call goes on behind it."""
+        """The bytes of the next object, read-only. Raises what reading it raises; the next call goes on behind it. Raises, behind the last
+        one, what the order itself raised."""
         with self._lock:
             self._fill()
             if not self._ahead:
+                self._raise_what_the_order_raised()
                 raise StopIteration
             following = self._ahead[0]
             self._pass(following)
@@ -119,7 +105,7 @@ class Lookahead(Iterator[memoryview]):
     def read_many(self, urls: Iterable[Url], *, return_exceptions: bool = False) -> list[Any]:
         """The bytes of a batch, in order, as `Cache.read_many`: what was looked ahead for is there, or on its way; the others are fetched
         side by side. Raises the first error, after all have been read; ``return_exceptions`` returns errors in the places of objects."""
-        every = [str(url) for url in urls]
+        every = [os.fspath(url) for url in urls]
         taken = [self._take(url) for url in every]
         others = [following.url for following in taken if following.load is None]
         many = iter(self._read_many(others, return_exceptions=True))
@@ -132,10 +118,11 @@ class Lookahead(Iterator[memoryview]):
 
     def skip(self) -> bool:
         """Pass by the next object, which another process reads, as a loader's worker does. Returns whether there was one. What was fetched
-        for it stays in the cache as what was just used."""
+        for it stays in the cache as what was just used. Raises, behind the last one, what the order itself raised."""
         with self._lock:
             self._fill()
             if not self._ahead:
+                self._raise_what_the_order_raised()
                 return False
             following = self._ahead[0]
             load = following.load
@@ -158,7 +145,8 @@ class Lookahead(Iterator[memoryview]):
         if load is not None and loader is not None:
             data: Buffer = loader.take(load)
         else:
-            data = self._hit_at_once(following) or self._objects.read(following.url)
+            hit = self._hit_at_once(following)
+            data = self._origin.read(self._origin.target(following.url), FetchOptions.of(self._origin)) if hit is None else hit
         with self._lock:
             self._sizes += len(data)
             self._sized += 1
@@ -174,7 +162,7 @@ class Lookahead(Iterator[memoryview]):
 
     def _take(self, url: Url) -> _Next:
         """The object, if it is ahead; else one of its own. In both cases what is ahead moves on."""
-        text = str(url)
+        text = os.fspath(url)
         name = self._name(text)
         with self._lock:
             self._fill()
@@ -191,7 +179,7 @@ class Lookahead(Iterator[memoryview]):
 
     def _name(self, url: str) -> str:
         try:
-            return self._objects.target(url).key
+            return self._origin.target(url).key
         except errors.ForebayError:
             return url  # reading it raises the error
 
@@ -219,11 +207,19 @@ class Lookahead(Iterator[memoryview]):
             is_enough = self._width + self._unsized * self._typical >= self._window if self._sized else self._unsized >= self._workers
             if is_enough and self._ahead:
                 break
-            url = next(self._urls, None)
+            try:
+                url = next(self._urls, None)
+            except Exception as error:  # noqa: BLE001  # the order's own, which comes at its turn: objects before it are still to be read
+                self._raised, url = error, None
             if url is None:
                 self._is_drawn = True
                 break
-            self._look_for(str(url))
+            self._look_for(os.fspath(url))
+
+    def _raise_what_the_order_raised(self) -> None:
+        raised, self._raised = self._raised, None
+        if raised is not None:
+            raise raised
 
     @property
     def _typical(self) -> int:
@@ -251,7 +247,7 @@ class Lookahead(Iterator[memoryview]):
 
     def _is_local(self, url: str) -> bool:
         with contextlib.suppress(errors.ForebayError):
-            return self._objects.target(url).in_place is not None
+            return self._origin.target(url).in_place is not None
         return True
 
     @property

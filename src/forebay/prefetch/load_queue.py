@@ -13,7 +13,7 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.write.reservations import NOTHING, Need
 from forebay._logs import logger
 from forebay._model import Buffer, Entry
-from forebay.prefetch.loads import Load, LoadedItem, LoadRef, Lookup, News, PrefetchConfig, Room, Scheduled, State, Taken
+from forebay.prefetch.loads import Load, LoadedItem, LoadRef, Lookup, News, PrefetchConfig, Room, Scheduled, State, Taken, live
 
 log = logger("forebay.prefetch")
 
@@ -111,12 +111,9 @@ class LoadQueue:
         QUEUED: the caller must load it."""
         until = time.monotonic() + seconds
         with self._lock:
-            load.waiters += 1
-            try:
+            with load.awaited():
                 while load.state is State.LOADING and (left := until - time.monotonic()) > 0:
                     self._settled.wait(left)
-            finally:
-                load.waiters -= 1
             if not load.is_waiting:
                 return Taken(load.state, load.data, load.ref.lease, None)
             scheduled = load.scheduled
@@ -129,21 +126,17 @@ class LoadQueue:
 
     def wait_until_settled(self, load: Load) -> State:
         """Wait until nothing more happens to a load: STORED, DROPPED or FAILED."""
-        with self._lock:
-            load.waiters += 1
-            try:
-                while not load.is_settled or load.state is State.LOADED:
-                    if not self._settled.wait(REPORT_AFTER):
-                        log.warning("waiting for %s to be stored", load.key)
-                return load.state
-            finally:
-                load.waiters -= 1
+        with self._lock, load.awaited():
+            while not load.is_settled or load.state is State.LOADED:
+                if not self._settled.wait(REPORT_AFTER):
+                    log.warning("waiting for %s to be stored", load.key)
+            return load.state
 
     def close(self) -> None:
         """Drop what no thread works on yet. Workers end; the writer ends once all that was read is stored."""
         with self._lock:
             self.closing = True
-            for load in self._live(list(self._refs.values())):
+            for load in live(list(self._refs.values())):
                 if load.is_waiting:
                     self._set(load, State.DROPPED)
             for waiting in (self._unsized, self._unchecked, self._missing, self._elsewhere):
@@ -193,7 +186,7 @@ class LoadQueue:
         """One thread waits for all of them."""
         if self._watched or not self._elsewhere:
             return None
-        self._elsewhere = [load.ref for load in self._live(self._elsewhere) if load.state is State.QUEUED]
+        self._elsewhere = [load.ref for load in live(self._elsewhere) if load.state is State.QUEUED]
         self._watched = bool(self._elsewhere)
         return self._elsewhere[0].name if self._watched else None
 
@@ -300,7 +293,7 @@ class LoadQueue:
         with self._lock:
             free = 0 if self._stalled or self._jammed else 3 * self._workers - self._loading - len(self._ready)
             if self._check_elsewhere:
-                loads += [load for load in self._live(self._elsewhere) if load.state is State.QUEUED]
+                loads += [load for load in live(self._elsewhere) if load.state is State.QUEUED]
                 self._check_elsewhere = False
             unready = list(loads)
             while len(needs) < free and (load := self._next_queued(self._missing)) is not None:
@@ -492,7 +485,7 @@ class LoadQueue:
         """The room that the next ``times`` loads lack."""
         with self._lock:
             total = NOTHING
-            for load in self._live(list(self._missing)[:times]):
+            for load in live(list(self._missing)[:times]):
                 if load.state is State.QUEUED:
                     total = total.plus(self._room.need(load))
             return total.minus(self._room.free)
@@ -525,7 +518,7 @@ class LoadQueue:
         """No room is promised to what is missing: drop the first if it is too large, else wait, or drop all. Returns the key of the first
         that is dropped, and its size if it is too large."""
         with self._lock:
-            loads = [load for load in self._live(self._missing) if load.state is State.QUEUED]
+            loads = [load for load in live(self._missing) if load.state is State.QUEUED]
             size = self._room.need(loads[0]).size if loads else 0
             is_too_large = size > self.limit
             self._full = waits and not is_too_large
@@ -537,7 +530,7 @@ class LoadQueue:
     def fault(self, fault: Exception) -> str | None:
         """The cache cannot be used now: drop what waits for room. All promises are void. Returns the key of the first that is dropped."""
         with self._lock:
-            loads = [load for load in self._live(self._missing) if load.state is State.QUEUED]
+            loads = [load for load in live(self._missing) if load.state is State.QUEUED]
             for load in loads:
                 self._drop(load, fault)
             self.drop_items(self._stalled, fault)
@@ -552,10 +545,6 @@ class LoadQueue:
             self._room.set_limit(limit)
 
     # -- steps of a transition; callers hold the lock --------------------------------------------------------------
-
-    @staticmethod
-    def _live(refs: Iterable[LoadRef]) -> list[Load]:
-        return [load for ref in refs if (load := ref()) is not None]
 
     def _set(self, load: Load, state: State, *, data: Buffer | None = None, error: BaseException | None = None) -> None:
         load.state, load.data, load.error, load.scheduled = state, data, error, None
@@ -585,7 +574,7 @@ class LoadQueue:
         self._lock.release()
 
     def after_fork_child(self) -> None:
-        loads = self._live(list(self._refs.values()))
+        loads = live(list(self._refs.values()))
         self._room.void()
         self._reset()
         self.news.reset()

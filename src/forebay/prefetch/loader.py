@@ -99,8 +99,7 @@ class Loader:
         if state is State.STORED or (state is State.DROPPED and self._config.is_kept(load.key)):
             return None
         if state is State.FAILED:
-            error = load.error
-            return error if isinstance(error, errors.ForebayError) else errors.FillFailed(f"{load.key}: {error}", kind=type(error).__name__)
+            return load.failure
         if load.reason:
             return errors.CacheFault(f"{load.key} cannot be kept: {load.reason}")
         return errors.NoSpace(f"{load.key} cannot be kept", key=load.key, need=load.size or 0, free=0, budget=self.queue.limit)

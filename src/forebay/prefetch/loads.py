@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import queue
 import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
+from forebay import errors
 from forebay._engine.locks.fill import KeyHold
 from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
@@ -101,6 +103,21 @@ class Load:
         """Whether no thread works on it, nor will."""
         return not self.is_waiting and self.state is not State.LOADING
 
+    @property
+    def failure(self) -> errors.ForebayError:
+        """What the source raised, as an error of ours."""
+        error = self.error
+        return error if isinstance(error, errors.ForebayError) else errors.FillFailed(f"{self.key}: {error}", kind=type(error).__name__)
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Around a thread's wait for it. Caller: holds the lock that guards it."""
+        self.waiters += 1
+        try:
+            yield
+        finally:
+            self.waiters -= 1
+
 
 class LoadRef(weakref.ref[Load]):
     """Weak reference to a `Load`, with what a thread needs to work on it and what must be released when it is gone. Threads hold this one:
@@ -119,6 +136,11 @@ class LoadRef(weakref.ref[Load]):
         ref = super().__new__(cls, load, on_gone)
         ref.key, ref.name, ref.bound, ref.lease = load.key, load.name, load.bound, None
         return ref
+
+
+def live(refs: Iterable[LoadRef]) -> list[Load]:
+    """The loads that are not gone."""
+    return [load for ref in refs if (load := ref()) is not None]
 
 
 @dataclass(slots=True, eq=False)

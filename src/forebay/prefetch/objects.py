@@ -6,8 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 from forebay import errors
 from forebay._engine.store import Store
@@ -20,19 +19,10 @@ from forebay.origin.request import FetchOptions, Target
 from forebay.origin.spaces import URLS
 from forebay.prefetch.load_queue import REPORT_AFTER
 from forebay.prefetch.loader import WATCH, close_at_exit
-from forebay.prefetch.loads import Load, LoadRef, News, State
+from forebay.prefetch.loads import Load, LoadRef, News, State, live
 from forebay.remote.base import CallAborted
 
 log = logger("forebay.prefetch")
-
-
-class Objects(Protocol):
-    """Objects by their keys. ``target``: as the cache fetches one; ``read``: its bytes as `Cache.read` gets them; ``fetch``: never from the
-    cache. All raise `ConfigError` for a key that names none."""
-
-    def target(self, key: str) -> Target: ...
-    def read(self, key: str) -> Buffer: ...
-    def fetch(self, key: str) -> Buffer: ...
 
 
 class ObjectLoader:
@@ -49,9 +39,10 @@ class ObjectLoader:
     guards everything; the cache and the remote are never called under it. Callable from any thread. After a fork the child queues again
     what was not settled, and starts a thread of its own when it asks for something."""
 
-    def __init__(self, origin: Origin, store: Store, source: Objects, workers: int, *, waits: bool) -> None:
-        """``waits``: what finds no room waits in memory, and with it all later loads; else it is dropped."""
-        self._origin, self._store, self._source, self._workers, self._waits = origin, store, source, workers, waits
+    def __init__(self, origin: Origin, store: Store, target: Callable[[str], Target], workers: int, *, waits: bool) -> None:
+        """``target``: the object of a key; it may raise `ConfigError`. ``waits``: what finds no room waits in memory, and with it all later
+        loads; else it is dropped."""
+        self._origin, self._store, self._target, self._workers, self._waits = origin, store, target, workers, waits
         self.news = News()
         self.closing = False
         self._reset()
@@ -111,7 +102,7 @@ class ObjectLoader:
                 continue
             if state is State.LOADING:
                 self._origin.fall_back(errors.WaitTimeout.of(load.key, timeout or 0.0, "this process"), load.name)
-                return self._source.fetch(load.key)
+                return self._origin.direct(self._target(load.key), FetchOptions.of(self._origin))
             if state is State.FAILED:
                 assert load.error is not None
                 raise load.error
@@ -121,24 +112,20 @@ class ObjectLoader:
             return self.read(load.key) if data is None else data
 
     def read(self, key: str) -> Buffer:
-        """The bytes of an object, as `Cache.read` gets them. Raises as that."""
-        return self._source.read(key)
+        """The bytes of an object, as `Cache.read` gets them; from the remote once the cache is closed. Raises as that."""
+        target, options = self._target(key), FetchOptions.of(self._origin)
+        return self._origin.direct(target, options) if self._origin.closed else self._origin.read(target, options)
 
     def wait_until_stored(self, load: Load) -> errors.ForebayError | None:
         """Wait until an object is stored, or will not be. Returns why it is not."""
-        with self._lock:
-            load.waiters += 1
-            try:
-                while not load.is_settled:
-                    if not self._settled.wait(REPORT_AFTER):
-                        log.warning("waiting for %s to be stored", load.key)
-            finally:
-                load.waiters -= 1
+        with self._lock, load.awaited():
+            while not load.is_settled:
+                if not self._settled.wait(REPORT_AFTER):
+                    log.warning("waiting for %s to be stored", load.key)
         if load.state is State.STORED or (load.state is State.DROPPED and not load.reason and self._is_there(load)):
             return None
         if load.state is State.FAILED:
-            error = load.error
-            return error if isinstance(error, errors.ForebayError) else errors.FillFailed(f"{load.key}: {error}", kind=type(error).__name__)
+            return load.failure
         if isinstance(load.error, errors.NoSpace):
             return load.error
         return errors.CacheFault(f"{load.key} cannot be kept: {load.reason or 'there is no room for it'}")
@@ -153,12 +140,9 @@ class ObjectLoader:
         """Wait at most so long while it is loaded. What was QUEUED is LOADING afterwards: the caller must read it."""
         until = time.monotonic() + seconds
         with self._lock:
-            load.waiters += 1
-            try:
+            with load.awaited():
                 while load.state is State.LOADING and (left := until - time.monotonic()) > 0:
                     self._settled.wait(left)
-            finally:
-                load.waiters -= 1
             state = load.state
             if state is State.QUEUED:
                 self._set(load, State.LOADING)
@@ -234,7 +218,7 @@ class ObjectLoader:
                 if load is None or load.state is not State.QUEUED:
                     continue
                 try:
-                    target = self._source.target(load.key)
+                    target = self._target(load.key)
                 except errors.ForebayError as error:
                     self._set(load, State.FAILED, error=error)
                     continue
@@ -309,15 +293,11 @@ class ObjectLoader:
     def _drop_lost(self, reason: str) -> None:
         with self._lock:
             lost, self._under_way = list(self._under_way.values()), {}
-            for load in self._live(lost):
+            for load in live(lost):
                 load.reason = reason
                 self._set(load, State.DROPPED)
 
     # -- steps of a transition -------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _live(refs: Iterable[LoadRef]) -> list[Load]:
-        return [load for ref in refs if (load := ref()) is not None]
 
     def _set(self, load: Load, state: State, *, data: Buffer | None = None, error: BaseException | None = None) -> None:
         load.state, load.data, load.error = state, data, error
@@ -358,7 +338,7 @@ class ObjectLoader:
         too; what has come of it can be resumed."""
         with self._lock:
             self.closing = True
-            for load in self._live(list(self._refs.values())):
+            for load in live(list(self._refs.values())):
                 if load.state is State.QUEUED:
                     self._set(load, State.DROPPED)
             self._queued.clear()
@@ -379,7 +359,7 @@ class ObjectLoader:
         self._lock.release()
 
     def after_fork_child(self) -> None:
-        loads = self._live(list(self._refs.values()))
+        loads = live(list(self._refs.values()))
         self._reset()
         self.news.reset()
         for load in loads:

@@ -17,7 +17,7 @@ from forebay._model import Source as Source
 from forebay._model import SourceInfo as SourceInfo
 from forebay.origin import Origin
 from forebay.origin.prefix import Prefix, RemoteAccess, checked_name, info_of, is_name
-from forebay.origin.request import FetchOptions, Target
+from forebay.origin.request import Target
 from forebay.remote import RemoteOptions
 from forebay.sources.tar import TarSource as TarSource
 from forebay.sources.tar import is_tar
@@ -67,13 +67,6 @@ class UrlSource:
     def lease(self, key: str) -> Lease | None:
         """A lease on the object if the cache has it already, from `Cache.read` or a `pull`, in the remote's current version; else None."""
         return self._reach.kept(self._url(key), versioned=self.version is not None)
-
-    def read(self, key: str) -> memoryview:
-        """The object's bytes as the bound cache's `Cache.read` gets them, from the remote once that is closed. Raises as that."""
-        origin, target = self._reach.origin, self.target(key)
-        assert origin is not None
-        options = FetchOptions.of(origin)
-        return origin.direct(target, options) if origin.closed else origin.read(target, options)
 
     def cached(self, keys: Sequence[str]) -> set[str]:
         """Those of these keys whose objects the cache may have already, so that `lease` is worth its call: one query for all of them."""

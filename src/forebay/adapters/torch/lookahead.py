@@ -45,6 +45,7 @@ class Lookahead(Sampler):  # type: ignore[misc]  # PyTorch is optional: to mypy 
                 yield chosen
                 for _ in _indices(chosen):
                     ahead.skip()
+            ahead.skip()  # raises what the sampler raised
 
     def set_epoch(self, epoch: int) -> None:
         """Have the sampler, such as a DistributedSampler, draw the order of this epoch."""
