@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import forebay
 from forebay import errors
 from forebay.testing import ScriptedServer
 from tests.adapters.test_torch import raised_by
-from tests.harness import MiB
+from tests.adapters.test_torch_urls import OBJECTS, listed, number, put_objects
 from tests.items import until
 
 torch = pytest.importorskip("torch")
@@ -21,32 +20,11 @@ data = pytest.importorskip("torch.utils.data")
 from forebay.adapters.torch import Lookahead, UrlDataset  # noqa: E402 - PyTorch may be missing
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:'set_vital' is deprecated")
-OBJECTS = 24
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
-    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0) as cache:
-        yield cache
 
 
 @pytest.fixture
 def urls(server: ScriptedServer) -> list[str]:
-    return [server.put(f"/{i:02}.txt", body(i)) for i in range(OBJECTS)]
-
-
-def body(i: int) -> bytes:
-    return f"object {i:02}".encode() * 1000
-
-
-def number(url: str, data: memoryview) -> int:
-    i = int(url[-6:-4])
-    assert bytes(data) == body(i)
-    return i
-
-
-def listed(batch: list[Any]) -> list[Any]:
-    return batch
+    return put_objects(server)
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["sampler", "batch sampler"])

@@ -39,6 +39,10 @@ def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
 
 @pytest.fixture
 def urls(server: ScriptedServer) -> list[str]:
+    return put_objects(server)
+
+
+def put_objects(server: ScriptedServer) -> list[str]:
     return [server.put(f"/{i:02}.txt", body(i)) for i in range(OBJECTS)]
 
 
