@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -116,3 +117,42 @@ def threads_named(beginning: str) -> list[str]:
 
 def files_below(place: Path) -> set[str]:
     return {os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names}
+
+
+class Ring:
+    """Something that only the collector finds."""
+
+    def __init__(self, held: object) -> None:
+        self.held, self.me = held, self
+
+
+def drop_lazies(pool: Any, keys: int, key: Callable[[int], str], expected: Callable[[str], bytes], seconds: float) -> list[int]:
+    """By six threads, lazies of random items are asked for and dropped, some of them inside the collector, while others are read, and
+    objects spilled. Returns how many each thread dropped, once all have ended without an error."""
+    over, faults, dropped = time.monotonic() + seconds, list[BaseException](), [0] * 6
+
+    def drops(number: int) -> None:
+        chance = random.Random(number)
+        try:
+            while time.monotonic() < over:
+                lazies = [pool.get_lazy(key(chance.randrange(keys))) for _ in range(20)]
+                for lazy in lazies[:5]:
+                    Ring(lazy)
+                if number % 2:
+                    assert lazies[-1].get() == expected(lazies[-1].key)
+                    pool.put(number)
+                if chance.random() < 0.3:
+                    time.sleep(chance.random() * 0.003)
+                dropped[number] += len(lazies)
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=drops, args=(number,), daemon=True) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds + 60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert faults == []
+    gc.collect()
+    return dropped

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import random
 import signal
 import threading
 import time
@@ -17,7 +15,7 @@ import pytest
 import forebay
 from forebay.testing import ScriptedServer
 from tests.harness import MiB
-from tests.items import until
+from tests.items import drop_lazies, until
 
 Start = Callable[..., Any]
 SIZE = 20_000
@@ -33,13 +31,6 @@ def put(server: ScriptedServer, count: int, **how: Any) -> str:
     return f"{server.url}/d"
 
 
-class Ring:
-    """A lazy that only the collector finds."""
-
-    def __init__(self, lazy: object) -> None:
-        self.lazy, self.me = lazy, self
-
-
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
 @pytest.mark.parametrize("policy", ["wait", "lru"])
 def test_s30_lazies_of_objects_dropped_at_random_moments(
@@ -47,36 +38,8 @@ def test_s30_lazies_of_objects_dropped_at_random_moments(
 ) -> None:
     """By many threads, while others get and evict: no deadlock, and what nobody holds is leased by nobody."""
     prefix = put(server, 200)
-    over = time.monotonic() + seconds
-    faults: list[BaseException] = []
-    dropped = [0] * 6
     with forebay.Cache(root, budget=MiB, min_free=0) as cache, cache.prefetcher(prefix, workers=4, policy=policy) as pool:
-
-        def drops(number: int) -> None:
-            chance = random.Random(number)
-            try:
-                while time.monotonic() < over:
-                    lazies = [pool.get_lazy(str(chance.randrange(200))) for _ in range(20)]
-                    for lazy in lazies[:5]:
-                        Ring(lazy)
-                    if number % 2:
-                        assert lazies[-1].get() == body(int(lazies[-1].key))
-                        pool.put(number)
-                    if chance.random() < 0.3:
-                        time.sleep(chance.random() * 0.003)
-                    dropped[number] += len(lazies)
-            except BaseException as error:
-                faults.append(error)
-
-        threads = [threading.Thread(target=drops, args=(number,), daemon=True) for number in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(seconds + 60)
-        assert not any(thread.is_alive() for thread in threads)
-        assert faults == []
-        assert all(count >= 20 for count in dropped)
-        gc.collect()
+        assert min(drop_lazies(pool, 200, str, lambda key: body(int(key)), seconds)) >= 20
         until(lambda: cache.entries("prefetch") == [], "the end of what was spilled")
         until(lambda: cache.stats().bytes_reserved == 0, "the end of all reservations")
         until(lambda: not any(entry.leased for entry in cache.entries()), "no lease")

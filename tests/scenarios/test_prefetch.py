@@ -23,7 +23,7 @@ from forebay import errors
 from forebay.prefetch import load_queue
 from forebay.testing import ScriptedServer
 from tests.harness import fill_the_disk, usage
-from tests.items import Items, Sized, body, files_below, until
+from tests.items import Items, Sized, body, drop_lazies, files_below, until
 
 MiB = 1 << 20
 KEYS = [f"k{i}" for i in range(60)]
@@ -640,44 +640,9 @@ def test_s30_lazies_dropped_at_random_moments(
     """By many threads, while others get and evict: no deadlock, and what nobody holds takes nothing."""
     monkeypatch.setattr(load_queue, "DIRECT_WAIT", direct_wait)
     source = Items(4000)
-    over = time.monotonic() + seconds
-    faults: list[BaseException] = []
-    dropped = [0] * 6
-
-    class Ring:
-        """A lazy that only the collector finds."""
-
-        def __init__(self, lazy: object) -> None:
-            self.lazy, self.me = lazy, self
-
     with forebay.Cache(root, budget=8 * MiB, min_free=0) as cache:
         with cache.prefetcher(source, max_count=40, keep=keep, workers=4) as pool:
-
-            def drops(number: int) -> None:
-                chance = random.Random(number)
-                try:
-                    while time.monotonic() < over:
-                        lazies = [pool.get_lazy(f"k{chance.randrange(400)}") for _ in range(20)]
-                        for lazy in lazies[:5]:
-                            Ring(lazy)
-                        if number % 2:
-                            assert lazies[-1].get() == body(lazies[-1].key, 4000)
-                            pool.put(number)
-                        if chance.random() < 0.3:
-                            time.sleep(chance.random() * 0.003)
-                        dropped[number] += len(lazies)
-                except BaseException as error:
-                    faults.append(error)
-
-            threads = [threading.Thread(target=drops, args=(number,), daemon=True) for number in range(6)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(seconds + 60)
-            assert not any(thread.is_alive() for thread in threads)
-            assert faults == []
-            assert all(count >= 100 for count in dropped)
-            gc.collect()
+            assert min(drop_lazies(pool, 400, lambda i: f"k{i}", lambda key: body(key, 4000), seconds)) >= 100
             if not keep:
                 until(lambda: cache.put("next", b"write") and pool.used == pool.count == 0, "zero")
             until(lambda: cache.stats().bytes_reserved == 0, "the end of all reservations")
