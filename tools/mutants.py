@@ -333,7 +333,7 @@ MUTANTS = (
     ),
     Mutant(
         1, "map without a look at the size", "_engine/files/blobs.py",
-        "        if status.st_size != entry.size:\n", "        if status.st_size < 0:\n",
+        "        if size != entry.size:\n", "        if size < 0:\n",
         "tests/engine/files/test_blobs.py::test_a_blob_of_another_size_is_damaged",
     ),
     Mutant(

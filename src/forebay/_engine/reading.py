@@ -192,9 +192,10 @@ class Reading:
             return lease
 
     def bytes_leased(self, lease: Lease) -> memoryview | None:
-        """The bytes of a leased entry, mapped but not remembered, since they are used once. None where they are damaged or gone."""
+        """The bytes of a leased entry, not remembered, since they are used once; small ones are copied, others mapped. None where they are
+        damaged or gone."""
         with faults(lease.entry.key):
-            return self._bytes_of(lease.entry)
+            return self._bytes_of(lease.entry, copies=lease.entry.size <= COPIED)
 
     def view_leased(self, space: str, key: str, lease: Lease) -> Remembered | None:
         """The bytes of a leased entry, remembered; None where they are damaged or gone."""
@@ -209,13 +210,13 @@ class Reading:
             self.set_aside(entry, f"{entry.name}: its bytes are not what was stored")
         return False
 
-    def _bytes_of(self, entry: Entry) -> memoryview | None:
+    def _bytes_of(self, entry: Entry, *, copies: bool = False) -> memoryview | None:
         """The verified bytes of an entry; None if it was evicted meanwhile, or is damaged, in which case it is set aside."""
         if entry.kind == "value":
             payload = entries.payload(self._catalog, entry.id)
             return memoryview(payload) if payload is not None and self._is_sound(entry, payload) else None
         try:
-            data, status = blobs.map_blob(self._root, entry)
+            data, status = blobs.map_blob(self._root, entry, copies=copies)
             return data if self._is_sound(entry, data, status) else None
         except FileNotFoundError:
             self._missing(entry)

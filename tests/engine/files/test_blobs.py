@@ -49,11 +49,35 @@ def test_an_empty_blob_is_an_empty_view(root: Root) -> None:
     assert bytes(blobs.map_blob(root, stored(root, b""))[0]) == b""
 
 
-def test_a_blob_of_another_size_is_damaged(root: Root) -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_blob_of_another_size_is_damaged(root: Root, copies: bool) -> None:
     entry = stored(root, b"some bytes")
-    with pytest.raises(Damaged, match="10 bytes, 11 were stored") as caught:
-        blobs.map_blob(root, entry._replace(size=11))
-    assert caught.value.key == entry.key
+    for size in (9, 11):
+        with pytest.raises(Damaged, match=f"10 bytes, {size} were stored") as caught:
+            blobs.map_blob(root, entry._replace(size=size), copies=copies)
+        assert caught.value.key == entry.key
+
+
+def test_a_copy_is_apart_from_the_file(root: Root) -> None:
+    entry = stored(root, b"some bytes")
+    view, _ = blobs.map_blob(root, entry, copies=True)
+    root.blob(ID, ".bin").write_bytes(b"other byte")
+    assert view == b"some bytes"
+    assert view.readonly
+
+
+def test_a_blob_that_is_cut_while_it_is_copied_is_damaged(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = stored(root, b"some bytes")
+    fstat = os.fstat
+
+    def cut_behind(fd: int) -> os.stat_result:
+        status = fstat(fd)
+        os.truncate(root.blob(ID, ".bin"), 4)
+        return status
+
+    with monkeypatch.context() as patched, pytest.raises(Damaged, match="4 bytes, 10 were stored"):
+        patched.setattr(os, "fstat", cut_behind)
+        blobs.map_blob(root, entry, copies=True)
 
 
 def test_a_blob_that_is_gone_is_not_found(root: Root) -> None:

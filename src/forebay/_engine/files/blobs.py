@@ -95,17 +95,21 @@ def open_blob(root: Root, id: int, suffix: str = "") -> int:
         raise
 
 
-def map_blob(root: Root, entry: Entry) -> tuple[memoryview, os.stat_result]:
+def map_blob(root: Root, entry: Entry, *, copies: bool = False) -> tuple[memoryview, os.stat_result]:
     """The entry's bytes, read-only, and the state of their file; good until the last view of them is gone, also after an eviction. Holds
-    no descriptor.
+    no descriptor. ``copies``: they are copied, not mapped.
 
     Raises FileNotFoundError where the file is gone, `Damaged` where it has another size.
     """
     fd = open_blob(root, entry.id, entry.suffix)
     try:
         status = os.fstat(fd)
-        if status.st_size != entry.size:
-            raise Damaged(f"{entry.name}: it has {status.st_size} bytes, {entry.size} were stored", key=entry.key)
+        data = os.read(fd, entry.size) if copies else None
+        size = status.st_size if data is None or len(data) == entry.size else len(data)  # it may have been cut since
+        if size != entry.size:
+            raise Damaged(f"{entry.name}: it has {size} bytes, {entry.size} were stored", key=entry.key)
+        if data is not None:
+            return memoryview(data), status
         view = mappings.map_file(fd, entry.size)
         if entry.size:
             mappings.note_file(view, root.blob_name(entry.id, entry.suffix), status)
