@@ -62,7 +62,7 @@ class Checkpoint(metaclass=_Kind):
     thread and on both sides of a fork. Raises `ConfigError` (a ValueError) for a URL together with a filesystem."""
 
     def __init__(self, path: str | os.PathLike[str], filesystem: Any = None, cache: Cache | None = None) -> None:
-        self.url = os.fspath(path)
+        self.url = remote.as_text(path)
         self._given, self._cache = filesystem, cache
         check_either(self.url, filesystem)
         if filesystem is None and not remote.is_url(self.url):
@@ -71,7 +71,7 @@ class Checkpoint(metaclass=_Kind):
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str], cache: Cache | None = None) -> Self:
         """Of a directory of this host."""
-        return cls(os.path.abspath(os.path.expanduser(os.fspath(path))), None, cache)
+        return cls(os.path.abspath(os.path.expanduser(remote.as_text(path))), None, cache)
 
     # -- what it is ------------------------------------------------------------------------------------------------
 

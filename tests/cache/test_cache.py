@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,28 @@ def test_a_call_that_makes_no_sense_asks_nobody(cache: Cache, call: Callable[[Ca
         call(cache)
     assert cache.stats().requests == 0
     assert sorted(cache.stats().spaces) in ([], ["urls"], ["values"])
+
+
+@pytest.mark.parametrize("url", [b"http://u:hidden@127.0.0.1:9/x", 5, None])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache, url: cache.read(url),
+        lambda cache, url: cache.read_many([url]),
+        lambda cache, url: cache.open(url),
+        lambda cache, url: cache.local(url),
+        lambda cache, url: cache.local_many([url]),
+        lambda cache, url: cache.directory(url),
+        lambda cache, url: list(cache.lookahead([url])),
+        lambda cache, url: cache.evict(url),
+        lambda cache, url: cache.prefetcher(url),
+    ],
+)
+def test_what_is_no_url_is_refused_and_shown_without_its_secrets(cache: Cache, call: Callable[[Cache, Any], object], url: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        call(cache, url)
+    assert "hidden" not in str(refused.value)
+    assert cache.stats().requests == 0
 
 
 def test_looking_into_a_space_that_is_not_there_makes_none(cache: Cache) -> None:

@@ -171,7 +171,7 @@ def find(store: Store | PassThrough, name: Name) -> tuple[str, str] | None:
     """The space and the key of the entry of this name; None if there is none. Raises `Ambiguous`."""
     if isinstance(name, Entry):
         return name.space, name.key
-    text = os.fspath(name)
+    text = remote.as_text(name)
     names = {space.name for space in store.usage().spaces}
 
     def is_kept(space_key: tuple[str, str]) -> bool:
@@ -246,7 +246,7 @@ def blocks_of(store: Store | PassThrough, name: Name) -> list[Entry]:
     if isinstance(name, Entry):
         keys = [key_of_whole(name.key) or name.key] if name.space == URLS else []
     else:
-        text = os.fspath(name)
+        text = remote.as_text(name)
         keys = [key for space, key in _keys_of(text) if space == URLS and "#block" not in text]  # a block of this name is not cached
     return [entry for key in dict.fromkeys(keys) if is_text(key) for entry in _parts_of(store, key)]
 

@@ -17,7 +17,7 @@ from forebay.origin import Origin
 from forebay.origin.bulk import BulkFetch, Wanted
 from forebay.origin.feeding import fetch_beside
 from forebay.origin.request import FetchOptions, Target, first_touch
-from forebay.remote.urls import Url
+from forebay.remote.urls import Url, as_text
 
 if TYPE_CHECKING:
     from forebay.reports import ProgressReporter, WarmReport
@@ -74,7 +74,7 @@ def _listed(urls: Iterable[Url], name: str) -> Sequence[Url]:
 def _several(urls: Iterable[Url], name: str) -> Iterable[Url]:
     """The URLs of a call. Raises `ConfigError` for a single one."""
     if isinstance(urls, str | os.PathLike):
-        raise errors.ConfigError(f"{name} takes several URLs: a list, even of one", name="urls", value=os.fspath(urls))
+        raise errors.ConfigError(f"{name} takes several URLs: a list, even of one", name="urls", value=str(urls))
     return urls
 
 
@@ -184,7 +184,7 @@ class _PullRequests:
     def __iter__(self) -> Iterator[Wanted]:
         wait = None
         for number, url in enumerate(self._urls):
-            text = os.fspath(url)
+            text = as_text(url)
             try:
                 target = self._target(url)
             except errors.ForebayError as error:

@@ -40,7 +40,7 @@ OnProgress = Callable[[int, int], None]
 
 def target_of(path: str | os.PathLike[str]) -> Path:
     """The target directory: ``~`` expanded, absolute, symbolic links resolved. Raises `ConfigError`."""
-    text = os.fspath(path)
+    text = remote.as_text(path)
     if not text:
         raise errors.ConfigError("to_directory needs a path: '' is none", name="path", value=text)
     return Path(os.path.realpath(os.path.expanduser(text)))

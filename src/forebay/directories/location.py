@@ -73,7 +73,7 @@ def locate(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) 
     """The directory of a URL or path, or of a path of a filesystem object of fsspec or pyarrow.
 
     Raises `ConfigError`, or `MissingExtra` for a scheme whose package is not installed."""
-    text = os.fspath(url)
+    text = remote.as_text(url)
     check_either(text, filesystem)
     if filesystem is None:
         prefix = Prefix(text)

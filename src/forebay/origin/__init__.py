@@ -180,7 +180,7 @@ class Origin:
 
     def target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
         """The target of a URL or path, or of a path of a filesystem object of fsspec or pyarrow. Raises `ConfigError`, `MissingExtra`."""
-        text = os.fspath(url)
+        text = remote.as_text(url)
         if not text:
             raise errors.ConfigError("an empty URL names nothing", name="url", value="")
         if filesystem is not None:

@@ -46,7 +46,7 @@ class Prefix:
     """The common beginning of the URLs of a source; ``plain``: a path of a filesystem object, which is never quoted."""
 
     def __init__(self, text: str | os.PathLike[str], *, plain: bool = False) -> None:
-        text = os.fspath(text)
+        text = remote.as_text(text)
         local = None if plain else remote.local_path(text)
         kind = text.partition("://")[0].lower() if "://" in text and not plain else ""
         self._quoted = kind in ("http", "https")

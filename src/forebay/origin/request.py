@@ -159,7 +159,7 @@ class SpillingSink:
 def first_touch(origin: Origin, url: str | os.PathLike[str], *, force: bool) -> memoryview | None:
     """The bytes of an object that was validated at most ``origin.max_age`` nanoseconds ago, if the index of keys leads to them: a hit of a
     process that has not met the object, without a `Target`, a time limit or a lease. None: the long way tells. Raises `ConfigError`."""
-    text = os.fspath(url)
+    text = url if type(url) is str else urls.as_text(url)
     if origin.closed or not text:
         return None
     # A key of this space has a `#`, or is what `canonical` returned, which is its own key: such a text need not be looked at more closely.

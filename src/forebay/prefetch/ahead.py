@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections import deque
@@ -20,7 +19,7 @@ from forebay.origin.spaces import FOREVER, URLS
 from forebay.prefetch.loader import abandon
 from forebay.prefetch.loads import Load
 from forebay.prefetch.objects import ObjectLoader
-from forebay.remote.urls import Url
+from forebay.remote.urls import Url, as_text
 
 MOST = 65_536
 """Objects that are looked ahead for, however small they are."""
@@ -105,7 +104,7 @@ class Lookahead(Iterator[memoryview]):
     def read_many(self, urls: Iterable[Url], *, return_exceptions: bool = False) -> list[Any]:
         """The bytes of a batch, in order, as `Cache.read_many`: what was looked ahead for is there, or on its way; the others are fetched
         side by side. Raises the first error, after all have been read; ``return_exceptions`` returns errors in the places of objects."""
-        every = [os.fspath(url) for url in urls]
+        every = [as_text(url) for url in urls]
         taken = [self._take(url) for url in every]
         others = [following.url for following in taken if following.load is None]
         many = iter(self._read_many(others, return_exceptions=True))
@@ -162,7 +161,7 @@ class Lookahead(Iterator[memoryview]):
 
     def _take(self, url: Url) -> _Next:
         """The object, if it is ahead; else one of its own. In both cases what is ahead moves on."""
-        text = os.fspath(url)
+        text = as_text(url)
         name = self._name(text)
         with self._lock:
             self._fill()
@@ -208,13 +207,13 @@ class Lookahead(Iterator[memoryview]):
             if is_enough and self._ahead:
                 break
             try:
-                url = next(self._urls, None)
-            except Exception as error:  # noqa: BLE001  # the order's own, which comes at its turn: objects before it are still to be read
-                self._raised, url = error, None
-            if url is None:
+                url = as_text(next(self._urls))
+            except StopIteration:
                 self._is_drawn = True
-                break
-            self._look_for(os.fspath(url))
+            except Exception as error:  # noqa: BLE001  # the order's own, which comes at its turn: objects before it are still to be read
+                self._raised, self._is_drawn = error, True
+            else:
+                self._look_for(url)
 
     def _raise_what_the_order_raised(self) -> None:
         raised, self._raised = self._raised, None

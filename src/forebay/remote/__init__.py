@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from forebay.remote.urls import as_text as as_text
 from forebay.remote.urls import canonical as canonical
 from forebay.remote.urls import hashed, scheme
 from forebay.remote.urls import is_url as is_url

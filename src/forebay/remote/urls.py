@@ -61,6 +61,15 @@ def _signatures() -> tuple[_Signature, ...]:
     )
 
 
+def as_text(url: object) -> str:
+    """A URL or path as text. Raises `ConfigError` for what is neither."""
+    text = os.fspath(url) if isinstance(url, str | os.PathLike) else url
+    if isinstance(text, str):
+        return text
+    shown = redacted(repr(url))
+    raise ConfigError(f"a URL or path is a str or an os.PathLike of one, not {shown}", name="url", value=shown)
+
+
 def scheme(url: str) -> str:
     """The scheme in lower case; ``file`` for a path. Raises `ConfigError` for a cache of fsspec's, such as ``simplecache::s3://b/a``."""
     kind, mark, _ = url.partition("://")
@@ -84,7 +93,7 @@ def canonical(url: str | os.PathLike[str]) -> str:
     Scheme and host are in lower case; the default port, the fragment and whole sets of signature parameters are dropped; user info and any
     other query are replaced by their hashes; all other bytes stay as they are. A path becomes an absolute ``file://`` URL. In schemes other
     than HTTP, ``#``, every part of the query, and the case of the host may distinguish objects, and are kept. Raises `ConfigError`."""
-    text = os.fspath(url)
+    text = as_text(url)
     plain = re.fullmatch(_PLAIN, text)
     if plain is not None:
         return text if plain[1] is None else f"file://{text}"
@@ -177,7 +186,7 @@ def _split_suffix(name: str) -> tuple[str, str]:
 
 def local_path(url: str | os.PathLike[str]) -> str | None:
     """The absolute path that a path or a ``file://`` URL names; None for other URLs. Raises `ConfigError` for a file of another host."""
-    text = os.fspath(url)
+    text = as_text(url)
     if scheme(text) != "file":
         return None
     from urllib.parse import unquote_to_bytes
@@ -208,7 +217,7 @@ def redacted(text: str) -> str:
 
 def shown(url: str | os.PathLike[str]) -> str:
     """A URL without its secrets, as in its key; a path as it is."""
-    text = os.fspath(url)
+    text = as_text(url)
     try:
         return canonical(text) if is_url(text) else redacted(text) if "://" in text else text
     except ConfigError:

@@ -18,7 +18,7 @@ from forebay._model import SourceInfo as SourceInfo
 from forebay.origin import Origin
 from forebay.origin.prefix import Prefix, RemoteAccess, checked_name, info_of, is_name
 from forebay.origin.request import Target
-from forebay.remote import RemoteOptions
+from forebay.remote import RemoteOptions, redacted
 from forebay.sources.tar import TarSource as TarSource
 from forebay.sources.tar import is_tar
 
@@ -263,4 +263,5 @@ def source_of(thing: Any) -> Source:
         source: Source = thing
         return source
     expected = "a path, a URL, paths or URLs of tar shards, or an object with source[key] and source.uri"
-    raise errors.ConfigError(f"{thing!r} is no source: expected {expected}", name="source", value=repr(thing))
+    shown = redacted(repr(thing))
+    raise errors.ConfigError(f"{shown} is no source: expected {expected}", name="source", value=shown)

@@ -18,7 +18,7 @@ from forebay._logs import logger
 from forebay._model import ObjectInfo, SourceInfo
 from forebay.origin import Origin
 from forebay.origin.prefix import Prefix, RemoteAccess, is_name
-from forebay.remote import RemoteOptions
+from forebay.remote import RemoteOptions, as_text
 from forebay.sources.shards import Indexed, ShardIndexes
 
 log = logger("forebay.sources")
@@ -70,7 +70,7 @@ class TarSource:
         self._reach, self.version = RemoteAccess(filesystem, options), version
         self._shards = ShardIndexes(self._reach)
         self._silent: dict[str, float] = {}
-        texts = [text for each in given for text in expanded(os.fspath(each))]
+        texts = [text for each in given for text in expanded(as_text(each))]
         self._prefix, self._layout = None, None
         if len(given) == 1 and not is_tar(texts[0]):
             self._prefix = _checked_prefix(Prefix(texts[0], plain=filesystem is not None))

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from forebay import errors
 from forebay._logs import logger
 from forebay.cache import Cache
-from forebay.remote.urls import Url
+from forebay.remote.urls import Url, as_text
 from forebay.samples import Samples
 from forebay.sources import Decode, by_extension
 
@@ -40,7 +40,7 @@ class UrlDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to mypy
         self, urls: Iterable[Url], decode: Decode | Mapping[str, Decode] | None = None, *, cache: Cache | Mapping[str, Any] | None = None
     ) -> None:
         if isinstance(urls, str | os.PathLike):
-            raise errors.ConfigError("UrlDataset takes several URLs: a list, even of one", name="urls", value=os.fspath(urls))
+            raise errors.ConfigError("UrlDataset takes several URLs: a list, even of one", name="urls", value=str(urls))
         self.urls = PackedUrls(urls)
         self.cache = opened(cache)
         self.decode = by_extension(decode) if isinstance(decode, Mapping) else decode
@@ -68,7 +68,7 @@ class PackedUrls(Sequence[str]):
     worker, and would take ten times as long to pickle."""
 
     def __init__(self, urls: Iterable[Url]) -> None:
-        texts = [os.fspath(url) for url in urls]
+        texts = [as_text(url) for url in urls]
         self._prefix = str(os.path.commonprefix(texts))  # noqa: RUF071 (of characters)
         rest = [text[len(self._prefix) :].encode("utf-8", "surrogatepass") for text in texts]
         self._text, self._ends = b"".join(rest), array("Q", itertools.accumulate(map(len, rest)))

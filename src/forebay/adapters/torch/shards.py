@@ -51,7 +51,7 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
             if value < 0:
                 raise errors.ConfigError(f"{name}={value}: it must not be negative", name=name, value=value)
         given = [urls] if isinstance(urls, str | os.PathLike) else urls
-        self.urls = [text for each in given for text in expanded(os.fspath(each))]
+        self.urls = [text for each in given for text in expanded(remote.as_text(each))]
         if not self.urls:
             raise errors.ConfigError("no shards: name one at least", name="urls", value=None)
         chosen = by_extension(decode) if isinstance(decode, Mapping) else decode
