@@ -118,7 +118,7 @@ def test_s01_a_worker_that_is_killed_in_the_middle_of_a_look_ahead_leaves_nothin
     """The look-ahead is that of the process that runs the loader: it goes on, and what it has fetched is not fetched again."""
     with nginx(tmp_path / "nginx") as server:
         count, workers, batch = 16, 4, 3
-        objects = Objects(server, "killed", count, 150_000, slow=True)
+        objects = Objects(server, "killed", count, 150_000, place="/slow")
         dataset = UrlDataset(objects.urls, Killing(str(tmp_path / "mark"), objects), cache=cache)
         loader = data.DataLoader(
             dataset,

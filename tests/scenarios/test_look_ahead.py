@@ -28,12 +28,12 @@ def nginx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
 
 
 class Objects:
-    """Objects of one size, each with its own bytes; ``/slow/`` ones take a second and more."""
+    """Objects of one size, each with its own bytes. ``place``: see `Nginx`."""
 
-    def __init__(self, nginx: Nginx, name: str, count: int, size: int, *, slow: bool = False) -> None:
+    def __init__(self, nginx: Nginx, name: str, count: int, size: int, *, place: str = "") -> None:
         self._nginx, self._name, self._size = nginx, name, size
         urls = [nginx.put(f"{name}-{number}", self.body(number)) for number in range(count)]
-        self.urls = [url.replace(nginx.url, f"{nginx.url}/slow") for url in urls] if slow else urls
+        self.urls = [url.replace(nginx.url, nginx.url + place) for url in urls]
 
     def body(self, number: int) -> bytes:
         return random.Random(f"{self._name} {number}").randbytes(self._size)
@@ -48,23 +48,24 @@ class Objects:
         return list(self._nginx.gets(f"{self._name}-").values())
 
 
-@pytest.mark.parametrize("size", [150_000, 400_000], ids=["collected", "reserved"])
-def test_s01_a_look_ahead_that_is_killed_leaves_nothing_and_the_others_go_on(root: Path, nginx: Nginx, size: int) -> None:
-    count, workers, budget = 12, 4, 20 * MiB
-    objects = Objects(nginx, f"killed-{size}", count, size, slow=True)
+@pytest.mark.parametrize(("size", "place"), [(150_000, "/slow"), (4_000_000, "/medium")], ids=["collected", "reserved"])
+def test_s01_a_look_ahead_that_is_killed_leaves_nothing_and_the_others_go_on(root: Path, nginx: Nginx, size: int, place: str) -> None:
+    count, workers, budget = 12, 4, 80 * MiB
+    objects = Objects(nginx, f"killed-{size}", count, size, place=place)
 
     def job(line: Line) -> None:
         with forebay.Cache(root) as cache, cache.lookahead(objects.urls, workers=workers) as ahead:
-            objects.read(ahead, [0])
-            line.say("the next ones are on their way")
+            if size > 1 << 18:
+                until(lambda: cache.stats().bytes_reserved > 0, "an object under way")
+            else:
+                objects.read(ahead, [0])
+            line.say("some are on their way")
             list(ahead)
 
     with forebay.Cache(root, budget=budget, min_free=0) as cache:
         with talk_to(job) as other:
+            other.hear()
             with cache.lookahead(objects.urls[::-1], workers=workers) as ahead:
-                other.hear()
-                if size > 1 << 18:
-                    until(lambda: cache.stats().bytes_reserved > 0, "an object under way")
                 other.kill()
                 objects.read(ahead, list(range(count))[::-1])
         assert cache.stats().fallbacks == 0

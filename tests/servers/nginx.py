@@ -37,6 +37,7 @@ http {{
         location /private/ {{ alias {folder}/files/; auth_basic "tests"; auth_basic_user_file {folder}/users; }}
         location /moved/ {{ rewrite ^/moved/(.*)$ /$1 redirect; }}
         location /slow/ {{ alias {folder}/files/; limit_rate 100k; }}
+        location /medium/ {{ alias {folder}/files/; limit_rate 2m; }}
     }}
 }}
 """
@@ -45,8 +46,9 @@ http {{
 @dataclass(frozen=True)
 class Nginx:
     """``files``: the directory that is served; ``url``: where. ``/gzip/``, ``/no-ranges/``, ``/private/`` (user ``me``, password
-    ``pass``), ``/moved/`` and ``/slow/`` (100 KB at once, then 100 KB a second of a connection) show the same files in their own way.
-    ``log``: one line for each request, at whose end is how many connections were open then. ``ca``: signs its certificate."""
+    ``pass``), ``/moved/``, ``/slow/`` and ``/medium/`` (100 KB, or 2 MB, at once, then as much a second of a connection) show the same
+    files in their own way. ``log``: one line for each request, at whose end is how many connections were open then. ``ca``: signs its
+    certificate."""
 
     url: str
     files: Path
