@@ -196,13 +196,13 @@ class Cache:
         target = self._target(url, filesystem)
         return many.pull(self._origin, target, *self._reporting_options(target.key, max_age, refresh, on_progress, force=True, **arguments))
 
-    def lookahead(self, urls: Iterable[Url], *, window: int | str | None = None, workers: int = 16) -> Lookahead:
-        """An iterator over the bytes of ``urls``, in this order, which may be of several epochs, or endless: the next ones are fetched
-        meanwhile, ``workers`` at a time, so far ahead as ``window`` bytes reach (default: a quarter of the budget, at most 1 GiB).
-        See `Lookahead`. Raises `ConfigError`."""
+    def lookahead(self, urls: Iterable[Url], *, window: int | str | None = None, most: int | None = None, workers: int = 16) -> Lookahead:
+        """An iterator over the bytes of ``urls``, in this order, which may be of several epochs, or endless: the next ones, at most
+        ``most``, are fetched meanwhile, ``workers`` at a time, so far ahead as ``window`` bytes reach (default: a quarter of the budget,
+        at most 1 GiB). See `Lookahead`. Raises `ConfigError`."""
         from forebay.prefetch.ahead import look_ahead  # imported late: many programs never use it
 
-        return look_ahead(self._origin, urls, self._size(window, "window"), workers, self.read_many)
+        return look_ahead(self._origin, urls, self._size(window, "window"), most, workers, self.read_many)
 
     def read_many(
         self, urls: Iterable[Url], *, return_exceptions: bool = False, max_age: float | str | None = None, refresh: bool = False,

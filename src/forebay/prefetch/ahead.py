@@ -14,6 +14,7 @@ from forebay import errors
 from forebay._kernel import host
 from forebay._model import Buffer
 from forebay.origin import Origin
+from forebay.origin.opening import in_memory
 from forebay.origin.request import FetchOptions
 from forebay.origin.spaces import FOREVER, URLS
 from forebay.prefetch.loader import abandon
@@ -57,7 +58,7 @@ class Lookahead(Iterator[memoryview]):
     Nothing remains when the process ends."""
 
     def __init__(
-        self, origin: Origin, urls: Iterable[Url], *, window: int | None, workers: int, read_many: Callable[..., list[Any]]
+        self, origin: Origin, urls: Iterable[Url], *, window: int | None, most: int, workers: int, read_many: Callable[..., list[Any]]
     ) -> None:  # fmt: skip
         """``read_many``: that of the cache, for what was not looked ahead for."""
         self._origin, self._urls, self._read_many = origin, iter(urls), read_many
@@ -70,15 +71,16 @@ class Lookahead(Iterator[memoryview]):
         self._sizes = self._sized = 0  # of what was read
         self._is_drawn = False
         self._raised: Exception | None = None  # by the order
-        self._workers = workers
+        self._workers, self._most = workers, most
         self._loader: ObjectLoader | None = None
         store = origin.current()
-        if store.keeps and not store.root.read_only:
-            self._loader = ObjectLoader(origin, store, origin.target, workers, waits=True)
+        can_store = store.keeps and not store.root.read_only
+        if can_store or origin.upstream is None:
+            self._loader = ObjectLoader(origin, store, origin.target, workers, waits=True, in_turn=True)
             weakref.finalize(self, abandon, weakref.ref(self._loader)).atexit = False
         host.at_fork(self)  # behind that of the loader, whose lock is taken inside of this one
         self._store, self._hit = store, store.hot_lookup(URLS)
-        self._window = min(WINDOW, store.usage().budget // _SHARE) if window is None else window
+        self._window = min(WINDOW, (store.usage().budget or in_memory()) // _SHARE) if window is None else window
         self._fill()
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ class Lookahead(Iterator[memoryview]):
 
     def _fill(self) -> None:
         """Look ahead as far as the window allows. Caller: holds the lock."""
-        while not self._is_drawn and len(self._ahead) < MOST:
+        while not self._is_drawn and len(self._ahead) < self._most:
             is_enough = self._width + self._unsized * self._typical >= self._window if self._sized else self._unsized >= self._workers
             if is_enough and self._ahead:
                 break
@@ -241,7 +243,9 @@ class Lookahead(Iterator[memoryview]):
         """Whether the cache has it already; it is touched, so that colder ones are evicted before its turn."""
         store = self._store
         with contextlib.suppress(errors.CacheFault):
-            return store.keeps and store.reservations.expect(URLS, name, self._max_age)
+            if store.keeps and not store.root.read_only:
+                return store.reservations.expect(URLS, name, self._max_age)
+            return store.entry(URLS, name) is not None
         return False
 
     def _is_local(self, url: str) -> bool:
@@ -291,7 +295,9 @@ class Lookahead(Iterator[memoryview]):
         return f"<forebay.Lookahead {self._read:,} of {'unknown' if self._total is None else format(self._total, ',')}>"
 
 
-def look_ahead(origin: Origin, urls: Iterable[Url], window: int | None, workers: int, read_many: Callable[..., list[Any]]) -> Lookahead:
+def look_ahead(
+    origin: Origin, urls: Iterable[Url], window: int | None, most: int | None, workers: int, read_many: Callable[..., list[Any]]
+) -> Lookahead:  # fmt: skip
     """See `Cache.lookahead`. ``window`` in bytes."""
     if isinstance(urls, str | bytes) or not isinstance(urls, Iterable):
         raise errors.ConfigError(f"lookahead takes several URLs, in their order, not {urls!r}", name="urls", value=repr(urls))
@@ -299,4 +305,6 @@ def look_ahead(origin: Origin, urls: Iterable[Url], window: int | None, workers:
         raise errors.ConfigError(f"workers must be an integer of at least 1, not {workers!r}", name="workers", value=workers)
     if window is not None and window < 1:
         raise errors.ConfigError(f"window must be at least one byte, not {window!r}", name="window", value=window)
-    return Lookahead(origin, urls, window=window, workers=workers, read_many=read_many)
+    if most is not None and (type(most) is not int or most < 1):
+        raise errors.ConfigError(f"most must be an integer of at least 1, not {most!r}", name="most", value=most)
+    return Lookahead(origin, urls, window=window, most=min(most or MOST, MOST), workers=workers, read_many=read_many)
