@@ -24,7 +24,7 @@ PLOTS = DOCS / "plots"
 PAGES = ("performance.md", "how-to/train.md")
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from _common import FLOOR, OURS, table  # noqa: E402
+from _common import FLOOR, OURS, PEER, table  # noqa: E402
 from _epochs_peers import LOOKAHEAD, PLAIN, RAM, READ, THREADS, URLS  # noqa: E402
 
 PENDING = "*Not measured yet.*"
@@ -146,16 +146,20 @@ def plot(measured: Mapping[str, Any]) -> str:
 
 def _bars(axis: Any, title: str, every: Mapping[str, Contestant]) -> None:
     color = {OURS: "#00796b", FLOOR: "#b7791f"}
-    labels = list(reversed(every))
+    labels = sorted(
+        every, key=lambda label: ((OURS, FLOOR, PEER).index(every[label].kind), min(every[label].seconds.items())), reverse=True
+    )
     epochs = sorted({epoch for contestant in every.values() for epoch in contestant.seconds} & {1, 3})
     for number, epoch in enumerate(epochs):
         thick = 0.8 / len(epochs)
         for place, label in enumerate(labels):
             value = every[label].seconds[epoch]
             at = place + 0.4 - (number + 0.5) * thick
-            axis.barh(at, value, thick, color=color.get(every[label].kind, "#7b8794"), alpha=1 if epoch == 1 else 0.5)
+            axis.barh(at, value, thick, color=color.get(every[label].kind, "#7b8794"), alpha=0.5 if number else 1)
             axis.text(value, at, f" {value:.2g} s" if value < 10 else f" {value:.0f} s", va="center", fontsize=7)
     axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("")
     axis.set_yticks(range(len(labels)), labels)
     axis.set_title(f"{title}: seconds for epoch {' (dark) and '.join(map(str, epochs))}{' (light)' if len(epochs) > 1 else ''}", loc="left")
     for side in ("top", "right"):
