@@ -27,7 +27,6 @@ ITEM, LATENCY = 100_000, 0.02
 _SERVER = """
 import json, os, sys
 from pathlib import Path
-from typing import Self
 from forebay.testing import ScriptedServer
 bucket, folder, count, item, latency = sys.argv[1:]
 with ScriptedServer() as server:
@@ -66,7 +65,8 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate("", timeout=60)
+        self._process.kill()
+        self._process.communicate()
 
 
 class Failed(Exception):
@@ -168,10 +168,20 @@ class Race:
 
 @contextlib.contextmanager
 def group(words: list[str], log: Path, limit: float) -> Iterator[subprocess.Popen[str]]:
-    """A process with pipes, in a group of its own, which is killed after ``limit`` seconds and at the end; ``log``: its standard error."""
+    """A process with pipes, in a group of its own, which is killed after ``limit`` seconds and at the end; ``log``: its standard error.
+    What it puts into a temporary directory lies beside that."""
+    temporary = log.with_suffix(".tmp")
+    temporary.mkdir(exist_ok=True)
+    folders = {
+        "TMPDIR": str(temporary),
+        "DATA_OPTIMIZER_CACHE_FOLDER": f"{temporary}/chunks",
+        "DATA_OPTIMIZER_DATA_CACHE_FOLDER": f"{temporary}/data",
+    }
     with open(log, "wb") as errors:
         pipe = subprocess.PIPE
-        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=errors, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            words, stdin=pipe, stdout=pipe, stderr=errors, text=True, start_new_session=True, env={**os.environ, **folders}
+        )
 
     def kill() -> None:
         with contextlib.suppress(ProcessLookupError):
