@@ -128,6 +128,7 @@ class Race:
                 epochs = self._epochs(label, server)
         except Failed as error:
             self.left_out[label] = str(error)
+            print(f"{label}: {error}", file=sys.stderr)
         else:
             self.runs.setdefault(label, []).append(epochs)
         return time.monotonic() - began

@@ -67,6 +67,11 @@ def _line(race: Race, what: str, ours: str, epoch: int, must: str = "-") -> Line
     return line
 
 
+def _ran(race: Race) -> list[str]:
+    """Those of ours that did not fail."""
+    return [label for label in (LOOKAHEAD, URLS, READ) if label in race.runs]
+
+
 def _finished(race: Race, lines: list[Line]) -> list[Line]:
     """The first line says what is left out, and which versions there were. Where contestants ran side by side nothing is judged."""
     slow = [label for label in race.runs if race.table[label].share < 1]
@@ -92,7 +97,7 @@ def objects(folder: Path, quick: bool) -> list[Line]:
     """2,000 objects of 100 KB, and room for all of them."""
     race = _race(folder, quick, [label for label in OBJECTS if label != RAM], 270)
     what, lines = f"{race.count:,} x 100 KB, {LATENCY * 1e3:.0f} ms away", []
-    for ours in (LOOKAHEAD, URLS, READ):
+    for ours in _ran(race):
         for epoch in range(EPOCHS):
             line = _line(race, what, ours, epoch, ">= 0.8x local files; >= the best peer")
             line.met = line.ratio(FILES) >= 0.8 and line.best_peer() >= 1
@@ -132,7 +137,7 @@ def half(folder: Path, quick: bool) -> list[Line]:
     """Objects, and room for half of them: the last epoch."""
     race = _race(folder, quick, [LOOKAHEAD, URLS, READ, PLAIN, THREADS, "diskcache"], 200, share=0.5)
     lines = []
-    for ours in (LOOKAHEAD, URLS, READ):
+    for ours in _ran(race):
         must = "hits >= 45 %; <= 0.6x the time of no cache with as many requests at once"
         line = _line(race, f"{race.count:,} x 100 KB, budget for half of it", ours, EPOCHS - 1, must)
         hits = [1 - race.last(ours, epoch).requests / race.count for epoch in range(EPOCHS)]
@@ -148,7 +153,7 @@ def steps(folder: Path, quick: bool) -> list[Line]:
     """A loop that works for 50 ms with each batch of 32: the steps of the how-to, beside the same items in memory."""
     race = _race(folder, quick, [LOOKAHEAD, URLS, READ, PLAIN, RAM], 200, step=0.05)
     what, lines = f"{race.count:,} x 100 KB, 50 ms of work a batch of {BATCH}", []
-    for ours in (LOOKAHEAD, URLS, READ):
+    for ours in _ran(race):
         for epoch in range(EPOCHS):
             line = _line(race, what, ours, epoch)
             if ours == LOOKAHEAD:
