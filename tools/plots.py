@@ -1,8 +1,8 @@
 """Plots and tables of the documentation, made from what benchmarks have measured.
 
-    python tools/plots.py       writes docs/plots/*.svg, and fills the marked places of the pages
+    python tools/plots.py       writes docs/pictures/*.svg, and fills the marked places of the pages
 
-docs/plots/epochs.json is what `python benchmarks/epochs.py --json` wrote. A place in a page is what stands between
+docs/pictures/epochs.json is what `python benchmarks/epochs.py --json` wrote. A place in a page is what stands between
 `<!-- epochs: NAME -->` and `<!-- end -->`; without the measurement it says so. A test compares the pages with what this script makes.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PLOTS = DOCS / "plots"
+PICTURES = DOCS / "pictures"
 PAGES = ("performance.md", "how-to/train.md")
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -37,7 +37,7 @@ TITLES = {
 }
 
 
-def measurement(folder: Path = PLOTS) -> dict[str, Any] | None:
+def measurement(folder: Path = PICTURES) -> dict[str, Any] | None:
     """What epochs.py measured; None if that is still to come."""
     path = folder / "epochs.json"
     return json.loads(path.read_text()) if path.exists() else None
@@ -74,7 +74,7 @@ def places(measured: Mapping[str, Any] | None) -> dict[str, str]:
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     return {
         "table": f"{table(dict(measured), list(rows))}\n\nVersions: {packages}.",
-        "plot": "![Seconds for an epoch, by contestant](plots/epochs.svg)",
+        "plot": "![Seconds for an epoch, by contestant](pictures/epochs.svg)",
         "steps": steps(rows["steps"]) if "steps" in rows else PENDING,
         "half": half(rows["half"]) if "half" in rows else PENDING,
     }
@@ -175,9 +175,9 @@ def main() -> int:
     for page in (DOCS / name for name in PAGES):
         page.write_text(filled(page.read_text(), content))
     if measured is None:
-        print(f"no {PLOTS / 'epochs.json'}: python benchmarks/epochs.py --json > docs/plots/epochs.json")
+        print(f"no {PICTURES / 'epochs.json'}: python benchmarks/epochs.py --json > docs/pictures/epochs.json")
     else:
-        (PLOTS / "epochs.svg").write_text(plot(measured))
+        (PICTURES / "epochs.svg").write_text(plot(measured))
     return 0
 
 
