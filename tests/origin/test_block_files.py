@@ -55,6 +55,14 @@ STEPS = st.lists(
 )
 
 
+def test_a_line_has_no_more_bytes_than_asked_for_at_the_end_of_a_block(file: BinaryIO) -> None:
+    end = next(at for at in range(SIZE, len(BODY), SIZE) if b"\n" not in BODY[at - 3 : at + 3])
+    for before in (1, 2, 3):
+        file.seek(end - before)
+        assert file.readline(3) == BODY[end - before : end - before + 3]
+        assert file.tell() == end - before + 3
+
+
 @hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(STEPS)
 def test_it_reads_as_a_file_in_memory(file: BinaryIO, steps: list[tuple[str, int, tuple[int, int]]]) -> None:

@@ -104,6 +104,12 @@ class BlockFile(io.BufferedIOBase):
         finally:
             self._at = at
 
+    def readline(self, size: int | None = -1, /) -> bytes:
+        at, line = self.tell(), super().readline(size)
+        if size is not None and 0 <= size < len(line):  # Python counts what it reads behind a `peek` that ended early, at a block's end, anew
+            line, self._at = line[:size], at + size
+        return line
+
     def close(self) -> None:
         if not self.closed:
             self._ahead.close()
