@@ -123,7 +123,7 @@ class PassThrough:
     def view(self, space: str, key: str) -> None:
         return None
 
-    def first_touch(self, space: str, key: str, max_age: int, alias: str = "") -> None:
+    def first_touch(self, space: str, key: str, max_age: int, alias: str = "", *, maps: bool = False) -> None:
         """See `Store.first_touch`."""
 
     def first_value(self, space: str, key: str, meta: str) -> None:

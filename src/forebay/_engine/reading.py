@@ -46,12 +46,13 @@ class Reading:
         self._keeps_no_seals = False  # the file system, as a first try showed
         self._trees: dict[int, int] = {}  # by id: the fingerprint of a tree that was checked
 
-    def first_touch(self, space: str, space_id: int, key: str, max_age: int, alias: str) -> memoryview | None:
+    def first_touch(self, space: str, space_id: int, key: str, max_age: int, alias: str, maps: bool = False) -> memoryview | None:
         """The bytes of a key that was validated in the last ``max_age`` nanoseconds, by the index of keys: without a statement if it is a
         file. None where the index does not know it, or anything about it is not as it should be: then `view` tells. A hit: touched and
         counted.
 
-        ``alias``: another name under which the next call will ask. Raises `SlotsReplaced`."""
+        ``alias``: another name under which the next call will ask. ``maps``: a file is mapped however small it is, for a caller that wants
+        a part of it, or a copy of its own. Raises `SlotsReplaced`."""
         memo, now = self._memo, self._now()
         hint = self._keys.find(space_id, key) if now else None
         if hint is None:
@@ -62,7 +63,8 @@ class Reading:
         again = memo.is_again(id, size)
         if again and host.forked_unseen():
             return None
-        data = self._file_of(id, suffix, size, mark, maps=again or size > COPIED) if is_file else self._value_of(slot, id, size, mark)
+        maps = maps or again or size > COPIED
+        data = self._file_of(id, suffix, size, mark, maps=maps) if is_file else self._value_of(slot, id, size, mark)
         if data is None or words[base + ID] != id:  # the last look: what was read of the slot was of this entry
             return None
         if again:

@@ -147,12 +147,12 @@ class Store:
         """See `Memo.finder`. In a read-only root nothing can be touched, so every lookup takes the slow path."""
         return self.engine.memo.finder(space) if not self.root.read_only else finds_nothing
 
-    def first_touch(self, space: str, key: str, max_age: int, alias: str = "") -> memoryview | None:
+    def first_touch(self, space: str, key: str, max_age: int, alias: str = "", *, maps: bool = False) -> memoryview | None:
         """See `Reading.first_touch`. None where anything is broken: `view` repairs it."""
         engine = self.engine
         try:
             row = engine.known_spaces.get(space) or self.spaces.lookup(space)
-            return engine.reading.first_touch(space, row.id, key, max_age, alias or key)
+            return engine.reading.first_touch(space, row.id, key, max_age, alias or key, maps)
         except (errors.CacheFault, OSError):
             return None
 

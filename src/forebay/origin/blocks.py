@@ -247,7 +247,7 @@ class Blocks:
         try:
             data = self._hit(key, ANY_AGE)
             if data is None:
-                data = store.first_touch(URLS, key, ANY_AGE)
+                data = store.first_touch(URLS, key, ANY_AGE, maps=True)
             if data is None and (remembered := store.view(URLS, key)) is not None:
                 store.touch(remembered.entry)
                 store.count_hit(remembered.size)
