@@ -106,7 +106,7 @@ class BlockFile(io.BufferedIOBase):
 
     def readline(self, size: int | None = -1, /) -> bytes:
         at, line = self.tell(), super().readline(size)
-        if size is not None and 0 <= size < len(line):  # Python counts what it reads behind a `peek` that ended early, at a block's end, anew
+        if size is not None and 0 <= size < len(line):  # Python starts to count again behind a `peek` that ended with its block
             line, self._at = line[:size], at + size
         return line
 
