@@ -68,6 +68,7 @@ BLOCKS = "tests/origin/test_blocks.py::"
 BLOCK_FILES = "tests/origin/test_block_files.py::"
 LOOP = "tests/remote/test_limits.py::"
 AHEAD = "tests/prefetch/test_ahead.py::"
+KNOWN = "tests/cache/test_known_orders.py::"
 OBJECTS = "tests/prefetch/test_objects.py::"
 BUSY = "tests/cache/test_connection_timeouts.py::"
 FIRST_VALUES = "tests/engine/test_first_values.py::"
@@ -1424,8 +1425,24 @@ MUTANTS = (
         f"{AHEAD}test_an_order_that_is_not_kept_costs_only_the_look_ahead",
     ),
     Mutant(
+        4, "what is not used soon is stored all the same", "prefetch/objects.py",
+        "Wanted(target, options, self._number, leased=load.stores, spills=True, stores=load.stores,",
+        "Wanted(target, options, self._number, leased=True, spills=True,",
+        f"{KNOWN}test_what_is_not_used_soon_is_not_stored",
+    ),
+    Mutant(
+        4, "a load that is not to be stored is, if its caller comes first", "prefetch/objects.py",
+        "self.read(load.key, stores=load.stores)", "self.read(load.key)",
+        f"{KNOWN}test_what_is_not_used_soon_is_not_stored",
+    ),
+    Mutant(
+        6, "what is dismissed goes only while bimodal insertion leads", "_engine/index/adaptive.py",
+        "(ring is self._dismissed or self._is_a_trial_over())", "self._is_a_trial_over()",
+        "tests/engine/space/test_adaptive.py::test_what_is_dismissed_goes_first_whatever_leads[lru]",
+    ),
+    Mutant(
         4, "a look-ahead knows no bounds", "prefetch/ahead.py",
-        "            if is_enough and self._ahead:\n", "            if False:\n",
+        "            if (is_enough or self._in_memory >= _IN_MEMORY) and self._ahead:\n", "            if False:\n",
         f"{AHEAD}test_the_window_bounds_what_is_ahead",
     ),
     Mutant(

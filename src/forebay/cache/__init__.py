@@ -66,8 +66,7 @@ class Cache:
         self._origin = Origin.for_root(
             root, budget=budget, shared=shared, read_only=read_only, min_free=min_free, max_entries=max_entries, max_rate=max_rate,
             max_connections=max_connections, upstream=upstream, offline=offline, max_age=max_age, timeout=timeout,
-            remote_options=remote_options, enabled=enabled,
-        )  # fmt: skip
+            remote_options=remote_options, enabled=enabled)  # fmt: skip
         self._max_age = self._origin.max_age
         self._values = Space(self._origin, VALUES)
         self._bind(self._origin.store)
@@ -196,13 +195,14 @@ class Cache:
         target = self._target(url, filesystem)
         return many.pull(self._origin, target, *self._reporting_options(target.key, max_age, refresh, on_progress, force=True, **arguments))
 
-    def lookahead(self, urls: Iterable[Url], *, window: int | str | None = None, workers: int = 16) -> Lookahead:
+    def lookahead(
+        self, urls: Iterable[Url], *, window: int | str | None = None, horizon: int | None = None, workers: int = 16
+    ) -> Lookahead:
         """An iterator over the bytes of ``urls``, in this order, which may be of several epochs, or endless: the next ones are fetched
-        meanwhile, ``workers`` at a time, so far ahead as ``window`` bytes reach (default: a quarter of the budget, at most 1 GiB).
-        See `Lookahead`. Raises `ConfigError`."""
-        from forebay.prefetch.ahead import look_ahead  # imported late: many programs never use it
+        meanwhile, ``workers`` at a time. For ``window`` and ``horizon`` see `Lookahead`. Raises `ConfigError`."""
+        from forebay.prefetch.ahead import look_ahead
 
-        return look_ahead(self._origin, urls, self._size(window, "window"), workers, self.read_many)
+        return look_ahead(self._origin, urls, self._size(window, "window"), horizon, workers, self.read_many)
 
     def read_many(
         self, urls: Iterable[Url], *, return_exceptions: bool = False, max_age: float | str | None = None, refresh: bool = False,

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -424,3 +425,63 @@ def test_a_hit_of_what_is_remembered_is_seen_if_its_key_is_sampled(store: Store)
     item.due = 0
     assert hit("key", FOREVER) is not None
     assert space_of(store).ghosts.standing().uses == uses + 1
+
+
+# -- what is dismissed -------------------------------------------------------------------------------------------------
+
+
+def dismiss(store: Store, *keys: str) -> list[str]:
+    return list(store.reservations.dismiss("auto", keys))
+
+
+@pytest.mark.parametrize("leads", [LRU, BIMODAL], ids=["lru", "bimodal"])
+def test_what_is_dismissed_goes_first_whatever_leads(trying: Store, leads: int) -> None:
+    space_of(trying).ghosts._words[2] = leads
+    known = sorted(names(trying))
+    assert not dismiss(trying, *known[10:20], "none")
+    for number in range(10):
+        trying.put("auto", f"new{number}", b"n" * 20_000)
+    assert names(trying).isdisjoint(known[10:20])
+    assert {*known[:10], *known[20:]} <= names(trying)
+
+
+def test_what_is_used_again_is_not_dismissed_any_more(trying: Store) -> None:
+    known = sorted(names(trying))
+    dismiss(trying, known[30])
+    assert trying.first_touch("auto", known[30], FOREVER) is not None
+    for number in range(5):
+        trying.put("auto", f"new{number}", b"n" * 20_000)
+    assert known[30] in names(trying)
+
+
+def test_what_another_process_dismissed_goes_first_once_its_lease_is_released(trying: Store) -> None:
+    known = sorted(names(trying))
+    held = trying.engine.reading.take(trying.spaces.lookup("auto").id, known[40])  # touches nothing
+    assert held is not None
+
+    def other() -> None:
+        with opened(trying.root.path) as mine:
+            assert not dismiss(mine, known[40], known[41])
+
+    in_child(other)
+    trying.put("auto", "new0", b"n" * 20_000)
+    assert known[40] in names(trying)
+    assert known[41] not in names(trying)
+    held.close()
+    trying.put("auto", "new1", b"n" * 20_000)
+    assert known[40] not in names(trying)
+
+
+def test_what_finds_no_place_now_is_left_for_later(trying: Store) -> None:
+    known = sorted(names(trying))[:32]
+    assert dismiss(trying, *known * 17) == known
+    with trying.engine.catalog.writer(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(dismiss, trying, known[0]).result() == [known[0]]
+
+
+def test_nothing_is_dismissed_where_the_policy_is_lru(trying: Store) -> None:
+    trying.spaces.ensure("auto", policy="lru")
+    known = sorted(names(trying))
+    assert not dismiss(trying, known[40])
+    trying.put("auto", "new", b"n" * 20_000)
+    assert known[40] in names(trying)
