@@ -1433,12 +1433,27 @@ MUTANTS = (
     Mutant(
         4, "a load that is not to be stored is, if its caller comes first", "prefetch/objects.py",
         "self.read(load.key, stores=load.stores)", "self.read(load.key)",
-        f"{KNOWN}test_what_is_not_used_soon_is_not_stored",
+        f"{KNOWN}test_what_is_not_to_be_stored_is_not_if_its_caller_comes_first",
     ),
     Mutant(
         6, "what is dismissed goes only while bimodal insertion leads", "_engine/index/adaptive.py",
         "(ring is self._dismissed or self._is_a_trial_over())", "self._is_a_trial_over()",
         "tests/engine/space/test_adaptive.py::test_what_is_dismissed_goes_first_whatever_leads[lru]",
+    ),
+    Mutant(
+        6, "what a dead look-ahead wanted is kept for it", "_engine/index/orders.py",
+        "if locked and locks.locked_at(fd, 0, 1) is None:", "if locked and locks.locked_at(fd, 0, 1) is None and number > TABLES:",
+        "tests/engine/index/test_orders.py::test_what_a_killed_process_wanted_is_wanted_no_more",
+    ),
+    Mutant(
+        6, "a look-ahead that stands still keeps entries for ever", "_engine/index/orders.py",
+        "if not 0 <= now - moved < STALE:", "if moved > now:",
+        "tests/engine/index/test_orders.py::test_a_look_ahead_that_stands_still_wants_nothing_after_a_while",
+    ),
+    Mutant(
+        4, "what another look-ahead uses next is not stored", "prefetch/ahead.py",
+        "        return self._read + turns if turns < NEVER else NEVER\n", "        return NEVER\n",
+        f"{KNOWN}test_two_look_aheads_keep_what_the_other_uses_next",
     ),
     Mutant(
         4, "a look-ahead knows no bounds", "prefetch/ahead.py",

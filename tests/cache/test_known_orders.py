@@ -6,12 +6,17 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine.index import orders
+from forebay._engine.store import Store
+from forebay.prefetch.objects import ObjectLoader
 from tests.items import until
+from tests.processes import Line, talk_to
 from tests.servers.nginx import Nginx, nginx
 from tests.traces import hits_of_belady, permutations, zipf
 
@@ -90,6 +95,18 @@ def test_what_is_not_used_soon_is_not_stored(server: Nginx, quick_path: Path) ->
         assert stats.evictions <= 0.05 * len(keys)
 
 
+def test_what_is_not_to_be_stored_is_not_if_its_caller_comes_first(
+    server: Nginx, quick_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(ObjectLoader, "start", lambda loader: None)
+    with forebay.Cache(quick_path / "root", budget="100MB", min_free=0) as cache:
+        origin, url = cache._origin, f"{server.url}/0007"
+        loader = ObjectLoader(origin, cast(Store, origin.current()), origin.target, 1, waits=True)
+        assert loader.take(loader.submit(url, url, False, stores=False))[:2] == b"\0\7"
+        assert cache.entry(url) is None
+        loader.close()
+
+
 def test_a_large_object_that_is_not_stored_is_fetched_once(server: Nginx, quick_path: Path) -> None:
     with forebay.Cache(quick_path / "root", budget=1_200_000, min_free=0, max_age="forever") as cache:
         order = urls(server, [*range(30)] * 3)
@@ -149,3 +166,42 @@ def test_what_the_order_raises_far_ahead_comes_at_its_turn(server: Nginx, quick_
 def test_a_horizon_that_is_no_number_of_objects_is_refused(cache: forebay.Cache, horizon: int) -> None:
     with pytest.raises(errors.ConfigError, match="horizon"):
         cache.lookahead([], horizon=horizon)
+
+
+def read_in_step(server: Nginx, root: Path, first: Sequence[int], second: Sequence[int], capacity: int) -> list[str]:
+    """The requests of two processes, each with a look-ahead of its own order, that take turns."""
+
+    def work(line: Line) -> None:
+        with (
+            forebay.Cache(root, budget=capacity, min_free=0, max_age="forever") as cache,
+            cache.lookahead(urls(server, second), window="60KB", workers=2) as ahead,
+        ):
+            line.say()
+            for key in second:
+                line.hear()
+                assert next(ahead)[:2] == key.to_bytes(2, "big")
+                line.say()
+
+    before = len(requests(server))
+    with (
+        talk_to(work) as other,
+        forebay.Cache(root, budget=capacity, min_free=0, max_age="forever") as cache,
+        cache.lookahead(urls(server, first), window="60KB", workers=2) as ahead,
+    ):
+        other.hear()
+        for key in first:
+            assert next(ahead)[:2] == key.to_bytes(2, "big")
+            other.say()
+            other.hear()
+    return requests(server)[before:]
+
+
+def test_two_look_aheads_keep_what_the_other_uses_next(
+    server: Nginx, quick_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The second one reads what the first one has read twenty turns ago, and will not read again."""
+    monkeypatch.setattr(orders, "LOOK_AGAIN", 0.01)
+    first = list(range(COUNT))
+    second = [COUNT - 1] * 20 + first[:-20]
+    fetched = read_in_step(server, quick_path / "root", first, second, sum(CHARGES) // 3)
+    assert len(fetched) <= 1.1 * COUNT, len(fetched)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import threading
 import time
 import weakref
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from forebay import errors
 from forebay._engine.index.adaptive import charge_of, hash_of
+from forebay._engine.index.orders import NEVER, Orders
 from forebay._engine.write.publish import INLINE
 from forebay._kernel import host
 from forebay._model import Buffer
@@ -110,6 +112,7 @@ class Lookahead(Iterator[memoryview]):
         self._skipped: deque[tuple[_Next, int]] = deque()
         self._skipped_bytes = 0
         self._gone: dict[str, None] = {}  # names of what the cache need not keep
+        self._lent: list[tuple[int, int, str, int]] = []  # a heap of what stays for others: until when, hash, name, size
         self._measure_at = 0.0
         self._workers = workers
         self._loader: ObjectLoader | None = None
@@ -121,7 +124,8 @@ class Lookahead(Iterator[memoryview]):
         self._store, self._hit = store, store.hot_lookup(URLS)
         self._window = min(WINDOW, store.usage().budget // _SHARE) if window is None else window
         self._horizon = horizon if self._loader is not None else 0
-        self._retention = Retention() if self._horizon else None
+        self._orders = Orders(store.root) if self._horizon and store.keeps else None
+        self._retention = Retention(self._wanted) if self._horizon else None
         self._uses = NextUses(min(self._horizon, self._total or self._horizon) + MOST if self._horizon else 0)
         self._fill(_AT_FIRST)
 
@@ -257,12 +261,16 @@ class Lookahead(Iterator[memoryview]):
             self._width -= following.size
             self._in_memory -= following.size if following.is_passing else 0
         self._read += 1
-        if following.drawn.position:
-            self._uses.pass_by(following.drawn.hash, following.drawn.position)
+        drawn = following.drawn
+        if drawn.position and self._orders is not None:
+            self._uses.pass_by(drawn.hash, drawn.position)
+            self._orders.announce(drawn.hash, self._uses.next(drawn.hash))
+            self._orders.advance(self._read)
 
     def _fill(self, count: int = _A_TURN) -> None:
         """Look ahead as far as the window allows, and draw ``count`` more objects for the horizon. Caller: holds the lock."""
         self._measure()
+        self._look_after_lent()
         for _ in range(count if self._horizon else 0):
             if self._uses.drawn - self._read >= self._horizon or not self._draw():
                 break
@@ -287,11 +295,14 @@ class Lookahead(Iterator[memoryview]):
         except Exception as error:  # noqa: BLE001  # the order's own, which comes at its turn: objects before it are still to be read
             self._raised, self._is_drawn = error, True
             return False
-        if self._retention is None:
+        if self._orders is None:
             self._drawn.append(_Drawn(url))
         else:
             hash = hash_of(url)
-            self._drawn.append(_Drawn(url, hash, self._uses.draw(hash)))
+            position = self._uses.draw(hash)
+            self._drawn.append(_Drawn(url, hash, position))
+            if self._uses.next(hash) == position:
+                self._orders.announce(hash, position)
         return True
 
     def _raise_what_the_order_raised(self) -> None:
@@ -363,7 +374,8 @@ class Lookahead(Iterator[memoryview]):
             retention.note_kept(drawn.hash)
         else:
             retention.note_lost(drawn.hash)
-            if self._reads and not retention.is_worth(_charge(self._typical), self._uses.after(drawn.position)):
+            used = min(self._uses.after(drawn.position), self._wanted(drawn.hash))
+            if self._reads and not retention.is_worth(_charge(self._typical), used):
                 return False
         self._keep(drawn.hash, following.name, self._typical if size is None else size, drawn.position)
         return True
@@ -373,9 +385,28 @@ class Lookahead(Iterator[memoryview]):
         retention, drawn = self._retention, following.drawn
         if retention is None or following.is_passing:
             return
-        self._keep(drawn.hash, following.name, size, self._uses.next(drawn.hash))
+        self._keep_for_all(drawn.hash, following.name, size)
         if following.load is not None and drawn.hash in retention:
             self._expected(following.name)  # it is not on trial any more
+
+    def _wanted(self, hash: int) -> int:
+        """The position at which another look-ahead of the node uses an object, about, or `NEVER`."""
+        turns = self._orders.turns_until(hash) if self._orders is not None else NEVER
+        return self._read + turns if turns < NEVER else NEVER
+
+    def _keep_for_all(self, hash: int, name: str, size: int) -> None:
+        """An object stays until it is used next, here or by another look-ahead. Caller: holds the lock."""
+        own, wanted = self._uses.next(hash), self._wanted(hash)
+        if wanted < own:
+            heapq.heappush(self._lent, (wanted, hash, name, size))
+        self._keep(hash, name, size, min(own, wanted))
+
+    def _look_after_lent(self) -> None:
+        """Others have used what stayed for them by now: it stays for whoever uses it next. Caller: holds the lock."""
+        while self._lent and self._lent[0][0] <= self._read:
+            position, hash, name, size = heapq.heappop(self._lent)
+            if self._retention is not None and self._retention.position(hash) == position:
+                self._keep_for_all(hash, name, size)
 
     def _keep(self, hash: int, name: str, size: int, position: int) -> None:
         if self._retention is not None:
@@ -432,6 +463,8 @@ class Lookahead(Iterator[memoryview]):
             self._drawn.clear()
             self._by_name.clear()
             self._width = self._unsized = self._in_memory = 0
+            if self._orders is not None:
+                self._orders.close()
         if self._loader is not None:
             self._loader.close(gives_up=True) if gives_up else self._loader.abandon()
 

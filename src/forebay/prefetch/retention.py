@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import heapq
 from array import array
+from collections.abc import Callable
 
-NEVER = 1 << 62
-"""The position of a use that is not known."""
+from forebay._engine.index.orders import NEVER
+
 _SLACK = 64  # one part in so many of the limit, or room for one object, is left to what is under way
 _FORGIVEN = 8
 """When so many times the limit was read of what is still there, a third is left of what was lost."""
@@ -60,13 +61,16 @@ class _Kept:
     __slots__ = ("name", "position", "size")
 
     def __init__(self, name: str, size: int, position: int) -> None:
+        """``position``: of its next use here, or by others."""
         self.name, self.size, self.position = name, size, position
 
 
 class Retention:
     """The objects that are to stay, by the hash of each: those used soonest, as many as fit."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Callable[[int], int] = lambda hash: NEVER) -> None:
+        """``wanted``: the position at which others use an object, or `NEVER`: asked before it goes."""
+        self._wanted = wanted
         self.limit = 0
         """Bytes that the objects may take."""
         self._lost = 0  # bytes of them that others seem to need
@@ -82,6 +86,11 @@ class Retention:
 
     def __contains__(self, hash: int) -> bool:
         return hash in self._kept
+
+    def position(self, hash: int) -> int | None:
+        """Until when an object is to stay; None: it is not."""
+        kept = self._kept.get(hash)
+        return kept.position if kept is not None else None
 
     def is_worth(self, size: int, position: int) -> bool:
         """Whether an object that is used again at this position is to be stored: there is room, or another one is used later."""
@@ -130,7 +139,12 @@ class Retention:
         while self._farthest:
             position, _, hash = self._farthest[0]
             kept = self._kept.get(hash)
-            if kept is not None and kept.position == -position:
+            if kept is None or kept.position != -position:
+                heapq.heappop(self._farthest)
+                continue
+            wanted = self._wanted(hash)
+            if wanted >= kept.position:
                 return hash
-            heapq.heappop(self._farthest)
+            kept.position, self._number = wanted, self._number + 1
+            heapq.heapreplace(self._farthest, (-wanted, -self._number, hash))
         return None
