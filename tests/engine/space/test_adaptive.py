@@ -126,6 +126,14 @@ def test_scans_through_a_hot_set_cost_no_more_than_by_lru(store: Store) -> None:
     assert found["auto"] >= 0.98 * found["lru"]
 
 
+def test_a_scan_between_the_uses_of_a_hot_set_costs_two_percent_of_its_hits_at_most(store: Store) -> None:
+    sizes = [4000] * 700  # with a row, a little more than a page each
+    filled(store, "auto", "auto", int(1.2 * 300 * 4000))
+    uses = list(scanned(300, 3000, 400, rounds=1))
+    hits(store, "auto", [key for key, _ in uses[:3000]], sizes)
+    assert sum(use(store, "auto", key, 4000) and is_hot for key, is_hot in uses[3000:]) >= 0.98 * 400
+
+
 def test_a_prefetchers_space_chooses_its_victims_in_the_same_order(store: Store) -> None:
     quota = sum(SIZES) // 2
     filled(store, "auto", "wait", quota)
