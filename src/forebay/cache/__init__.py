@@ -519,7 +519,7 @@ class Cache:
     def plan(
         self, need: int | str | None = None, *, where: Callable[[Entry], bool] | None = None, space: str | None = None, all: bool = False
     ) -> Plan:  # fmt: skip
-        """What an eviction would remove: the coldest entries, until ``need`` bytes are free, of the budget and on the disk above
+        """What an eviction would remove, in its order, until ``need`` bytes are free, of the budget and on the disk above
         ``min_free``; or all that ``where``, ``space`` or ``all`` selects. Pinned entries stay. `Plan.execute` removes them."""
         from forebay.cache import entries
 

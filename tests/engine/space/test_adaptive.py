@@ -493,3 +493,22 @@ def test_nothing_is_dismissed_where_the_policy_is_lru(trying: Store) -> None:
     assert not dismiss(trying, known[40])
     trying.put("auto", "new", b"n" * 20_000)
     assert known[40] in names(trying)
+
+
+@pytest.mark.parametrize("leads", [LRU, BIMODAL], ids=["lru", "bimodal"])
+def test_a_plan_names_those_that_eviction_takes_first(trying: Store, leads: int) -> None:
+    space_of(trying).ghosts._words[2] = leads
+    for number in range(4):
+        trying.put("auto", f"new{number}", b"n" * 20_000)
+    known = sorted(names(trying))
+    dismiss(trying, known[20], known[10])
+    names_of = {entry.id: entry.key for entry in trying.entries("auto")}
+    planned = [names_of[id] for id in trying.first_to_go()]
+    assert planned[:2] == [known[20], known[10]]
+    assert len(planned) == 2 + (leads == BIMODAL)
+    before, lost = names(trying), list[str]()
+    for number in range(len(planned)):
+        trying.put("auto", f"newer{number}", b"n" * 20_000)
+        lost += sorted(before - names(trying) - set(lost))
+    assert lost == planned
+    assert trying.first_touch("auto", known[30], FOREVER) is not None

@@ -84,6 +84,12 @@ class _Ring:
         words[self._bytes] = max(words[self._bytes] - trial.charge, 0)
         return trial
 
+    def entries(self) -> list[Trial]:
+        """All entries, oldest first: without the writer lock only about as they are."""
+        first, next = self._ends()
+        places = (self._base + number % _TRIALS * _WORDS for number in range(first, next))
+        return [Trial(*self._words[at : at + _WORDS].tolist()) for at in places]
+
     def room(self) -> int:
         """For how many entries there is a place."""
         first, next = self._ends()
@@ -94,7 +100,9 @@ class _Ring:
         words = self._words
         first, next = words[self._first], words[self._next]
         if not 0 <= next - first <= _TRIALS or next >= _BELIEVED or words[self._bytes] >= _BELIEVED:  # damaged
-            first = next = words[self._first] = words[self._next] = words[self._bytes] = 0
+            first = next = 0
+            if not words.readonly:
+                words[self._first] = words[self._next] = words[self._bytes] = 0
         return first, next
 
 
@@ -172,6 +180,18 @@ class AdaptiveSpace:
                     self._offered.append((ring, trial))
         return some
 
+    def first_to_go(self) -> list[int]:
+        """The ids of the entries that `overdue` would offer now. Callable without the writer lock."""
+        tried = self._trials.entries() if self.ghosts.bimodal else []
+        left, limit = sum(trial.charge for trial in tried), self.ghosts.capacity // ghosts.TRIAL_SHARE
+        over: list[Trial] = []
+        for trial in tried:
+            if left <= limit:
+                break
+            over.append(trial)
+            left -= trial.charge
+        return [trial.id for trial in (*self._dismissed.entries(), *over) if self._is_on_trial(trial)]
+
     def _is_a_trial_over(self) -> bool:
         return self.ghosts.bimodal and self._trials.bytes > self.ghosts.capacity // ghosts.TRIAL_SHARE
 
@@ -243,6 +263,11 @@ class AdaptiveSpaces:
         """How the policies of a space do; None where that is not known."""
         space = self._spaces.get(id) or self._open(id)
         return space.ghosts.standing() if space is not None else None
+
+    def first_to_go(self, id: int) -> list[int]:
+        """See `AdaptiveSpace.first_to_go`."""
+        space = self._spaces.get(id) or self._open(id)
+        return space.first_to_go() if space is not None else []
 
     def is_to_learn(self) -> bool:
         """Whether it is a second since the limits of the spaces were last asked for, by a process that evicts."""
