@@ -1364,6 +1364,11 @@ MUTANTS = (
         "tests/engine/space/test_adaptive.py::test_what_was_used_again_is_no_longer_on_trial",
     ),
     Mutant(
+        6, "a full space follows LRU until its ghosts differ", "_engine/index/ghosts.py",
+        "self._words[_LEADER] != LRU and self.capacity", "self._words[_LEADER] == BIMODAL and self.capacity",
+        "tests/engine/index/test_ghosts.py::test_a_scan_as_heavy_as_the_uses_of_the_hot_set_costs_two_percent_of_its_hits_at_most[200-1.2]",
+    ),
+    Mutant(
         6, "ghosts with damaged words never come round", "_engine/index/ghosts.py",
         "return shift > _MOST_SHIFT or not hash >> 64 - shift", "return not hash >> 64 - min(shift, _MOST_SHIFT)",
         "tests/engine/space/test_adaptive.py::test_words_of_noise_mislead_for_a_while_only",
