@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example example-flow example-claims test retest quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-epochs bench-policies deps docs clean
+.PHONY: help demo example example-flow example-claims test retest quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-epochs bench-policies plots deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -106,7 +106,7 @@ bench-touch: $(VENV)/.dev ## first reads of many objects in a fresh process, bes
 bench-blocks: $(VENV)/.dev deps ## two columns of a parquet file of 1 GB, beside fsspec and its blockcache
 	$(PY) benchmarks/blocks.py
 
-bench-epochs: $(VENV)/.dev ## a data set in random order by PyTorch's DataLoader, beside local files, fsspec and diskcache: takes half an hour
+bench-epochs: $(VENV)/.dev ## a data set in random order by PyTorch's DataLoader, beside files, caches and shard libraries: a quarter of an hour
 	$(PY) benchmarks/epochs.py
 
 bench-policies: $(VENV)/.dev ## hits by policy of eviction and trace, beside simulations where libcachesim is installed
@@ -114,6 +114,9 @@ bench-policies: $(VENV)/.dev ## hits by policy of eviction and trace, beside sim
 
 bench-start: $(VENV)/.dev ## a new process until its first hit, and the command line, beside diskcache and typer
 	$(PY) benchmarks/start.py
+
+plots: $(VENV)/.dev ## plots and tables of the documentation, from docs/pictures/epochs.json (what benchmarks/epochs.py --json writes)
+	$(PY) tools/plots.py
 
 docs: $(VENV)/.dev ## the site, into site/: a warning is an error (and would not be counted with --quiet)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

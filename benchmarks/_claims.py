@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 import traceback
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from _common import FLOOR, OURS, PEER
+from _torchvision import import_or_stand_in
 
 SHM = Path("/dev/shm")
 STREAMING = "Streaming"
@@ -143,12 +143,7 @@ def import_all() -> None:
     """Before the clock runs, and before anything is forked. What a killed process started becomes ours, to be waited for."""
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     importlib.import_module("forebay.claims")
-    try:
-        importlib.import_module("torchvision")
-    except (ImportError, RuntimeError):  # one that was built for another torch: Streaming needs it for its image datasets only
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "stand_ins"))
+    import_or_stand_in()
     importlib.import_module("streaming.base.shared.prefix")
 
 

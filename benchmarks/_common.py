@@ -55,7 +55,7 @@ class Part:
 
 @dataclass
 class Line:
-    """One line of the table: what was measured, what it must be, and what came out."""
+    """One line of the table: what was measured, what it must be, and what came out. ``facts``: what plots need besides; not printed."""
 
     what: str
     must: str
@@ -63,6 +63,7 @@ class Line:
     met: bool | None = None
     note: str = ""
     unit: str = "s"
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ours(self) -> Timing:
@@ -73,8 +74,8 @@ class Line:
         return self.timings[label].median / self.ours.median
 
     def best_peer(self) -> float:
-        """`ratio` of the fastest peer."""
-        return min(self.ratio(label) for label, timing in self.timings.items() if timing.kind == PEER)
+        """`ratio` of the fastest peer; infinite if there is none."""
+        return min((self.ratio(label) for label, timing in self.timings.items() if timing.kind == PEER), default=float("inf"))
 
     def floors(self) -> str:
         return "; ".join(
@@ -169,6 +170,7 @@ def main(
     parser.add_argument("rows", nargs="*", metavar="ROW", help="default: all")
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds: does it run at all?")
     parser.add_argument("--json", action="store_true", help="all samples, instead of Markdown")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing: print the table of what --json has written")
     parser.add_argument("--folder", type=Path, default=folder, help="where caches and files are put: %(default)s")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     for option, (_, text) in (variables or {}).items():
@@ -179,6 +181,9 @@ def main(
             os.environ[variable] = str(Path(value).absolute())
     if unknown := set(asked.rows) - set(rows):
         parser.error(f"no row {', '.join(sorted(unknown))}: rows are {', '.join(rows)}")
+    if asked.table:
+        print(table(json.loads(asked.table.read_text()), asked.rows or list(rows)))
+        return
     if asked.child:
         lines = rows[asked.child](asked.folder, asked.quick)
         print(json.dumps([dataclasses.asdict(line) for line in lines]))
@@ -205,6 +210,12 @@ def report(name: str, wanted: list[str], asked: argparse.Namespace) -> list[str]
     else:
         print(f"\n{time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f} at the end")
     return failed
+
+
+def table(measured: dict[str, Any], rows: Sequence[str]) -> str:
+    """These rows of what ``--json`` has written, as Markdown."""
+    lines = [_line(dict(each)).markdown() for row in rows for each in measured["rows"].get(row, ())]
+    return "\n".join([f"{measured['machine']}\n", HEAD, *lines])
 
 
 def run_row(name: str, row: str, asked: argparse.Namespace) -> list[Line] | None:

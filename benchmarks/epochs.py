@@ -1,283 +1,168 @@
-"""A data set read in a new random order each epoch, by PyTorch's DataLoader. ``python benchmarks/epochs.py [ROW...] [--quick] [--json]``
+"""A data set read in a new random order each epoch, by PyTorch's DataLoader.
+
+    python benchmarks/epochs.py [ROW...] [--quick] [--json]
+    python benchmarks/epochs.py --table FILE        the table of what --json has written
 
 The objects lie behind a server in a process of its own that takes 20 ms to answer; it counts what it sends. Every contestant is a fresh
-process with two workers, and has caches and files of its own. Peers are set as their documentation advises."""
+process with two workers (16 where there are 16 cores), and has caches and files of its own. Peers are set as their documentation advises;
+one that is not installed, fails or takes too long is left out, and the first line of its row says so. A round runs all in turn; the slow
+ones run for one round, fsspec's filecache with a tenth of the objects (its times are those of the tenth, times 10), and those without any
+cache for one epoch, since all of theirs are the same. With --quick several run side by side, to see that all of them work; nothing is
+judged then.
+"""
 
 from __future__ import annotations
 
-import itertools
-import json
-import shutil
-import subprocess
-import sys
+import importlib.metadata
 from pathlib import Path
+from typing import Any
 
-from _common import FLOOR, OURS, PEER, Line, Timing, main
-
-ITEM, LATENCY = 100_000, 0.02
-EPOCHS, BATCH, WORKERS, CONNECTIONS = 3, 32, 2, 16
-
-_SERVER = """
-import json, os, sys
-from forebay.testing import ScriptedServer
-with ScriptedServer() as server:
-    for number in range(int(sys.argv[1])):
-        server.put(f"/d/{number:06d}", os.urandom(int(sys.argv[2])), latency=float(sys.argv[3]))
-    print(server.url, flush=True)
-    for line in sys.stdin:
-        print(json.dumps([server.gets, server.sent]), flush=True)
-"""
-
-_BEGIN = """
-import json, os, sys, time
-import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler
-url, place, count, budget, step, item = sys.argv[1], sys.argv[2], *map(float, sys.argv[3:7])
-count, budget, item = int(count), int(budget), int(item)
-urls = [f"{url}/d/{number:06d}" for number in range(count)]
-sampler_of = lambda dataset: RandomSampler(dataset)
-
-class Own(Dataset):
-    def __init__(self, get):
-        self.get = get
-    def __len__(self):
-        return count
-    def __getitem__(self, i):
-        return self.get(i)
-
-def lengths(items):
-    return [len(item) for item in items]
-"""
-
-_END = f"""
-loader = DataLoader(
-    dataset, batch_size={BATCH}, sampler=sampler_of(dataset), num_workers={WORKERS}, collate_fn=lengths, persistent_workers=True,
-    multiprocessing_context="fork",
+from _common import Line, main
+from _epochs_peers import (
+    BATCH,
+    CONNECTIONS,
+    EPOCHS,
+    FILES,
+    FORMAT_OF,
+    FORMATS,
+    LOOKAHEAD,
+    OBJECTS,
+    PLAIN,
+    RAM,
+    READ,
+    SHARDS,
+    SHARDS_OURS,
+    THREADS,
+    URLS,
 )
-walls = []
-for epoch in range({EPOCHS}):
-    print("epoch", flush=True)
-    sys.stdin.readline()
-    began, seen = time.perf_counter(), 0
-    for batch in loader:
-        assert all(length == item for length in batch)
-        seen += len(batch)
-        time.sleep(step)
-    walls.append(time.perf_counter() - began)
-    assert seen == count
-print(json.dumps(walls), flush=True)
-"""
+from _epochs_run import LATENCY, Epoch, Race, make
 
-_POOL = """
-import urllib3
-pools = {}
-def fetch(i):
-    pool = pools.setdefault(os.getpid(), urllib3.PoolManager(maxsize=16))
-    return pool.request("GET", urls[i]).data
-"""
-
-_CODES = {
-    "Forebay, UrlDataset and Lookahead": (
-        OURS,
-        """
-import forebay
-from forebay.adapters.torch import Lookahead, UrlDataset
-dataset = UrlDataset(urls, cache=forebay.Cache(place, budget=budget, min_free=0, max_age="forever"))
-sampler_of = lambda dataset: Lookahead(RandomSampler(dataset), dataset)
-""",
-    ),
-    "Forebay, UrlDataset": (
-        OURS,
-        """
-import forebay
-from forebay.adapters.torch import UrlDataset
-dataset = UrlDataset(urls, cache=forebay.Cache(place, budget=budget, min_free=0, max_age="forever"))
-""",
-    ),
-    "Forebay, read": (
-        OURS,
-        """
-import forebay
-cache = forebay.Cache(place, budget=budget, min_free=0, max_age="forever")
-dataset = Own(lambda i: bytes(cache.read(urls[i])))
-""",
-    ),
-    "local files": (
-        FLOOR,
-        """
-os.makedirs(place)
-for number in range(count):
-    with open(f"{place}/{number}", "wb") as file:
-        file.write(os.urandom(item))
-def get(i):
-    with open(f"{place}/{i}", "rb") as file:
-        return file.read()
-dataset = Own(get)
-""",
-    ),
-    "no cache": (PEER, _POOL + "dataset = Own(fetch)\n"),
-    "no cache, 8 threads a worker": (
-        PEER,
-        _POOL
-        + """
-from concurrent.futures import ThreadPoolExecutor
-crews = {}
-class Batches(Own):
-    def __getitems__(self, indices):
-        return list(crews.setdefault(os.getpid(), ThreadPoolExecutor(8)).map(fetch, indices))
-dataset = Batches(fetch)
-""",
-    ),
-    "fsspec filecache": (
-        PEER,
-        """
-import fsspec
-files = {}
-def get(i):
-    fs = files.setdefault(os.getpid(), None) or fsspec.filesystem("filecache", target_protocol="http", cache_storage=place)
-    files[os.getpid()] = fs
-    with fs.open(urls[i], "rb") as file:
-        return file.read()
-dataset = Own(get)
-""",
-    ),
-    "diskcache": (
-        PEER,
-        _POOL
-        + """
-import diskcache
-kept = diskcache.Cache(place, size_limit=budget)
-def get(i):
-    data = kept.get(i)
-    if data is None:
-        data = fetch(i)
-        kept.set(i, data)
-    return data
-dataset = Own(get)
-""",
-    ),
-}
+SHARD = 100
+"""Samples of a shard."""
+PACKAGES = ("torch", "urllib3", "fsspec", "diskcache", "megatron-energon", "webdataset", "litdata", "mosaicml-streaming")
 
 
-class Server:
-    """The objects, in a process of its own."""
-
-    def __init__(self, count: int) -> None:
-        words = [sys.executable, "-c", _SERVER, str(count), str(ITEM), str(LATENCY)]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().strip()
-
-    def counts(self) -> tuple[int, int]:
-        """Requests and bytes so far."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("?\n")
-        self._process.stdin.flush()
-        gets, sent = json.loads(self._process.stdout.readline())
-        return gets, sent
-
-    def close(self) -> None:
-        self._process.communicate("", timeout=60)
+def _race(folder: Path, quick: bool, labels: list[str], seconds: float, **how: Any) -> Race:
+    """``seconds`` of the quarter of an hour that all rows may take."""
+    table = how.pop("table", OBJECTS)
+    count = 64 if quick else 2_000
+    rounds, at_once = (1, 3) if quick else (3, 1)
+    race = Race({label: table[label] for label in labels}, folder, count, rounds=rounds, at_once=at_once, seconds=seconds, **how)
+    race.run()
+    return race
 
 
-def _run(label: str, server: Server, place: Path, count: int, budget: int, step: float) -> tuple[list[float], list[int]]:
-    """The seconds of each epoch, and the requests in it."""
-    words = [sys.executable, "-c", _BEGIN + _CODES[label][1] + _END, server.url, str(place), str(count), str(budget), str(step)]
-    words.append(str(ITEM))
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    seen = []
-    for _ in range(EPOCHS):
-        line = process.stdout.readline()
-        assert line == "epoch\n", line
-        seen.append(server.counts()[0])
-        process.stdin.write("\n")
-        process.stdin.flush()
-    walls: list[float] = json.loads(process.stdout.readline())
-    seen.append(server.counts()[0])
-    process.communicate(timeout=60)
-    shutil.rmtree(place, ignore_errors=True)
-    return walls, [after - before for before, after in itertools.pairwise(seen)]
+def _line(race: Race, what: str, ours: str, epoch: int, must: str = "-") -> Line:
+    line = Line(f"{what}, epoch {epoch + 1}, {ours}", must, race.beside(ours, epoch))
+    mine = race.last(ours, epoch)
+    line.note = f"{race.count / line.ours.median:,.0f}/s, {mine.requests:,} requests"
+    counted: dict[str, Epoch] = {label: race.last(label, epoch) for label in line.timings}
+    line.facts = {
+        "epoch": epoch + 1,
+        "ours": ours,
+        "count": race.count,
+        "requests": {label: each.requests for label, each in counted.items()},
+        "sent": {label: each.sent for label, each in counted.items()},
+    }
+    return line
 
 
-Found = dict[str, tuple[list[Timing], list[int]]]
+def _ran(race: Race) -> list[str]:
+    """Those of ours that did not fail."""
+    return [label for label in (LOOKAHEAD, URLS, READ) if label in race.runs]
 
 
-def _epochs(folder: Path, count: int, rounds: int, share: float, step: float, labels: list[str]) -> Found:
-    """By label: the timings of each epoch, and the requests in each epoch of the last round."""
-    server = Server(count)
-    found = {label: ([Timing(_CODES[label][0]) for _ in range(EPOCHS)], [0] * EPOCHS) for label in labels}
-    try:
-        for number in range(rounds):
-            for label in labels:
-                walls, gets = _run(label, server, folder / f"{number}-{labels.index(label)}", count, int(count * ITEM * share), step)
-                for timing, wall in zip(found[label][0], walls, strict=True):
-                    timing.wall.append(wall)
-                found[label][1][:] = gets
-    finally:
-        server.close()
-    return found
-
-
-def _lines(what: str, found: Found, ours: str, count: int) -> list[Line]:
-    lines = []
-    for epoch in range(EPOCHS):
-        others = {label: timings[epoch] for label, (timings, _) in found.items() if label == ours or timings[epoch].kind != OURS}
-        line = Line(f"{what}, epoch {epoch + 1}, {ours}", "", others)
-        gets = found[ours][1][epoch]
-        line.note = f"{count / line.ours.median:,.0f}/s, {gets:,} requests"
-        lines.append(line)
+def _finished(race: Race, lines: list[Line]) -> list[Line]:
+    """The first line says what is left out, and which versions there were. Where contestants ran side by side nothing is judged."""
+    slow = [label for label in race.runs if race.table[label].share < 1]
+    notes = [f"{label}: {race.table[label].share:.0%} of the objects" for label in slow]
+    notes += [f"left out: {label} ({why})" for label, why in race.left_out.items()]
+    lines[0].note = "; ".join([lines[0].note, *notes])
+    lines[0].facts["versions"] = {name: version for name in PACKAGES if (version := _version(name))}
+    if race.at_once > 1:
+        for line in lines:
+            line.met = None
+    lines[0].facts["rounds"] = {label: len(runs) for label, runs in race.runs.items()}
     return lines
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def objects(folder: Path, quick: bool) -> list[Line]:
     """2,000 objects of 100 KB, and room for all of them."""
-    count, rounds = (64, 1) if quick else (2_000, 3)
-    found = _epochs(folder, count, rounds, 1.5, 0.0, list(_CODES))
-    lines = []
-    for ours in (label for label, (kind, _) in _CODES.items() if kind == OURS):
-        some = _lines(f"{count:,} x 100 KB, 20 ms away", found, ours, count)
-        some[0].must = f">= 0.9x of {CONNECTIONS} connections / latency; >= the best peer"
-        some[0].met = count / some[0].ours.median >= 0.9 * CONNECTIONS / LATENCY and some[0].best_peer() >= 1
-        for line in some[1:]:
-            line.must = ">= 0.8x local files; >= the best peer"
-            line.met = line.ratio("local files") >= 0.8 and line.best_peer() >= 1
-        lines += some
-    return lines
+    race = _race(folder, quick, [label for label in OBJECTS if label != RAM], 270)
+    what, lines = f"{race.count:,} x 100 KB, {LATENCY * 1e3:.0f} ms away", []
+    for ours in _ran(race):
+        for epoch in range(EPOCHS):
+            line = _line(race, what, ours, epoch, ">= 0.8x local files; >= the best peer")
+            line.met = line.ratio(FILES) >= 0.8 and line.best_peer() >= 1
+            if not epoch:
+                line.must, line.met = "-", None
+                if ours != READ:
+                    line.must = f">= 0.9x of {CONNECTIONS} connections / latency; >= the best peer"
+                    line.met = race.count / line.ours.median >= 0.9 * CONNECTIONS / LATENCY and line.best_peer() >= 1
+            lines.append(line)
+    return _finished(race, lines)
+
+
+def shards(folder: Path, quick: bool) -> list[Line]:
+    """The same samples in shards of 10 MB, and room for all of them."""
+    made = folder / "made"
+    made.mkdir()
+    absent = {name for label, name in FORMAT_OF.items() if SHARDS[label].missing()}
+    formats = {name: code for name, code in FORMATS.items() if name not in absent}
+    failed = make(made, formats, 64 if quick else 2_000, 16 if quick else SHARD, 60)
+    labels = [label for label in SHARDS if FORMAT_OF.get(label) not in failed]
+    race = _race(folder, quick, labels, 100, table=SHARDS, made=made)
+    race.left_out.update({label: failed[name] for label, name in FORMAT_OF.items() if name in failed})
+    size = sum(path.stat().st_size for path in (made / "tar").iterdir())
+    what, lines = f"{race.count:,} x 100 KB in tar shards of {size / len(list((made / 'tar').iterdir())) / 1e6:.0f} MB", []
+    for epoch in range(EPOCHS):
+        line = _line(race, what, SHARDS_OURS, epoch, ">= 0.8x local files; >= the best peer")
+        line.met = line.ratio(FILES) >= 0.8 and line.best_peer() >= 1
+        if not epoch:
+            sent = race.last(SHARDS_OURS, epoch).sent / size
+            line.must, line.met = ">= the best peer; bytes <= 1.02x", sent <= 1.02 and line.best_peer() >= 1
+            line.note += f", {sent:.3f}x the bytes"
+        lines.append(line)
+    return _finished(race, lines)
 
 
 def half(folder: Path, quick: bool) -> list[Line]:
-    """The same with room for half of them."""
-    count, rounds = (64, 1) if quick else (2_000, 3)
-    labels = [label for label in _CODES if label not in ("local files", "fsspec filecache")]
-    found = _epochs(folder, count, rounds, 0.5, 0.0, labels)
+    """Objects, and room for half of them: the last epoch."""
+    race = _race(folder, quick, [LOOKAHEAD, URLS, READ, PLAIN, THREADS, "diskcache"], 200, share=0.5)
     lines = []
-    for ours in (label for label, (kind, _) in _CODES.items() if kind == OURS):
-        line = _lines(f"{count:,} x 100 KB, budget for half of it", found, ours, count)[-1]
-        line.must = "hits >= 45 %; <= 0.6x the time of no cache with as many requests at once"
-        hits = 1 - found[ours][1][-1] / count
-        line.note += f", {hits:.0%} hits"
-        beside = "no cache" if ours == "Forebay, read" else "no cache, 8 threads a worker"
-        line.met = hits >= 0.45 and line.ratio(beside) >= 1 / 0.6
+    for ours in _ran(race):
+        must = "hits >= 45 %; <= 0.6x the time of no cache with as many requests at once"
+        line = _line(race, f"{race.count:,} x 100 KB, budget for half of it", ours, EPOCHS - 1, must)
+        hits = [1 - race.last(ours, epoch).requests / race.count for epoch in range(EPOCHS)]
+        beside = PLAIN if ours == READ else THREADS
+        line.met = hits[-1] >= 0.45 and beside in line.timings and line.ratio(beside) >= 1 / 0.6
+        line.note += f", {hits[-1]:.0%} hits ({hits[1]:.0%} in epoch 2)"
+        line.facts["hits"] = hits
         lines.append(line)
-    return lines
+    return _finished(race, lines)
 
 
 def steps(folder: Path, quick: bool) -> list[Line]:
-    """A loop that works for 50 ms with each batch of 32; beside it the same items in memory."""
-    count, rounds = (64, 1) if quick else (2_000, 3)
-    ours = "Forebay, UrlDataset and Lookahead"
-    found = _epochs(folder, count, rounds, 1.5, 0.05, [ours, "local files", "no cache, 8 threads a worker"])
-    lines = _lines(f"{count:,} x 100 KB, 50 ms of work a batch of {BATCH}", found, ours, count)
-    for line in lines:
-        line.must = ">= 0.97x local files"
-        line.met = line.ratio("local files") >= 0.97
-    return lines
+    """A loop that works for 50 ms with each batch of 32: the steps of the how-to, beside the same items in memory."""
+    race = _race(folder, quick, [LOOKAHEAD, URLS, READ, PLAIN, RAM], 200, step=0.05)
+    what, lines = f"{race.count:,} x 100 KB, 50 ms of work a batch of {BATCH}", []
+    for ours in _ran(race):
+        for epoch in range(EPOCHS):
+            line = _line(race, what, ours, epoch)
+            if ours == LOOKAHEAD:
+                line.must, line.met = ">= 0.97x in RAM", line.ratio(RAM) >= 0.97
+            lines.append(line)
+    return _finished(race, lines)
 
 
-ROWS = {"objects": objects, "half": half, "steps": steps}
+ROWS = {"objects": objects, "shards": shards, "half": half, "steps": steps}
 
 if __name__ == "__main__":
     main("epochs", ROWS)

@@ -1431,7 +1431,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "what is not used soon is stored all the same", "prefetch/objects.py",
-        "Wanted(target, options, self._number, leased=load.stores, spills=True, stores=load.stores,",
+        "Wanted(target, options, self._number, leased=stores, spills=True, stores=load.stores,",
         "Wanted(target, options, self._number, leased=True, spills=True,",
         f"{KNOWN}test_what_is_not_used_soon_is_not_stored",
     ),
@@ -1477,8 +1477,13 @@ MUTANTS = (
     ),
     Mutant(
         4, "an object that never fits occupies a place", "prefetch/objects.py",
-        "return self._waits and size <= self._store.spaces.limits(URLS)[0]", "return self._waits",
+        "self._store.keeps and size <= self._store.spaces.limits(URLS)[0]", "self._store.keeps",
         f"{OBJECTS}test_an_object_larger_than_the_cache_occupies_no_place",
+    ),
+    Mutant(
+        4, "what never fits is fetched again at its turn", "prefetch/objects.py",
+        "may_wait or (self._in_turn and request.data is not None)", "may_wait",
+        f"{AHEAD}test_what_is_too_large_for_the_cache_waits_in_memory_for_its_turn",
     ),
     Mutant(
         2, "what another process fetches is not looked for again", "prefetch/objects.py",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,9 @@ from forebay.testing import ScriptedServer
 from tests.adapters.test_torch import raised_by
 from tests.adapters.test_torch_urls import OBJECTS, listed, number, put_objects
 from tests.items import until
+from tests.scenarios.test_look_ahead import Objects
+from tests.scenarios.test_prefetch import brim
+from tests.servers.nginx import nginx
 
 torch = pytest.importorskip("torch")
 data = pytest.importorskip("torch.utils.data")
@@ -119,6 +125,48 @@ def test_an_object_that_is_missing_is_the_workers_error(cache: forebay.Cache, se
     loader = data.DataLoader(dataset, sampler=Lookahead(range(4), dataset), batch_size=1, collate_fn=listed)
     assert type(raised_by(loader)) is errors.NotFound
     assert [cache.entry(url) is not None for url in urls[:3]] == [True] * 3
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_s01_a_worker_that_is_killed_in_the_middle_of_a_look_ahead_leaves_nothing(
+    cache: forebay.Cache, tmp_path: Path, method: str
+) -> None:
+    """The look-ahead is that of the process that runs the loader: it goes on, and what it has fetched is not fetched again."""
+    with nginx(tmp_path / "nginx") as server:
+        count, workers, batch = 16, 4, 3
+        objects = Objects(server, "killed", count, 150_000, place="/slow")
+        dataset = UrlDataset(objects.urls, Killing(str(tmp_path / "mark"), objects), cache=cache)
+        loader = data.DataLoader(
+            dataset,
+            batch_size=batch,
+            sampler=Lookahead(range(count), dataset, workers=workers),
+            num_workers=2,
+            collate_fn=listed,
+            multiprocessing_context=method,
+        )
+        with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
+            list(loader)
+        assert [number for numbers in loader for number in numbers] == list(range(count))
+        gets = objects.gets()
+        assert len(gets) == count
+        assert sum(gets) <= count + workers + 2 * batch  # what the look-ahead, and the workers, had in flight
+        assert cache.stats().fallbacks == 0
+        brim(cache)
+
+
+class Killing:
+    """Decodes an object to its number. The process that gets number 7 first is killed."""
+
+    def __init__(self, mark: str, objects: Objects) -> None:
+        self.mark, self.objects = mark, objects
+
+    def __call__(self, url: str, data: memoryview) -> int:
+        number = int(url.rpartition("-")[2])
+        assert bytes(data) == self.objects.body(number)
+        if number == 7 and not os.path.exists(self.mark):
+            Path(self.mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
 
 
 def test_what_the_sampler_raises_reaches_the_loop(cache: forebay.Cache, urls: list[str]) -> None:

@@ -26,6 +26,8 @@ from forebay.testing import ScriptedServer
 from tests.adapters.test_torch import raised_by
 from tests.harness import KiB, MiB
 from tests.processes import in_child
+from tests.scenarios.test_prefetch import brim
+from tests.servers.nginx import nginx
 
 torch = pytest.importorskip("torch")
 data = pytest.importorskip("torch.utils.data")
@@ -172,6 +174,55 @@ def test_a_worker_that_is_killed_leaves_the_shards_that_it_has_fetched(
     assert sorted(keys_of(loader)) == KEYS
     gets = collections.Counter(request.path for request in server.requests)
     assert gets["/shard-000.tar"] == gets["/shard-002.tar"] == 1  # they had come, and are kept
+
+
+def test_s01_a_worker_that_is_killed_while_its_next_shards_come_leaves_nothing(cache: forebay.Cache, tmp_path: Path) -> None:
+    mark = tmp_path / "killed"
+
+    def decode(name: str, body: bytes) -> bytes:
+        if name == "0-5.jpg" and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return body
+
+    with nginx(tmp_path / "nginx") as server:
+        samples, ahead = 30, 1
+        urls = [server.put(f"shard-{shard:03}.tar", tar(members(shard, samples))) for shard in range(SHARDS)]
+        slow = [url.replace(server.url, f"{server.url}/slow") for url in urls]
+        loader = loaded(Shards(slow, cache=cache, decode=decode, ahead=ahead), 2, multiprocessing_context="fork")
+        with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
+            keys_of(loader)
+        assert sorted(keys_of(loader)) == sorted(f"{shard}-{number}" for shard in range(SHARDS) for number in range(samples))
+        gets = server.gets("shard")
+        assert len(gets) == SHARDS
+        assert gets["shard-000.tar"] == 1  # it had come
+        assert gets.total() <= SHARDS + 2 * (ahead + 1)  # what both workers had in flight
+        assert cache.stats().fallbacks == 0
+        brim(cache)
+
+
+def test_shards_that_are_replaced_while_they_are_read_are_each_of_one_version(tmp_path: Path) -> None:
+    def body(version: int) -> bytes:
+        size = 30_000 + 700 * version
+        return tar((f"{number}.bin", bytes([version]) * size) for number in range(40))
+
+    with nginx(tmp_path / "nginx") as server, forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0, max_age=0) as cache:
+        urls = [server.put(f"shard-{shard}.tar", body(0)) for shard in range(3)]
+        dataset = Shards(urls, cache=cache, ahead=1)
+        seen = []
+        for version in (1, 2, 3):
+            for number, sample in enumerate(dataset):
+                versions, size = set(sample["bin"]), len(sample["bin"])
+                assert versions == {(size - 30_000) // 700}
+                seen.append((version, sample["__url__"], versions.pop()))
+                if number == 5:
+                    for shard in range(3):
+                        server.replace(f"shard-{shard}.tar", body(version))
+        per_shard = collections.Counter(seen)
+        assert set(per_shard.values()) == {40}, "a shard of two versions"
+        assert len(per_shard) == 9
+        assert {version - 1 - of for version, _, of in per_shard} <= {0, -1}
+        assert cache.check(deep=True) == []
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay.cli.demo.play import pack
+from forebay.cli.demo.play import pack, pack_objects
 from forebay.cli.demo.processes import DemoFailed, DemoWorkers
 
 from .conftest import Run
@@ -26,6 +26,11 @@ def test_the_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (found["killed"] > 0, found["damaged"], found["budget_held"]) == (True, 0, True)
     assert 0 < found["peak"] <= found["budget"]
     assert 0 < found["left"] <= found["halved"]
+    assert [epoch["read"] for epoch in found["half"]] == [200 * 20_480] * 3
+    assert [epoch["remote"] for epoch in found["half"]] == [epoch["requests"] * 20_480 for epoch in found["half"]]
+    fetched = [epoch["requests"] for epoch in found["half"]]
+    assert fetched[0] == 200
+    assert 100 <= fetched[2] <= 140  # half of them fit; least recently used would fetch 170
     assert list(tmp_path.glob("forebay-demo-*")) == []
 
 
@@ -39,6 +44,13 @@ def test_shards_are_what_they_say(tmp_path: Path) -> None:
     assert [(tmp_path / s.name).stat().st_size for s in shards] == [s.size for s in shards]
     assert [zlib.crc32((tmp_path / s.name).read_bytes()) for s in shards] == [s.crc for s in shards]
     assert len({s.crc for s in shards}) == 3
+
+
+def test_objects_differ_and_have_the_size_that_was_asked_for(tmp_path: Path) -> None:
+    names = pack_objects(tmp_path, count=200, size=20_480)
+    contents = {(tmp_path / name).read_bytes() for name in names}
+    assert {len(content) for content in contents} == {20_480}
+    assert len(contents) == 200
 
 
 def test_a_worker_that_ends_by_itself_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

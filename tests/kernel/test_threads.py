@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from forebay._kernel.threads import run_all
+from forebay._kernel.threads import Threads, run_all
 
 WAIT = 60.0
 
@@ -260,3 +260,25 @@ def test_an_error_keeps_nothing_in_memory() -> None:
         assert [ref() for ref in alive] == [None]
     finally:
         gc.enable()
+
+
+def test_an_idle_thread_keeps_no_item_alive() -> None:
+    class Item:
+        done = threading.Event()
+
+    def work(item: Item) -> None:
+        item.done.set()
+
+    threads = Threads(work, 1, name="idle")
+    item = Item()
+    ref = weakref.ref(item)
+    threads.submit(item)
+    assert item.done.wait(WAIT)
+    del item
+    deadline = time.monotonic() + WAIT
+    while ref() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)  # the thread that worked on it is on its way to the next one
+    is_running = threads_called("idle")
+    threads.close()
+    assert is_running
+    assert ref() is None

@@ -65,6 +65,15 @@ def test_the_window_bounds_what_is_ahead(cache: forebay.Cache, server: ScriptedS
         assert [bytes(view) for view in ahead] == [body(number) for number in range(2, 20)]
 
 
+def test_a_number_of_objects_bounds_what_is_ahead(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
+    with cache.lookahead(urls, most=2) as ahead:
+        next(ahead)
+        until(lambda: ahead.progress.ready == 2, "what is ahead")
+        assert (server.gets, ahead.progress.ahead) == (3, 2)
+        assert [bytes(view) for view in ahead] == [body(number) for number in range(1, 20)]
+    assert server.gets == len(urls)
+
+
 def test_an_order_may_be_endless_and_repeat(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
     drawn: list[int] = []
 
@@ -168,9 +177,33 @@ def test_local_files_are_read_in_place(cache: forebay.Cache, tmp_path: Path) -> 
     assert cache.entries() == []
 
 
-def test_without_a_cache_each_is_read_at_its_turn(server: ScriptedServer, urls: list[str]) -> None:
-    with forebay.Cache(enabled=False) as cache, cache.lookahead(urls) as ahead:
-        assert [bytes(view) for view in ahead] == [body(number) for number in range(20)]
+def test_what_is_too_large_for_the_cache_waits_in_memory_for_its_turn(tmp_path: Path, server: ScriptedServer) -> None:
+    urls = [server.put(f"/{number}.bin", body(number) * 10) for number in range(6)]
+    with forebay.Cache(tmp_path / "root", budget=5 * SIZE, min_free=0) as cache:
+        with cache.lookahead(urls, workers=2, horizon=0) as ahead:
+            for number in range(6):
+                until(lambda: ahead.progress.ready == ahead.progress.ahead, "what is ahead")
+                assert bytes(next(ahead)) == body(number) * 10
+        assert cache.stats().fallbacks == 6
+    assert server.gets == 6
+
+
+@pytest.mark.parametrize("options", [{"enabled": False}, {"read_only": True}], ids=["no cache", "a root that is only read"])
+def test_what_cannot_be_stored_is_fetched_ahead_into_memory(
+    tmp_path: Path, server: ScriptedServer, urls: list[str], options: dict[str, bool]
+) -> None:
+    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0) as cache:
+        cache.read(urls[2])
+    for number in range(4, 20):
+        server.objects[f"/d/{number}.bin"].stall_after = 0
+    is_there = "read_only" in options
+    with forebay.Cache(tmp_path / "root", **options) as cache, cache.lookahead(urls, workers=3) as ahead:  # type: ignore[arg-type]
+        assert bytes(next(ahead)) == body(0)
+        until(lambda: ahead.progress.ready >= 3, "what is ahead")
+        assert [bytes(view) for view in islice(ahead, 3)] == [body(number) for number in range(1, 4)]
+        server.go.set()
+        assert [bytes(view) for view in ahead] == [body(number) for number in range(4, 20)]
+    assert server.gets == len(urls) + (not is_there)
 
 
 def test_both_processes_go_on_after_a_fork(cache: forebay.Cache, urls: list[str]) -> None:
@@ -228,7 +261,9 @@ def test_it_is_not_pickled(cache: forebay.Cache, urls: list[str]) -> None:
         pickle.dumps(ahead)
 
 
-@pytest.mark.parametrize("wrong", [{"urls": "http://host/a"}, {"urls": 5}, {"workers": 0}, {"window": 0}, {"window": "much"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"urls": "http://host/a"}, {"urls": 5}, {"workers": 0}, {"most": 0}, {"window": 0}, {"window": "much"}], ids=str
+)
 def test_what_makes_no_sense_is_refused(cache: forebay.Cache, wrong: dict[str, Any]) -> None:
     with pytest.raises(errors.ConfigError):
         cache.lookahead(**{"urls": ["http://host/a"]} | wrong)

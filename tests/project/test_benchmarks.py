@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -109,9 +112,62 @@ def test_the_table_of_blocks_has_fsspec_in_it_and_counts_what_is_sent(tmp_path: 
 
 def test_the_table_of_epochs_counts_requests(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    words = [sys.executable, str(BENCHMARKS / "epochs.py"), "--quick", "--folder", str(tmp_path), "steps"]
+    words = [sys.executable, str(BENCHMARKS / "epochs.py"), "--quick", "--json", "--folder", str(tmp_path), "steps"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")][2:]
-    assert [row[3].split(", ")[-1].strip() for row in rows] == ["64 requests", "0 requests", "0 requests"]
+    lines = json.loads(done.stdout)["rows"]["steps"]
+    counted = {(line["facts"]["ours"], line["facts"]["epoch"]): line["facts"]["requests"][line["facts"]["ours"]] for line in lines}
+    assert counted == {(ours, epoch): 64 if epoch == 1 else 0 for ours, epoch in counted}
+    assert len(counted) == 3 * 3
+    assert {line["met"] for line in lines} == {None}  # contestants ran side by side
+    assert lines[0]["facts"]["sent"]["no cache"] == 64 * 100_000
+    measured = tmp_path / "measured.json"
+    measured.write_text(done.stdout)
+    table = subprocess.run([*words[:2], "--table", str(measured)], capture_output=True, text=True, timeout=60)
+    assert table.stdout.count("50 ms of work a batch") == 9, table.stderr
+    measured.unlink()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def epochs_run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """How the benchmark of epochs runs programs."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("_epochs_run")
+
+
+READER = """
+import json, sys, urllib.request
+url = json.loads(sys.argv[1])["url"]
+urllib.request.urlopen(f"{url}/bucket/d/000000").read()  # before the first epoch
+for epoch in range(2):
+    print("epoch", flush=True)
+    sys.stdin.readline()
+    request = urllib.request.Request(f"{url}/bucket/d/000001", headers={"Range": "bytes=0-9"}, method=["GET", "HEAD"][epoch])
+    urllib.request.urlopen(request).read()
+print("done [0.5, 0.25]", flush=True)
+"""
+
+
+def test_the_server_of_epochs_counts_what_each_epoch_requests(epochs_run: ModuleType, tmp_path: Path) -> None:
+    with epochs_run.Server(2, item=1_000, latency=0) as server:
+        epochs = epochs_run.run(READER, {"url": server.url}, server, tmp_path / "log", 60)
+        assert server.counts() == (3, 1_010)
+    assert epochs == [epochs_run.Epoch(0.5, 2, 1_010), epochs_run.Epoch(0.25, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("program", "limit", "reason"),
+    [
+        ("raise ValueError('no such luck')", 60, "failed: ValueError: no such luck"),
+        ("import sys, time\nprint('epoch', flush=True)\nsys.stdin.readline()\ntime.sleep(1000)", 1, "took more than 1 s"),
+        ("import os\nos.fork() or os.execvp('sleep', ['sleep', '1000'])", 1, "took more than 1 s"),
+        ("", 60, "failed: it told nothing"),
+    ],
+)
+def test_a_contestant_that_fails_or_hangs_is_ended(
+    epochs_run: ModuleType, tmp_path: Path, program: str, limit: int, reason: str
+) -> None:  # fmt: skip
+    with epochs_run.Server() as server, pytest.raises(epochs_run.Failed) as failed:
+        epochs_run.run(program, {}, server, tmp_path / "log", limit)
+    assert str(failed.value) == reason

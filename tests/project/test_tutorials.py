@@ -1,4 +1,4 @@
-"""The tutorials run as they stand and print what they show; so do the snippets of the page on loops."""
+"""The tutorials run as they stand and print what they show; so do the snippets of the pages on loops and on training."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from forebay.testing import ScriptedServer
 DOCS = next(folder for folder in Path(__file__).parents if (folder / "mkdocs.yml").exists()) / "docs"
 TUTORIALS = DOCS / "tutorial"
 LOOPS = DOCS / "how-to" / "loops.md"
+TRAIN = DOCS / "how-to" / "train.md"
 
 
 def blocks(page: str | Path, language: str) -> list[str]:
@@ -81,6 +82,30 @@ def test_the_snippets_of_the_page_on_loops_run(tmp_path: Path) -> None:
         shard = server.put("/shards/shard-000.tar", packed.getvalue())
         given = urls, f"{server.url}/photos", names, shard, [f"shard-000.tar/{name}" for name in names], str(tmp_path / "model") + "/"
         assert run(LOOPS, tmp_path, LOOPS_BEGIN.format(given)) == "273\n"
+
+
+TRAIN_BEGIN = """
+import atexit, warnings
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # Python 3.12 and later, of each fork
+trained = []
+atexit.register(lambda: print(sum(trained)))
+urls = {0!r}
+
+def decode(url, data):
+    return data[0] + len(data)
+
+def train(batch):
+    trained.append(int(batch.sum()))
+"""
+
+
+def test_the_steps_of_the_page_on_training_give_the_same_samples(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    with ScriptedServer() as server:
+        urls = [server.put(f"/train/{number:06}.bin", bytes([number]) * 1000) for number in range(40)]
+        epochs = 1 + 2 + 2 + 2 + 2
+        assert run(TRAIN, tmp_path, TRAIN_BEGIN.format(urls)) == f"{epochs * sum(1000 + number for number in range(40))}\n"
+        assert server.gets == 40 * 5  # each step has a cache of its own, and its second epoch asks for nothing
 
 
 def test_each_tutorial_is_tested() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
+import os
 import shutil
 import signal
 import socket
@@ -34,6 +36,8 @@ http {{
         location /no-ranges/ {{ alias {folder}/files/; max_ranges 0; }}
         location /private/ {{ alias {folder}/files/; auth_basic "tests"; auth_basic_user_file {folder}/users; }}
         location /moved/ {{ rewrite ^/moved/(.*)$ /$1 redirect; }}
+        location /slow/ {{ alias {folder}/files/; limit_rate 100k; }}
+        location /medium/ {{ alias {folder}/files/; limit_rate 2m; }}
     }}
 }}
 """
@@ -42,8 +46,9 @@ http {{
 @dataclass(frozen=True)
 class Nginx:
     """``files``: the directory that is served; ``url``: where. ``/gzip/``, ``/no-ranges/``, ``/private/`` (user ``me``, password
-    ``pass``) and ``/moved/`` show the same files in their own way. ``log``: one line for each request, at whose end is how many
-    connections were open then. ``ca``: signs its certificate."""
+    ``pass``), ``/moved/``, ``/slow/`` and ``/medium/`` (100 KB, or 2 MB, at once, then as much a second of a connection) show the same
+    files in their own way. ``log``: one line for each request, at whose end is how many connections were open then. ``ca``: signs its
+    certificate."""
 
     url: str
     files: Path
@@ -54,6 +59,20 @@ class Nginx:
         """Write a file; its URL."""
         (self.files / name).write_bytes(body)
         return f"{self.url}/{name}"
+
+    def replace(self, name: str, body: bytes) -> None:
+        """Put another version in the place of a file, at once. Its ETag is another one even in the same second, and of the same size."""
+        path, new = self.files / name, self.files / f"{name}.new"
+        new.write_bytes(body)
+        later = path.stat().st_mtime_ns + 2 * 10**9
+        os.utime(new, ns=(later, later))
+        new.replace(path)
+
+    def gets(self, beginning: str = "") -> collections.Counter[str]:
+        """How often each file whose name begins so was requested. A request that was cut off counts once nginx has seen its end."""
+        requests = [line.split('"')[1].split() for line in self.log.read_text().splitlines()]
+        names = [words[1].rpartition("/")[2] for words in requests if words[0] == "GET"]
+        return collections.Counter(name for name in names if name.startswith(beginning))
 
 
 @contextlib.contextmanager

@@ -103,6 +103,7 @@ class Threads(Generic[T]):
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
             self._work(item)
+            del item  # else it would live as long as this thread has nothing else to do
             self._idle.release()
 
 

@@ -196,13 +196,13 @@ class Cache:
         return many.pull(self._origin, target, *self._reporting_options(target.key, max_age, refresh, on_progress, force=True, **arguments))
 
     def lookahead(
-        self, urls: Iterable[Url], *, window: int | str | None = None, horizon: int | None = None, workers: int = 16
-    ) -> Lookahead:
+        self, urls: Iterable[Url], *, window: int | str | None = None, most: int | None = None, horizon: int | None = None,
+        workers: int = 16) -> Lookahead:  # fmt: skip
         """An iterator over the bytes of ``urls``, in this order, which may be of several epochs, or endless: the next ones are fetched
-        meanwhile, ``workers`` at a time. For ``window`` and ``horizon`` see `Lookahead`. Raises `ConfigError`."""
+        meanwhile, ``workers`` at a time. For ``window``, ``most`` and ``horizon`` see `Lookahead`. Raises `ConfigError`."""
         from forebay.prefetch.ahead import look_ahead
 
-        return look_ahead(self._origin, urls, self._size(window, "window"), horizon, workers, self.read_many)
+        return look_ahead(self._origin, urls, self._size(window, "window"), most, horizon, workers, self.read_many)
 
     def read_many(
         self, urls: Iterable[Url], *, return_exceptions: bool = False, max_age: float | str | None = None, refresh: bool = False,

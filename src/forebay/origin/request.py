@@ -89,6 +89,10 @@ class VersionCheckSink:
             raise errors.ChecksumMismatch.of(self._url, self._etag, info.validator or "no ETag")
         return self._sink.begin(info)
 
+    def clone(self, fd: int) -> bool:
+        """See `CloningSink.clone`."""
+        return can_clone(self._sink) and self._sink.clone(fd)
+
 
 class SpillingSink:
     """A sink that continues in memory where the cache has no room, so that the data of the first answer is not requested again."""

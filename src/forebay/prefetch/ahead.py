@@ -19,6 +19,7 @@ from forebay._engine.write.publish import INLINE
 from forebay._kernel import host
 from forebay._model import Buffer
 from forebay.origin import Origin
+from forebay.origin.opening import in_memory
 from forebay.origin.request import FetchOptions
 from forebay.origin.spaces import FOREVER, URLS
 from forebay.prefetch.loader import abandon
@@ -85,15 +86,16 @@ class Lookahead(Iterator[memoryview]):
     What the cache has by then, or another process is fetching, is not fetched again. As far as the order is known, the cache keeps what is
     used soonest: what is used later than all that is there is not stored, and what is used the latest is evicted first.
 
-    ``window``: bytes of objects that are fetched before their turn, about (default: a quarter of the budget, at most 1 GiB). ``horizon``:
-    objects that are drawn from the order before their turn, at most 1,048,576, so that their next uses are known (default: 262,144 of a
-    sequence; none of another iterable, which may have to be drawn as late as possible).
+    ``window``: bytes of objects that are fetched before their turn, about (default: a quarter of the budget, at most 1 GiB).
+    ``most``: their number, at most. ``horizon``: objects that are drawn from the order before their turn, at most 1,048,576, so that
+    their next uses are known (default: 262,144 of a sequence; none of another iterable, which may have to be drawn late).
 
     Callable from any thread. Usable in both processes after a fork, where each goes on from the same place; not picklable: another process
     makes one of its own, as its order is its own. Nothing remains when the process ends."""
 
     def __init__(
-        self, origin: Origin, urls: Iterable[Url], *, window: int | None, horizon: int, workers: int, read_many: Callable[..., list[Any]]
+        self, origin: Origin, urls: Iterable[Url], *, window: int | None, most: int, horizon: int, workers: int,
+        read_many: Callable[..., list[Any]],
     ) -> None:  # fmt: skip
         """``read_many``: that of the cache, for what was not looked ahead for."""
         self._origin, self._urls, self._read_many = origin, iter(urls), read_many
@@ -114,16 +116,17 @@ class Lookahead(Iterator[memoryview]):
         self._gone: dict[str, None] = {}  # names of what the cache need not keep
         self._lent: list[tuple[int, int, str, int]] = []  # a heap of what stays for others: until when, hash, name, size
         self._measure_at = 0.0
-        self._workers = workers
+        self._workers, self._most = workers, most
         self._loader: ObjectLoader | None = None
         store = origin.current()
-        if store.keeps and not store.root.read_only:
-            self._loader = ObjectLoader(origin, store, origin.target, workers, waits=True)
+        can_store = store.keeps and not store.root.read_only
+        if can_store or origin.upstream is None:
+            self._loader = ObjectLoader(origin, store, origin.target, workers, waits=True, in_turn=True)
             weakref.finalize(self, abandon, weakref.ref(self._loader)).atexit = False
         host.at_fork(self)  # behind that of the loader, whose lock is taken inside of this one
         self._store, self._hit = store, store.hot_lookup(URLS)
-        self._window = min(WINDOW, store.usage().budget // _SHARE) if window is None else window
-        self._horizon = horizon if self._loader is not None else 0
+        self._window = min(WINDOW, (store.usage().budget or in_memory()) // _SHARE) if window is None else window
+        self._horizon = horizon if can_store else 0
         self._orders = Orders(store.root) if self._horizon and store.keeps else None
         self._retention = Retention(self._wanted) if self._horizon else None
         self._uses = NextUses(min(self._horizon, self._total or self._horizon) + MOST if self._horizon else 0)
@@ -275,7 +278,7 @@ class Lookahead(Iterator[memoryview]):
             if self._uses.drawn - self._read >= self._horizon or not self._draw():
                 break
             self._scout(self._drawn[-1])
-        while len(self._ahead) < MOST:
+        while len(self._ahead) < self._most:
             is_enough = self._width + self._unsized * self._typical >= self._window if self._sized else self._unsized >= self._workers
             if (is_enough or self._in_memory >= _IN_MEMORY) and self._ahead:
                 break
@@ -335,7 +338,10 @@ class Lookahead(Iterator[memoryview]):
         """The size of an object that the cache has already; it is touched, so that colder ones are evicted before its turn."""
         store = self._store
         with contextlib.suppress(errors.CacheFault):
-            return store.reservations.expect(URLS, name, self._max_age) if store.keeps else None
+            if store.keeps and not store.root.read_only:
+                return store.reservations.expect(URLS, name, self._max_age)
+            entry = store.entry(URLS, name)
+            return entry.size if entry is not None else None
         return None
 
     def _is_local(self, url: str) -> bool:
@@ -486,7 +492,8 @@ def _charge(size: int) -> int:
 
 
 def look_ahead(
-    origin: Origin, urls: Iterable[Url], window: int | None, horizon: int | None, workers: int, read_many: Callable[..., list[Any]]
+    origin: Origin, urls: Iterable[Url], window: int | None, most: int | None, horizon: int | None, workers: int,
+    read_many: Callable[..., list[Any]],
 ) -> Lookahead:  # fmt: skip
     """See `Cache.lookahead`. ``window`` in bytes."""
     if isinstance(urls, str | bytes) or not isinstance(urls, Iterable):
@@ -495,9 +502,12 @@ def look_ahead(
         raise errors.ConfigError(f"workers must be an integer of at least 1, not {workers!r}", name="workers", value=workers)
     if window is not None and window < 1:
         raise errors.ConfigError(f"window must be at least one byte, not {window!r}", name="window", value=window)
+    if most is not None and (type(most) is not int or most < 1):
+        raise errors.ConfigError(f"most must be an integer of at least 1, not {most!r}", name="most", value=most)
     if horizon is None:
         horizon = HORIZON if isinstance(urls, Sequence) else 0
     if type(horizon) is not int or not 0 <= horizon <= MOST_KNOWN:
         message = f"horizon must be an integer from 0 to {MOST_KNOWN:,}, not {horizon!r}"
         raise errors.ConfigError(message, name="horizon", value=horizon)
-    return Lookahead(origin, urls, window=window, horizon=horizon, workers=workers, read_many=read_many)
+    most = min(most or MOST, MOST)
+    return Lookahead(origin, urls, window=window, most=most, horizon=horizon, workers=workers, read_many=read_many)

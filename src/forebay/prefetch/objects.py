@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from forebay import errors
 from forebay._engine.store import Store
@@ -21,6 +22,9 @@ from forebay.prefetch.load_queue import REPORT_AFTER
 from forebay.prefetch.loader import WATCH, close_at_exit
 from forebay.prefetch.loads import Load, LoadRef, News, State, live
 from forebay.remote.base import CallAborted
+
+if TYPE_CHECKING:
+    from forebay._engine.passthrough import PassThrough
 
 log = logger("forebay.prefetch")
 
@@ -40,10 +44,14 @@ class ObjectLoader:
     guards everything; the cache and the remote are never called under it. Callable from any thread. After a fork the child queues again
     what was not settled, and starts a thread of its own when it asks for something."""
 
-    def __init__(self, origin: Origin, store: Store, target: Callable[[str], Target], workers: int, *, waits: bool) -> None:
+    def __init__(
+        self, origin: Origin, store: Store | PassThrough, target: Callable[[str], Target], workers: int, *,
+        waits: bool, in_turn: bool = False,
+    ) -> None:  # fmt: skip
         """``target``: the object of a key; it may raise `ConfigError`. ``waits``: what finds no room waits in memory, and with it all later
-        loads; else it is dropped."""
+        loads; else it is dropped. ``in_turn``: callers take the loads in their order, so that what will never have room waits too."""
         self._origin, self._store, self._target, self._workers, self._waits = origin, store, target, workers, waits
+        self._in_turn, self._stores = in_turn, store.keeps and not store.root.read_only
         self.news = News()
         self.closing = False
         self._reset()
@@ -195,7 +203,8 @@ class ObjectLoader:
         if busy is None or self.closing:
             return None
         with contextlib.suppress(errors.CacheFault):
-            self._store.locks.wait_turn(URLS, busy, WATCH)
+            if self._store.keeps:
+                self._store.locks.wait_turn(URLS, busy, WATCH)
         self._look_again()
         return 0.0
 
@@ -216,7 +225,7 @@ class ObjectLoader:
         """The next objects to fetch. None: nothing is under way, nor can be begun."""
         self._forget(self.news.wait(0, _never))
         requests: list[Wanted] = []
-        options = FetchOptions.of(self._origin)
+        options = FetchOptions.of(self._origin, bypass=not self._stores)
         with self._lock:
             places = min(most, self._places())
             while self._queued and len(requests) < places and not self.closing:
@@ -231,7 +240,8 @@ class ObjectLoader:
                 self._set(load, State.LOADING)
                 self._number += 1
                 self._under_way[self._number] = load.ref
-                request = Wanted(target, options, self._number, leased=load.stores, spills=True, stores=load.stores, since=load.busy_since)
+                stores = self._stores and load.stores
+                request = Wanted(target, options, self._number, leased=stores, spills=True, stores=load.stores, since=load.busy_since)
                 requests.append(request)
             return requests if requests or self._under_way else None
 
@@ -257,7 +267,7 @@ class ObjectLoader:
                 self._elsewhere.append(ref)
             elif not load.stores and request.data is not None:
                 self._set(load, State.LOADED, data=request.data)
-            elif may_wait:
+            elif may_wait or (self._in_turn and request.data is not None):
                 self._in_memory.append(ref)
                 self._set(load, State.LOADED, data=request.data, error=error)
             elif is_fault:
@@ -273,7 +283,7 @@ class ObjectLoader:
     def _may_have_room(self, size: int) -> bool:
         """Whether an object that has none now is to wait for some."""
         with contextlib.suppress(errors.CacheFault):
-            return self._waits and size <= self._store.spaces.limits(URLS)[0]
+            return self._waits and self._store.keeps and size <= self._store.spaces.limits(URLS)[0]
         return False
 
     def _look_again(self) -> None:
@@ -290,7 +300,7 @@ class ObjectLoader:
                 if self._refs.get(ref.key) is ref:
                     del self._refs[ref.key]
         unwanted = self.news.unwanted()
-        if unwanted:
+        if unwanted and self._store.keeps:
             with contextlib.suppress(errors.CacheFault):  # whoever needs room sweeps what nobody holds
                 self._store.drop(unwanted)
 

@@ -121,3 +121,25 @@ def test_where_it_cannot_be_shared_it_is_copied(tmp_path: Path, cloning: Callabl
     with forebay.Cache(tmp_path / "root", budget="64MiB", min_free=0) as cache:
         assert cache.read(source, force=True) == BODY
         assert cache.check(deep=True) == []
+
+
+def test_the_files_of_a_directory_are_shared(tmp_path: Path, cloning: Callable[..., None]) -> None:
+    cloned: list[str] = []
+
+    def clone(source: int, target: int) -> bool:
+        cloned.append(os.path.basename(os.readlink(f"/proc/self/fd/{source}")))
+        return copy_all(source, target)
+
+    cloning(clone)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("a.bin", "b.bin"):
+        (folder / name).write_bytes(name.encode() + BODY)
+    with forebay.Cache(tmp_path / "root", budget="64MiB", min_free=0) as cache:
+        with cache.directory(folder, force=True) as kept:
+            assert {path.name: path.read_bytes() for path in Path(kept).iterdir()} == {
+                "a.bin": b"a.bin" + BODY,
+                "b.bin": b"b.bin" + BODY,
+            }
+        assert sorted(cloned) == ["a.bin", "b.bin"]
+        assert cache.check(deep=True) == []

@@ -83,7 +83,7 @@ class Fill:
         self._root, self._catalog, self._owners, self._words, self._counters = root, catalog, owners, words, counters
         self._keys = locks.LockFile(root.lock("keys"), root.files.open)
         self._nesting = Nesting(catalog, owners)
-        self._errors: dict[tuple[int, str], tuple[int, Exception]] = {}  # this process's own failures, whole
+        self._errors: dict[tuple[int, str], tuple[int, Exception]] = {}  # this process's own failures, of whatever class
 
     def single(
         self,
@@ -292,7 +292,9 @@ class Fill:
             processes.record_failure(txn, space, key, errors.to_wire(error), at)
             if len(self._errors) >= 256:
                 self._errors.clear()
-            self._errors[space, key] = at, error
+            copy = _without_frames(error)
+            if copy is not None:
+                self._errors[space, key] = at, copy
 
     def failure(self, space: int, key: str, since: int) -> Exception | None:
         """What the work on a key failed with after ``since``, in any process; a later call tries again."""
@@ -300,7 +302,8 @@ class Fill:
         if failure is None or failure[0] < since:
             return None
         at, error = self._errors.get((space, key), (0, None))
-        return error if error is not None and at == failure[0] else errors.from_wire(failure[1])
+        copy = _without_frames(error) if error is not None and at == failure[0] else None
+        return errors.from_wire(failure[1]) if copy is None else copy
 
     def close(self) -> None:
         self._keys.close()
@@ -318,6 +321,23 @@ class Fill:
 
 def _word_of(keyhash: int) -> int:
     return FIRST_WORD + keyhash % KEY_WORDS
+
+
+def _without_frames(error: Exception) -> Exception | None:
+    """A copy of an error without its traceback, its cause and its context, whose frames hold the objects of callers. None: its class
+    allows no copy that says the same."""
+    kind = type(error)
+    for skips_init in (True, False):  # its __init__ may take other arguments, or set what it says
+        with contextlib.suppress(Exception):
+            reduced = error.__reduce__()
+            if isinstance(reduced, str):  # the name of something global
+                return None
+            rebuild, args = reduced[:2]
+            copy = kind.__new__(kind, *args) if skips_init else rebuild(*args)
+            vars(copy).update(vars(error))
+            if type(copy) is kind and str(copy) == str(error):
+                return copy
+    return None
 
 
 # -- waiting for a key while holding others: allowed, unless such waits form a cycle -------------------------------------

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import threading
-from collections import deque
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from forebay import errors
-from forebay._kernel.threads import TURN
 from forebay._model import Span
 from forebay.cache import Cache
 from forebay.remote.urls import shown
@@ -79,50 +74,18 @@ def _grouped(members: Mapping[bytes, Span], url: str) -> list[_Group]:
     return groups
 
 
-class _Load(NamedTuple):
-    """A shard that a thread is loading, or has loaded. ``turn``: see `Sample`."""
+class ShardFiles:
+    """Shards in the order of their turns: while one is read, the next ``ahead`` are fetched. ``shards``: their turns and URLs.
 
-    turn: int
-    url: str
-    loaded: Future[ShardFile]
+    For one thread; usable in both processes after a fork. What is under way when this object is dropped is fetched to its end, into the
+    cache."""
 
-
-class Upcoming:
-    """Shards in the order of their turns: while one is read, threads load the next ``ahead``. ``shards``: their turns and URLs.
-
-    For one thread. A forked child loads again what its parent was loading. What is under way when this object is dropped is loaded to its
-    end, into the cache."""
-
-    def __init__(self, cache: Cache, shards: Iterable[tuple[int, str]], ahead: int) -> None:
-        self._cache, self._shards, self._ahead = cache, iter(shards), ahead
-        self._window: deque[_Load] = deque()
-        self._pid = os.getpid()
+    def __init__(self, cache: Cache, shards: Sequence[tuple[int, str]], ahead: int) -> None:
+        self._shards = iter(shards)
+        urls = [url for _, url in shards]
+        self._read: Iterator[memoryview] = cache.lookahead(urls, most=ahead, workers=ahead + 1) if ahead else map(cache.read, urls)
 
     def take(self) -> ShardFile | None:
-        """The next shard, None after the last. Raises `RemoteError`; the call after that takes the shard behind."""
-        if self._pid != os.getpid():
-            left, self._window, self._pid = self._window, deque(), os.getpid()
-            for load in left:
-                self._begin(load.turn, load.url)
-        while len(self._window) <= self._ahead and (shard := next(self._shards, None)) is not None:
-            self._begin(*shard)
-        if not self._window:
-            return None
-        while not wait([self._window[0].loaded], TURN).done:  # in short turns: another thread may have got the signal of Ctrl-C
-            pass
-        return self._window.popleft().loaded.result()
-
-    def _begin(self, turn: int, url: str) -> None:
-        load = _Load(turn, url, Future())
-        # One for each shard: threads that wait for work would have to be ended by whoever holds this object, an error among them.
-        threading.Thread(target=_load, args=(self._cache, load), daemon=True, name=f"forebay-shards-{turn}").start()
-        self._window.append(load)
-
-
-def _load(cache: Cache, load: _Load) -> None:
-    try:
-        load.loaded.set_result(ShardFile(load.turn, load.url, cache.read(load.url)))
-    except BaseException as error:  # noqa: BLE001 (raised where the shard is taken)
-        load.loaded.set_exception(error)
-    finally:
-        del load  # the error holds this frame
+        """The next shard, None after the last. Raises `RemoteError`, `BadArchive`; the call after that takes the shard behind."""
+        shard = next(self._shards, None)
+        return None if shard is None else ShardFile(*shard, next(self._read))

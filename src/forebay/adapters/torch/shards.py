@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from forebay import errors, remote
 from forebay._logs import logger
 from forebay.adapters.torch.datasets import opened
-from forebay.adapters.torch.shard_files import Sample, ShardFile, Upcoming
+from forebay.adapters.torch.shard_files import Sample, ShardFile, ShardFiles
 from forebay.cache import Cache
 from forebay.remote.urls import Url
 from forebay.sources import Decode, by_extension
@@ -33,7 +33,8 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
     """The samples of tar shards: ``{"__key__": "000017", "__url__": ..., "jpg": bytes, "cls": bytes}``, grouped as webdataset groups them.
 
     ``urls``: of the shards; ``shard-{000..999}.tar`` names a thousand. Each rank, and each DataLoader worker of it, reads shards of its
-    own, whole: a shard is fetched once into the cache, and read from there; the next ``ahead`` shards are fetched meanwhile.
+    own, whole: a shard is fetched once into the cache, and read from there; the next ``ahead`` shards are fetched meanwhile, as far as a
+    quarter of the budget reaches, see `Cache.lookahead`.
     ``shuffle_shards``: in an order that differs by ``seed`` and epoch, see `set_epoch`, and is the same in all ranks. ``buffer``: samples
     that a worker keeps in memory and draws from at random; 0 keeps the order. ``decode``: as for `Cache.prefetcher`, called with the name
     and the bytes of each member; a dict from extensions is used as in `forebay.sources.by_extension`. ``cache``: an open `Cache`, or the
@@ -221,7 +222,7 @@ class _Pass(Iterator[dict[str, Any]]):
     def __init__(self, recipe: _Recipe, position: _Position, own: Sequence[str]) -> None:
         self._recipe, self._at, self._own = recipe, position, own
         self._buffer: list[Sample] | None = None
-        self._upcoming: Upcoming | None = None
+        self._upcoming: ShardFiles | None = None
         self._shard: ShardFile | None = None
 
     def __next__(self) -> dict[str, Any]:
@@ -270,7 +271,7 @@ class _Pass(Iterator[dict[str, Any]]):
             samples: dict[tuple[int, int], Sample] = {}
             places = list(zip(self._at.turns, self._at.samples, strict=True))
             turns = sorted({turn for turn, _ in places})
-            upcoming = Upcoming(self._recipe.cache, [(turn, self._own[turn]) for turn in turns], self._recipe.ahead)
+            upcoming = ShardFiles(self._recipe.cache, [(turn, self._own[turn]) for turn in turns], self._recipe.ahead)
             while (shard := upcoming.take()) is not None:
                 for turn, number in places:
                     if turn == shard.turn:
@@ -283,7 +284,7 @@ class _Pass(Iterator[dict[str, Any]]):
         at = self._at
         if self._upcoming is None:
             left = list(enumerate(self._own))[at.turn :]
-            self._upcoming = Upcoming(self._recipe.cache, left, self._recipe.ahead)
+            self._upcoming = ShardFiles(self._recipe.cache, left, self._recipe.ahead)
         while True:
             if self._shard is None:
                 try:

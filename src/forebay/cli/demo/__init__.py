@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @json_option
 def demo(size: str, rate: str, workers: int, as_json: bool) -> None:
     """Show the cache at work: offline, in about half a minute. Worker processes read real data over HTTP twice, loading ahead; one is
-    killed.
+    killed. Then three epochs over objects of which half fit.
 
     The data are the library files of this Python, packed into shards. The cache and the data are in a temporary folder that is removed
     at the end.
@@ -59,6 +59,14 @@ def _show(result: Result, output: Output) -> None:
             ("requests to the remote", first.requests, second.requests),
             ("hit rate", f"{first.hit_rate:.0%}", f"{second.hit_rate:.0%}"),
             ("speed-up", "", f"{result.speed_up:.1f}x"),
+        ],
+    )
+    output.table(
+        ("HALF A BUDGET", *(f"EPOCH {number}>" for number in range(1, len(result.half) + 1))),
+        [
+            ("seconds", *(f"{epoch.seconds:.1f}" for epoch in result.half)),
+            ("requests to the remote", *(epoch.requests for epoch in result.half)),
+            ("from the cache", *(f"{epoch.hit_rate:.0%}" for epoch in result.half)),
         ],
     )
     held = "held" if result.budget_held else "EXCEEDED"

@@ -1,8 +1,9 @@
 """The course of the demo: pack library files of this Python into tar shards, as training data is, serve them, read them in two epochs
-with a kill in the first, then halve the budget; and the bars on the screen meanwhile."""
+with a kill in the first, then halve the budget; read objects with room for half of them; and the bars on the screen meanwhile."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import sysconfig
 import tarfile
@@ -45,6 +46,16 @@ def pack(folder: Path, *, total: int, count: int) -> list[Shard]:
         data = path.read_bytes()
         shards.append(Shard(path.name, len(data), zlib.crc32(data)))
     return shards
+
+
+def pack_objects(folder: Path, *, count: int, size: int) -> list[str]:
+    """Write ``count`` objects of ``size`` bytes into ``folder``, of library files too; returns their names."""
+    text = b"".join(file.read_bytes() for _, file in itertools.islice(_endless(), 50))
+    names = [f"object-{number:03d}" for number in range(count)]
+    for number, name in enumerate(names):
+        begin = number * 997 % len(text)
+        (folder / name).write_bytes((text[begin:] + text * (size // len(text) + 1))[:size])
+    return names
 
 
 def _endless() -> Iterator[tuple[int, Path]]:
@@ -99,13 +110,16 @@ class Screen:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """``size``: bytes of data; ``latency``: seconds before each answer; ``rate``: bytes a second of the whole server."""
+    """``size``: bytes of data; ``latency``: seconds before each answer; ``rate``: bytes a second of the whole server. ``objects``, of
+    ``object_size`` bytes: what is read at the end with half a budget."""
 
     size: int = 64_000_000
     shards: int = 32
     workers: int = 4
     latency: float = 0.05
     rate: float = 4_000_000
+    objects: int = 200
+    object_size: int = 20_480
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +141,7 @@ class Epoch:
 @dataclass(frozen=True, slots=True)
 class Result:
     """``damaged``: reads with other bytes than the server's. ``peak``: most bytes on disk in any of ``samples``; ``halved`` and ``left``:
-    the budget that was set at the end, and the bytes on disk after that."""
+    the budget that was set at the end, and the bytes on disk after that. ``half``: epochs over objects with room for half of them."""
 
     data: int
     epochs: tuple[Epoch, ...]
@@ -138,6 +152,7 @@ class Result:
     samples: int
     halved: int
     left: int
+    half: tuple[Epoch, ...]
 
     @property
     def budget_held(self) -> bool:
@@ -154,6 +169,7 @@ def play(folder: Path, scene: Scene, screen: Screen) -> Result:
     remote.mkdir()
     screen.print(f"packing library files of this Python into {scene.shards} shards")
     shards = pack(remote, total=scene.size, count=scene.shards)
+    objects = pack_objects(remote, count=scene.objects, size=scene.object_size)
     data = sum(shard.size for shard in shards)
     budget = data * 5 // 4
     with (
@@ -170,7 +186,26 @@ def play(folder: Path, scene: Scene, screen: Screen) -> Result:
         screen.print("the budget is halved while the workers have the cache open")
         with Cache(root, budget=halved):
             left = workers.measure()
-        return Result(data, epochs, course.killed, course.damaged, budget, sampler.peak, sampler.samples, halved, left)
+        half = read_with_half_a_budget(folder / "half", server, objects, scene.object_size, screen)
+        return Result(data, epochs, course.killed, course.damaged, budget, sampler.peak, sampler.samples, halved, left, half)
+
+
+def read_with_half_a_budget(root: Path, server: DemoServer, names: Sequence[str], size: int, screen: Screen) -> tuple[Epoch, ...]:
+    """Three epochs over all objects, each in an order of its own that a look-ahead knows, with room for half of them. ``size``: of an
+    object; a multiple of a block."""
+    epochs = []
+    screen.print(f"{len(names)} objects in three epochs, each in an order of its own that is known, with room for {len(names) // 2}")
+    with Cache(root, budget=size * len(names) // 2, min_free=0, max_age="forever") as cache:
+        for number in range(1, 4):
+            order = random.Random(number).sample(names, len(names))
+            counted, began = server.counts(), time.monotonic()
+            with cache.lookahead([f"{server.url}/{name}" for name in order]) as ahead:
+                read = sum(len(data) for data in ahead)
+            seconds, now = time.monotonic() - began, server.counts()
+            requests = now.requests - counted.requests
+            epochs.append(Epoch(seconds, read, now.sent - counted.sent, requests, len(names) - requests, requests))
+            screen.print(f"  epoch {number}: {epochs[-1].hit_rate:.0%} from the cache, in {seconds:.1f} s")
+    return tuple(epochs)
 
 
 @dataclass(slots=True)
