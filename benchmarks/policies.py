@@ -1,4 +1,5 @@
-"""How often each policy of eviction hits, by trace: Forebay's ``auto`` and ``lru`` in real spaces, beside simulated caches of libCacheSim.
+"""How often each policy of eviction hits, by trace: Forebay's ``auto`` and ``lru`` in real spaces, and ``auto`` where the order is known;
+beside simulated caches of libCacheSim.
 ``python benchmarks/policies.py [--quick] [--folder DIR]``
 
 A space has a quota, and entries of mixed sizes; what is missing is put. Hits are counted, of the second half of each trace, so nothing here
@@ -19,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from forebay._engine.store import Settings, Store
+from forebay.prefetch.retention import NextUses, Retention
 from tests.traces import drifting, hits_of_lru, permutations, recent, scanned, zipf
 
 FOREVER = 1 << 63
@@ -39,6 +41,30 @@ def engine(folder: Path, policy: str, keys: Sequence[int], sizes: Sequence[int],
                 is_hit = True
             if not is_hit:
                 store.put(policy, text, bytes(sizes[key]))
+            hits[2 * number >= len(keys)] += is_hit
+        return hits[1]
+    finally:
+        store.close()
+        shutil.rmtree(folder / "root")
+
+
+def with_known_order(folder: Path, keys: Sequence[int], sizes: Sequence[int], quota: int) -> int:
+    """The hits of the second half, in a space that follows the rule of a look-ahead which knows the whole order."""
+    store = Store.open(folder / "root", Settings(budget=1 << 40, min_free=0))
+    try:
+        store.spaces.ensure("auto", policy="auto", quota=quota)
+        uses, retention, hits = NextUses(len(keys)), Retention(), [0, 0]
+        retention.limit = quota
+        for key in keys:
+            uses.draw(key)
+        for number, key in enumerate(keys):
+            text, position = str(key), uses.after(number + 1)
+            is_hit = store.first_touch("auto", text, FOREVER) is not None or store.view("auto", text) is not None
+            uses.pass_by(key, number + 1)
+            if is_hit or retention.is_worth(sizes[key], position):
+                store.reservations.dismiss("auto", retention.keep(key, text, sizes[key], position))
+                if not is_hit and key in retention:
+                    store.put("auto", text, bytes(sizes[key]))
             hits[2 * number >= len(keys)] += is_hit
         return hits[1]
     finally:
@@ -85,14 +111,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short traces: does it run at all?")
     parser.add_argument("--folder", type=Path, help="where the cache is put (default: a temporary directory)")
     asked = parser.parse_args()
-    print(f"| hits of all uses | auto | lru | reference lru | {' | '.join(SIMULATED)} |\n|{'---|' * (4 + len(SIMULATED))}", flush=True)
+    print(f"| hits of all uses | auto | lru | reference lru | auto, order known | {' | '.join(SIMULATED)} |", flush=True)
+    print(f"|{'---|' * (5 + len(SIMULATED))}", flush=True)
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         for name, (keys, share) in traces(asked.quick).items():
             sizes = random.Random(8).choices(range(500, 20_000), k=max(keys) + 1)
             quota, half = int(share * sum(sizes)), len(keys) - (len(keys) + 1) // 2
             of_lru = hits_of_lru(keys, sizes, quota) - hits_of_lru(keys[: (len(keys) + 1) // 2], sizes, quota)
             found = [engine(Path(folder), policy, keys, sizes, quota) for policy in ("auto", "lru")] + [of_lru]
-            cells = [*found, *(simulated(one, keys, sizes, quota) for one in SIMULATED)]
+            cells = [*found, with_known_order(Path(folder), keys, sizes, quota), *(simulated(one, keys, sizes, quota) for one in SIMULATED)]
             shown = ["" if hits is None else f"{hits / half:.1%}" for hits in cells]
             print(f"| {name} | {' | '.join(shown)} |", flush=True)
 

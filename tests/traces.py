@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import math
 import random
@@ -91,3 +92,25 @@ def best_of_permutation(sizes: Sequence[int], capacity: int) -> int:
     """The hits in an epoch if the same part of the data stays from epoch to epoch: what no policy that does not choose by size exceeds on
     average."""
     return round(len(sizes) * min(capacity / sum(sizes), 1))
+
+
+def hits_of_belady(keys: Sequence[int], sizes: Sequence[int], capacity: int) -> int:
+    """The hits of a cache that knows all uses: what is used next the latest goes first, perhaps what was just used."""
+    never, following, after = 1 << 60, dict[int, int](), [0] * len(keys)
+    for at in range(len(keys) - 1, -1, -1):
+        after[at] = following.get(keys[at], never)
+        following[keys[at]] = at
+    cached, farthest, used, hits = dict[int, int](), list[tuple[int, int]](), 0, 0
+    for at, key in enumerate(keys):
+        if key in cached:
+            hits += 1
+        else:
+            used += sizes[key]
+        cached[key] = after[at]
+        heapq.heappush(farthest, (-after[at], key))
+        while used > capacity:
+            position, last = heapq.heappop(farthest)
+            if cached.get(last) == -position:
+                del cached[last]
+                used -= sizes[last]
+    return hits

@@ -68,6 +68,7 @@ BLOCKS = "tests/origin/test_blocks.py::"
 BLOCK_FILES = "tests/origin/test_block_files.py::"
 LOOP = "tests/remote/test_limits.py::"
 AHEAD = "tests/prefetch/test_ahead.py::"
+KNOWN = "tests/cache/test_known_orders.py::"
 OBJECTS = "tests/prefetch/test_objects.py::"
 BUSY = "tests/cache/test_connection_timeouts.py::"
 FIRST_VALUES = "tests/engine/test_first_values.py::"
@@ -1363,6 +1364,11 @@ MUTANTS = (
         "tests/engine/space/test_adaptive.py::test_what_was_used_again_is_no_longer_on_trial",
     ),
     Mutant(
+        6, "a full space follows LRU until its ghosts differ", "_engine/index/ghosts.py",
+        "self._words[_LEADER] != LRU and self.capacity", "self._words[_LEADER] == BIMODAL and self.capacity",
+        "tests/engine/index/test_ghosts.py::test_a_scan_as_heavy_as_the_uses_of_the_hot_set_costs_two_percent_of_its_hits_at_most[200-1.2]",
+    ),
+    Mutant(
         6, "ghosts with damaged words never come round", "_engine/index/ghosts.py",
         "return shift > _MOST_SHIFT or not hash >> 64 - shift", "return not hash >> 64 - min(shift, _MOST_SHIFT)",
         "tests/engine/space/test_adaptive.py::test_words_of_noise_mislead_for_a_while_only",
@@ -1424,8 +1430,39 @@ MUTANTS = (
         f"{AHEAD}test_an_order_that_is_not_kept_costs_only_the_look_ahead",
     ),
     Mutant(
+        4, "what is not used soon is stored all the same", "prefetch/objects.py",
+        "Wanted(target, options, self._number, leased=stores, spills=True, stores=load.stores,",
+        "Wanted(target, options, self._number, leased=True, spills=True,",
+        f"{KNOWN}test_what_is_not_used_soon_is_not_stored",
+    ),
+    Mutant(
+        4, "a load that is not to be stored is, if its caller comes first", "prefetch/objects.py",
+        "self.read(load.key, stores=load.stores)", "self.read(load.key)",
+        f"{KNOWN}test_what_is_not_to_be_stored_is_not_if_its_caller_comes_first",
+    ),
+    Mutant(
+        6, "what is dismissed goes only while bimodal insertion leads", "_engine/index/adaptive.py",
+        "(ring is self._dismissed or self._is_a_trial_over())", "self._is_a_trial_over()",
+        "tests/engine/space/test_adaptive.py::test_what_is_dismissed_goes_first_whatever_leads[lru]",
+    ),
+    Mutant(
+        6, "what a dead look-ahead wanted is kept for it", "_engine/index/orders.py",
+        "if locked and locks.locked_at(fd, 0, 1) is None:", "if locked and locks.locked_at(fd, 0, 1) is None and number > TABLES:",
+        "tests/engine/index/test_orders.py::test_what_a_killed_process_wanted_is_wanted_no_more",
+    ),
+    Mutant(
+        6, "a look-ahead that stands still keeps entries for ever", "_engine/index/orders.py",
+        "if not 0 <= now - moved < STALE:", "if moved > now:",
+        "tests/engine/index/test_orders.py::test_a_look_ahead_that_stands_still_wants_nothing_after_a_while",
+    ),
+    Mutant(
+        4, "what another look-ahead uses next is not stored", "prefetch/ahead.py",
+        "        return self._read + turns if turns < NEVER else NEVER\n", "        return NEVER\n",
+        f"{KNOWN}test_two_look_aheads_keep_what_the_other_uses_next",
+    ),
+    Mutant(
         4, "a look-ahead knows no bounds", "prefetch/ahead.py",
-        "            if is_enough and self._ahead:\n", "            if False:\n",
+        "            if (is_enough or self._in_memory >= _IN_MEMORY) and self._ahead:\n", "            if False:\n",
         f"{AHEAD}test_the_window_bounds_what_is_ahead",
     ),
     Mutant(

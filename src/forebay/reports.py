@@ -143,9 +143,9 @@ class ProgressReporter:
 
 
 def coldest_until(entries: Iterable[Entry], need: int) -> list[Entry]:
-    """As many of the first entries as make up ``need`` bytes. With a need of 0 or less, ``entries`` is not iterated."""
+    """As many of the first entries as make up ``need`` bytes."""
     taken: list[Entry] = []
-    for entry in entries if need > 0 else ():
+    for entry in entries:
         if need <= 0:
             break
         taken.append(entry)

@@ -82,6 +82,22 @@ def test_the_window_bounds_what_is_drawn(cache: forebay.Cache, server: ScriptedS
     assert server.gets <= OBJECTS
 
 
+def test_a_horizon_draws_so_far_ahead_and_yields_the_same(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
+    dataset = UrlDataset(urls, number, cache=cache)
+    chosen, drawn = [i % OBJECTS for i in range(5 * OBJECTS)], list[int]()
+
+    def draw() -> Iterator[int]:
+        for index in chosen:
+            drawn.append(index)
+            yield index
+
+    order = iter(Lookahead(draw(), dataset, window=10_000, horizon=2 * OBJECTS, workers=2))
+    assert next(order) == 0
+    assert 2 * OBJECTS <= len(drawn) <= 2 * OBJECTS + 12
+    assert list(order) == chosen[1:]
+    assert server.gets <= OBJECTS
+
+
 def test_epochs_reach_the_sampler(cache: forebay.Cache, urls: list[str]) -> None:
     dataset = UrlDataset(urls, number, cache=cache)
     sampler = data.DistributedSampler(dataset, num_replicas=1, rank=0)

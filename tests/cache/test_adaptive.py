@@ -154,3 +154,15 @@ def test_stats_and_doctor_say_which_leads(server: Nginx, quick_path: Path) -> No
 
 def command(*words: str) -> str:
     return subprocess.run([sys.executable, "-m", "forebay.cli", *words], capture_output=True, text=True, timeout=60).stdout
+
+
+def test_a_plan_removes_what_eviction_would_take_first(server: Nginx, quick_path: Path) -> None:
+    with forebay.Cache(quick_path / "root", budget=1 << 30, min_free=0, max_age="forever") as cache:
+        urls = [f"{server.url}/{key:04d}" for key in range(20)]
+        for url in urls:
+            cache.read(url)
+        with forebay.Cache(quick_path / "root") as same:
+            assert same._store.keeps
+            assert not same._store.reservations.dismiss("urls", [urls[15], urls[12]])
+        planned = [victim.name for victim in cache.plan(cache.budget).victims]
+    assert planned == [urls[15], urls[12], *(url for url in urls if url not in (urls[15], urls[12]))]

@@ -180,7 +180,7 @@ def test_local_files_are_read_in_place(cache: forebay.Cache, tmp_path: Path) -> 
 def test_what_is_too_large_for_the_cache_waits_in_memory_for_its_turn(tmp_path: Path, server: ScriptedServer) -> None:
     urls = [server.put(f"/{number}.bin", body(number) * 10) for number in range(6)]
     with forebay.Cache(tmp_path / "root", budget=5 * SIZE, min_free=0) as cache:
-        with cache.lookahead(urls, workers=2) as ahead:
+        with cache.lookahead(urls, workers=2, horizon=0) as ahead:
             for number in range(6):
                 until(lambda: ahead.progress.ready == ahead.progress.ahead, "what is ahead")
                 assert bytes(next(ahead)) == body(number) * 10

@@ -81,7 +81,7 @@ def test_the_snippets_of_the_page_on_loops_run(tmp_path: Path) -> None:
         urls = [server.put(f"/photos/{name}", name.encode() * 100) for name in names]
         shard = server.put("/shards/shard-000.tar", packed.getvalue())
         given = urls, f"{server.url}/photos", names, shard, [f"shard-000.tar/{name}" for name in names], str(tmp_path / "model") + "/"
-        assert run(LOOPS, tmp_path, LOOPS_BEGIN.format(given)) == "201\n"
+        assert run(LOOPS, tmp_path, LOOPS_BEGIN.format(given)) == "273\n"
 
 
 TRAIN_BEGIN = """

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from forebay import errors
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
+from forebay._engine.index.adaptive import Trial, charge_of
+from forebay._engine.index.slots import USED
 from forebay._engine.locks.leases import Lease
 from forebay._engine.spaces import Spaces
 from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import SMALL
 from forebay._engine.write.reservations import Item, SpaceReservation
 from forebay._model import Buffer
+
+DISMISS_SOON = 0.01
+"""Seconds that a call may wait for the writer lock to say which entries go first: it is a hint, and can be given later."""
 
 
 class Reservations:
@@ -22,9 +28,33 @@ class Reservations:
         self.engine, self._spaces = engine, spaces
 
     @recover_and_retry
-    def expect(self, space: str, key: str, max_age: int) -> bool:
+    def expect(self, space: str, key: str, max_age: int) -> int | None:
         """See `Reading.expect`."""
         return self.engine.reading.expect(self._spaces.lookup(space).id, key, max_age)
+
+    @recover_and_retry
+    def dismiss(self, space: str, keys: Sequence[str]) -> Sequence[str]:
+        """Have the entries of these keys evicted before all others, unless they are used first. Returns the keys for which there is no
+        place now, or all of them where the writer lock is not free soon. In a space that is not adaptive it does nothing."""
+        engine, id = self.engine, self._spaces.lookup(space).id
+        adaptive = engine.adaptive.of(id)
+        if adaptive is None or engine.root.read_only:
+            return ()
+        named: list[str] = []
+        trials: list[Trial] = []
+        for key in keys:
+            hint = engine.keys.find(id, key)
+            if hint is not None:
+                words, base, slot, entry, size, is_file, *_ = hint
+                named.append(key)
+                trials.append(Trial(slot, entry, words[base + USED], charge_of(size, is_file=is_file)))
+        if not trials:
+            return ()
+        try:
+            with engine.catalog.writer(DISMISS_SOON):
+                return named[adaptive.dismiss(trials) :]
+        except errors.WriterBusy:
+            return keys
 
     @recover_and_retry
     def open(self, space: str) -> SpaceReservation:

@@ -252,6 +252,9 @@ class PassThrough:
     def remove_strays(self) -> Strays:
         return Strays()
 
+    def first_to_go(self) -> list[int]:
+        return []
+
     def lacking(self, need: int) -> int:
         return 0
 

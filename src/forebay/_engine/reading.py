@@ -119,16 +119,16 @@ class Reading:
             cells.put(slot, id, value, is_new=False)
         return memoryview(value)
 
-    def expect(self, space_id: int, key: str, max_age: int) -> bool:
-        """Whether the index of keys knows an entry that was validated in the last ``max_age`` nanoseconds. It is touched: its reader comes
-        soon, and what is colder is evicted first; but nothing is held: it may be gone by then. Raises `SlotsReplaced`."""
+    def expect(self, space_id: int, key: str, max_age: int) -> int | None:
+        """The size of an entry that was validated in the last ``max_age`` nanoseconds, if the index of keys knows one. It is touched: its
+        reader comes soon, and what is colder is evicted first; but nothing is held: it may be gone by then. Raises `SlotsReplaced`."""
         now, hint = self._memo.let_go(), self._keys.find(space_id, key)
         if hint is None or not 0 <= now - hint[0][hint[1] + VALIDATED] < max_age:
-            return False
+            return None
+        words, base, _, _, size, *_ = hint
         if not self._root.read_only:
-            words, base, *_ = hint
             words[base + USED] = now
-        return True
+        return size
 
     def first_value(self, space_id: int, key: str, meta: str) -> memoryview | None:
         """What a process reads of a key for the first time, by the index of keys: a file is mapped. None where its entry carries another

@@ -112,6 +112,11 @@ class StatsReader:
         standings = {row.name: self._adaptive.standing(row.id) for row in rows if Policy.parse(row.policy).adapts}
         return Usage(*spaces.usage(self._catalog), rows, *transfers, standings)
 
+    def first_to_go(self) -> list[int]:
+        """The ids of entries that are evicted before the least recently used one, in their order."""
+        rows = [row for row in spaces.every(self._catalog) if Policy.parse(row.policy).adapts]
+        return [id for row in rows for id in self._adaptive.first_to_go(row.id)]
+
     def index_use(self) -> IndexUse:
         """How large and how full the index of keys is, and to how many entries of a sample it leads. Changes nothing."""
         folder = self._root.index_dir

@@ -506,6 +506,11 @@ class Store:
         """Bytes that must be freed before ``need`` more fit into the budget, and onto the disk beside what must stay free of it."""
         return self.engine.writers.budget.room.short(self.engine.catalog, None).bytes + need
 
+    @recover_and_retry
+    def first_to_go(self) -> list[int]:
+        """See `StatsReader.first_to_go`."""
+        return self.engine.stats.first_to_go()
+
     def count_hit(self, size: int) -> None:
         """Count a hit of ``size`` bytes."""
         counts, at = self.engine.counters.block()

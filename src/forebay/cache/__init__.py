@@ -66,8 +66,7 @@ class Cache:
         self._origin = Origin.for_root(
             root, budget=budget, shared=shared, read_only=read_only, min_free=min_free, max_entries=max_entries, max_rate=max_rate,
             max_connections=max_connections, upstream=upstream, offline=offline, max_age=max_age, timeout=timeout,
-            remote_options=remote_options, enabled=enabled,
-        )  # fmt: skip
+            remote_options=remote_options, enabled=enabled)  # fmt: skip
         self._max_age = self._origin.max_age
         self._values = Space(self._origin, VALUES)
         self._bind(self._origin.store)
@@ -196,13 +195,14 @@ class Cache:
         target = self._target(url, filesystem)
         return many.pull(self._origin, target, *self._reporting_options(target.key, max_age, refresh, on_progress, force=True, **arguments))
 
-    def lookahead(self, urls: Iterable[Url], *, window: int | str | None = None, most: int | None = None, workers: int = 16) -> Lookahead:
-        """An iterator over the bytes of ``urls``, in this order, which may be of several epochs, or endless: the next ones, at most
-        ``most``, are fetched meanwhile, ``workers`` at a time, so far ahead as ``window`` bytes reach (default: a quarter of the budget,
-        at most 1 GiB). See `Lookahead`. Raises `ConfigError`."""
-        from forebay.prefetch.ahead import look_ahead  # imported late: many programs never use it
+    def lookahead(
+        self, urls: Iterable[Url], *, window: int | str | None = None, most: int | None = None, horizon: int | None = None,
+        workers: int = 16) -> Lookahead:  # fmt: skip
+        """An iterator over the bytes of ``urls``, in this order, which may be of several epochs, or endless: the next ones are fetched
+        meanwhile, ``workers`` at a time. For ``window``, ``most`` and ``horizon`` see `Lookahead`. Raises `ConfigError`."""
+        from forebay.prefetch.ahead import look_ahead
 
-        return look_ahead(self._origin, urls, self._size(window, "window"), most, workers, self.read_many)
+        return look_ahead(self._origin, urls, self._size(window, "window"), most, horizon, workers, self.read_many)
 
     def read_many(
         self, urls: Iterable[Url], *, return_exceptions: bool = False, max_age: float | str | None = None, refresh: bool = False,
@@ -519,7 +519,7 @@ class Cache:
     def plan(
         self, need: int | str | None = None, *, where: Callable[[Entry], bool] | None = None, space: str | None = None, all: bool = False
     ) -> Plan:  # fmt: skip
-        """What an eviction would remove: the coldest entries, until ``need`` bytes are free, of the budget and on the disk above
+        """What an eviction would remove, in its order, until ``need`` bytes are free, of the budget and on the disk above
         ``min_free``; or all that ``where``, ``space`` or ``all`` selects. Pinned entries stay. `Plan.execute` removes them."""
         from forebay.cache import entries
 

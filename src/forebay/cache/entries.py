@@ -272,7 +272,12 @@ def plan(origin: Origin, need: int | None, where: Callable[[Entry], bool] | None
     if need is None and (where is not None or space is not None or all):
         return Plan(planned(cold), execute)
     lacking = origin.store.lacking(need or 0)
-    return Plan(tuple(map(Victim.of, coldest_until(cold, lacking))), execute, max(lacking, 0))
+    if lacking <= 0:
+        return Plan((), execute, 0)
+    first = origin.store.first_to_go()
+    turns = dict(zip(first, range(-len(first), 0), strict=True))  # before any time of use
+    in_turn = cold.sorted_by(lambda entry: turns.get(entry.id, entry.used))
+    return Plan(tuple(map(Victim.of, coldest_until(in_turn, lacking))), execute, lacking)
 
 
 def prune(origin: Origin) -> Plan:

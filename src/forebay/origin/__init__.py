@@ -469,15 +469,16 @@ class Origin:
             self.warned.add(kind)
             log.warning(message, *map(str, values))  # an error would keep its frames, and their mappings, as long as the record lives
 
-    def direct(self, target: Target, options: FetchOptions) -> memoryview:
-        """The whole object in memory, or over the upstream's mapping."""
+    def direct(self, target: Target, options: FetchOptions, begun: BegunFetch | None = None) -> memoryview:
+        """The whole object in memory, or over the upstream's mapping. ``begun``: the request, if it is under way."""
         above = self._above(target, options) if not options.bypass else None
         if above is not None and options.sha256 is None and options.etag is None:
             return memoryview(above[0].view)
         self.refuse_offline(target, options)
         sink = BufferSink(self.most)
+        checked = VersionCheckSink(sink, target.key, options.etag) if options.etag else sink
         with self.reaching(options):
-            transfer = target.remote.fetch(target.url, VersionCheckSink(sink, target.key, options.etag) if options.etag else sink)
+            transfer = target.remote.fetch(target.url, checked) if begun is None else begun.fetch(checked)
         if target.in_place is None:
             self.count(transfer)
         return self._read_only(target, options, sink.data)

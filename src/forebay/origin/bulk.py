@@ -51,7 +51,8 @@ that was not used before, which costs as much as to copy the bytes."""
 class Wanted:
     """One object of many, and what became of it: ``data`` or a ``lease``, or an ``error``. ``leased``: a lease on its file is wanted; else
     its bytes, of an object without room in the cache too. ``spills``, of one that is to be leased: where the cache has no room for it, its
-    bytes stand beside that error. ``stamp``: of the entry that the first look saw. ``is_busy``: another call is fetching it; ``since``
+    bytes stand beside that error. ``stores``: an object that the cache does not have is stored there; else only its bytes are wanted.
+    ``stamp``: of the entry that the first look saw. ``is_busy``: another call is fetching it; ``since``
     (nanoseconds of the monotonic clock) it has been waited for."""
 
     target: Target
@@ -59,6 +60,7 @@ class Wanted:
     number: int = 0
     leased: bool = False
     spills: bool = False
+    stores: bool = True
     stamp: tuple[int, int] | None = None
     is_busy: bool = False
     since: int | None = None
@@ -347,15 +349,22 @@ class BulkFetch:
         request, begun = fetch.request, fetch.begun
         try:
             with self._store.locks.working():
-                fetched = self._origin.fetch(request.target, request.options, None, begun, fetch.began, resume=False, collect=SMALL)
-            assert not isinstance(fetched, Lease), "a small object is collected"
-            fetch.writing = fetched
-            self._collect(fetch)
+                if not request.stores:
+                    self._store.count("misses")
+                    request.data = self._origin.direct(request.target, request.options, begun)
+                else:
+                    fetched = self._origin.fetch(request.target, request.options, None, begun, fetch.began, resume=False, collect=SMALL)
+                    assert not isinstance(fetched, Lease), "a small object is collected"
+                    fetch.writing = fetched
+                    self._collect(fetch)
         except errors.CacheFault as error:
             self._past_the_cache(fetch, error)
         except Exception as error:  # noqa: BLE001 (the result of this request)
             self._note_failure(fetch, error)
             yield from self._end(fetch)
+        else:
+            if not request.stores:
+                yield from self._end(fetch)
 
     def _give_to_thread(self, fetch: _Fetch) -> None:
         self._under_way.add(fetch)
@@ -423,6 +432,10 @@ class BulkFetch:
             spilling.held_by(fetch.hold)
         try:
             with self._store.locks.working():
+                if not (request.stores or fetch.has_entry or fetch.has_remains):
+                    self._store.count("misses")
+                    request.data = self._origin.direct(target, options, fetch.begun)
+                    return
                 if fetch.has_entry:
                     fetched: Lease | Writing = self._origin.obtain(target, options, spilling)
                 else:

@@ -155,7 +155,7 @@ class Prefetcher(Pool[Item_co]):
             if self._maker.is_kept(key):
                 return key, named[0]
             with contextlib.suppress(errors.CacheFault):
-                if self._store.reservations.expect(self._space, named[0], self._max_age):
+                if self._store.reservations.expect(self._space, named[0], self._max_age) is not None:
                     return key, named[0]
         return Lazy(self, key, self._loader.submit(key, *named))
 

@@ -1,9 +1,11 @@
-"""Objects of URLs in an order that is known: fetched before their turn, within a window of bytes."""
+"""Objects of URLs in an order that is known: fetched before their turn, within a window of bytes, and kept if they are used again soon."""
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,6 +13,9 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from forebay import errors
+from forebay._engine.index.adaptive import charge_of, hash_of
+from forebay._engine.index.orders import NEVER, Orders
+from forebay._engine.write.publish import INLINE
 from forebay._kernel import host
 from forebay._model import Buffer
 from forebay.origin import Origin
@@ -20,12 +25,24 @@ from forebay.origin.spaces import FOREVER, URLS
 from forebay.prefetch.loader import abandon
 from forebay.prefetch.loads import Load
 from forebay.prefetch.objects import ObjectLoader
+from forebay.prefetch.retention import NextUses, Retention
 from forebay.remote.urls import Url, as_text
 
 MOST = 65_536
 """Objects that are looked ahead for, however small they are."""
 WINDOW = 1 << 30
+HORIZON = 1 << 18
+"""Objects whose turn is known, of an order that is a sequence, if the caller names no other number."""
+MOST_KNOWN = 1 << 20
+"""The largest horizon: an object takes about 300 bytes of memory."""
 _SHARE = 4  # of the budget, the part that the window may have where the caller names none
+_IN_MEMORY = 256 << 20
+"""Bytes of objects that are fetched and not to be stored, until their turn."""
+_AT_FIRST, _A_TURN = 1024, 8  # so many are drawn for the horizon at once
+_LAG = 1024
+"""Objects that were skipped and count as not read yet: another process reads them."""
+_MEASURE_AGAIN = 1.0
+"""Seconds until the limits of the space are asked for again."""
 
 
 class LookaheadProgress(NamedTuple):
@@ -38,39 +55,67 @@ class LookaheadProgress(NamedTuple):
     total: int | None
 
 
+class _Drawn(NamedTuple):
+    """An object of the order. ``hash`` and ``position``, where next uses are known: see `NextUses`; 0: they are not."""
+
+    url: str
+    hash: int = 0
+    position: int = 0
+
+
 class _Next:
-    """An object whose turn comes. ``load``: on its way into the cache; None: the cache has it, or it is not to be fetched ahead. ``size``:
-    about as many bytes as others have; None: none was read yet."""
+    """An object whose turn comes. ``load``: on its way into the cache, or only into memory; None: the cache has it, or it is not to be
+    fetched ahead. ``size``: about as many bytes as others have; None: none was read yet."""
 
-    __slots__ = ("load", "name", "size", "url")
+    __slots__ = ("drawn", "load", "name", "size", "url")
 
-    def __init__(self, url: str, name: str) -> None:
-        self.url, self.name = url, name
+    def __init__(self, drawn: _Drawn, name: str) -> None:
+        self.drawn, self.url, self.name = drawn, drawn.url, name
         self.load: Load | None = None
         self.size: int | None = None
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether it is not to be stored."""
+        return self.load is not None and not self.load.stores
 
 
 class Lookahead(Iterator[memoryview]):
     """An iterator over the bytes of objects in a known order; the next ones are fetched meanwhile. Made by `Cache.lookahead`.
 
-    What the cache has by then, or another process is fetching, is not fetched again. Callable from any thread. Usable in both processes
-    after a fork, where each goes on from the same place; not picklable: another process makes one of its own, as its order is its own.
-    Nothing remains when the process ends."""
+    What the cache has by then, or another process is fetching, is not fetched again. As far as the order is known, the cache keeps what is
+    used soonest: what is used later than all that is there is not stored, and what is used the latest is evicted first.
+
+    ``window``: bytes of objects that are fetched before their turn, about (default: a quarter of the budget, at most 1 GiB).
+    ``most``: their number, at most. ``horizon``: objects that are drawn from the order before their turn, at most 1,048,576, so that
+    their next uses are known (default: 262,144 of a sequence; none of another iterable, which may have to be drawn late).
+
+    Callable from any thread. Usable in both processes after a fork, where each goes on from the same place; not picklable: another process
+    makes one of its own, as its order is its own. Nothing remains when the process ends."""
 
     def __init__(
-        self, origin: Origin, urls: Iterable[Url], *, window: int | None, most: int, workers: int, read_many: Callable[..., list[Any]]
+        self, origin: Origin, urls: Iterable[Url], *, window: int | None, most: int, horizon: int, workers: int,
+        read_many: Callable[..., list[Any]],
     ) -> None:  # fmt: skip
         """``read_many``: that of the cache, for what was not looked ahead for."""
         self._origin, self._urls, self._read_many = origin, iter(urls), read_many
         self._total = len(urls) if isinstance(urls, Sequence) else None
         self._max_age = FOREVER if origin.offline else origin.max_age
         self._lock = threading.RLock()  # guards what follows
+        self._drawn: deque[_Drawn] = deque()  # beyond the window
         self._ahead: deque[_Next] = deque()
         self._by_name: dict[str, deque[_Next]] = {}
         self._read = self._width = self._unsized = 0  # bytes that are ahead, and objects of unknown size
         self._sizes = self._sized = 0  # of what was read
+        self._in_memory = 0  # bytes that are ahead and not to be stored
         self._is_drawn = False
         self._raised: Exception | None = None  # by the order
+        self._reads = False  # whether this process reads what it looks ahead for
+        self._skipped: deque[tuple[_Next, int]] = deque()
+        self._skipped_bytes = 0
+        self._gone: dict[str, None] = {}  # names of what the cache need not keep
+        self._lent: list[tuple[int, int, str, int]] = []  # a heap of what stays for others: until when, hash, name, size
+        self._measure_at = 0.0
         self._workers, self._most = workers, most
         self._loader: ObjectLoader | None = None
         store = origin.current()
@@ -81,7 +126,11 @@ class Lookahead(Iterator[memoryview]):
         host.at_fork(self)  # behind that of the loader, whose lock is taken inside of this one
         self._store, self._hit = store, store.hot_lookup(URLS)
         self._window = min(WINDOW, (store.usage().budget or in_memory()) // _SHARE) if window is None else window
-        self._fill()
+        self._horizon = horizon if can_store else 0
+        self._orders = Orders(store.root) if self._horizon and store.keeps else None
+        self._retention = Retention(self._wanted) if self._horizon else None
+        self._uses = NextUses(min(self._horizon, self._total or self._horizon) + MOST if self._horizon else 0)
+        self._fill(_AT_FIRST)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -110,7 +159,7 @@ class Lookahead(Iterator[memoryview]):
         taken = [self._take(url) for url in every]
         others = [following.url for following in taken if following.load is None]
         many = iter(self._read_many(others, return_exceptions=True))
-        results = [next(many) if following.load is None else self._result(following) for following in taken]
+        results = [self._result(following, next(many) if following.load is None else None) for following in taken]
         if not return_exceptions:
             for result in results:
                 if isinstance(result, Exception):
@@ -125,19 +174,24 @@ class Lookahead(Iterator[memoryview]):
             if not self._ahead:
                 self._raise_what_the_order_raised()
                 return False
-            following = self._ahead[0]
+            self._reads, following = False, self._ahead[0]
             load = following.load
             lease = load.ref.lease if load is not None else None
             if lease is not None:
                 self._sizes += lease.entry.size
                 self._sized += 1
             self._pass(following)
+            self._skip(following, lease.entry.size if lease is not None else self._typical)
             self._fill()
+        self._dismiss()
         return True
 
-    def _result(self, following: _Next) -> memoryview | Exception:
+    def _result(self, following: _Next, result: memoryview | Exception | None) -> memoryview | Exception:
+        """``result``: None if the object was looked ahead for."""
+        if isinstance(result, memoryview):
+            self._note_read(following, len(result))
         try:
-            return self._bytes_of(following)
+            return self._bytes_of(following) if result is None else result
         except Exception as error:  # noqa: BLE001 (the result of this object)
             return error
 
@@ -148,12 +202,20 @@ class Lookahead(Iterator[memoryview]):
         else:
             hit = self._hit_at_once(following)
             data = self._origin.read(self._origin.target(following.url), FetchOptions.of(self._origin)) if hit is None else hit
+        self._note_read(following, len(data))
+        return data if isinstance(data, memoryview) else memoryview(data)
+
+    def _note_read(self, following: _Next, size: int) -> None:
+        """An object of ``size`` bytes was read."""
         with self._lock:
-            self._sizes += len(data)
+            self._sizes += size
             self._sized += 1
+            if following.drawn.position:
+                self._reads = True
+                self._keep_or_let_go(following, size)
             if self._sized == 1:
                 self._fill()  # now that it is known how far the window reaches
-        return data if isinstance(data, memoryview) else memoryview(data)
+        self._dismiss()
 
     def _hit_at_once(self, following: _Next) -> memoryview | None:
         if self._origin.closed:
@@ -172,7 +234,7 @@ class Lookahead(Iterator[memoryview]):
                 following = waiting[0]
                 self._pass(following)
             else:
-                following = _Next(text, name)
+                following = _Next(_Drawn(text), name)
                 if self._ahead:
                     self._pass(self._ahead[0])
             self._fill()
@@ -200,22 +262,51 @@ class Lookahead(Iterator[memoryview]):
             self._unsized -= 1
         else:
             self._width -= following.size
+            self._in_memory -= following.size if following.is_passing else 0
         self._read += 1
+        drawn = following.drawn
+        if drawn.position and self._orders is not None:
+            self._uses.pass_by(drawn.hash, drawn.position)
+            self._orders.announce(drawn.hash, self._uses.next(drawn.hash))
+            self._orders.advance(self._read)
 
-    def _fill(self) -> None:
-        """Look ahead as far as the window allows. Caller: holds the lock."""
-        while not self._is_drawn and len(self._ahead) < self._most:
-            is_enough = self._width + self._unsized * self._typical >= self._window if self._sized else self._unsized >= self._workers
-            if is_enough and self._ahead:
+    def _fill(self, count: int = _A_TURN) -> None:
+        """Look ahead as far as the window allows, and draw ``count`` more objects for the horizon. Caller: holds the lock."""
+        self._measure()
+        self._look_after_lent()
+        for _ in range(count if self._horizon else 0):
+            if self._uses.drawn - self._read >= self._horizon or not self._draw():
                 break
-            try:
-                url = as_text(next(self._urls))
-            except StopIteration:
-                self._is_drawn = True
-            except Exception as error:  # noqa: BLE001  # the order's own, which comes at its turn: objects before it are still to be read
-                self._raised, self._is_drawn = error, True
-            else:
-                self._look_for(url)
+            self._scout(self._drawn[-1])
+        while len(self._ahead) < self._most:
+            is_enough = self._width + self._unsized * self._typical >= self._window if self._sized else self._unsized >= self._workers
+            if (is_enough or self._in_memory >= _IN_MEMORY) and self._ahead:
+                break
+            if not self._drawn and not self._draw():
+                break
+            self._look_for(self._drawn.popleft())
+
+    def _draw(self) -> bool:
+        """Draw the next object of the order. False: there is none."""
+        if self._is_drawn:
+            return False
+        try:
+            url = as_text(next(self._urls))
+        except StopIteration:
+            self._is_drawn = True
+            return False
+        except Exception as error:  # noqa: BLE001  # the order's own, which comes at its turn: objects before it are still to be read
+            self._raised, self._is_drawn = error, True
+            return False
+        if self._orders is None:
+            self._drawn.append(_Drawn(url))
+        else:
+            hash = hash_of(url)
+            position = self._uses.draw(hash)
+            self._drawn.append(_Drawn(url, hash, position))
+            if self._uses.next(hash) == position:
+                self._orders.announce(hash, position)
+        return True
 
     def _raise_what_the_order_raised(self) -> None:
         raised, self._raised = self._raised, None
@@ -226,32 +317,130 @@ class Lookahead(Iterator[memoryview]):
     def _typical(self) -> int:
         return self._sizes // self._sized if self._sized else 0
 
-    def _look_for(self, url: str) -> None:
-        name = self._name(url)
-        following = _Next(url, name)
-        if self._loader is not None and not self._loader.closed and not self._is_local(url) and not self._is_expected(name):
-            following.load = self._loader.submit(url, name, False)
+    def _look_for(self, drawn: _Drawn) -> None:
+        name = self._name(drawn.url)
+        following = _Next(drawn, name)
+        if self._loader is not None and not self._loader.closed and not self._is_local(drawn.url):
+            size = self._expected(name)
+            stores = self._is_to_be_stored(following, size)
+            if size is None:
+                following.load = self._loader.submit(drawn.url, name, False, stores=stores)
         if self._sized:
             following.size = self._typical
             self._width += following.size
+            self._in_memory += following.size if following.is_passing else 0
         else:
             self._unsized += 1
         self._ahead.append(following)
         self._by_name.setdefault(name, deque()).append(following)
 
-    def _is_expected(self, name: str) -> bool:
-        """Whether the cache has it already; it is touched, so that colder ones are evicted before its turn."""
+    def _expected(self, name: str) -> int | None:
+        """The size of an object that the cache has already; it is touched, so that colder ones are evicted before its turn."""
         store = self._store
         with contextlib.suppress(errors.CacheFault):
             if store.keeps and not store.root.read_only:
                 return store.reservations.expect(URLS, name, self._max_age)
-            return store.entry(URLS, name) is not None
-        return False
+            entry = store.entry(URLS, name)
+            return entry.size if entry is not None else None
+        return None
 
     def _is_local(self, url: str) -> bool:
         with contextlib.suppress(errors.ForebayError):
             return self._origin.target(url).in_place is not None
         return True
+
+    # -- what the cache keeps --------------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        """Ask, now and then, how much the objects may take. Caller: holds the lock."""
+        if self._retention is None or time.monotonic() < self._measure_at:
+            return
+        self._measure_at = time.monotonic() + _MEASURE_AGAIN
+        with contextlib.suppress(errors.CacheFault):
+            usage = self._store.usage()
+            quotas = [row.quota for row in usage.spaces if row.name == URLS and row.quota is not None]
+            self._retention.limit = min([usage.budget - sum(row.charge for row in usage.spaces if row.name != URLS), *quotas])
+
+    def _scout(self, drawn: _Drawn) -> None:
+        """An object was drawn for the horizon: if the cache has it, it is to stay until then. Caller: holds the lock."""
+        retention = self._retention
+        if retention is not None and self._uses.next(drawn.hash) == drawn.position and drawn.hash not in retention:
+            name = self._name(drawn.url)
+            size = self._expected(name)
+            if size is not None:
+                self._keep(drawn.hash, name, size, drawn.position)
+
+    def _is_to_be_stored(self, following: _Next, size: int | None) -> bool:
+        """Whether an object is to be stored if it has to be fetched. ``size``: of an object that the cache has. What is there, or will be,
+        stays until its turn. Caller: holds the lock."""
+        retention, drawn = self._retention, following.drawn
+        if retention is None or self._by_name.get(following.name):  # it is ahead already
+            return True
+        if size is not None:
+            retention.note_kept(drawn.hash)
+        else:
+            retention.note_lost(drawn.hash)
+            used = min(self._uses.after(drawn.position), self._wanted(drawn.hash))
+            if self._reads and not retention.is_worth(_charge(self._typical), used):
+                return False
+        self._keep(drawn.hash, following.name, self._typical if size is None else size, drawn.position)
+        return True
+
+    def _keep_or_let_go(self, following: _Next, size: int) -> None:
+        """An object was read: it stays until it is used again, if nothing else is worth the room more. Caller: holds the lock."""
+        retention, drawn = self._retention, following.drawn
+        if retention is None or following.is_passing:
+            return
+        self._keep_for_all(drawn.hash, following.name, size)
+        if following.load is not None and drawn.hash in retention:
+            self._expected(following.name)  # it is not on trial any more
+
+    def _wanted(self, hash: int) -> int:
+        """The position at which another look-ahead of the node uses an object, about, or `NEVER`."""
+        turns = self._orders.turns_until(hash) if self._orders is not None else NEVER
+        return self._read + turns if turns < NEVER else NEVER
+
+    def _keep_for_all(self, hash: int, name: str, size: int) -> None:
+        """An object stays until it is used next, here or by another look-ahead. Caller: holds the lock."""
+        own, wanted = self._uses.next(hash), self._wanted(hash)
+        if wanted < own:
+            heapq.heappush(self._lent, (wanted, hash, name, size))
+        self._keep(hash, name, size, min(own, wanted))
+
+    def _look_after_lent(self) -> None:
+        """Others have used what stayed for them by now: it stays for whoever uses it next. Caller: holds the lock."""
+        while self._lent and self._lent[0][0] <= self._read:
+            position, hash, name, size = heapq.heappop(self._lent)
+            if self._retention is not None and self._retention.position(hash) == position:
+                self._keep_for_all(hash, name, size)
+
+    def _keep(self, hash: int, name: str, size: int, position: int) -> None:
+        if self._retention is not None:
+            self._gone.pop(name, None)
+            self._gone.update(dict.fromkeys(self._retention.keep(hash, name, _charge(size), position)))
+
+    def _skip(self, following: _Next, size: int) -> None:
+        """Another process reads an object about now. Caller: holds the lock."""
+        if self._retention is None:
+            return
+        self._skipped.append((following, size))
+        self._skipped_bytes += size
+        while len(self._skipped) > _LAG or self._skipped_bytes > self._retention.capacity // 8:
+            following, size = self._skipped.popleft()
+            self._skipped_bytes -= size
+            self._keep_or_let_go(following, size)
+
+    def _dismiss(self) -> None:
+        """Have those objects evicted first that are used the latest."""
+        store = self._store
+        if not self._gone or not store.keeps:
+            return
+        with self._lock:
+            gone, self._gone = self._gone, {}
+        with contextlib.suppress(errors.CacheFault):
+            left = store.reservations.dismiss(URLS, list(gone))
+            with self._lock:
+                self._gone = {**dict.fromkeys(left), **self._gone}
 
     @property
     def progress(self) -> LookaheadProgress:
@@ -277,8 +466,11 @@ class Lookahead(Iterator[memoryview]):
         with self._lock:
             gives_up, self._is_drawn = bool(self._ahead), True
             self._ahead.clear()
+            self._drawn.clear()
             self._by_name.clear()
-            self._width = self._unsized = 0
+            self._width = self._unsized = self._in_memory = 0
+            if self._orders is not None:
+                self._orders.close()
         if self._loader is not None:
             self._loader.close(gives_up=True) if gives_up else self._loader.abandon()
 
@@ -295,8 +487,13 @@ class Lookahead(Iterator[memoryview]):
         return f"<forebay.Lookahead {self._read:,} of {'unknown' if self._total is None else format(self._total, ',')}>"
 
 
+def _charge(size: int) -> int:
+    return charge_of(size, is_file=size > INLINE)
+
+
 def look_ahead(
-    origin: Origin, urls: Iterable[Url], window: int | None, most: int | None, workers: int, read_many: Callable[..., list[Any]]
+    origin: Origin, urls: Iterable[Url], window: int | None, most: int | None, horizon: int | None, workers: int,
+    read_many: Callable[..., list[Any]],
 ) -> Lookahead:  # fmt: skip
     """See `Cache.lookahead`. ``window`` in bytes."""
     if isinstance(urls, str | bytes) or not isinstance(urls, Iterable):
@@ -307,4 +504,10 @@ def look_ahead(
         raise errors.ConfigError(f"window must be at least one byte, not {window!r}", name="window", value=window)
     if most is not None and (type(most) is not int or most < 1):
         raise errors.ConfigError(f"most must be an integer of at least 1, not {most!r}", name="most", value=most)
-    return Lookahead(origin, urls, window=window, most=min(most or MOST, MOST), workers=workers, read_many=read_many)
+    if horizon is None:
+        horizon = HORIZON if isinstance(urls, Sequence) else 0
+    if type(horizon) is not int or not 0 <= horizon <= MOST_KNOWN:
+        message = f"horizon must be an integer from 0 to {MOST_KNOWN:,}, not {horizon!r}"
+        raise errors.ConfigError(message, name="horizon", value=horizon)
+    most = min(most or MOST, MOST)
+    return Lookahead(origin, urls, window=window, most=most, horizon=horizon, workers=workers, read_many=read_many)

@@ -69,15 +69,16 @@ class State(enum.Enum):
 class Load:
     """One item on its way into the cache, shared by all its callers in this process. Only its `LoadQueue` changes it.
 
-    ``key``: in the source; ``name``: in the cache; ``bound``: to the session. A load lives as long as a lazy, or a thread that works on it,
-    refers to it: nothing else counts its holders."""
+    ``key``: in the source; ``name``: in the cache; ``bound``: to the session; ``stores``: what the cache does not have is stored. A load
+    lives as long as a lazy, or a thread that works on it, refers to it: nothing else counts its holders."""
 
     __slots__ = (
-        "__weakref__", "bound", "busy_since", "data", "error", "key", "name", "reason", "ref", "scheduled", "size", "state", "waiters",
+        "__weakref__", "bound", "busy_since", "data", "error", "key", "name", "reason", "ref", "scheduled", "size", "state", "stores",
+        "waiters",
     )  # fmt: skip
 
-    def __init__(self, key: str, name: str, bound: bool, on_gone: Callable[[LoadRef], object]) -> None:
-        self.key, self.name, self.bound = key, name, bound
+    def __init__(self, key: str, name: str, bound: bool, on_gone: Callable[[LoadRef], object], *, stores: bool = True) -> None:
+        self.key, self.name, self.bound, self.stores = key, name, bound, stores
         self.state = State.QUEUED
         self.data: Buffer | None = None
         self.error: BaseException | None = None

@@ -34,12 +34,13 @@ class ObjectLoader:
 
     ======================  ==================================================================================================
     a caller                `submit`: a new load is QUEUED; `take`: QUEUED -> LOADING -> DROPPED, or FAILED: the caller has read it
-    the thread              QUEUED -> LOADING -> STORED with a lease, LOADED (no room: its bytes stay in memory), FAILED, DROPPED (the
-                            cache failed), or QUEUED again (another process fetches it)
+    the thread              QUEUED -> LOADING -> STORED with a lease, LOADED (no room, or not to be stored: its bytes stay in memory),
+                            FAILED, DROPPED (the cache failed), or QUEUED again (another process fetches it)
     any thread              `close`: QUEUED -> DROPPED
     ======================  ==================================================================================================
 
-    What is LOADED occupies one of the places for objects under way, so few objects are in memory, however many are asked for. One lock
+    What is LOADED for want of room occupies one of the places for objects under way, so few objects are in memory, however many are asked
+    for; how many there are that are not to be stored, the caller of `submit` decides. One lock
     guards everything; the cache and the remote are never called under it. Callable from any thread. After a fork the child queues again
     what was not settled, and starts a thread of its own when it asks for something."""
 
@@ -71,15 +72,16 @@ class ObjectLoader:
 
     # -- callers ---------------------------------------------------------------------------------------------------
 
-    def submit(self, key: str, name: str, bound: bool) -> Load:
-        """The load of an object, begun if there is none, or it failed. ``name``: its key in the cache. Raises `Closed`."""
+    def submit(self, key: str, name: str, bound: bool, *, stores: bool = True) -> Load:
+        """The load of an object, begun if there is none, or it failed. ``name``: its key in the cache. ``stores``: see `Load`. Raises
+        `Closed`."""
         with self._lock:
             if self.closing:
                 raise errors.Closed.of("prefetcher")
             ref = self._refs.get(key)
             load = ref() if ref is not None else None
             if load is None or load.state in (State.FAILED, State.DROPPED):
-                load = Load(key, name, bound, self.news.gone)
+                load = Load(key, name, bound, self.news.gone, stores=stores)
                 self._refs[key] = load.ref
                 self._queued.append(load.ref)
                 self._wake()
@@ -119,10 +121,14 @@ class ObjectLoader:
                     data = self._store.bytes_leased(load.ref.lease)
             return self.read(load.key) if data is None else data
 
-    def read(self, key: str) -> Buffer:
-        """The bytes of an object, as `Cache.read` gets them; from the remote once the cache is closed. Raises as that."""
+    def read(self, key: str, *, stores: bool = True) -> Buffer:
+        """The bytes of an object, as `Cache.read` gets them; from the remote once the cache is closed, or if they are not to be stored.
+        Raises as that."""
         target, options = self._target(key), FetchOptions.of(self._origin)
-        return self._origin.direct(target, options) if self._origin.closed else self._origin.read(target, options)
+        if stores and not self._origin.closed:
+            return self._origin.read(target, options)
+        self._store.count("misses", 0 if stores else 1)
+        return self._origin.direct(target, options)
 
     def wait_until_stored(self, load: Load) -> errors.ForebayError | None:
         """Wait until an object is stored, or will not be. Returns why it is not."""
@@ -160,7 +166,7 @@ class ObjectLoader:
         """Read a queued object in the thread that needs it; the others that hold the load find it in the cache."""
         self.start()  # in a child of a fork there is no thread, and others may be queued
         try:
-            data = self.read(load.key)
+            data = self.read(load.key, stores=load.stores)
         except Exception as error:
             self._settle(load, State.FAILED, error=error)
             raise
@@ -234,7 +240,9 @@ class ObjectLoader:
                 self._set(load, State.LOADING)
                 self._number += 1
                 self._under_way[self._number] = load.ref
-                requests.append(Wanted(target, options, self._number, leased=self._stores, spills=True, since=load.busy_since))
+                stores = self._stores and load.stores
+                request = Wanted(target, options, self._number, leased=stores, spills=True, stores=load.stores, since=load.busy_since)
+                requests.append(request)
             return requests if requests or self._under_way else None
 
     def _places(self) -> int:
@@ -244,7 +252,7 @@ class ObjectLoader:
     def _came(self, request: Wanted) -> None:
         error, lease = request.error, request.lease
         is_fault = isinstance(error, errors.CacheFault | errors.WaitTimeout) and not isinstance(error, errors.RemoteError)
-        may_wait = request.data is not None and self._may_have_room(len(request.data))
+        may_wait = request.stores and request.data is not None and self._may_have_room(len(request.data))
         with self._lock:
             ref = self._under_way.pop(request.number)
             load = ref()
@@ -257,6 +265,8 @@ class ObjectLoader:
                 load.busy_since = request.since
                 self._set(load, State.QUEUED)
                 self._elsewhere.append(ref)
+            elif not load.stores and request.data is not None:
+                self._set(load, State.LOADED, data=request.data)
             elif may_wait or (self._in_turn and request.data is not None):
                 self._in_memory.append(ref)
                 self._set(load, State.LOADED, data=request.data, error=error)

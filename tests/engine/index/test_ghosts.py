@@ -131,6 +131,16 @@ def test_a_scan_that_leaves_the_hot_set_its_turns_costs_two_percent_of_its_hits_
     assert hits[1] >= 0.98 * 6000 * 4
 
 
+@pytest.mark.parametrize("room", [1.1, 1.2, 1.5])
+@pytest.mark.parametrize("hot", [200, 1000])
+def test_a_scan_as_heavy_as_the_uses_of_the_hot_set_costs_two_percent_of_its_hits_at_most(hot: int, room: float) -> None:
+    """The first one that the cache meets: before, everything fitted."""
+    node = Node(int(room * hot * 100))
+    uses = list(scanned(hot, 10 * hot, hot, rounds=1))
+    node.hits([key for key, _ in uses[: 10 * hot]], [100] * 2 * hot)
+    assert sum(node.use(key, 100) and is_hot for key, is_hot in uses[10 * hot :]) >= 0.98 * hot
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_another_data_set_takes_the_place_of_the_first(share: float) -> None:
     """What is established and never used again must not keep the epochs of a new job out."""

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -123,6 +124,14 @@ def test_scans_through_a_hot_set_cost_no_more_than_by_lru(store: Store) -> None:
         filled(store, name, name, int(1.2 * sum(SIZES[:200])))
         found[name] = sum(use(store, name, key, SIZES[key % COUNT]) and is_hot for key, is_hot in uses)
     assert found["auto"] >= 0.98 * found["lru"]
+
+
+def test_a_scan_between_the_uses_of_a_hot_set_costs_two_percent_of_its_hits_at_most(store: Store) -> None:
+    sizes = [4000] * 700  # with a row, a little more than a page each
+    filled(store, "auto", "auto", int(1.2 * 300 * 4000))
+    uses = list(scanned(300, 3000, 400, rounds=1))
+    hits(store, "auto", [key for key, _ in uses[:3000]], sizes)
+    assert sum(use(store, "auto", key, 4000) and is_hot for key, is_hot in uses[3000:]) >= 0.98 * 400
 
 
 def test_a_prefetchers_space_chooses_its_victims_in_the_same_order(store: Store) -> None:
@@ -424,3 +433,82 @@ def test_a_hit_of_what_is_remembered_is_seen_if_its_key_is_sampled(store: Store)
     item.due = 0
     assert hit("key", FOREVER) is not None
     assert space_of(store).ghosts.standing().uses == uses + 1
+
+
+# -- what is dismissed -------------------------------------------------------------------------------------------------
+
+
+def dismiss(store: Store, *keys: str) -> list[str]:
+    return list(store.reservations.dismiss("auto", keys))
+
+
+@pytest.mark.parametrize("leads", [LRU, BIMODAL], ids=["lru", "bimodal"])
+def test_what_is_dismissed_goes_first_whatever_leads(trying: Store, leads: int) -> None:
+    space_of(trying).ghosts._words[2] = leads
+    known = sorted(names(trying))
+    assert not dismiss(trying, *known[10:20], "none")
+    for number in range(10):
+        trying.put("auto", f"new{number}", b"n" * 20_000)
+    assert names(trying).isdisjoint(known[10:20])
+    assert {*known[:10], *known[20:]} <= names(trying)
+
+
+def test_what_is_used_again_is_not_dismissed_any_more(trying: Store) -> None:
+    known = sorted(names(trying))
+    dismiss(trying, known[30])
+    assert trying.first_touch("auto", known[30], FOREVER) is not None
+    for number in range(5):
+        trying.put("auto", f"new{number}", b"n" * 20_000)
+    assert known[30] in names(trying)
+
+
+def test_what_another_process_dismissed_goes_first_once_its_lease_is_released(trying: Store) -> None:
+    known = sorted(names(trying))
+    held = trying.engine.reading.take(trying.spaces.lookup("auto").id, known[40])  # touches nothing
+    assert held is not None
+
+    def other() -> None:
+        with opened(trying.root.path) as mine:
+            assert not dismiss(mine, known[40], known[41])
+
+    in_child(other)
+    trying.put("auto", "new0", b"n" * 20_000)
+    assert known[40] in names(trying)
+    assert known[41] not in names(trying)
+    held.close()
+    trying.put("auto", "new1", b"n" * 20_000)
+    assert known[40] not in names(trying)
+
+
+def test_what_finds_no_place_now_is_left_for_later(trying: Store) -> None:
+    known = sorted(names(trying))[:32]
+    assert dismiss(trying, *known * 17) == known
+    with trying.engine.catalog.writer(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(dismiss, trying, known[0]).result() == [known[0]]
+
+
+def test_nothing_is_dismissed_where_the_policy_is_lru(trying: Store) -> None:
+    trying.spaces.ensure("auto", policy="lru")
+    known = sorted(names(trying))
+    assert not dismiss(trying, known[40])
+    trying.put("auto", "new", b"n" * 20_000)
+    assert known[40] in names(trying)
+
+
+@pytest.mark.parametrize("leads", [LRU, BIMODAL], ids=["lru", "bimodal"])
+def test_a_plan_names_those_that_eviction_takes_first(trying: Store, leads: int) -> None:
+    space_of(trying).ghosts._words[2] = leads
+    for number in range(4):
+        trying.put("auto", f"new{number}", b"n" * 20_000)
+    known = sorted(names(trying))
+    dismiss(trying, known[20], known[10])
+    names_of = {entry.id: entry.key for entry in trying.entries("auto")}
+    planned = [names_of[id] for id in trying.first_to_go()]
+    assert planned[:2] == [known[20], known[10]]
+    assert len(planned) == 2 + (leads == BIMODAL)
+    before, lost = names(trying), list[str]()
+    for number in range(len(planned)):
+        trying.put("auto", f"newer{number}", b"n" * 20_000)
+        lost += sorted(before - names(trying) - set(lost))
+    assert lost == planned
+    assert trying.first_touch("auto", known[30], FOREVER) is not None

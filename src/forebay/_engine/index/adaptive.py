@@ -1,16 +1,16 @@
 """Spaces that choose their policy by what is used: for each of them a mapped file, which all processes of the node share.
 
-``index/policy-N``   of the space N: a page of header, the words of its `ghosts`, then the entries that are on trial
+``index/policy-N``   of the space N: a page of header, the words of its `ghosts`, then the entries that are on trial, and those dismissed
 
-All of it is a hint, as the index of keys is. Any process stores to the ghosts without a lock. The trials are a ring that is changed under
-the writer lock only; what it says of an entry is believed while the table of slots says the same. So what is torn, lost, stale or another
-program's misleads the choice of victims for a while, and nothing else. The file may be deleted at any time."""
+All of it is a hint, as the index of keys is. Any process stores to the ghosts without a lock. Trials and dismissed entries are rings that
+are changed under the writer lock only; what they say of an entry is believed while the table of slots says the same. So what is torn, lost,
+stale or another program's misleads the choice of victims for a while, and nothing else. The file may be deleted at any time."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -28,10 +28,11 @@ log = logger("forebay.index")
 _MAGIC = int.from_bytes(b"FBPOLI01", "little")
 _HEADER = PAGE // 8
 _FIRST, _NEXT, _BYTES, _INSERTED = range(2, 6)  # of the trials: words of the header, after the magic and the root's id
-_TRIALS = 512
+_DISMISSED = 6  # of the dismissed entries: the first of three such words
+_TRIALS = 512  # of a ring
 _WORDS = 4  # of a trial
 _RING = _HEADER + ghosts.WORDS
-_SIZE = -(-8 * (_RING + _WORDS * _TRIALS) // PAGE) * PAGE
+_SIZE = -(-8 * (_RING + 2 * _WORDS * _TRIALS) // PAGE) * PAGE
 _BELIEVED = 1 << 62
 _TRIES = 64
 _NOTED_EVERY = 100_000_000
@@ -40,12 +41,69 @@ _OPEN_AGAIN = 5.0
 
 
 class Trial(NamedTuple):
-    """An entry on trial: it has not been used since it was inserted at ``used``."""
+    """An entry that goes before others while it is not used: its last use, or its insertion, was at ``used``."""
 
     slot: int
     id: int
     used: int
     charge: int
+
+
+class _Ring:
+    """Entries in the order in which they were put here. Called under the writer lock."""
+
+    def __init__(self, words: memoryview, head: int, base: int) -> None:
+        """``head``: where its three words are: the numbers of the first entry, and of the next one, and the bytes of all."""
+        self._words, self._first, self._next, self._bytes, self._base = words, head, head + 1, head + 2, base
+
+    @property
+    def bytes(self) -> int:
+        return int(self._words[self._bytes])
+
+    def put(self, trial: Trial) -> None:
+        """Add an entry, in the place of the oldest one if there is no other."""
+        words = self._words
+        first, next = self._ends()
+        if next - first == _TRIALS:
+            self.pop()
+        at = self._base + next % _TRIALS * _WORDS
+        words[at], words[at + 1], words[at + 2], words[at + 3] = trial
+        words[self._bytes] += trial.charge
+        host.set_word(words, self._next, next + 1)  # last: until then it is not there
+
+    def pop(self) -> Trial | None:
+        """Take out the oldest entry."""
+        words = self._words
+        first, next = self._ends()
+        if first == next:
+            words[self._bytes] = 0  # a process was killed before it had counted
+            return None
+        at = self._base + first % _TRIALS * _WORDS
+        trial = Trial(*words[at : at + _WORDS].tolist())
+        host.set_word(words, self._first, first + 1)
+        words[self._bytes] = max(words[self._bytes] - trial.charge, 0)
+        return trial
+
+    def entries(self) -> list[Trial]:
+        """All entries, oldest first: without the writer lock only about as they are."""
+        first, next = self._ends()
+        places = (self._base + number % _TRIALS * _WORDS for number in range(first, next))
+        return [Trial(*self._words[at : at + _WORDS].tolist()) for at in places]
+
+    def room(self) -> int:
+        """For how many entries there is a place."""
+        first, next = self._ends()
+        return _TRIALS - (next - first)
+
+    def _ends(self) -> tuple[int, int]:
+        """The numbers of the first entry, and of the next one."""
+        words = self._words
+        first, next = words[self._first], words[self._next]
+        if not 0 <= next - first <= _TRIALS or next >= _BELIEVED or words[self._bytes] >= _BELIEVED:  # damaged
+            first = next = 0
+            if not words.readonly:
+                words[self._first] = words[self._next] = words[self._bytes] = 0
+        return first, next
 
 
 class Sample:
@@ -71,7 +129,9 @@ class AdaptiveSpace:
     def __init__(self, words: memoryview, slots: Slots) -> None:
         self._words, self._slots = words, slots
         self.ghosts = Ghosts(words[_HEADER : _HEADER + ghosts.WORDS])
-        self._offered: list[Trial] = []  # by `overdue`, and perhaps evicted since
+        self._trials = _Ring(words, _FIRST, _RING)
+        self._dismissed = _Ring(words, _DISMISSED, _RING + _WORDS * _TRIALS)
+        self._offered: list[tuple[_Ring, Trial]] = []  # by `overdue`, and perhaps evicted since
 
     def use(self, key: str, charge: int, now: int, *, is_hit: bool) -> None:
         """A key, for which the budget counts ``charge`` bytes, was hit at ``now``, or inserted."""
@@ -89,55 +149,51 @@ class AdaptiveSpace:
 
     def put_on_trial(self, trial: Trial) -> None:
         """Let an entry be evicted before those that are not on trial, unless it is used first."""
-        words = self._words
-        first, next = self._ends()
-        if next - first == _TRIALS:
-            self._pop()
-        at = _RING + next % _TRIALS * _WORDS
-        words[at], words[at + 1], words[at + 2], words[at + 3] = trial
-        words[_BYTES] += trial.charge
-        host.set_word(words, _NEXT, next + 1)  # last: until then it is not there
+        self._trials.put(trial)
+
+    def dismiss(self, trials: Sequence[Trial]) -> int:
+        """Let entries be evicted before all others, unless they are used first: no program that says what it reads wants them soon. Returns
+        how many there was a place for."""
+        room = self._dismissed.room()
+        for trial in trials[:room]:
+            self._dismissed.put(trial)
+        return min(len(trials), room)
 
     def begin_search(self) -> None:
-        """A search for victims begins: what an earlier one was offered and did not take is on trial again."""
+        """A search for victims begins: what an earlier one was offered and did not take is where it was before."""
         offered, self._offered = self._offered, []
-        for trial in offered:
+        for ring, trial in offered:
             if self._is_on_trial(trial):
-                self.put_on_trial(trial)
+                ring.put(trial)
 
     def overdue(self, count: int) -> list[Trial]:
-        """Up to ``count`` entries whose trial is over, oldest first: all trials together fill more than their share of the space. Each is
-        offered once in a search. Empty while bimodal insertion does not lead."""
-        limit = self.ghosts.capacity // ghosts.TRIAL_SHARE
+        """Up to ``count`` entries that go first: those dismissed; then, while bimodal insertion leads, those whose trial is over, oldest
+        first: all trials together fill more than their share of the space. Each is offered once in a search."""
         some: list[Trial] = []
-        while self.ghosts.bimodal and self._words[_BYTES] > limit and len(some) < count and len(self._offered) < _TRIES:
-            trial = self._pop()
-            if trial is None:
-                break
-            if self._is_on_trial(trial):
-                some.append(trial)
-                self._offered.append(trial)
+        for ring in (self._dismissed, self._trials):
+            while len(some) < count and len(self._offered) < _TRIES and (ring is self._dismissed or self._is_a_trial_over()):
+                trial = ring.pop()
+                if trial is None:
+                    break
+                if self._is_on_trial(trial):
+                    some.append(trial)
+                    self._offered.append((ring, trial))
         return some
 
-    def _ends(self) -> tuple[int, int]:
-        """The numbers of the first trial, and of the next one."""
-        words = self._words
-        first, next = words[_FIRST], words[_NEXT]
-        if not 0 <= next - first <= _TRIALS or next >= _BELIEVED or words[_BYTES] >= _BELIEVED:  # damaged
-            first = next = words[_FIRST] = words[_NEXT] = words[_BYTES] = 0
-        return first, next
+    def first_to_go(self) -> list[int]:
+        """The ids of the entries that `overdue` would offer now. Callable without the writer lock."""
+        tried = self._trials.entries() if self.ghosts.bimodal else []
+        left, limit = sum(trial.charge for trial in tried), self.ghosts.capacity // ghosts.TRIAL_SHARE
+        over: list[Trial] = []
+        for trial in tried:
+            if left <= limit:
+                break
+            over.append(trial)
+            left -= trial.charge
+        return [trial.id for trial in (*self._dismissed.entries(), *over) if self._is_on_trial(trial)]
 
-    def _pop(self) -> Trial | None:
-        words = self._words
-        first, next = self._ends()
-        if first == next:
-            words[_BYTES] = 0  # a process was killed before it had counted
-            return None
-        at = _RING + first % _TRIALS * _WORDS
-        trial = Trial(*words[at : at + _WORDS].tolist())
-        host.set_word(words, _FIRST, first + 1)
-        words[_BYTES] = max(words[_BYTES] - trial.charge, 0)
-        return trial
+    def _is_a_trial_over(self) -> bool:
+        return self.ghosts.bimodal and self._trials.bytes > self.ghosts.capacity // ghosts.TRIAL_SHARE
 
     def _is_on_trial(self, trial: Trial) -> bool:
         try:
@@ -207,6 +263,11 @@ class AdaptiveSpaces:
         """How the policies of a space do; None where that is not known."""
         space = self._spaces.get(id) or self._open(id)
         return space.ghosts.standing() if space is not None else None
+
+    def first_to_go(self, id: int) -> list[int]:
+        """See `AdaptiveSpace.first_to_go`."""
+        space = self._spaces.get(id) or self._open(id)
+        return space.first_to_go() if space is not None else []
 
     def is_to_learn(self) -> bool:
         """Whether it is a second since the limits of the spaces were last asked for, by a process that evicts."""

@@ -22,7 +22,9 @@ NOISE = 4
 MEMORY, OF_LATE = 1024, 128
 """Hits are halved after so many uses of the sample; those of late after fewer."""
 
-LRU, BIMODAL = 0, 1
+UNDECIDED, BIMODAL, LRU = range(3)
+"""Which policy leads. `UNDECIDED`: neither ghost has led yet; then it is bimodal insertion once the cache is full."""
+_OF_LRU, _OF_BIMODAL = range(2)
 _HEADER = 32
 _SHIFT, _CAPACITY, _LEADER, _SEEN, _USES, _INSERTED, _TRIALS, _EVICTED = range(8)
 _HITS, _BYTES, _COUNT = 8, 10, 12  # of each ghost
@@ -73,8 +75,9 @@ class Ghosts:
 
     @property
     def bimodal(self) -> bool:
-        """Whether bimodal insertion leads, and the cache need not recover."""
-        return bool(self._words[_LEADER] == BIMODAL and not self._words[_RECOVERS])
+        """Whether bimodal insertion leads, and the cache need not recover. It leads as soon as the cache is full: a scan through a hot set
+        would else have replaced it by the time that the ghosts differ."""
+        return bool(self._words[_LEADER] != LRU and self.capacity and not self._words[_RECOVERS])
 
     @property
     def capacity(self) -> int:
@@ -133,7 +136,7 @@ class Ghosts:
         if seen >= MEMORY:
             words[_SEEN], words[_USES] = 0, words[_USES] // 2
             words[_HITS], words[_HITS + 1] = words[_HITS] // 2, words[_HITS + 1] // 2
-            if not self.bimodal and words[_HITS + BIMODAL] < words[_HITS + LRU] - words[_HITS + LRU] // MARGIN:
+            if not self.bimodal and words[_HITS + _OF_BIMODAL] < words[_HITS + _OF_LRU] - words[_HITS + _OF_LRU] // MARGIN:
                 self._begin_again()
 
     def _decide(self) -> None:
@@ -145,11 +148,11 @@ class Ghosts:
         if max(*hits, uses) > 4 * MEMORY or max(hits) > uses + _DECIDE:  # damaged
             words[_HITS] = words[_HITS + 1] = words[_USES] = 0
             return
-        leader = BIMODAL if self.bimodal else LRU
+        leader = _OF_BIMODAL if self.bimodal else _OF_LRU
         own = hits[leader]
         if hits[1 - leader] - own > max(min(own, uses - own), 0) / MARGIN + NOISE:
-            words[_LEADER] = 1 - leader
-            if leader == BIMODAL:
+            words[_LEADER] = LRU if leader == _OF_BIMODAL else BIMODAL
+            if leader == _OF_BIMODAL:
                 self._begin_again()
         uses, lru, bimodal, real = words[_LATE : _LATE + 4].tolist()
         if max(lru, bimodal, real) > uses + _DECIDE or uses > 4 * OF_LATE or bimodal - lru > lru / MARGIN + NOISE:
@@ -166,10 +169,10 @@ class Ghosts:
         """Let the ghost of bimodal insertion, which trails, go on from what that of LRU has, as the cache would. Else it would keep for
         long what nobody uses any more, such as the data set of an earlier job, and never show what it is worth for the next one."""
         words = self._words
-        words[_AGES[BIMODAL] : _AGES[BIMODAL] + _LENGTH] = words[_AGES[LRU] : _AGES[LRU] + _LENGTH]
+        words[_AGES[_OF_BIMODAL] : _AGES[_OF_BIMODAL] + _LENGTH] = words[_AGES[_OF_LRU] : _AGES[_OF_LRU] + _LENGTH]
         for pair in (_HITS, _BYTES, _COUNT):
-            words[pair + BIMODAL] = words[pair + LRU]
-        words[_LATE + 1 + BIMODAL] = words[_LATE + 1 + LRU]
+            words[pair + _OF_BIMODAL] = words[pair + _OF_LRU]
+        words[_LATE + 1 + _OF_BIMODAL] = words[_LATE + 1 + _OF_LRU]
         words[_TRIALS] = 0
 
     # -- records ---------------------------------------------------------------------------------------------------
@@ -187,7 +190,7 @@ class Ghosts:
         # Of the two ages the smaller, since a key is in use as long as it is in one ghost.
         coldest = [_TRIAL if not (one or other) else min(one or _TRIAL, other or _TRIAL) for one, other in zip(*ages, strict=True)]
         at = first + coldest.index(max(coldest))
-        for ghost in (LRU, BIMODAL):
+        for ghost in (_OF_LRU, _OF_BIMODAL):
             self._drop(ghost, at)
         words[_HASH + at], words[_SIZE + at] = hash, size
         return at
@@ -200,7 +203,7 @@ class Ghosts:
         for ghost, ages in enumerate(_AGES):
             if words[ages + at]:
                 words[_BYTES + ghost] = max(words[_BYTES + ghost] + more, 0) & _TRIAL
-        if words[_AGES[BIMODAL] + at] > _YOUNGEST:
+        if words[_AGES[_OF_BIMODAL] + at] > _YOUNGEST:
             words[_TRIALS] = max(words[_TRIALS] + more, 0) & _TRIAL
 
     def _insert(self, ghost: int, at: int, size: int, capacity: int, now: int) -> bool:
@@ -214,7 +217,7 @@ class Ghosts:
             is_short = True
             self._evict(ghost, capacity, now)
         age = _YOUNGEST - now
-        if ghost == BIMODAL:
+        if ghost == _OF_BIMODAL:
             if words[_INSERTED] % LOTTERY and words[_BYTES + ghost] + size > capacity - capacity // 16:
                 age = _TRIAL - now
                 words[_TRIALS] = words[_TRIALS] + size & _TRIAL
@@ -229,7 +232,7 @@ class Ghosts:
         words[_EVICTED] = words[_EVICTED] + 1 & 0xFFFF
         if not words[_EVICTED] % _RECOUNT:
             self._recount(now)
-        overdue = ghost == BIMODAL and words[_TRIALS] > capacity // TRIAL_SHARE
+        overdue = ghost == _OF_BIMODAL and words[_TRIALS] > capacity // TRIAL_SHARE
         # Records lie where their hashes lead, so a part of them is an even sample: what it has as the coldest is cold enough.
         for first, step in ((0, 1),) if overdue else ((words[_EVICTED] % _STRIPES, _STRIPES), (0, 1)):
             ages: list[int] = words[start + first : start + _LENGTH : step].tolist()
@@ -249,7 +252,7 @@ class Ghosts:
         words[_AGES[ghost] + at] = 0
         words[_BYTES + ghost] = max(words[_BYTES + ghost] - size, 0)
         words[_COUNT + ghost] = max(words[_COUNT + ghost] - 1, 0)
-        if age > _YOUNGEST and ghost == BIMODAL:
+        if age > _YOUNGEST and ghost == _OF_BIMODAL:
             words[_TRIALS] = max(words[_TRIALS] - size, 0)
 
     def _resize(self, is_short: bool, now: int) -> None:
@@ -271,9 +274,10 @@ class Ghosts:
                     words[start + at] = 0
         for ghost, start in enumerate(_AGES):
             ages = words[start : start + _LENGTH].tolist()
-            words[_BYTES + ghost] = sum(size for size, age in zip(sizes, ages, strict=True) if age)
+            words[_BYTES + ghost] = min(sum(size for size, age in zip(sizes, ages, strict=True) if age), _TRIAL)
             words[_COUNT + ghost] = sum(map(bool, ages))
-            words[_TRIALS] = sum(size for size, age in zip(sizes, ages, strict=True) if age > _YOUNGEST)  # of the last ghost
+            trials = sum(size for size, age in zip(sizes, ages, strict=True) if age > _YOUNGEST)
+            words[_TRIALS] = min(trials, _TRIAL)  # of the last ghost
 
     def _clear(self) -> None:
         for at in range(WORDS):

@@ -18,14 +18,18 @@ class Lookahead(Sampler):  # type: ignore[misc]  # PyTorch is optional: to mypy 
 
     ``sampler``: yields indices of ``dataset``, or lists of them, in the process that runs the loader. ``dataset``: a `UrlDataset`.
     ``window``, ``workers``: as for `Cache.lookahead`, whose fetches run in that process, as far ahead as the window reaches: workers find
-    the objects in the cache, or wait for those that are on their way. Each iteration has a look-ahead of its own, which ends with it, with
-    its process, or where the loader gives it up. ``set_epoch`` is that of the sampler. Raises `ConfigError`."""
+    the objects in the cache, or wait for those that are on their way. ``horizon``: so many indices are drawn in advance, at least, so that
+    the cache keeps what is used soonest: for a sampler that repeats indices. Each iteration has a look-ahead of its own, which ends with
+    it, with its process, or where the loader gives it up. ``set_epoch`` is that of the sampler. Raises `ConfigError`."""
 
-    def __init__(self, sampler: Iterable[Any], dataset: UrlDataset, *, window: int | str | None = None, workers: int = 16) -> None:
+    def __init__(
+        self, sampler: Iterable[Any], dataset: UrlDataset, *, window: int | str | None = None, horizon: int = 0, workers: int = 16
+    ) -> None:  # fmt: skip
         if not isinstance(dataset, UrlDataset):
             advice = "its items must be objects of URLs: UrlDataset(urls, decode)"
             raise errors.ConfigError(f"a {type(dataset).__name__} cannot be looked ahead in: {advice}", name="dataset", value=repr(dataset))
-        self.sampler, self.dataset, self._window, self._workers = sampler, dataset, window, workers
+        self.sampler, self.dataset, self._window = sampler, dataset, window
+        self._horizon, self._workers = horizon, workers
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]  # raises TypeError for a sampler without a length
@@ -39,7 +43,7 @@ class Lookahead(Sampler):  # type: ignore[misc]  # PyTorch is optional: to mypy 
                 for index in _indices(chosen):
                     yield self.dataset.urls[index]
 
-        with self.dataset.cache.lookahead(urls(), window=self._window, workers=self._workers) as ahead:
+        with self.dataset.cache.lookahead(urls(), window=self._window, horizon=self._horizon, workers=self._workers) as ahead:
             while drawn:
                 chosen = drawn.popleft()
                 yield chosen

@@ -1,0 +1,193 @@
+"""What look-aheads of the node read next: a mapped table for each of them, which the others look into.
+
+``index/order-N``   of the look-ahead that has its first byte locked: a page of header, then buckets: 32 bits of an object's hash, and the
+                    position of its next use in the order
+
+All of it is a hint. Only its look-ahead stores to a table, a word at a time. A table is believed while its first byte is locked, which ends
+with the process, however that ends, and while the look-ahead goes on. So what is lost, torn or another program's keeps some entries for a
+while that nobody needs, or lets some go. The files may be deleted at any time."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import NamedTuple
+
+from forebay._engine.files.layout import PAGE, Root
+from forebay._kernel import host, locks, mappings
+from forebay._kernel.below import NoPlainFile
+from forebay._logs import logger
+from forebay.errors import CacheFault
+
+log = logger("forebay.index")
+
+NEVER = 1 << 62
+"""The position of a use that is not known, and the number of turns until it."""
+TABLES = 16
+"""Look-aheads of one node that tell others; further ones only ask."""
+BUCKETS = 1 << 16
+LOOK_AGAIN = 1.0
+"""Seconds until it is looked again which look-aheads there are."""
+STALE = 600_000_000_000
+"""Nanoseconds without a turn after which a look-ahead keeps nothing any more."""
+_MAGIC = int.from_bytes(b"FBORDR01", "little")
+_POSITION, _PACE, _MOVED = 2, 3, 4  # words of the header, after the magic and the root's id; nanoseconds of a turn, of the last one
+_HEADER = PAGE // 8
+_PROBES = 8
+_SIZE = -(-8 * (_HEADER + BUCKETS + _PROBES) // PAGE) * PAGE
+_LOW = (1 << 32) - 1
+_TURNS = 16  # from one measure of the pace to the next
+
+
+class _Table(NamedTuple):
+    """A table that is mapped, and the file that it is."""
+
+    words: memoryview
+    file: tuple[int, int]
+
+    def until(self, hash: int, now: int, pace: int) -> int | None:
+        """Nanoseconds until the look-ahead uses an object; None: it is not known to. ``pace``: of a turn, where its own is not known."""
+        words = self.words
+        position, moved = words[_POSITION], words[_MOVED]
+        if not 0 <= now - moved < STALE:
+            return None
+        at, tag = _HEADER + hash % BUCKETS, hash >> 32
+        for word in words[at : at + _PROBES].tolist():
+            if word >> 32 == tag and word & _LOW > position:
+                turns: int = (word & _LOW) - position
+                return turns * (words[_PACE] or pace)
+        return None
+
+
+class Orders:
+    """The next uses of one look-ahead, and those of the others. For one thread at a time. A forked child tells the others nothing. No call
+    here raises: one that meets a fault of the disk does without."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._words: memoryview | None = None
+        self._lock: locks.LockFile | None = None
+        self._others: list[_Table] = []
+        self._mapped: dict[int, _Table] = {}
+        self._number, self._look_at = -1, 0.0
+        self._position = self._pace = 0
+        self._measured = 0, time.monotonic_ns()
+        host.at_fork(self)
+        try:
+            self._claim()
+        except (CacheFault, OSError) as error:
+            log.debug("other look-aheads do not know of this one: %s", str(error))
+
+    def announce(self, hash: int, position: int) -> None:
+        """The object with this hash is used next at ``position``; `NEVER`: that is not known."""
+        words = self._words
+        if words is None:
+            return
+        first, tag, now = _HEADER + hash % BUCKETS, hash >> 32, self._position
+        positions: list[int] = []
+        for at, word in enumerate(words[first : first + _PROBES].tolist(), first):
+            if word >> 32 == tag:
+                words[at] = 0 if position == NEVER else tag << 32 | position & _LOW
+                return
+            positions.append(word & _LOW if word & _LOW > now else NEVER)  # one that has passed is free
+        farthest = max(positions)
+        if position < farthest:
+            words[first + positions.index(farthest)] = tag << 32 | position & _LOW
+
+    def advance(self, position: int) -> None:
+        """The look-ahead is at ``position`` now."""
+        self._position, now = position, time.monotonic_ns()
+        before, at = self._measured
+        if position >= before + _TURNS:
+            pace = (now - at) // (position - before)
+            self._pace, self._measured = (7 * self._pace + pace) // 8 if self._pace else pace, (position, now)
+        words = self._words
+        if words is not None:
+            words[_PACE], words[_MOVED] = self._pace, now
+            words[_POSITION] = position
+
+    def turns_until(self, hash: int) -> int:
+        """About how many turns of this look-ahead pass until another one uses an object; `NEVER`: none is known to."""
+        if time.monotonic() >= self._look_at:
+            self._look()
+        if not self._others:
+            return NEVER
+        now, pace = time.monotonic_ns(), self._pace or 1
+        found = [until for other in self._others if (until := other.until(hash, now, pace)) is not None]
+        return max(min(found) // pace, 1) if found else NEVER
+
+    def close(self) -> None:
+        """Tell the others nothing any more."""
+        lock, self._lock, self._words = self._lock, None, None
+        if lock is not None:
+            lock.close()
+
+    # -- the files -------------------------------------------------------------------------------------------------
+
+    def _claim(self) -> None:
+        root = self._root
+        root.files.mkdir(root.index_dir, root.dir_mode)
+        header = _MAGIC.to_bytes(8, "little") + root.id.to_bytes(8, "little")
+        for number in range(TABLES):
+            path = root.index_dir / f"order-{number}"
+            root.install(path, lambda fd: host.pwrite(fd, header.ljust(_SIZE, b"\0"), 0))  # with its blocks: see `values`
+            lock = locks.LockFile(path, root.files.open)
+            try:
+                if not lock.try_lock(0, exclusive=True):
+                    continue
+                table = self._map(number, writable=True)
+            except NoPlainFile:
+                table = None
+            if table is None:
+                lock.close()
+                root.files.make_way(path)  # the next look-ahead makes another one
+                continue
+            table.words[_POSITION:] = memoryview(bytes(_SIZE - 8 * _POSITION)).cast("Q")
+            table.words[_MOVED] = time.monotonic_ns()
+            self._number, self._words, self._lock = number, table.words, lock
+            return
+
+    def _look(self) -> None:
+        """Look which other look-aheads there are."""
+        self._look_at = time.monotonic() + LOOK_AGAIN
+        self._others = []
+        for number in range(TABLES):
+            if number == self._number and self._words is not None:
+                continue
+            try:
+                table = self._map(number, writable=False, locked=True)
+            except OSError:
+                continue
+            if table is not None:
+                self._mapped[number] = table
+                self._others.append(table)
+
+    def _map(self, number: int, *, writable: bool, locked: bool = False) -> _Table | None:
+        """The table with this number; None where it is damaged or, if it is to be ``locked``, nobody's."""
+        fd = self._root.files.open(self._root.index_dir / f"order-{number}", os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            if locked and locks.locked_at(fd, 0, 1) is None:
+                return None
+            status = os.fstat(fd)
+            if status.st_size != _SIZE:
+                return None
+            known = self._mapped.get(number)
+            if known is not None and not writable and known.file == (status.st_dev, status.st_ino):
+                return known
+            words = mappings.words(mappings.map_file(fd, _SIZE, writable=writable))
+        finally:
+            os.close(fd)
+        return _Table(words, (status.st_dev, status.st_ino)) if (words[0], words[1]) == (_MAGIC, self._root.id) else None
+
+    def before_fork(self) -> None:
+        if self._lock is not None:
+            self._lock.before_fork(keep=False)
+
+    def after_fork_parent(self) -> None:
+        if self._lock is not None:
+            self._lock.after_fork_parent()
+
+    def after_fork_child(self) -> None:
+        lock, self._lock, self._words = self._lock, None, None
+        if lock is not None:
+            lock.after_fork_child(keep=False)
