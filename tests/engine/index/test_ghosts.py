@@ -110,6 +110,24 @@ def test_recency_friendly_uses_hit_as_often_as_by_lru(keys: list[int], fitting: 
     assert node.hits(keys, sizes) >= 0.98 * hits_of_lru(keys, sizes, capacity)
 
 
+@pytest.mark.parametrize("before", [0, 1, 3], ids=["new", "read once", "in epochs"])
+def test_data_that_are_new_and_fit_are_kept_from_their_first_epoch_on(before: int) -> None:
+    """Whatever the cache is full of: data that were read once, or more than fits in some epochs."""
+    node = Node(1000 * 100)
+    for epoch in permutations(COUNT, before):
+        node.hits(epoch, [100] * COUNT)
+    epochs = [[COUNT + key for key in epoch] for epoch in permutations(800, 3, seed=9)]
+    hits = [sum(node.use(key, 100) for key in epoch) for epoch in epochs]
+    assert min(hits[1:]) >= 0.93 * 800
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_a_loop_in_the_same_order_each_time_keeps_nearly_the_share_that_fits(share: float) -> None:
+    node = Node(int(share * COUNT * 100))
+    hits = [node.hits(range(COUNT), [100] * COUNT) for _ in range(4)]
+    assert min(hits[2:]) >= 0.9 * share * COUNT
+
+
 @pytest.mark.parametrize("room", [1.1, 1.5])
 def test_scans_through_a_hot_set_cost_it_less_than_by_lru(room: float) -> None:
     uses = list(scanned(400, 4000, 4000, rounds=2))

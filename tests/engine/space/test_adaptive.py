@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from forebay._engine.index import adaptive
+from forebay._engine.index import adaptive, ghosts
 from forebay._engine.index.adaptive import AdaptiveSpace, AdaptiveSpaces, hash_of
 from forebay._engine.index.ghosts import BIMODAL, LRU
 from forebay._engine.store import Store
@@ -126,6 +126,14 @@ def test_scans_through_a_hot_set_cost_no_more_than_by_lru(store: Store) -> None:
     assert found["auto"] >= 0.98 * found["lru"]
 
 
+def test_data_that_are_new_and_fit_are_kept_from_their_first_epoch_on(store: Store) -> None:
+    filled(store, "auto", "auto", sum(SIZES))
+    for epoch in permutations(2 * COUNT, 2):
+        hits(store, "auto", epoch)
+    later = [[2 * COUNT + key for key in epoch] for epoch in permutations(800, 2)]
+    assert [hits(store, "auto", epoch) >= 0.93 * 800 for epoch in later] == [False, True]
+
+
 def test_a_scan_between_the_uses_of_a_hot_set_costs_two_percent_of_its_hits_at_most(store: Store) -> None:
     sizes = [4000] * 700  # with a row, a little more than a page each
     filled(store, "auto", "auto", int(1.2 * 300 * 4000))
@@ -162,8 +170,9 @@ def test_the_budget_of_the_root_is_shared_with_other_spaces(store: Store) -> Non
 
 
 @pytest.fixture
-def trying(store: Store) -> Store:
+def trying(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A full space of 64 files of 20 KB, of which new ones are on trial: each takes the place of the one before."""
+    monkeypatch.setattr(ghosts, "_NEW_DATA", 1 << 30)  # else one new key behind the other would end it
     filled(store, "auto", "auto", 64 * 20_000)
     for number in range(66):
         store.put("auto", f"old{number}", b"o" * 20_000)

@@ -29,6 +29,7 @@ _HEADER = 32
 _SHIFT, _CAPACITY, _LEADER, _SEEN, _USES, _INSERTED, _TRIALS, _EVICTED = range(8)
 _HITS, _BYTES, _COUNT = 8, 10, 12  # of each ghost
 _LATE, _RECOVERS = 16, 20  # of late: uses, hits of each ghost, hits of the cache itself
+_NEW = 21  # uses of keys that were never seen, one behind the other
 _RECORDS = 4 * MOST
 _PROBES = 16
 _LENGTH = _RECORDS + _PROBES
@@ -43,6 +44,8 @@ _UNLIMITED = 1 << 62
 _RECOUNT = 512
 _STRIPES = 4
 _DECIDE = 16
+_NEW_DATA = 8
+"""After so many uses of keys that no record is left of, a program reads data that are new: what is kept is not what it comes back to."""
 
 
 class Standing(NamedTuple):
@@ -75,9 +78,10 @@ class Ghosts:
 
     @property
     def bimodal(self) -> bool:
-        """Whether bimodal insertion leads, and the cache need not recover. It leads as soon as the cache is full: a scan through a hot set
-        would else have replaced it by the time that the ghosts differ."""
-        return bool(self._words[_LEADER] != LRU and self.capacity and not self._words[_RECOVERS])
+        """Whether bimodal insertion leads, the data are not all new, and the cache need not recover. It leads as soon as the cache is full:
+        a scan through a hot set would else have replaced it by the time that the ghosts differ."""
+        words = self._words
+        return bool(words[_LEADER] != LRU and self.capacity and words[_NEW] < _NEW_DATA and not words[_RECOVERS])
 
     @property
     def capacity(self) -> int:
@@ -182,10 +186,12 @@ class Ghosts:
         words, first = self._words, hash % _RECORDS
         hashes = words[_HASH + first : _HASH + first + _PROBES].tolist()
         if hash in hashes:
+            words[_NEW] = 0
             at: int = first + hashes.index(hash)
             if words[_SIZE + at] != size:
                 self._set_size(at, size)
             return at
+        words[_NEW] = min(words[_NEW] + 1, _NEW_DATA)
         ages = [words[start + first : start + first + _PROBES].tolist() for start in _AGES]
         # Of the two ages the smaller, since a key is in use as long as it is in one ghost.
         coldest = [_TRIAL if not (one or other) else min(one or _TRIAL, other or _TRIAL) for one, other in zip(*ages, strict=True)]
@@ -218,7 +224,8 @@ class Ghosts:
             self._evict(ghost, capacity, now)
         age = _YOUNGEST - now
         if ghost == _OF_BIMODAL:
-            if words[_INSERTED] % LOTTERY and words[_BYTES + ghost] + size > capacity - capacity // 16:
+            is_full = words[_BYTES + ghost] + size > capacity - capacity // 16
+            if is_full and words[_INSERTED] % LOTTERY and words[_NEW] < _NEW_DATA:
                 age = _TRIAL - now
                 words[_TRIALS] = words[_TRIALS] + size & _TRIAL
             words[_INSERTED] = words[_INSERTED] + 1 & _TRIAL
