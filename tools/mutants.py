@@ -70,6 +70,7 @@ LOOP = "tests/remote/test_limits.py::"
 AHEAD = "tests/prefetch/test_ahead.py::"
 KNOWN = "tests/cache/test_known_orders.py::"
 OBJECTS = "tests/prefetch/test_objects.py::"
+LINKED = "tests/prefetch/test_linked_objects.py::"
 BUSY = "tests/cache/test_connection_timeouts.py::"
 FIRST_VALUES = "tests/engine/test_first_values.py::"
 TOGETHER = "tests/samples/test_many.py::"
@@ -1284,9 +1285,9 @@ MUTANTS = (
         f"{STRANGE}test_nor_one_that_comes_a_moment_later",
     ),
     Mutant(
-        10, "a lease of another root is linked by its number", "_engine/write/link.py",
-        'source.kind != "blob" or leased.path != str(self._root.blob(source.id, source.suffix))', 'source.kind != "blob"',
-        "tests/engine/test_doors.py::test_what_is_leased_in_another_root_is_not_linked",
+        10, "a lease of another root is linked by its number", "_engine/locks/leases.py",
+        ' and lease.path == self._root.blob_name(lease.entry.id, lease.entry.suffix)\n', "\n",
+        "tests/engine/write/test_reservations.py::test_what_is_leased_in_another_root_is_not_linked",
     ),
     Mutant(
         10, "the value of a header begins another one", "remote/http/handles.py",
@@ -1416,7 +1417,7 @@ MUTANTS = (
     # Loading ahead
     Mutant(
         4, "members of a shard that is kept are stored once more", "prefetch/loader.py",
-        "        if self._config.is_kept(ref.key):  # by this very read\n", "        if False:\n",
+        "        if not isinstance(data, Lease) and self._config.is_kept(ref.key):  # by this very read\n", "        if False:\n",
         "tests/sources/test_tars.py::test_members_of_a_shard_that_is_kept_are_not_stored_once_more",
     ),
     Mutant(
@@ -1507,9 +1508,29 @@ MUTANTS = (
         f"{OBJECTS}test_a_bulk_fetch_that_breaks_leaves_its_objects_to_the_callers",
     ),
     Mutant(
-        2, "what the cache has under another name is fetched again", "prefetch/writer.py",
-        "        lookup.cached = self._cached(", "        lookup.cached = () and self._cached(",
-        "tests/scenarios/test_linked_items.py::test_what_is_to_be_read_is_looked_for_together",
+        2, "what another call fetches is not looked for again, to be linked", "prefetch/linked_objects.py",
+        "            self._queue.look_elsewhere()\n", "            pass\n",
+        f"{LINKED}test_what_another_call_fetches_is_waited_for_and_others_go_on",
+    ),
+    Mutant(
+        3, "a copy from before a version was named is taken for that version", "prefetch/linked_objects.py",
+        "options._replace(since=self._since)", "options._replace(since=1)",
+        "tests/scenarios/test_linked_items.py::test_what_changed_is_fetched",
+    ),
+    Mutant(
+        4, "an object does not make way for its own second name", "prefetch/writer.py",
+        "                return self._copy(item) and self._reserve(item)\n", "                pass\n",
+        "tests/scenarios/test_linked_items.py::test_where_two_names_have_no_room_the_bytes_are_taken",
+    ),
+    Mutant(
+        2, "what is not kept in the prefetcher's space is fetched past `urls`", "prefetch/linked_objects.py",
+        "return self.origin.direct(target, options) if self.origin.closed else", "return self.origin.direct(target, options) if True else",
+        f"{LINKED}test_what_a_frozen_prefetcher_does_not_admit_is_fetched_once",
+    ),
+    Mutant(
+        11, "a load whose process died waits for room that nobody asks for", "prefetch/load_queue.py",
+        "                elif need is not None:\n", "                elif need is not None or load.busy_since is not None:\n",
+        f"{LINKED}test_a_killed_process_leaves_its_objects_to_the_others",
     ),
     Mutant(
         2, "who waited for another's read reads again", "prefetch/loader.py",
@@ -1595,12 +1616,12 @@ MUTANTS = (
     ),
     Mutant(
         4, "the room of what is read and not kept is lost", "prefetch/load_queue.py",
-        "                self._room.release(item)\n                self.news.wake()\n", "                self.news.wake()\n",
+        "            self._room.release(item)\n            if load is not None and", "            if load is not None and",
         "tests/scenarios/test_prefetch.py::test_s30_lazies_dropped_at_random_moments[scratch-hasty-4]",
     ),
     Mutant(
         11, "who waits until an item is stored is not told that it will not be", "prefetch/load_queue.py",
-        "                    self._drop(load, fault, load.data)\n", "                    continue\n",
+        "                    self._drop(load, fault, item.data)\n", "                    continue\n",
         "tests/prefetch/test_prefetch.py::test_warm_ends_though_the_cache_fails_while_it_stores",
     ),
     Mutant(

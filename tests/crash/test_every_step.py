@@ -12,6 +12,7 @@ from forebay._engine.catalog import connection
 from forebay._engine.index.ghosts import BIMODAL
 from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Settings, Store
+from forebay._engine.write.reservations import Item
 from forebay._model import Entry, ObjectInfo
 from tests.crash.conftest import Scene, victim_of
 from tests.harness import KiB, MiB, bytes_of, write_whole
@@ -99,28 +100,36 @@ def test_a_catalog_becomes_small(scene: NewScene, monkeypatch: pytest.MonkeyPatc
     assert any(step.startswith("compact") for step in steps), steps
 
 
-@pytest.mark.parametrize("room", [MiB, 448 * KiB], ids=["ample", "short"])
-def test_link(scene: NewScene, room: int) -> None:
-    """A second name of a leased file, in place of what had it; where there is no room, a victim goes first."""
+@pytest.mark.parametrize("life", ["cached", "held"])
+@pytest.mark.parametrize("room", [MiB, 700 * KiB], ids=["ample", "short"])
+def test_link_several(scene: NewScene, room: int, life: str) -> None:
+    """Second names of leased files, one in place of what had it; where there is no room, a victim goes first. All or none; what was held
+    goes with its holder."""
 
     def before(store: Store) -> None:
-        store.put("v", "victim", NEWER)
+        store.put("v", "victim", LARGE)
         store.put("v", "b", BLOB)
+        store.put("v", "c", NEWER)
         store.put("w", "a", OTHER)
 
     def link(store: Store) -> None:
-        lease = store.lease("v", "b")
-        assert lease is not None
-        with lease:
-            store.link("w", "a", lease).close()
+        sources = [lease for key in "bc" if (lease := store.lease("v", key)) is not None]
+        credit = store.reservations.open("w")
+        credit.ask(credit.need(len(BLOB)).plus(credit.need(len(NEWER))))
+        leases = credit.keep([Item(key, source) for key, source in zip("ad", sources, strict=True)], life=life)
+        for lease in (*sources, *leases):
+            lease.close()
 
     def after(store: Store) -> None:
-        assert bytes_of(store, "b") == BLOB
-        found = store.view("w", "a")
-        assert found is not None
-        assert bytes(found.view) in (OTHER, BLOB)
+        assert (bytes_of(store, "b"), bytes_of(store, "c")) == (BLOB, NEWER)
+        store.put("v", "next", b"")  # sweeps
+        linked = (bytes_of(store, "a", "w"), bytes_of(store, "d", "w"))
+        assert linked in ((OTHER, None), (BLOB, NEWER) if life == "cached" else (None, None))
+        links = [os.stat(store.root.blob_name(entry.id, entry.suffix)).st_nlink for entry in store.entries("v") if entry.key in ("b", "c")]
+        assert set(links) == {2 if linked[1] else 1}, "a name that no row counts"
 
-    scene(room).play(before, link, after)
+    steps = scene(room).play(before, link, after)
+    assert len([step for step in steps if step.startswith("link")]) >= 2, steps
 
 
 @pytest.mark.parametrize("room", [MiB, 300 * KiB], ids=["ample", "short"])

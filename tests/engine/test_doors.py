@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,35 +132,6 @@ def test_an_object_that_changed_is_begun_anew(store: Store, first: int | None, t
     assert text_of(store, "urls", "http://h/a") == body
     usage = store.usage()
     assert usage.reserved == 0
-
-
-def test_a_link_shares_the_bytes_and_outlives_its_source(store: Store) -> None:
-    store.put("a", "k", b"x" * 50_000)
-    lease = store.lease("a", "k")
-    assert lease is not None
-    with lease:
-        entry = store.link("b", "k", lease).entry
-        assert os.stat(store.root.blob(entry.id)).st_nlink == 2
-    (row,) = store.entries("a")
-    from forebay._model import Victim
-
-    assert store.remove([Victim(row.name, row.size, row.charge, row.used, row.id)]).removed == ("a:k",)
-    assert text_of(store, "b", "k") == b"x" * 50_000
-
-
-def test_what_is_leased_in_another_root_is_not_linked(tmp_path: Path) -> None:
-    """The same number is of another entry there."""
-    Store.open(tmp_path / "mine", Settings(budget=1 << 20, min_free=0)).close()
-    shutil.copytree(tmp_path / "mine", tmp_path / "other")  # else each begins with a number of its own
-    mine, other = (Store.open(tmp_path / name, Settings()) for name in ("mine", "other"))
-    assert mine.put("a", "mine", b"m" * 50_000).id == other.put("a", "other", b"o" * 50_000).id
-    lease = other.lease("a", "other")
-    assert lease is not None
-    with lease, pytest.raises(errors.CacheFault, match="no file of"):
-        mine.link("b", "k", lease)
-    assert text_of(mine, "b", "k") is None
-    mine.close()
-    other.close()
 
 
 def test_a_tree_keeps_its_files_and_frees_them_when_it_goes(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from forebay.cache import origin_of
 from forebay.remote import filesystems
 from forebay.sources import TarSource, UrlSource
 from forebay.testing import ScriptedServer
+from tests.items import until
 
 SIZE = 300_000
 
@@ -150,6 +151,7 @@ def test_decoded_items_are_made_of_what_is_there(cache: forebay.Cache, server: S
         assert pool.get_lazy("0.bin").get() == bodies["0.bin"][:10]
     with cache.prefetcher(source, decode=lambda key, data: data[:10], name="raw") as pool:
         assert pool.get_lazy("0.bin").get() == bodies["0.bin"][:10]
+        assert pool.warm(bodies).failed == ()
         files = inodes(cache)
         assert files["raw"] == files["urls"], "the object's own bytes are kept"
     assert server.gets == 1
@@ -160,7 +162,9 @@ def test_where_two_names_have_no_room_the_bytes_are_taken(tmp_path: Path, server
     with forebay.Cache(tmp_path / "root", budget=SIZE + 100_000, min_free=0) as cache:
         cache.read(f"{server.url}/data/0.bin")
         with cache.prefetcher(UrlSource(f"{server.url}/data", version="1")) as pool:
-            assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
+            lazy = pool.get_lazy("0.bin")
+            until(lambda: pool.count == 1, "the item, for which the object made way")
+            assert lazy.get() == bodies["0.bin"]
         assert server.gets == 1
         assert cache.check(deep=True) == []
 
@@ -205,6 +209,7 @@ def test_a_filesystem_object_is_identified_once_for_all_items(cache: forebay.Cac
         calls.clear()
         for name, body in bodies.items():
             assert pool.get_lazy(name).get() == body
+        assert pool.warm(bodies).failed == ()
         assert inodes(cache)["prefetch"] == inodes(cache)["urls"], "they are linked"
     assert len(calls) <= 1
 
@@ -254,43 +259,79 @@ def test_members_of_a_shard_that_was_pulled(cache: forebay.Cache, server: Script
         assert pool.get_lazy(keys[0]).get() in bodies.values()
 
 
+def test_what_is_to_be_read_is_looked_for_together(cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{number}.bin" for number in range(60)]
+    urls = [server.put(f"/data/{name}", name.encode(), stall_after=1) for name in names]
+    server.go.set()
+    cache.read_many(urls[-3:])
+    server.go.clear()
+    take_many, looks = Store.take_many, list[list[str]]()
+
+    def noted(self: Store, space: str, keys: Sequence[str]) -> dict[str, Lease]:
+        if space == "urls":
+            looks.append(list(keys))
+        return take_many(self, space, keys)
+
+    monkeypatch.setattr(Store, "take_many", noted)
+    with cache.prefetcher(UrlSource(f"{server.url}/data"), budget="32MiB", workers=16) as pool:
+        lazies = [pool.get_lazy(name) for name in names]
+        server.go.set()  # all are queued by now
+        assert pool.warm(names).failed == ()
+        assert [lazy.get() for lazy in lazies] == [name.encode() for name in names]
+    assert {url for look in looks for url in look} == set(urls)
+    assert len(looks) < len(names)
+    assert server.gets == len(names)
+
+
 class Asked(UrlSource):
     """Notes what a prefetcher asks it."""
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         super().__init__(prefix)
-        self.looks, self.leases, self.sizes = list[list[str]](), list[str](), list[str]()
-
-    def cached(self, keys: Sequence[str]) -> set[str]:
-        self.looks.append(list(keys))
-        return super().cached(keys)
-
-    def lease(self, key: str) -> Lease | None:
-        self.leases.append(key)
-        return super().lease(key)
+        self.sizes = list[str]()
 
     def size(self, key: str) -> int | None:
         self.sizes.append(key)
         return super().size(key)
 
 
-def test_what_is_to_be_read_is_looked_for_together(cache: forebay.Cache, server: ScriptedServer) -> None:
-    names = [f"{number}.bin" for number in range(60)]
-    urls = [server.put(f"/data/{name}", name.encode(), stall_after=1) for name in names]
-    server.go.set()
-    cache.read_many(urls[-3:])
-    server.go.clear()
-    source = Asked(f"{server.url}/data")
-    with cache.prefetcher(source, workers=4) as pool:
-        lazies = [pool.get_lazy(name) for name in names]
-        server.go.set()  # all are queued by now
-        assert pool.warm(names).failed == ()
-        assert [lazy.get() for lazy in lazies] == [name.encode() for name in names]
-    looked = [name for look in source.looks for name in look]
-    assert set(looked) == set(names)
-    assert len(source.looks) < len(names)
-    assert sorted(source.leases) == sorted(names[-3:])
-    assert server.gets == len(names)
+class Leasing:
+    """A source of a user's own, which leases what a cache has."""
+
+    uri = "own://items"
+
+    def __init__(self, cache: forebay.Cache, prefix: str) -> None:
+        self._cache, self._prefix = cache, prefix
+        self.reads: list[str] = []
+
+    def __getitem__(self, key: str) -> bytes:
+        self.reads.append(key)
+        return bytes(self._cache.read(f"{self._prefix}/{key}"))
+
+    def lease(self, key: str) -> Lease | None:
+        if key == "2.bin":
+            raise RuntimeError("no idea")
+        return self._cache.local(f"{self._prefix}/{key}") if key != "1.bin" else None
+
+
+def test_what_a_source_leases_is_linked(cache: forebay.Cache, server: ScriptedServer) -> None:
+    bodies = put(server)
+    with cache.prefetcher(source := Leasing(cache, f"{server.url}/data")) as pool:
+        assert pool.warm(bodies).failed == ()
+        assert {name: pool.get_lazy(name).get() for name in bodies} == bodies
+        assert len(inodes(cache)["prefetch"] & inodes(cache)["urls"]) == 1
+        assert len(inodes(cache)["prefetch"]) == 3
+    assert sorted(source.reads) == ["1.bin", "2.bin"]
+
+
+def test_what_a_source_leases_in_another_cache_is_read(cache: forebay.Cache, tmp_path: Path, server: ScriptedServer) -> None:
+    """The same number is of another entry there."""
+    bodies = put(server)
+    with forebay.Cache(tmp_path / "other", budget=64 << 20, min_free=0) as other:
+        with cache.prefetcher(source := Leasing(other, f"{server.url}/data")) as pool:
+            assert {name: pool.get_lazy(name).get() for name in bodies} == bodies
+        assert sorted(source.reads) == sorted(bodies)
+        assert other.check(deep=True) == []
 
 
 def test_only_local_files_are_asked_for_their_size(cache: forebay.Cache, server: ScriptedServer, tmp_path: Path) -> None:
@@ -313,19 +354,4 @@ def test_a_key_that_leads_out_of_the_source_fails_alone(cache: forebay.Cache, se
         assert (set(report.done), [key for key, _ in report.failed]) == (set(bodies), ["../x"])
         with pytest.raises(errors.ConfigError):
             pool.get_lazy("../x").get()
-    assert server.gets == 3
-
-
-def test_a_source_that_cannot_tell_what_is_cached_is_asked_for_each(cache: forebay.Cache, server: ScriptedServer) -> None:
-    class Failing(Asked):
-        def cached(self, keys: Sequence[str]) -> set[str]:
-            raise RuntimeError("no idea")
-
-    bodies = put(server)
-    cache.read(f"{server.url}/data/0.bin")
-    source = Failing(f"{server.url}/data")
-    with cache.prefetcher(source) as pool:
-        assert pool.warm(bodies).failed == ()
-        assert {name: pool.get_lazy(name).get() for name in bodies} == bodies
-    assert sorted(source.leases) == sorted(bodies)
     assert server.gets == 3

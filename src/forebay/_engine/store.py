@@ -348,12 +348,9 @@ class Store:
         """The files of a tree, as (relative name, entry)."""
         return entries.members(self.engine.catalog, tree.id)
 
-    @recover_and_retry
-    def link(self, space: str, key: str, lease: Lease, *, suffix: str = "", life: str = "cached", validator: str | None = None) -> Lease:
-        """Publish the bytes of a leased file under another name too; returns a lease. Nothing is copied, and both entries are charged.
-
-        Caller: holds the key's lock. Raises `NoSpace` or another `CacheFault`."""
-        return self.engine.writers.linker.link(self._label(space, key, suffix, life), lease, self.engine.leases, validator)
+    def is_own_file(self, lease: Lease) -> bool:
+        """Whether what is leased is one file of this root, which `SpaceReservation.keep` can give a second name."""
+        return self.engine.leases.is_own_file(lease)
 
     def publish_collected(self, writings: Sequence[Writing], leased: Sequence[bool]) -> list[Entry | Lease]:
         """Publish writes with ``collect`` in one transaction, all or none. Returns leases on those that are to be ``leased``, which exist

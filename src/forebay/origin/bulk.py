@@ -128,6 +128,7 @@ class BulkFetch:
         self._window = 0  # bytes
         self._waiting: list[Wanted] = []  # for other processes
         self._given_up = False
+        self._turn_at = 0.0
         self._waited_until: float | None = None  # when the time for all waits of this call is over
 
     def run(self, requests: Iterable[Wanted]) -> Generator[Wanted, None, None]:
@@ -182,6 +183,7 @@ class BulkFetch:
         return len(self._collected) >= GROUP or self._collected_bytes >= AT_ONCE
 
     def _turn(self) -> None:
+        self._turn_at = time.monotonic() + TURN
         if self._on_turn is not None:
             with self._store.locks.working():
                 self._on_turn()
@@ -195,9 +197,13 @@ class BulkFetch:
     def _next_event(self) -> Iterator[Wanted]:
         while True:  # in short turns: another thread may have got the signal of Ctrl-C, and nothing would wake this one
             try:
-                return self._events.get(timeout=TURN)()
+                event = self._events.get(timeout=TURN)
             except queue.Empty:
                 self._turn()
+                continue
+            if time.monotonic() >= self._turn_at:
+                self._turn()
+            return event()
 
     # -- look and hold ---------------------------------------------------------------------------------------------
 

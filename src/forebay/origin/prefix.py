@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -123,17 +123,6 @@ class RemoteAccess:
             return None
         since = -1 if origin.offline else self._bound_at if versioned else origin.store.now(exact=True) - origin.max_age
         return origin.kept(self.target(url), since)
-
-    def cached(self, urls: Iterable[str]) -> set[str]:
-        """Those of these URLs whose objects the cache has, in whatever version: one query. Raises `CacheFault`, `ConfigError`."""
-        origin = self.origin
-        if origin is None:
-            return set()
-        keys = {url: self.target(url).key for url in urls if not self.is_local(url)}
-        leases = origin.store.take_many(URLS, list(set(keys.values()))) if keys else {}
-        for lease in leases.values():
-            lease.close()
-        return {url for url, key in keys.items() if key in leases}
 
     def target(self, url: str) -> Target:
         """An object as the bound cache fetches it, and its key there. Raises `ConfigError`, `MissingExtra`."""

@@ -8,7 +8,7 @@ import secrets
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from forebay.origin import Origin
 from forebay.origin.spaces import FOREVER, URLS
 from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
 from forebay.prefetch.lazies import PassThrough as PassThrough
+from forebay.prefetch.linked_objects import RemoteObjects
 from forebay.prefetch.loader import Abandoned, Loader, abandon
 from forebay.prefetch.loads import Load, PrefetchConfig
 from forebay.prefetch.objects import ObjectLoader
@@ -46,7 +47,8 @@ class Prefetcher(Pool[Item_co]):
     """Loads the items of one source into the cache, in threads of its own. Made by `Cache.prefetcher`.
 
     Objects of remotes that are stored as they are, without a version or limits of this prefetcher's own, are entries of ``urls``, as for
-    `Cache.read`; all other items are entries of the prefetcher's own space.
+    `Cache.read`; all other items are entries of the prefetcher's own space. Objects of remotes with a version or limits are fetched into
+    ``urls`` too, and get a second name in that space.
 
     Callable from any thread. Usable in both processes after a fork, whether loads are pending or not. Picklable if its source is. A context
     manager. When the last reference to it is gone, its threads end."""
@@ -61,6 +63,8 @@ class Prefetcher(Pool[Item_co]):
         if bind is not None:
             bind(origin)
         self._maker = _Maker(source, options, self._store, counts=bind is None)
+        objects = self._maker.objects
+        self._linked = RemoteObjects(origin, objects.target, versioned=objects.version is not None) if objects is not None else None
         self._open_loader()
         self.identity = f"{self.name}:{self._digest}"
 
@@ -87,7 +91,9 @@ class Prefetcher(Pool[Item_co]):
 
     def _objects_of_urls(self) -> UrlSource | None:
         """The source, if its items can be what `Cache.read` stores: nothing of this prefetcher binds them to other rules."""
-        return None if self._is_limited else self._maker.objects
+        source = self._maker.objects
+        is_bound = source is None or source.version is not None or not self._options["keep"] or self._is_limited
+        return None if is_bound else source
 
     @property
     def _is_limited(self) -> bool:
@@ -116,10 +122,12 @@ class Prefetcher(Pool[Item_co]):
 
     def _job(self, session: Lease | None) -> PrefetchConfig:
         size = getattr(self.source, "size", None) if self._maker.knows_sizes else None
+        objects = self._linked
         return PrefetchConfig(
-            store=self._store, space=self.name, workers=self._options["workers"], keep=self._options["keep"], make=self._maker.make,
-            size_of=size, lease=self._maker.lease, cached=self._maker.cached, is_kept=self._maker.is_kept, timeout=self._origin.timeout,
-            report_fault=_FallbackReporter(self._origin, self.name), session=session,
+            store=self._store, space=self.name, workers=self._options["workers"], keep=self._options["keep"],
+            make=self._maker.obtain if objects is None else objects.obtain, read=self._maker.make if objects is None else objects.read,
+            direct=self._maker.make if objects is None else objects.direct, objects=objects, size_of=size, is_kept=self._maker.is_kept,
+            timeout=self._origin.timeout, report_fault=_FallbackReporter(self._origin, self.name), session=session,
         )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -327,18 +335,15 @@ class _Maker:
         while self.is_raw and isinstance(self._inner, DecodedSource):
             self._decoders.insert(0, self._inner.decode)
             self._inner = self._inner.inner
-        self.lease: Callable[[str], Lease | None] | None = getattr(self._inner, "lease", None) if self.is_raw else None
-        self.cached: Callable[[Sequence[str]], Collection[str]] = getattr(self._inner, "cached", tuple) if self.lease is not None else _none
-        self.knows_sizes: bool = self.is_raw and getattr(self._inner, "is_local", True)
-        is_remote = type(self._inner) is UrlSource and not self._inner.is_local
-        self.objects: UrlSource | None = (
-            self._inner if is_remote and self._inner.version is None and self.is_raw and options["keep"] else None
-        )
-        """The source, if the bytes of its items are those of objects of ``urls``, by the rules that hold there."""
+        is_local = getattr(self._inner, "is_local", None)
+        self.knows_sizes: bool = self.is_raw and is_local is not False
+        self.objects: UrlSource | None = self._inner if self.is_raw and type(self._inner) is UrlSource and not is_local else None
+        """The source, if its items have the bytes of objects of a remote."""
+        self._lease: Callable[[str], Lease | None] | None = getattr(self._inner, "lease", None) if self.is_raw and not is_local else None
         self._part: Callable[..., Buffer | None] | None = getattr(self._inner, "kept", None) if self.is_raw and options["keep"] else None
         self.takes_parts = False
         """Whether items may be parts of other entries, which no limit of the prefetcher binds."""
-        self._read = getattr(self._inner, "fetch", self._inner.__getitem__) if self.lease is not None else self._inner.__getitem__
+        self._read = getattr(self._inner, "fetch", self._inner.__getitem__) if self._lease is not None else self._inner.__getitem__
 
     def kept(self, key: str) -> Buffer | None:
         """The bytes of an item that the cache has as a part of something else."""
@@ -350,6 +355,15 @@ class _Maker:
     def is_kept(self, key: str) -> bool:
         """Whether `kept` has it."""
         return self._part is not None and self.takes_parts and self._part(key, only_whether=True) is not None
+
+    def obtain(self, key: str) -> Buffer | Lease:
+        """`make`; a lease where the source has one on a file of this cache."""
+        lease: Lease | None = None
+        try:
+            lease = self._lease(key) if self._lease is not None else None
+        except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
+            log.debug("whether the cache has %s is not known: %s", key, str(error))
+        return lease if isinstance(lease, Lease) and self._store.is_own_file(lease) else self.make(key)
 
     def make(self, key: str) -> Buffer:
         """Read an item. Returns its bytes as they are stored."""
@@ -446,11 +460,6 @@ def decoder_of(source: Any) -> tuple[str, ...]:
         decoders += [str(source.decoder), repr(source.decoder_version)]
         source = source.inner
     return tuple(decoders)
-
-
-def _none(keys: Sequence[str]) -> tuple[str, ...]:
-    """None of these keys."""
-    return ()
 
 
 def _checked_key(key: str) -> str:

@@ -13,7 +13,8 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.write.reservations import NOTHING, Need
 from forebay._logs import logger
 from forebay._model import Buffer, Entry
-from forebay.prefetch.loads import Load, LoadedItem, LoadRef, Lookup, News, PrefetchConfig, Room, Scheduled, State, Taken, live
+from forebay.prefetch.loads import Load, LoadedItem, LoadRef, Lookup, News, PrefetchConfig, Room, Scheduled, State, Taken, live, size_of
+from forebay.prefetch.queued_loads import QueuedLoads, next_of
 
 log = logger("forebay.prefetch")
 
@@ -39,7 +40,8 @@ class LoadQueue:
     ======================  ==================================================================================================
     a caller                `submit`: a new load is QUEUED; `take`: QUEUED, SCHEDULED -> LOADING, and the caller loads it
     a worker                `next_task`: SCHEDULED -> LOADING; `set_size` of one that is QUEUED
-    a caller or a worker    `loaded`: LOADING -> LOADED, DROPPED (too large), QUEUED (the writer is too busy);
+    the fetch of objects    `take_ready`: SCHEDULED -> LOADING, several at once; `leave`: LOADING -> QUEUED (another call fetches it)
+    any of these            `loaded`: LOADING -> LOADED, DROPPED (too large), QUEUED (the writer is too busy);
                             `link`: -> STORED (the cache had it); `fail`: -> FAILED; `drop`: -> DROPPED (the cache failed)
     the scheduler           `candidates`, then `settle`: QUEUED -> STORED, SCHEDULED, FAILED (in another process), DROPPED (too large);
                             `discarded`: SCHEDULED -> QUEUED, where no worker comes
@@ -68,16 +70,12 @@ class LoadQueue:
         self._settled = threading.Condition(self._lock)
         self._batch_taken = threading.Condition(self._lock)
         self._refs: dict[str, LoadRef] = {}
-        self._unsized: deque[LoadRef] = deque()  # a worker asks the source for their size first, which may take its time
-        self._unchecked: deque[LoadRef] = deque()  # the scheduler has not looked for them in the cache yet
-        self._missing: deque[LoadRef] = deque()  # not in the cache: to be read in this order, as room is promised
-        self._elsewhere: list[LoadRef] = []  # another process works on them
+        self._queued = QueuedLoads()
         self._ready: deque[Scheduled] = deque()
         self._discarded: list[Scheduled] = []  # no caller needs them any more: their keys are to be released
         self._loaded: deque[LoadedItem] = deque()
         self._stalled: list[LoadedItem] = []  # read, but without room: they wait with their bytes, and no other read begins meanwhile
         self._loading = self._storing = 0  # reads of workers, and items that the writer is storing
-        self._watched = self._check_elsewhere = False
         self._full = False  # the space is full of what is held: the writer waits for room
         self._jammed = False  # no worker came to what was scheduled: nothing more is, until a read ends
 
@@ -99,10 +97,10 @@ class LoadQueue:
                 load = Load(key, name, bound, self.news.gone)
                 self._refs[key] = load.ref
                 if self._config.size_of is not None:
-                    self._unsized.append(load.ref)
+                    self._queued.unsized.append(load.ref)
                     self._worker_wakeup.notify()
                 else:
-                    self._unchecked.append(load.ref)
+                    self._queued.unchecked.append(load.ref)
                     self.news.wake()
             return load
 
@@ -115,7 +113,7 @@ class LoadQueue:
                 while load.state is State.LOADING and (left := until - time.monotonic()) > 0:
                     self._settled.wait(left)
             if not load.is_waiting:
-                return Taken(load.state, load.data, load.ref.lease, None)
+                return Taken(load.state, load.data, load.ref.lease if load.state is State.STORED else load.leased, None)
             scheduled = load.scheduled
             self._set(load, State.LOADING)
             if scheduled is None:
@@ -139,8 +137,7 @@ class LoadQueue:
             for load in live(list(self._refs.values())):
                 if load.is_waiting:
                     self._set(load, State.DROPPED)
-            for waiting in (self._unsized, self._unchecked, self._missing, self._elsewhere):
-                waiting.clear()
+            self._queued = QueuedLoads()
             self._worker_wakeup.notify_all()
             self.news.wake()
 
@@ -156,14 +153,32 @@ class LoadQueue:
         wait for. None: the prefetcher is closed."""
         with self._lock:
             while not self.closing:
-                task = self._next_ready() or self._next_queued(self._unsized) or self._next_elsewhere()
+                task = self._next_ready() or next_of(self._queued.unsized) or self._queued.next_elsewhere()
                 if task is not None:
                     return task
                 self._worker_wakeup.wait()
             return None
 
+    def take_ready(self, most: int) -> list[Scheduled]:
+        """What may be read now, ``most`` at most; does not wait."""
+        with self._lock:
+            return [ready for _ in range(most) if (ready := self._next_ready()) is not None]
+
+    def leave(self, scheduled: Scheduled, since: int | None) -> None:
+        """Another call has been fetching it ``since`` then: it is looked for again. Caller: has released its key."""
+        with self._lock:
+            self.end_read(scheduled)
+            if (load := scheduled.ref()) is not None:
+                load.busy_since = since
+                self._set(load, State.DROPPED if self.closing else State.QUEUED)
+                self._queued.elsewhere.append(load.ref)
+
+    def may_read(self) -> bool:
+        """Whether something is to be read now. Read without the lock: it may be wrong."""
+        return bool(self._ready) and not self.closing and self._storing + len(self._loaded) < 2 * self._workers
+
     def _next_ready(self) -> Scheduled | None:
-        while self._ready and self._storing + len(self._loaded) < 2 * self._workers:
+        while self.may_read():
             scheduled = self._ready.popleft()
             load = scheduled.ref()
             if len(self._ready) <= self._workers:
@@ -175,50 +190,41 @@ class LoadQueue:
             self._discarded.append(scheduled)
         return None
 
-    def _next_queued(self, refs: deque[LoadRef]) -> Load | None:
-        while refs:
-            load = refs.popleft()()
-            if load is not None and load.state is State.QUEUED:
-                return load
-        return None
-
-    def _next_elsewhere(self) -> str | None:
-        """One thread waits for all of them."""
-        if self._watched or not self._elsewhere:
-            return None
-        self._elsewhere = [load.ref for load in live(self._elsewhere) if load.state is State.QUEUED]
-        self._watched = bool(self._elsewhere)
-        return self._elsewhere[0].name if self._watched else None
-
     def watched(self) -> None:
         """The wait for another process ended: the scheduler looks again for all that other processes were working on."""
         with self._lock:
-            self._watched, self._check_elsewhere = False, True
+            self._queued.is_watched = False
+            self.look_elsewhere()
             self.news.wake()
+
+    def look_elsewhere(self) -> None:
+        """Have the scheduler look, in its next turn, for all that other calls were working on."""
+        self._queued.checks_elsewhere = True
 
     def set_size(self, load: Load, size: int | None) -> None:
         """The source was asked for the size of a load. None: it does not know."""
         with self._lock:
             load.size = size
             if load.state is State.QUEUED:
-                self._unchecked.append(load.ref)
+                self._queued.unchecked.append(load.ref)
                 self.news.wake()
 
-    def loaded(self, ref: LoadRef, data: Buffer, hold: KeyHold, scheduled: Scheduled | None) -> bool:
-        """The bytes of a load were read. Returns whether the writer stores them and releases its key; else the caller releases it.
+    def loaded(self, ref: LoadRef, data: Buffer | Lease, hold: KeyHold, scheduled: Scheduled | None) -> bool:
+        """The bytes of a load were read, or are leased. Returns whether the writer stores them and releases its key, not the caller.
 
         ``scheduled``: what a worker took; None for a caller that could not wait."""
-        item = LoadedItem(ref, data, self._room.need_of(len(data)), hold)
+        size = size_of(data)
+        item = LoadedItem(ref, data, self._room.need_of(size), hold)
         with self._lock:
             if scheduled is None:
                 self._loading += 1
                 until = time.monotonic() + DIRECT_WAIT
                 while self._is_writer_behind() and (left := until - time.monotonic()) > 0:
                     self._batch_taken.wait(left)
-            self._end_read(scheduled)
-            is_too_large = len(data) > self.limit
+            self.end_read(scheduled)
+            is_too_large = size > self.limit
             if not is_too_large:
-                self._room.largest = max(self._room.largest, len(data))
+                self._room.largest = max(self._room.largest, size)
                 self._room.claim(item)
             is_over = scheduled is None and self.closing  # the writer may have ended
             load = ref()
@@ -226,11 +232,8 @@ class LoadQueue:
                 if load is not None:
                     self._set(load, State.LOADED, data=data)
                 self._loaded.append(item)
-                self.news.wake()
                 return True
-            if item.promised != NOTHING:
-                self._room.release(item)
-                self.news.wake()
+            self._room.release(item)
             if load is not None and (is_too_large or is_over):
                 self._drop(load, data=data)
             elif load is not None:
@@ -240,19 +243,14 @@ class LoadQueue:
     def _is_writer_behind(self) -> bool:
         return len(self._loaded) >= 2 * self._workers
 
-    def end_read(self, scheduled: Scheduled) -> None:
-        """A worker did not get the bytes of what it took: the room is free again."""
+    def end_read(self, scheduled: Scheduled | None) -> None:
+        """A read ended: the room that was promised for it is free again. None: that of a caller, who was promised none."""
         with self._lock:
-            self._end_read(scheduled)
+            self._loading -= 1
+            self._jammed = False
+            if scheduled is not None:
+                self._room.give(scheduled.need, scheduled.epoch)
             self.news.wake()
-
-    def _end_read(self, scheduled: Scheduled | None) -> None:
-        self._loading -= 1
-        self._jammed = False
-        if self.closing:
-            self.news.wake()
-        if scheduled is not None:
-            self._room.give(scheduled.need, scheduled.epoch)
 
     def link(self, ref: LoadRef, lease: Lease) -> bool:
         """The cache has the item that a thread was loading. Returns whether a load keeps the lease; else the caller closes it."""
@@ -274,7 +272,7 @@ class LoadQueue:
         """The load is not stored: the cache failed while a thread worked on it, or has it in another way; or its bytes are damaged."""
         with self._lock:
             load = ref()
-            if load is not None and load.state in (State.LOADING, State.STORED):
+            if load is not None and not load.is_waiting and load.state is not State.FAILED:
                 self._drop(load, fault, data)
 
     def queue_again(self, ref: LoadRef) -> None:
@@ -292,20 +290,20 @@ class LoadQueue:
         needs: dict[Load, Need] = {}
         with self._lock:
             free = 0 if self._stalled or self._jammed else 3 * self._workers - self._loading - len(self._ready)
-            if self._check_elsewhere:
-                loads += [load for load in live(self._elsewhere) if load.state is State.QUEUED]
-                self._check_elsewhere = False
+            if self._queued.checks_elsewhere:
+                loads += [load for load in live(self._queued.elsewhere) if load.state is State.QUEUED]
+                self._queued.checks_elsewhere = False
             unready = list(loads)
-            while len(needs) < free and (load := self._next_queued(self._missing)) is not None:
+            while len(needs) < free and (load := next_of(self._queued.missing)) is not None:
                 if not self._reserve(load, needs):
-                    self._missing.appendleft(load.ref)
+                    self._queued.missing.appendleft(load.ref)
                     break
                 loads.append(load)
-            while len(loads) < CHECKED_TOGETHER and (load := self._next_queued(self._unchecked)) is not None:
+            while len(loads) < CHECKED_TOGETHER and (load := next_of(self._queued.unchecked)) is not None:
                 loads.append(load)
                 unready.append(load)
             for load in unready:
-                if self._missing or len(needs) >= free or not self._reserve(load, needs):
+                if self._queued.missing or len(needs) >= free or not self._reserve(load, needs):
                     break
             return Lookup(loads, needs, self._room.epoch)
 
@@ -325,12 +323,11 @@ class LoadQueue:
         with self._lock:
             for load in lookup.loads:
                 need, lease = lookup.needs.get(load), lookup.leases.get(load.name)
-                if load.ref in self._elsewhere:
-                    self._elsewhere.remove(load.ref)
+                if load.ref in self._queued.elsewhere:
+                    self._queued.elsewhere.remove(load.ref)
                 is_free = load.state is State.QUEUED and lease is None and load not in lookup.failed and fault is None
                 if is_free and need is not None and load in lookup.holds:
-                    hold, is_cached = lookup.holds.pop(load), load.key in lookup.cached
-                    load.scheduled = Scheduled(load.ref, hold, need, lookup.epoch, time.monotonic(), is_cached)
+                    load.scheduled = Scheduled(load.ref, lookup.holds.pop(load), need, lookup.epoch, time.monotonic())
                     load.state = State.SCHEDULED
                     self._ready.append(load.scheduled)
                     continue
@@ -345,15 +342,15 @@ class LoadQueue:
                     self._drop(load, fault)
                 elif load in lookup.failed:
                     self._set(load, State.FAILED, error=lookup.failed[load])
-                elif need is not None or load.busy_since is not None:
+                elif need is not None:
                     load.busy_since = load.busy_since or time.monotonic_ns()
-                    self._elsewhere.append(load.ref)
+                    self._queued.elsewhere.append(load.ref)
                 elif load.size is not None and load.size > self.limit:
                     self._drop(load)
                     lookup.too_large = lookup.too_large or (load.key, load.size)
                 else:
-                    self._missing.append(load.ref)
-            self._worker_wakeup.notify(len(self._ready) + bool(self._elsewhere))
+                    self._queued.missing.append(load.ref)
+            self._worker_wakeup.notify(len(self._ready) + bool(self._queued.elsewhere))
 
     def discarded(self) -> list[Scheduled]:
         """What was scheduled in vain: no caller needs it any more, or no worker came to it. The caller releases its keys."""
@@ -367,18 +364,21 @@ class LoadQueue:
                     load = scheduled.ref()
                     if load is not None and load.state is State.SCHEDULED:
                         self._set(load, State.QUEUED)
-                        self._missing.appendleft(load.ref)
+                        self._queued.missing.appendleft(load.ref)
                 self._ready.clear()
             for scheduled in gone:
                 self._room.give(scheduled.need, scheduled.epoch)
             return gone
 
-    def wait_for_news(self, asks_soon: bool) -> list[LoadRef]:
-        """Block until the writer has something to do. Returns the loads that are gone. ``asks_soon``: it is to ask for room in a moment."""
+    def wait_for_news(self, asks_soon: bool, *, waits: bool = True) -> list[LoadRef]:
+        """Block until the writer has something to do, unless ``waits`` is false. Returns the loads that are gone. ``asks_soon``: it is to
+        ask for room in a moment."""
         with self._lock:
             is_blocked = self._full or bool(self._stalled or self._ready)
-            is_busy = bool(self._loaded) or (self.closing and not self._loading)
+            is_busy = bool(self._loaded) or (self.closing and not self._loading) or not waits
             pause = RETRY if is_blocked else MOMENT if asks_soon else IDLE if self._room.free != NOTHING else None
+            if pause is None and self._config.objects is not None and self._queued.any_elsewhere():
+                pause = RETRY  # no worker waits for those
         return self.news.wait(0 if is_busy else pause, self._is_supplied)
 
     def _is_supplied(self) -> bool:
@@ -423,6 +423,7 @@ class LoadQueue:
                 else:
                     unheld.append(lease)
                 item.promised = NOTHING
+                item.give_up()
         return unheld
 
     def drop_items(self, items: Collection[LoadedItem], fault: BaseException | None = None) -> None:
@@ -432,8 +433,18 @@ class LoadQueue:
                 self._room.release(item)
                 load = item.ref()
                 if load is not None and load.state is State.LOADED:
-                    self._drop(load, fault, load.data)
+                    self._drop(load, fault, item.data)
+                if load is None or load.leased is None:  # else callers read that file
+                    item.give_up()
             self._stalled = [item for item in self._stalled if item not in items]
+
+    def copied(self, item: LoadedItem, data: bytes) -> None:
+        """The bytes of an item are in memory now: its file is not needed any more."""
+        with self._lock:
+            item.give_up(data)
+            load = item.ref()
+            if load is not None and load.state is State.LOADED:
+                self._set(load, State.LOADED, data=data)
 
     def stall(self, item: LoadedItem) -> None:
         """The item waits for room with its bytes. Caller: has released its key."""
@@ -475,7 +486,7 @@ class LoadQueue:
     def take_room(self, *, if_idle: bool = False) -> Need:
         """All room that no load has, for the writer to give back. ``if_idle``: nothing, while anything is to be done."""
         with self._lock:
-            todo = (self._missing, self._unchecked, self._unsized, self._ready, self._loaded, self._stalled)
+            todo = (self._queued.missing, self._queued.unchecked, self._queued.unsized, self._ready, self._loaded, self._stalled)
             if if_idle and (self._loading or self._full or any(todo)):
                 return NOTHING
             free, self._room.free = self._room.free, NOTHING
@@ -484,11 +495,7 @@ class LoadQueue:
     def lacking(self, times: int) -> Need:
         """The room that the next ``times`` loads lack."""
         with self._lock:
-            total = NOTHING
-            for load in live(list(self._missing)[:times]):
-                if load.state is State.QUEUED:
-                    total = total.plus(self._room.need(load))
-            return total.minus(self._room.free)
+            return self._room.lacking(self._queued.next_missing(times))
 
     def lacking_soon(self) -> Need:
         """The room that the next loads lack, once few are left for the workers."""
@@ -506,7 +513,7 @@ class LoadQueue:
     def ahead(self) -> Need:
         """The room that is worth having, if nothing need be evicted for it."""
         with self._lock:
-            times = min(len(self._missing) + len(self._unchecked) + len(self._unsized), self._room.step())
+            times = min(len(self._queued.missing) + len(self._queued.unchecked) + len(self._queued.unsized), self._room.step())
             return self._room.need_of(self._room.largest).times(times).minus(self._room.free)
 
     @property
@@ -518,7 +525,7 @@ class LoadQueue:
         """No room is promised to what is missing: drop the first if it is too large, else wait, or drop all. Returns the key of the first
         that is dropped, and its size if it is too large."""
         with self._lock:
-            loads = [load for load in live(self._missing) if load.state is State.QUEUED]
+            loads = self._queued.next_missing(len(self._queued.missing))
             size = self._room.need(loads[0]).size if loads else 0
             is_too_large = size > self.limit
             self._full = waits and not is_too_large
@@ -530,7 +537,7 @@ class LoadQueue:
     def fault(self, fault: Exception) -> str | None:
         """The cache cannot be used now: drop what waits for room. All promises are void. Returns the key of the first that is dropped."""
         with self._lock:
-            loads = [load for load in live(self._missing) if load.state is State.QUEUED]
+            loads = self._queued.next_missing(len(self._queued.missing))
             for load in loads:
                 self._drop(load, fault)
             self.drop_items(self._stalled, fault)
@@ -546,8 +553,9 @@ class LoadQueue:
 
     # -- steps of a transition; callers hold the lock --------------------------------------------------------------
 
-    def _set(self, load: Load, state: State, *, data: Buffer | None = None, error: BaseException | None = None) -> None:
-        load.state, load.data, load.error, load.scheduled = state, data, error, None
+    def _set(self, load: Load, state: State, *, data: Buffer | Lease | None = None, error: BaseException | None = None) -> None:
+        load.state, load.error, load.scheduled = state, error, None
+        load.data, load.leased = (None, data) if isinstance(data, Lease) else (data, None)
         if state is not State.LOADING and load.waiters:
             self._settled.notify_all()
 
@@ -555,7 +563,7 @@ class LoadQueue:
         load.ref.lease = lease
         self._set(load, State.STORED)
 
-    def _drop(self, load: Load, fault: BaseException | None = None, data: Buffer | None = None) -> None:
+    def _drop(self, load: Load, fault: BaseException | None = None, data: Buffer | Lease | None = None) -> None:
         load.reason = "" if fault is None or isinstance(fault, errors.NoSpace) else str(fault)
         self._set(load, State.DROPPED, data=data if load.waiters else None)
 
@@ -564,7 +572,7 @@ class LoadQueue:
             self._drop(load)
             return
         self._set(load, State.QUEUED)
-        self._missing.appendleft(load.ref)
+        self._queued.missing.appendleft(load.ref)
         self.news.wake()
 
     def before_fork(self) -> None:
@@ -585,4 +593,4 @@ class LoadQueue:
                 load.state = State.DROPPED
             elif not load.is_settled:
                 load.state = State.QUEUED
-                self._unchecked.append(load.ref)
+                self._queued.unchecked.append(load.ref)

@@ -1,8 +1,8 @@
-"""The threads of a prefetcher: workers read items ahead of the calls for them, and callers take them or read them at once.
+"""The threads of a prefetcher: workers, or a feeder, read items ahead of the calls for them; callers take them or read them at once.
 
 look up    is the item in the cache? then it is leased, and done
 schedule   once room is promised for it, its key is locked; if another process holds the key, no thread waits for it
-read       into memory, by a worker, or by a caller that needs it now and cannot wait
+read       into memory, by a worker, or by a caller that needs it now and cannot wait; objects of a remote: see `feeder`
 store      the writer stores several at a time; until then they are served from memory
 
 So at most twice as many items as workers are in memory, and only items that no caller wants yet wait for room.
@@ -20,12 +20,12 @@ from typing import Protocol
 from forebay import errors
 from forebay._engine.locks.fill import KeyHold
 from forebay._engine.locks.leases import Lease
-from forebay._engine.write.reservations import validator_of
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Noted
+from forebay.prefetch.linked_objects import ObjectFetch
 from forebay.prefetch.load_queue import REPORT_AFTER
-from forebay.prefetch.loads import Load, LoadRef, PrefetchConfig, Scheduled, State
+from forebay.prefetch.loads import Load, LoadRef, PrefetchConfig, Scheduled, State, size_of
 from forebay.prefetch.writer import ItemWriter
 
 log = logger("forebay.prefetch")
@@ -69,7 +69,7 @@ class Loader:
         return load
 
     def _start_threads(self) -> None:
-        if len(self._threads) <= self._config.workers and not host.forked_unseen():
+        if len(self._threads) <= self._workers and not host.forked_unseen():
             self._add_thread()
 
     def start(self) -> None:
@@ -80,9 +80,9 @@ class Loader:
     def _add_thread(self) -> None:
         with self._starting:
             count = len(self._threads)
-            if count > self._config.workers or self.queue.closing:
+            if count > self._workers or self.queue.closing:
                 return
-            run, name = (self._run_worker, f"prefetch-{count}") if count else (self._writer.run, "prefetch-writer")
+            run, name = (self._run_worker, f"prefetch-{count}") if count else (self._run_writer, "prefetch-writer")
             thread = threading.Thread(target=run, name=f"forebay-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -91,7 +91,7 @@ class Loader:
 
     def read(self, key: str) -> Buffer:
         """The bytes of an item, from the source. Raises what the source raises."""
-        return self._config.make(key)
+        return self._config.read(key)
 
     def wait_until_stored(self, load: Load) -> errors.ForebayError | None:
         """Wait until an item is stored, or will not be. Returns why it is not."""
@@ -121,31 +121,33 @@ class Loader:
             if taken.state is State.FAILED:
                 assert load.error is not None
                 raise load.error
-            if data is None and taken.state is State.DROPPED:
-                return self._config.make(load.key)
-            if data is None and taken.state is State.QUEUED:
+            if data is None and taken.lease is not None:
+                data = self._leased(load, taken.lease)
+            elif data is None and taken.state is State.DROPPED:
+                return self._config.read(load.key)
+            elif data is None and taken.state is State.QUEUED:
                 data = self._load_now(load, taken.hold)
-            elif data is None and taken.lease is not None:
-                data = self._stored(load, taken.lease)
             if data is not None:
                 return data
 
-    def _stored(self, load: Load, lease: Lease) -> Buffer | None:
-        """The stored bytes. None: they are damaged, or the cache fails; from now on the item is read from the source."""
+    def _leased(self, load: Load, lease: Lease) -> Buffer | None:
+        """The stored bytes, or those of the file that is to get a second name. None: they are damaged, or the cache fails; from now on the
+        item is read from the source."""
         data, fault = None, None
         try:
             data = self._store.bytes_leased(lease)
         except errors.CacheFault as error:
             fault = error
             self._config.report_fault(error, load.key)
-        if data is None:
+        if data is None and not lease.closed:  # else the writer is done with that file, and it may be gone
             self.queue.drop(load.ref, fault)
-        return Noted.of(data, lease.entry.meta) if data is not None and lease.entry.meta else data
+        is_noted = data is not None and lease.entry.meta and lease.entry.space == self._config.space
+        return Noted.of(data, lease.entry.meta) if data is not None and is_noted else data
 
     def _read_past(self, load: Load, error: Exception) -> Buffer:
         """Read an item without the cache, which could not help."""
         self._config.report_fault(error, load.key)
-        return self._config.make(load.key)
+        return self._config.direct(load.key)
 
     def _load_now(self, load: Load, hold: KeyHold | None) -> Buffer | None:
         """Load an item in the thread that needs it. None: it turned out to be in the cache. ``hold``: the lock of its key, if the scheduler
@@ -153,17 +155,16 @@ class Loader:
         data: Buffer | None = None
         self._start_threads()  # in a child of a fork there are none, and what is read is to be stored
         try:
-            lease: Lease | Buffer | None = None
+            lease: Lease | None = None
             if hold is None:
                 lease, hold = self._lock_or_lease(load)
-            if hold is not None:
-                lease = self._link(load.ref)
-            if isinstance(lease, Lease):
+            if lease is not None:
                 self._keep_lease(load.ref, lease)
                 return None
             assert hold is not None
-            data = self._read(load.ref) if lease is None else lease
-            if self._hand_over(load.ref, data, hold, None):
+            made = self._make(load.ref)
+            data = self._store.bytes_leased(made) if isinstance(made, Lease) else made
+            if self._hand_over(load.ref, made, hold, None):
                 hold = None
             return data
         except (errors.CacheFault, errors.WaitTimeout) as error:
@@ -204,6 +205,19 @@ class Loader:
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _workers(self) -> int:
+        """How many threads read. Objects are fetched by that of the writer."""
+        return self._config.workers if self._config.objects is None else 0
+
+    def _run_writer(self) -> None:
+        """Work until the prefetcher is closed and all that was read is stored."""
+        objects = self._config.objects
+        if objects is None:
+            self._writer.run()
+        else:
+            ObjectFetch(objects, self._config.workers, self._writer, self._hand_over_scheduled, self._fail_object).run()
+
     def _run_worker(self) -> None:
         """Work until the prefetcher is closed."""
         while self._work():
@@ -223,28 +237,40 @@ class Loader:
         return task is not None
 
     def _read_ahead(self, scheduled: Scheduled) -> None:
-        ref, handed_over = scheduled.ref, False
+        ref = scheduled.ref
         try:
             if self._config.is_kept(ref.key):
                 self.queue.drop(ref, None)
                 self.queue.end_read(scheduled)
-                return
-            linked = self._link(ref) if scheduled.is_cached else None
-            if isinstance(linked, Lease):
-                self._keep_lease(ref, linked)
-                self.queue.end_read(scheduled)
-            else:
-                handed_over = self._hand_over(ref, self._read(ref) if linked is None else linked, scheduled.hold, scheduled)
-        except errors.CacheFault as fault:
-            self.queue.drop(ref, fault)
-            self.queue.end_read(scheduled)
-            self._config.report_fault(fault, ref.key)
-        except BaseException as error:  # noqa: BLE001  # SystemExit of a source too: this thread goes on; the caller of the item raises it
-            self.queue.fail(ref, error)
-            self.queue.end_read(scheduled)
-        finally:
-            if not handed_over:
                 scheduled.hold.release()
+            else:
+                self._hand_over_scheduled(scheduled, self._make(ref))
+        except BaseException as error:  # noqa: BLE001  # SystemExit of a source too: this thread goes on; the caller of the item raises it
+            self._fail(scheduled, error)
+
+    def _hand_over_scheduled(self, scheduled: Scheduled, data: Buffer | Lease) -> None:
+        if not self._hand_over(scheduled.ref, data, scheduled.hold, scheduled):
+            scheduled.hold.release()
+
+    def _fail(self, scheduled: Scheduled, error: BaseException) -> None:
+        """A scheduled load ends without its bytes: by a fault of the cache, or what the source raised."""
+        ref = scheduled.ref
+        if isinstance(error, errors.CacheFault):
+            self.queue.drop(ref, error)
+        else:
+            self.queue.fail(ref, error)
+        self.queue.end_read(scheduled)
+        scheduled.hold.release()
+        if isinstance(error, errors.CacheFault):
+            self._config.report_fault(error, ref.key)
+
+    def _fail_object(self, scheduled: Scheduled, error: Exception) -> None:
+        """`_fail`, for an object that was not fetched."""
+        if isinstance(error, errors.WaitTimeout) and not isinstance(error, errors.RemoteError):  # for the cache, not for a connection
+            error = errors.CacheFault(str(error))
+        if not isinstance(error, errors.CacheFault):
+            self._store.locks.note_failure(self._config.space, scheduled.ref.name, error)
+        self._fail(scheduled, error)
 
     def _ask_size(self, load: Load) -> None:
         size: int | None = None
@@ -256,32 +282,6 @@ class Loader:
 
     # -- steps of a load -------------------------------------------------------------------------------------------
 
-    def _link(self, ref: LoadRef) -> Lease | Buffer | None:
-        """The item as a second name of what the cache has under another one, or its bytes where there is no room for two. None: it must be
-        read. Caller: holds the key."""
-        source = self._leased_elsewhere(ref.key)
-        if source is None:
-            return None
-        session = self._config.session.entry.id if self._config.session is not None and ref.bound else 0
-        life = "cached" if self._config.keep else "held"
-        with source:
-            try:
-                return self._store.link(self._config.space, ref.name, source, life=life, validator=validator_of(session))
-            except errors.NoSpace:
-                data = self._store.bytes_leased(source)
-                return None if data is None else bytes(data)
-            except errors.CacheFault as error:
-                log.debug("%s is not linked, but read: %s", ref.key, str(error))
-                return None
-
-    def _leased_elsewhere(self, key: str) -> Lease | None:
-        try:
-            lease = self._config.lease(key) if self._config.lease is not None else None
-        except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
-            log.debug("whether the cache has %s is not known: %s", key, str(error))
-            return None
-        return lease if isinstance(lease, Lease) else None
-
     def _keep_lease(self, ref: LoadRef, lease: Lease) -> None:
         """The item is in the cache: every caller that asked for it holds its lease."""
         self._store.count_hit(lease.entry.size)
@@ -291,10 +291,11 @@ class Loader:
         if not self._config.keep:
             self._store.drop([lease.entry])
 
-    def _read(self, ref: LoadRef) -> Buffer:
+    def _make(self, ref: LoadRef) -> Buffer | Lease:
         """Read the source under the lock of the key. What it raises is noted for other processes that wait for the same item."""
         try:
-            with self._store.locks.working():
+            # Whoever holds a key of `urls` waits for no other: that a caller waits for one here never closes a circle.
+            with self._store.locks.working() if self._config.objects is None else contextlib.nullcontext():
                 return self._config.make(ref.key)
         except errors.CacheFault:
             raise
@@ -302,17 +303,17 @@ class Loader:
             self._store.locks.note_failure(self._config.space, ref.name, error)
             raise
 
-    def _hand_over(self, ref: LoadRef, data: Buffer, hold: KeyHold, scheduled: Scheduled | None) -> bool:
-        """Serve an item from memory until the writer has stored it. Returns whether the writer releases its key."""
-        if self._config.is_kept(ref.key):  # by this very read
+    def _hand_over(self, ref: LoadRef, data: Buffer | Lease, hold: KeyHold, scheduled: Scheduled | None) -> bool:
+        """Serve an item from memory, or from a leased file, until the writer has stored it. Returns whether the writer releases its key."""
+        if not isinstance(data, Lease) and self._config.is_kept(ref.key):  # by this very read
             self.queue.drop(ref, None, data)
             if scheduled is not None:
                 self.queue.end_read(scheduled)
             return False
         if self.queue.loaded(ref, data, hold, scheduled):
             return True
-        if len(data) > self.queue.limit:
-            self._writer.report_too_large(ref.key, len(data))
+        if size_of(data) > self.queue.limit:
+            self._writer.report_too_large(ref.key, size_of(data))
         return False
 
     # -- the end ---------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from forebay import errors
 from forebay._engine.locks.fill import KeyHold
@@ -19,6 +19,9 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._engine.write.reservations import NOTHING, Need
 from forebay._model import Buffer, Entry
+
+if TYPE_CHECKING:
+    from forebay.prefetch.linked_objects import RemoteObjects
 
 GATHER = 0.001
 """Seconds that the writer lets news gather while all workers are busy: each time it wakes it takes the interpreter from them."""
@@ -28,19 +31,20 @@ GATHER = 0.001
 class PrefetchConfig:
     """What one prefetcher loads, from where to where.
 
-    ``make`` returns the bytes of an item as they are stored, and raises what the source raises. ``size_of``, where the source knows sizes,
-    returns how many bytes that will be. ``lease``, where the cache may have the item under another name, returns a lease on that;
-    ``cached`` returns those of several keys for which it is worth the call. ``is_kept``: the cache has the item as a part of
-    something else: it is not stored once more."""
+    ``make`` returns the bytes of an item as they are stored, or a lease on a file of this cache that has them; ``read`` its bytes, for a
+    caller, where they are not stored; ``direct`` these without the cache. All three raise what the source raises. ``objects``: where the
+    items are objects of a remote, which are fetched many at a time. ``size_of``, where the source knows sizes, returns how many bytes an
+    item will have. ``is_kept``: the cache has the item as a part of something else: it is not stored once more."""
 
     store: Store
     space: str
     workers: int
     keep: bool
-    make: Callable[[str], Buffer]
+    make: Callable[[str], Buffer | Lease]
+    read: Callable[[str], Buffer]
+    direct: Callable[[str], Buffer]
+    objects: RemoteObjects | None
     size_of: Callable[[str], int | None] | None
-    lease: Callable[[str], Lease | None] | None
-    cached: Callable[[Sequence[str]], Collection[str]]
     is_kept: Callable[[str], bool]
     timeout: float | None
     report_fault: Callable[[Exception, str], None]
@@ -57,7 +61,7 @@ class State(enum.Enum):
     LOADING = enum.auto()
     """A thread of this process checks for it, waits for another process, or reads it."""
     LOADED = enum.auto()
-    """Its bytes are in memory, until the writer has stored them."""
+    """Its bytes are in memory, or in a leased file, until the writer has stored them."""
     STORED = enum.auto()
     """It is in the cache, and leased."""
     DROPPED = enum.auto()
@@ -73,14 +77,16 @@ class Load:
     lives as long as a lazy, or a thread that works on it, refers to it: nothing else counts its holders."""
 
     __slots__ = (
-        "__weakref__", "bound", "busy_since", "data", "error", "key", "name", "reason", "ref", "scheduled", "size", "state", "stores",
-        "waiters",
+        "__weakref__", "bound", "busy_since", "data", "error", "key", "leased", "name", "reason", "ref", "scheduled", "size", "state",
+        "stores", "waiters",
     )  # fmt: skip
 
     def __init__(self, key: str, name: str, bound: bool, on_gone: Callable[[LoadRef], object], *, stores: bool = True) -> None:
         self.key, self.name, self.bound, self.stores = key, name, bound, stores
         self.state = State.QUEUED
         self.data: Buffer | None = None
+        self.leased: Lease | None = None
+        """On the file that it is to be a second name of."""
         self.error: BaseException | None = None
         """What the source raised."""
         self.reason = ""
@@ -146,31 +152,47 @@ def live(refs: Iterable[LoadRef]) -> list[Load]:
 
 @dataclass(slots=True, eq=False)
 class Scheduled:
-    """A load that is ready to be read: ``need`` is promised, and ``hold`` locks its key. ``since``: seconds of the monotonic clock.
-    ``is_cached``: the cache may have it under another name."""
+    """A load that is ready to be read: ``need`` is promised, and ``hold`` locks its key. ``since``: seconds of the monotonic clock."""
 
     ref: LoadRef
     hold: KeyHold
     need: Need
     epoch: int
     since: float
-    is_cached: bool
+
+
+def size_of(data: Buffer | Lease) -> int:
+    """How many bytes an item has."""
+    return data.entry.size if isinstance(data, Lease) else len(data)
 
 
 @dataclass(slots=True, eq=False)
 class LoadedItem:
-    """What was read and is to be stored: it has ``promised`` of what it ``needs`` in room already. The writer releases its key."""
+    """What was read, or is leased, and is to be stored: it has ``promised`` of what it ``needs`` in room already. The writer releases its
+    key."""
 
     ref: LoadRef
-    data: Buffer
+    data: Buffer | Lease
     needs: Need
     hold: KeyHold
     promised: Need = NOTHING
     epoch: int = 0
 
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.needs.size
+
+    def give_up(self, data: Buffer = b"") -> None:
+        """Have ``data`` instead: the bytes leave the memory, and the file may go."""
+        old, self.data = self.data, data
+        if isinstance(old, Lease):
+            old.close()
+
 
 class Taken(NamedTuple):
-    """A load as `LoadQueue.take` left it. ``data``: if its bytes are in memory; ``hold``: the lock of a key that was scheduled."""
+    """A load as `LoadQueue.take` left it. ``data``: if its bytes are in memory; ``lease``: on a file, or value, that has them; ``hold``:
+    the lock of a key that was scheduled."""
 
     state: State
     data: Buffer | None
@@ -182,16 +204,14 @@ class Taken(NamedTuple):
 class Lookup:
     """Loads that the scheduler looks for in the cache, and what it learns of them.
 
-    ``needs``: the room of those that can be read if they are not there; ``holds``: the locks on their keys; ``cached``: the keys of those
-    that the cache may have under another name; ``failed``: what their loads in other processes raised; ``hits``: sizes of what was there;
-    ``too_large``: key and size of one that is larger than the limit."""
+    ``needs``: the room of those that can be read if they are not there; ``holds``: the locks on their keys; ``failed``: what their loads in
+    other processes raised; ``hits``: sizes of what was there; ``too_large``: key and size of one that is larger than the limit."""
 
     loads: list[Load]
     needs: dict[Load, Need]
     epoch: int
     leases: Mapping[str, Lease] = field(default_factory=dict)
     holds: dict[Load, KeyHold] = field(default_factory=dict)
-    cached: Collection[str] = ()
     failed: dict[Load, Exception] = field(default_factory=dict)
     hits: list[int] = field(default_factory=list)
     too_large: tuple[str, int] | None = None
@@ -208,10 +228,18 @@ class News:
         """Forget all news: those of a parent process are its own."""
         self._news: queue.SimpleQueue[LoadRef | None] = queue.SimpleQueue()
         self._unwanted: deque[Entry] = deque()
+        self.wakes: Callable[[], None] | None = None
+        """Called with all news, where the writer waits for something else: it takes no lock either."""
 
     def wake(self) -> None:
         """Have the writer look again."""
-        self._news.put(None)
+        self._put(None)
+
+    def _put(self, ref: LoadRef | None) -> None:
+        self._news.put(ref)
+        wakes = self.wakes
+        if wakes is not None:
+            wakes()
 
     def gone(self, ref: LoadRef, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """A load is gone."""
@@ -219,7 +247,7 @@ class News:
             return
         if ref.lease is not None:
             ref.lease.close()
-        self._news.put(ref)
+        self._put(ref)
 
     def discard(self, entry: Entry) -> None:
         """No caller in this process needs an entry any more."""
@@ -265,6 +293,13 @@ class Room:
         """For how many loads room is asked at once: not for so many that what was loaded before is evicted for them."""
         each = self.need_of(self.largest).size
         return max(min(3 * self._workers, self.limit // (2 * each) if each else 1), 1)
+
+    def lacking(self, loads: Iterable[Load]) -> Need:
+        """What these loads need beyond what is promised."""
+        total = NOTHING
+        for load in loads:
+            total = total.plus(self.need(load))
+        return total.minus(self.free)
 
     def take(self, need: Need) -> bool:
         """Take so much, if it is there."""

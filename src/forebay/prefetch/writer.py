@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from forebay import errors
 from forebay._engine.catalog import CatalogBroken
 from forebay._engine.locks.leases import Lease
-from forebay._engine.write.publish import SMALL
+from forebay._engine.write.publish import INLINE, SMALL
 from forebay._engine.write.reservations import NOTHING, Item, Need, SpaceReservation
 from forebay._logs import logger
 from forebay._model import Policy
@@ -59,17 +59,6 @@ class Scheduler:
                 error = self._store.locks.failure(space, load.name, load.busy_since)
                 if error is not None:
                     lookup.failed[load] = error
-        lookup.cached = self._cached([load.key for load in lookup.holds if load.name not in lookup.leases])
-
-    def _cached(self, keys: Sequence[str]) -> Collection[str]:
-        """Those of the keys that the cache may have under another name."""
-        try:
-            return self._config.cached(keys) if keys else ()
-        except errors.CacheFault:
-            raise
-        except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
-            log.debug("whether the cache has %s is not known: %s", keys[0], str(error))
-            return keys
 
     def release_discarded(self) -> None:
         """Release the keys of loads that no caller needs, or that no worker comes to."""
@@ -78,7 +67,7 @@ class Scheduler:
 
 
 class ItemWriter:
-    """Stores the items of one prefetcher; `run` in one thread."""
+    """Stores the items of one prefetcher; `run`, or `turn` again and again, in one thread."""
 
     def __init__(self, config: PrefetchConfig) -> None:
         self._config, self._store = config, config.store
@@ -95,17 +84,21 @@ class ItemWriter:
 
     def run(self) -> None:
         """Work until the prefetcher is closed and all that was read is stored."""
-        is_over = False
-        while not is_over:
-            try:
-                is_over = self._turn()
-            except Exception as error:  # noqa: BLE001  # whatever it is: without this thread no item would be stored any more
-                self._recover(errors.CacheFault(f"keeping items of {self._config.space} failed: {type(error).__name__}: {error}"))
+        while not self.turn():
+            pass
 
-    def _turn(self) -> bool:
-        """Store what was read and ask for the room that is lacking. Returns whether that was the end."""
+    def turn(self, *, waits: bool = True) -> bool:
+        """Wait for news, unless ``waits`` is false; then look up what is new, store what was read and ask for the room that is lacking.
+        Returns whether the prefetcher is closed and all that was read is stored."""
+        try:
+            return self._turn(waits)
+        except Exception as error:  # noqa: BLE001  # whatever it is: without this thread no item would be stored any more
+            self._recover(errors.CacheFault(f"keeping items of {self._config.space} failed: {type(error).__name__}: {error}"))
+            return False
+
+    def _turn(self, waits: bool) -> bool:
         queue = self.queue
-        gone = queue.wait_for_news(bool(self._ask_at))
+        gone = queue.wait_for_news(bool(self._ask_at), waits=waits)
         idle_room = queue.take_room(if_idle=True) if not gone else NOTHING
         self._released += sum(ref.lease is not None for ref in gone)
         unwanted = queue.forget(gone)
@@ -151,12 +144,12 @@ class ItemWriter:
                     self.queue.drop_items([item])
                 elif self._reserve(item):
                     ready.append(item)
-            small = [item for item in ready if len(item.data) <= SMALL]
-            if small:
-                self._settle(small, self._store_small(small))
-            for item in ready:
-                if len(item.data) > SMALL:
-                    self._settle([item], [self._reservation.keep_large(self._item(item), life=self._life)])
+            large = [item for item in ready if item.size > SMALL and not isinstance(item.data, Lease)]
+            together = [item for item in ready if item not in large]
+            if together:
+                self._settle(together, self._store_together(together))
+            for item in large:
+                self._settle([item], [self._reservation.keep_large(self._item(item), life=self._life)])
         except BaseException as error:
             self.queue.drop_items(batch, error)
             raise
@@ -165,12 +158,12 @@ class ItemWriter:
                 item.hold.release()
             self.queue.end_batch()
 
-    def _store_small(self, small: Sequence[LoadedItem]) -> list[Lease]:
+    def _store_together(self, items: Sequence[LoadedItem]) -> list[Lease]:
         used = NOTHING
-        for item in small:
+        for item in items:
             used = used.plus(item.needs)
         left = self._reservation.promised.minus(used)
-        leases = self._reservation.keep([self._item(item) for item in small], life=self._life, more=self.queue.ahead())
+        leases = self._reservation.keep([self._item(item) for item in items], life=self._life, more=self.queue.ahead())
         more = self._reservation.promised.minus(left)
         if more != NOTHING:
             self.queue.add_room(more)
@@ -181,9 +174,10 @@ class ItemWriter:
 
     def _settle(self, items: Sequence[LoadedItem], leases: Sequence[Lease]) -> None:
         """The items are entries: their bytes leave the memory, and every caller that asked for one holds its lease."""
+        written = [item.size for item in items if not isinstance(item.data, Lease)]
         unheld = self.queue.store(items, leases)
-        self._store.count("fills", len(leases))
-        self._store.count("bytes_stored", sum(lease.entry.size for lease in leases))
+        self._store.count("fills", len(written))
+        self._store.count("bytes_stored", sum(written))
         self._released += len(unheld)
         for lease in unheld:
             lease.close()
@@ -192,6 +186,8 @@ class ItemWriter:
 
     def _reserve(self, item: LoadedItem) -> bool:
         """Get the room that an item needs. False: it waits for room with its bytes, or is not stored."""
+        if isinstance(item.data, Lease) and item.size <= INLINE and not self._copy(item):
+            return False
         try:
             while (lacking := self.queue.claim_room(item)) != NOTHING:  # a worker may take what comes
                 self._reservation.ask(lacking)
@@ -200,16 +196,28 @@ class ItemWriter:
         except errors.NoSpace as error:
             if error.hopeless:
                 self.look_at_limit()
-            if not self._waits or len(item.data) > self.queue.limit:
+            if isinstance(item.data, Lease):  # which keeps the file of the object from making way
+                return self._copy(item) and self._reserve(item)
+            if not self._waits or item.size > self.queue.limit:
                 self.queue.drop_items([item], error)
-                if len(item.data) > self.queue.limit:
-                    self.report_too_large(item.ref.key, len(item.data))
+                if item.size > self.queue.limit:
+                    self.report_too_large(item.ref.key, item.size)
                 else:
                     self._config.report_fault(error, item.ref.key)
             elif item.ref() is not None:  # else no caller waits until there is room
                 item.hold.release()  # what waits for room holds no key: another process may need it, and hold the room that we wait for
                 self.queue.stall(item)
             return False
+
+    def _copy(self, item: LoadedItem) -> bool:
+        """Take the bytes of a leased file into memory. False: they are damaged, and the item is not stored."""
+        assert isinstance(item.data, Lease)
+        data = self._store.bytes_leased(item.data)
+        if data is None:
+            self.queue.drop_items([item])
+            return False
+        self.queue.copied(item, bytes(data))
+        return True
 
     def _retry_stalled(self) -> None:
         """Go on with what waits for room, in order."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any, TypeAlias
 
@@ -67,15 +66,6 @@ class UrlSource:
     def lease(self, key: str) -> Lease | None:
         """A lease on the object if the cache has it already, from `Cache.read` or a `pull`, in the remote's current version; else None."""
         return self._reach.kept(self._url(key), versioned=self.version is not None)
-
-    def cached(self, keys: Sequence[str]) -> set[str]:
-        """Those of these keys whose objects the cache may have already, so that `lease` is worth its call: one query for all of them."""
-        urls: dict[str, str] = {}
-        for key in keys:
-            with contextlib.suppress(errors.ConfigError):  # reading it will raise the error
-                urls[key] = self._url(key)
-        cached = self._reach.cached(urls.values())
-        return {key for key, url in urls.items() if url in cached}
 
     def keys(self) -> Iterator[str]:
         """All names, in the order of the remote. Omits names that are not below the prefix, such as ``../x``, with one warning.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,11 +12,13 @@ import pytest
 
 from forebay import errors
 from forebay._engine.files.blobs import checksum_of
+from forebay._engine.locks.leases import Lease
 from forebay._engine.space.ranking import Scope
 from forebay._engine.store import Store
 from forebay._engine.write.insert import Label, New
 from forebay._engine.write.reservations import NOTHING, Item, Need
-from tests.harness import KiB, MiB, opened
+from tests.crash.conftest import victim_of
+from tests.harness import KiB, MiB, bytes_of, opened
 from tests.processes import Gate, fork
 
 
@@ -147,6 +152,67 @@ def test_a_small_value_that_is_leased_makes_no_way(store: Store) -> None:
     for n in range(200):
         store.put("v", f"w{n}", bytes(10 * KiB))
     assert store.take("ahead", "k0") is None
+
+
+def lease_of(store: Store, key: str, space: str = "a") -> Lease:
+    lease = store.lease(space, key)
+    assert lease is not None
+    return lease
+
+
+def test_leased_files_get_a_second_name_together_with_what_is_written(store: Store) -> None:
+    for n in range(3):
+        store.put("a", f"k{n}", bytes([n]) * 50_000)
+    sources = [lease_of(store, f"k{n}") for n in range(3)]
+    credit = store.reservations.open("ahead")
+    credit.ask(credit.need(50_000).times(3).plus(credit.need(100)))
+    leases = credit.keep([Item("small", b"x" * 100), *(Item(f"link{n}", source) for n, source in enumerate(sources))])
+    assert credit.promised == NOTHING
+    assert [bytes(store.bytes_leased(lease) or b"") for lease in leases] == [b"x" * 100, *(bytes([n]) * 50_000 for n in range(3))]
+    for source, lease in zip(sources, leases[1:], strict=True):
+        assert os.stat(source).st_ino == os.stat(lease).st_ino
+        assert (lease.entry.checksum, lease.entry.charge) == (source.entry.checksum, source.entry.charge), "each name is charged"
+    for lease in (*sources, *leases):
+        lease.close()
+    store.remove([victim_of(entry) for entry in store.entries("a")])
+    assert [bytes_of(store, f"link{n}", "ahead") for n in range(3)] == [bytes([n]) * 50_000 for n in range(3)]
+
+
+def test_one_file_that_is_gone_keeps_the_others_of_its_group_out(store: Store) -> None:
+    """All or none: the names that were made are removed by the next writer."""
+    for n in range(3):
+        store.put("a", f"k{n}", bytes([n]) * 50_000)
+    sources = [lease_of(store, f"k{n}") for n in range(3)]
+    os.unlink(sources[2].path)
+    credit = store.reservations.open("ahead")
+    credit.ask(credit.need(50_000).times(3))
+    with pytest.raises(errors.CacheFault):
+        credit.keep([Item(f"link{n}", source) for n, source in enumerate(sources)])
+    assert store.entries("ahead") == []
+    store.put("a", "next", b"x")
+    assert [os.stat(source).st_nlink for source in sources[:2]] == [1, 1]
+    credit.keep([Item("link", sources[0])])[0].close()
+    credit.give_back(credit.promised)
+    for source in sources:
+        source.close()
+    assert store.lease("a", "k2") is None
+    store.put("a", "next", b"y")  # sweeps what was set aside
+
+
+def test_what_is_leased_in_another_root_is_not_linked(tmp_path: Path) -> None:
+    """The same number is of another entry there."""
+    with opened(tmp_path / "mine", MiB):
+        pass
+    shutil.copytree(tmp_path / "mine", tmp_path / "other")  # else each begins with a number of its own
+    with opened(tmp_path / "mine") as mine, opened(tmp_path / "other") as other:
+        assert mine.put("a", "mine", b"m" * 50_000).id == other.put("a", "other", b"o" * 50_000).id
+        credit = mine.reservations.open("b")
+        credit.ask(credit.need(50_000))
+        with lease_of(other, "other"), contextlib.closing(lease_of(other, "other")) as lease:
+            assert not mine.is_own_file(lease)
+            with pytest.raises(errors.CacheFault, match="no file of"):
+                credit.keep([Item("k", lease)])
+        assert bytes_of(mine, "k", "b") is None
 
 
 def test_a_session_takes_its_entries_along(store: Store) -> None:

@@ -75,11 +75,10 @@ def unpublish(root: Root, staged: Path, id: int, suffix: str = "") -> None:
     root.files.rename(root.blob(id, suffix), staged)
 
 
-def link_blob(root: Root, source: Path, id: int, suffix: str = "") -> Path:
-    """Give the blob ``source`` a second name, for the entry ``id``. Raises FileNotFoundError if it was evicted meanwhile."""
-    path = root.blob(id, suffix)
-    root.files.link(source, path)
-    return path
+def link_blob(root: Root, source: str, id: int) -> None:
+    """Give the blob ``source`` a second name, for the entry ``id``. Caller: holds the writer lock and has recorded its intent. Raises
+    FileNotFoundError if the source is gone."""
+    root.files.link(source, root.blob_name(id))
 
 
 def open_blob(root: Root, id: int, suffix: str = "") -> int:

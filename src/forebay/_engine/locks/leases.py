@@ -203,6 +203,10 @@ class Leases:
             return str(self._root.pack(entry.id))
         return str(self._root.tree(entry.id)) if entry.kind == "tree" else self._root.blob_name(entry.id, entry.suffix)
 
+    def is_own_file(self, lease: Lease) -> bool:
+        """Whether what is leased is one file of this root. In another root the same id means another entry."""
+        return lease.entry.kind == "blob" and lease.path == self._root.blob_name(lease.entry.id, lease.entry.suffix)
+
     def take_id(self, id: int) -> Lease | None:
         """A lease on the entry with this id, whatever its name is by now; None if it is gone, replaced, or being evicted."""
         entry = entries.by_id(self._catalog, id)

@@ -1,4 +1,4 @@
-"""Trees, links and new names of entries: published without writing bytes."""
+"""Trees and new names of entries: published without writing bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, Txn, entries
-from forebay._engine.files import blobs, trees
+from forebay._engine.files import trees
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.index.slots import Slots
@@ -19,7 +19,7 @@ from forebay._model import Entry
 
 
 class Linker:
-    """Publishes trees, links and new names of entries of one root, without writing bytes. Callable from any thread."""
+    """Publishes trees and new names of entries of one root, without writing bytes. Callable from any thread."""
 
     def __init__(self, root: Root, catalog: Catalog, slots: Slots, publisher: Publisher) -> None:
         self._root, self._catalog, self._slots, self._publisher = root, catalog, slots, publisher
@@ -64,16 +64,3 @@ class Linker:
         entries.rename(txn, entry, label.space, label.key, slot)
         self._slots.set_id(slot, entry.id)
         txn.leftovers = True
-
-    def link(self, label: Label, leased: Lease, leases: Leases, validator: str | None = None) -> Lease:
-        """Publish the bytes of a leased file under another name too: a hard link, charged to both spaces.
-
-        Raises `CacheFault` if the entry is no file, or belongs to another root, where its id means another entry."""
-        source = leased.entry
-        if source.kind != "blob" or leased.path != str(self._root.blob(source.id, source.suffix)):
-            raise errors.CacheFault(f"{source.key!r} cannot be linked: it is no file of {self._root.path}", key=source.key)
-        path = self._root.blob(source.id, source.suffix)
-        return self._publisher.build(
-            label, "blob", source.size, leases, lambda id: blobs.link_blob(self._root, path, id, label.suffix),
-            lambda id: blobs.remove_blob(self._root, id, label.suffix), checksum=source.checksum, validator=validator,
-        )  # fmt: skip

@@ -314,7 +314,7 @@ class Publisher:
     def build(
         self, label: Label, kind: str, size: int, leases: Leases, make: Callable[[int], object],
         undo: Callable[[int], object], *,
-        checksum: bytes = b"", validator: str | None = None, members: Sequence[tuple[str, int]] = (),
+        validator: str | None = None, members: Sequence[tuple[str, int]] = (),
     ) -> Lease:  # fmt: skip
         """Reserve ``size`` bytes, let ``make`` build the files of the new id, enter the row, and return its lease, which exists before
         anybody can see the entry. ``undo`` removes the files after a failure. ``members``: names and ids of the entries of a tree.
@@ -327,7 +327,7 @@ class Publisher:
                 make(reserved.id)
                 held = leases.hold(reserved.id)
                 with self._catalog.write() as txn:
-                    entry = self.inserter.insert(txn, label, reserved.id, kind, size, checksum, validator)
+                    entry = self.inserter.insert(txn, label, reserved.id, kind, size, b"", validator)
                     if members:
                         entries.link(txn, entry.id, members)
                     reservations.delete(txn, reserved.id)

@@ -3,7 +3,8 @@
 reserve   a row without files counts bytes, blocks and entries   a crash: the next process that lacks space deletes the row
 keep      the files, their rows, a smaller reservation           a crash: as for any small files, see `insert`
 
-So a loader need not ask before each read, and one transaction publishes what several reads brought.
+So a loader need not ask before each read, and one transaction publishes what several reads brought. What is a file of this root already
+gets a second name, a hard link, which is charged as any other file.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ NOTHING = Need()
 
 
 class Item(NamedTuple):
-    """What is to be kept. ``session``: the id of the session whose end makes it useless; 0: none."""
+    """What is to be kept: bytes, or a leased file that gets a second name. ``session``: the id of the session whose end makes it useless;
+    0: none."""
 
     key: str
-    data: Buffer
+    data: Buffer | Lease
     session: int = 0
 
     @property
@@ -118,12 +120,13 @@ class SpaceReservation:
         self._row, self.promised = None, NOTHING
 
     def keep(self, items: Sequence[Item], *, life: str = "cached", more: Need = NOTHING) -> list[Lease]:
-        """Make entries of small items out of the reservation, all or none; returns a lease on each.
+        """Make entries of small items, and of leased files of any size, out of the reservation, all or none; returns a lease on each.
 
-        ``more``: reserved too if it fits without evicting. Caller: holds the keys. Raises `CacheFault`."""
+        ``more``: reserved too if it fits without evicting. Caller: holds the keys. Raises `CacheFault`, also for a lease on what is no file
+        of this root."""
         used = NOTHING
         for item in items:
-            used = used.plus(self.need(len(item.data)))
+            used = used.plus(self._needed_by(item))
         held: list[int] = []
         try:
             with faults(self._space.name, used.size), self._catalog.write() as txn:
@@ -137,6 +140,14 @@ class SpaceReservation:
         self._shrunk(left)
         return [self._leases.adopt(entry) for entry in kept]
 
+    def _needed_by(self, item: Item) -> Need:
+        if not isinstance(item.data, Lease):
+            return self.need(len(item.data))
+        source = item.data.entry
+        if not self._leases.is_own_file(item.data):
+            raise errors.CacheFault(f"{source.key!r} cannot be linked: it is no file of {self._publisher.root.path}", key=source.key)
+        return Need(source.size, self._budget.room.charge(source.size), 1)
+
     def _insert(self, txn: Txn, items: Sequence[Item], life: str, held: list[int]) -> list[Entry]:
         ids = txn.new_ids(len(items))
         self._intent.begin(txn, ids)
@@ -144,15 +155,24 @@ class SpaceReservation:
         for id, item in zip(ids, items, strict=True):
             if self._leases.hold(id):  # before anybody can see it: an entry of life "held" that nobody holds is swept
                 held.append(id)
-            size, checksum = len(item.data), blobs.checksum_of(item.data)
-            inline = bytes(item.data) if size <= INLINE else None
-            if inline is None:
-                blobs.write(self._publisher.root, id, item.data, checksum)
+            size, checksum, inline = self._create(id, item.data)
             several.append(New(self._label(item, life), id, size, checksum, validator_of(item.session), inline))
         return self._publisher.inserter.insert_many(txn, several)
 
+    def _create(self, id: int, data: Buffer | Lease) -> tuple[int, bytes, bytes | None]:
+        """Create the file of a new entry. Returns its size and checksum, and the bytes if they are for the catalog instead."""
+        if isinstance(data, Lease):
+            blobs.link_blob(self._publisher.root, data.path, id)
+            return data.entry.size, data.entry.checksum, None
+        size, checksum = len(data), blobs.checksum_of(data)
+        if size <= INLINE:
+            return size, checksum, bytes(data)
+        blobs.write(self._publisher.root, id, data, checksum)
+        return size, checksum, None
+
     def keep_large(self, item: Item, *, life: str = "cached") -> Lease:
-        """`keep` for one item that is too large to be written while others wait to write."""
+        """`keep` for the bytes of one item, too many to be written while others wait to write."""
+        assert not isinstance(item.data, Lease), "a link writes no bytes"
         label, size = self._label(item, life), len(item.data)
         with faults(item.key, size), self._catalog.write() as txn:
             own = self._budget.split(txn, SpaceRequest(label.space, label.key, hash_of(label.space, label.key), size))

@@ -1,0 +1,457 @@
+"""A prefetcher with limits, a version, or `keep=False` over objects of a remote: they are fetched into `urls`, and linked from there."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay._engine.store import Store
+from forebay._engine.write.reservations import Item, SpaceReservation
+from forebay._kernel import host
+from forebay.origin.bulk import BulkFetch
+from forebay.sources import UrlSource
+from forebay.testing import ScriptedServer
+from tests.harness import MiB
+from tests.items import until
+from tests.processes import fork
+from tests.servers.nginx import Nginx, nginx
+
+NAMES = [f"{number}.bin" for number in range(20)]
+SIZE = 100_000
+LIMITED: list[dict[str, Any]] = [
+    {"budget": "32MiB"}, {"max_count": 100, "policy": "lru"}, {"policy": "freeze"}, {"keep": False}, {"version": "1"},
+]  # fmt: skip
+Start = Callable[..., Any]
+
+
+def body(name: str, size: int = SIZE) -> bytes:
+    return (name.encode() * (size // len(name) + 1))[:size]
+
+
+def put(server: ScriptedServer, names: list[str] = NAMES, size: int = SIZE, **how: Any) -> str:
+    for name in names:
+        server.put(f"/d/{name}", body(name, size), **how)
+    return f"{server.url}/d"
+
+
+def pool_over(cache: forebay.Cache, prefix: str, *, version: str | None = None, **options: Any) -> Any:
+    return cache.prefetcher(UrlSource(prefix, version=version), **options)
+
+
+def inodes(cache: forebay.Cache, space: str) -> set[int]:
+    blobs = [entry for entry in cache.entries(space) if entry.kind == "blob"]
+    return {os.stat(cache._store.root.blob(entry.id, entry.suffix)).st_ino for entry in blobs}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
+    with nginx(tmp_path_factory.mktemp("nginx") / "server") as server:
+        for name in NAMES:
+            server.put(name, body(name))
+        yield server
+
+
+def requests(server: Nginx) -> int:
+    return len(server.log.read_text().splitlines())
+
+
+@pytest.mark.parametrize("options", LIMITED, ids=str)
+@pytest.mark.parametrize("first", ["prefetcher", "read"])
+def test_what_either_fetched_the_other_does_not_fetch(
+    root: Path, real: Nginx, children: Start, options: dict[str, Any], first: str
+) -> None:
+    """Nor does the next process, whose prefetcher without a version has a session of its own."""
+    before = requests(real)
+
+    def prefetch() -> None:
+        with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache, pool_over(cache, real.url, **options) as pool:
+            lazies = [pool.get_lazy(name) for name in NAMES]
+            for lazy in lazies:
+                assert pool._loader.wait_until_stored(lazy._load) is None
+            assert inodes(cache, "prefetch") == inodes(cache, "urls")
+            assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
+
+    def read() -> None:
+        with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache:
+            assert [cache.read(f"{real.url}/{name}") for name in NAMES] == [body(name) for name in NAMES]
+
+    for job in (prefetch, read, prefetch) if first == "prefetcher" else (read, prefetch, prefetch):
+        children(job).result()
+        asked = [line.split()[5].strip('"') for line in real.log.read_text().splitlines()[before:]]
+        assert asked.count("GET") == len(NAMES)
+    with forebay.Cache(root) as cache:
+        assert cache.check(deep=True) == []
+
+
+def test_links_are_made_in_groups(cache: forebay.Cache, real: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[int] = []
+    keep = SpaceReservation.keep
+
+    def counted(self: SpaceReservation, items: list[Item], **how: Any) -> Any:
+        groups.append(len(items))
+        return keep(self, items, **how)
+
+    monkeypatch.setattr(SpaceReservation, "keep", counted)
+    cache.read_many(f"{real.url}/{name}" for name in NAMES)
+    with pool_over(cache, real.url, budget="32MiB", workers=16) as pool:
+        assert pool.warm(NAMES).failed == ()
+    assert (sum(groups), max(groups) <= 16) == (len(NAMES), True)
+    assert len(groups) <= len(NAMES) // 2, groups
+
+
+def test_small_objects_are_values_of_the_catalog_and_large_ones_are_links(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server, ["small"], size=10_000)
+    put(server, ["large"], size=2 * MiB)
+    put(server, ["empty"], size=0)
+    with pool_over(cache, prefix, version="1") as pool:
+        assert pool.warm(["small", "large", "empty"]).failed == ()
+        kinds = {entry.key.partition("~")[0].rpartition("/")[2]: entry.kind for entry in cache.entries("prefetch")}
+        assert kinds == {"small": "value", "large": "blob", "empty": "value"}
+        assert pool.get_many(["small", "large", "empty"]) == [body("small", 10_000), body("large", 2 * MiB), b""]
+        assert inodes(cache, "prefetch") <= inodes(cache, "urls")
+        assert cache.stats().bytes_stored == 2 * MiB + 2 * 10_000, "a link stores nothing"
+
+
+def test_without_room_in_urls_the_bytes_are_written(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server)
+    cache.space("urls", quota=50_000)
+    with pool_over(cache, prefix, budget=16 * MiB) as pool:
+        lazies = [pool.get_lazy(name) for name in NAMES]
+        for lazy in lazies:
+            assert pool._loader.wait_until_stored(lazy._load) is None
+        assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
+        assert pool.get_many(NAMES) == [body(name) for name in NAMES]
+        assert (pool.count, cache.entries("urls")) == (len(NAMES), [])
+    assert server.gets == len(NAMES)
+
+
+@pytest.mark.parametrize("policy", ["wait", "lru"])
+def test_where_the_root_has_no_room_for_two_names_the_object_makes_way(tmp_path: Path, server: ScriptedServer, policy: str) -> None:
+    prefix = put(server)
+    with forebay.Cache(tmp_path / "tiny", budget=5 * SIZE, min_free=0) as cache:
+        with pool_over(cache, prefix, budget=4 * SIZE, policy=policy, workers=3) as pool:
+            assert list(pool.stream(NAMES, ahead=4)) == [body(name) for name in NAMES]
+            report = pool.warm(NAMES)
+            assert policy == "lru" or report.failed == ()
+        assert cache.check(deep=True) == []
+
+
+def test_the_limit_holds_while_lazies_hold_all_and_each_object_is_fetched_once(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server)
+    with pool_over(cache, prefix, budget=5 * SIZE, workers=3) as pool:
+        lazies = {name: pool.get_lazy(name) for name in NAMES}
+        until(lambda: pool.count == 5 or pool.used > 4 * SIZE, "as many as fit")
+        for name in NAMES:
+            assert lazies.pop(name).get() == body(name)
+            assert pool.used <= 5 * SIZE
+    assert server.gets == len(NAMES)
+
+
+def test_what_a_frozen_prefetcher_does_not_admit_is_fetched_once(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server)
+    with pool_over(cache, prefix, budget=5 * SIZE, policy="freeze") as pool:
+        for _ in range(2):
+            assert list(pool.stream(NAMES)) == [body(name) for name in NAMES]
+        assert 0 < pool.count <= 5
+    assert server.gets == len(NAMES)
+
+
+def test_without_keep_a_link_goes_with_its_last_holder_and_the_object_stays(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server)
+    with pool_over(cache, prefix, keep=False) as pool:
+        lazies = [pool.get_lazy(name) for name in NAMES]
+        for lazy in lazies:
+            assert pool._loader.wait_until_stored(lazy._load) is None
+        del lazy, lazies
+        gc.collect()
+        until(lambda: cache.entries("prefetch") == [], "their end")
+        assert len(cache.entries("urls")) == len(NAMES)
+        assert pool.get_many(NAMES) == [body(name) for name in NAMES]
+    assert server.gets == len(NAMES)
+
+
+@pytest.mark.parametrize("version", [None, "1"])
+def test_with_a_version_what_was_fetched_since_is_not_asked_for_again(tmp_path: Path, server: ScriptedServer, version: str | None) -> None:
+    """Without one an item that is loaded again follows the rules of `urls`."""
+    prefix = put(server, ["0.bin"])
+    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0, max_age=0) as cache:
+        with pool_over(cache, prefix, version=version, keep=False) as pool:
+            for _ in range(3):
+                assert pool.warm(["0.bin"]).failed == ()
+                until(lambda: cache.entries("prefetch") == [], "its end")
+        assert server.gets == 1
+        assert server.heads == (0 if version else 2)
+
+
+def test_an_item_of_a_version_is_never_asked_for_again(root: Path, server: ScriptedServer, children: Start) -> None:
+    prefix = put(server, ["0.bin"])
+
+    def job() -> list[bytes]:
+        with forebay.Cache(root, budget=64 * MiB, min_free=0, max_age=0) as cache, pool_over(cache, prefix, version="1") as pool:
+            return [*pool.get_many(["0.bin"]), *pool.stream(["0.bin"])]
+
+    for _ in range(2):
+        assert children(job).result() == 2 * [body("0.bin")]
+        assert server.gets + server.heads == 1
+        server.put("/d/0.bin", b"another version")
+
+
+def test_until_it_is_linked_an_object_is_served_from_the_file_of_urls(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = put(server, ["0.bin", "1.bin"])
+    keep, reached, go = SpaceReservation.keep, threading.Event(), threading.Event()
+
+    def held_up(self: SpaceReservation, items: list[Item], **how: Any) -> Any:
+        reached.set()
+        assert go.wait(60)
+        return keep(self, items, **how)
+
+    monkeypatch.setattr(SpaceReservation, "keep", held_up)
+    with pool_over(cache, prefix, version="1") as pool:
+        lazy, same = (pool.get_lazy("0.bin") for _ in range(2))
+        assert reached.wait(60)
+        assert lazy.get() == body("0.bin")
+        assert cache.entries("prefetch") == []
+        assert fork(same.get).result() == body("0.bin")
+        go.set()
+        assert pool.warm(["0.bin"]).failed == ()
+    assert server.gets == 1
+
+
+def test_a_file_that_is_damaged_before_it_is_linked_is_fetched_again(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = put(server, ["0.bin"])
+    keep = SpaceReservation.keep
+    harmed: list[str] = []
+
+    def harm(self: SpaceReservation, items: list[Item], **how: Any) -> Any:
+        if not harmed:
+            harmed.append(items[0].data.path)  # type: ignore[union-attr]
+            os.chmod(harmed[0], 0o600)
+            os.truncate(harmed[0], 10)
+        return keep(self, items, **how)
+
+    monkeypatch.setattr(SpaceReservation, "keep", harm)
+    with pool_over(cache, prefix, version="1") as pool:
+        pool.warm(["0.bin"])
+        assert [pool.get_lazy("0.bin").get() for _ in range(2)] == 2 * [body("0.bin")]
+    assert harmed
+    cache.repair()
+
+
+def test_what_another_call_fetches_is_waited_for_and_others_go_on(root: Path, server: ScriptedServer, children: Start) -> None:
+    prefix = put(server, ["0.bin"], stall_after=1000)
+    put(server, ["1.bin"])
+    with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache, pool_over(cache, prefix, budget="32MiB", workers=1) as pool:
+        other = children(lambda: bytes(forebay.Cache(root).read(f"{prefix}/0.bin")))
+        assert server.stalled.wait(60)
+        lazy = pool.get_lazy("0.bin")
+        assert pool.warm(["1.bin"]).failed == (), "others go on"
+        assert not lazy.done
+        server.go.set()
+        assert pool._loader.wait_until_stored(lazy._load) is None
+        assert (lazy.get(), other.result()) == (body("0.bin"), body("0.bin"))
+        assert inodes(cache, "prefetch") == inodes(cache, "urls")
+    assert server.gets == 2
+
+
+def test_an_item_that_another_process_makes_is_waited_for(root: Path, server: ScriptedServer, children: Start) -> None:
+    """It holds the key of the item; a caller waits for that one, too."""
+    prefix = put(server, ["0.bin", "1.bin"], stall_after=1000)
+
+    def load() -> bytes:
+        with forebay.Cache(root) as cache, pool_over(cache, prefix, version="1") as pool:
+            data: bytes = pool.get_lazy("0.bin").get()
+            return data
+
+    with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache, pool_over(cache, prefix, version="1") as pool:
+        other = children(load)
+        assert server.stalled.wait(60)
+        lazy = pool.get_lazy("0.bin")
+        got: list[bytes] = []
+        caller = threading.Thread(target=lambda: got.append(pool.get_lazy("0.bin").get()))
+        caller.start()
+        server.go.set()
+        caller.join(60)
+        assert [*got, lazy.get(), other.result()] == 3 * [body("0.bin")]
+    assert server.gets == 1
+
+
+def test_a_killed_process_leaves_its_objects_to_the_others(root: Path, server: ScriptedServer, children: Start) -> None:
+    prefix = put(server, ["0.bin"], stall_after=1000)
+
+    def first() -> None:
+        pool_over(forebay.Cache(root, budget=64 * MiB, min_free=0), prefix, version="1").get_lazy("0.bin").get()
+
+    with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache, pool_over(cache, prefix, version="1") as pool:
+        other = children(first)
+        assert server.stalled.wait(60)
+        lazy = pool.get_lazy("0.bin")
+        until(lambda: lazy._load.busy_since is not None, "a first look")
+        other.kill()
+        server.go.set()
+        assert pool._loader.wait_until_stored(lazy._load) is None, "no caller needs to take it over"
+        assert lazy.get() == body("0.bin")
+
+
+def test_a_kill_in_the_middle_of_a_group_leaves_nothing(root: Path, real: Nginx, children: Start) -> None:
+    """Neither names nor rows, nor leases; and no object is fetched again."""
+
+    def die(step: str) -> None:
+        if step.startswith("link") and (steps.append(step) or len(steps) == 3):  # type: ignore[func-returns-value]
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    steps: list[str] = []
+
+    def first() -> None:
+        with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache:
+            cache.read_many(f"{real.url}/{name}" for name in NAMES)
+            with pool_over(cache, real.url, budget="32MiB", workers=16) as pool:
+                host.on_step(die)
+                pool.warm(NAMES)
+
+    children(first).wait()
+    before = requests(real)
+    with forebay.Cache(root) as cache:
+        cache.put("next", b"x")  # sweeps
+        assert cache.entries("prefetch") == []
+        entries = cache.entries("urls")
+        assert len(entries) == len(NAMES)
+        assert {os.stat(cache._store.root.blob(entry.id, entry.suffix)).st_nlink for entry in entries} == {1}
+        assert not any(cache._store.is_leased(entry) for entry in entries)
+        assert cache.check(deep=True) == []
+        with pool_over(cache, real.url, budget="32MiB") as pool:
+            assert pool.warm(NAMES).failed == ()
+        assert inodes(cache, "prefetch") == inodes(cache, "urls")
+    assert requests(real) == before
+
+
+@pytest.mark.parametrize("options", LIMITED, ids=str)
+def test_after_a_fork_both_processes_go_on(cache: forebay.Cache, server: ScriptedServer, options: dict[str, Any]) -> None:
+    prefix = put(server, stall_after=1)
+    with pool_over(cache, prefix, workers=4, **options) as pool:
+        lazies = [pool.get_lazy(name) for name in NAMES]
+        assert server.stalled.wait(60)
+        child = fork(lambda: [lazy.get() for lazy in lazies] + pool.get_many(NAMES))
+        server.go.set()
+        assert child.result() == 2 * [body(name) for name in NAMES]
+        assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
+    assert server.gets == len(NAMES)
+
+
+def test_closed_in_the_middle_it_stores_what_is_under_way_and_fetches_no_more(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server, stall_after=1)
+    pool = pool_over(cache, prefix, version="1", workers=4)
+    lazies = [pool.get_lazy(name) for name in NAMES]
+    assert server.stalled.wait(60)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    until(lambda: pool.closed, "the beginning of the end")
+    server.go.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("forebay-prefetch")]
+    assert 0 < server.gets <= 8
+    assert pool.count == server.gets == len(cache.entries("urls"))
+    with pytest.raises(RuntimeError):
+        pool.get_lazy("0.bin")
+    assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
+
+
+def test_a_dropped_prefetcher_ends_its_thread(cache: forebay.Cache, server: ScriptedServer) -> None:
+    pool = pool_over(cache, put(server), version="1")
+    assert pool.get_lazy("0.bin").get() == body("0.bin")
+    (thread,) = [thread for thread in threading.enumerate() if thread.name.startswith("forebay-prefetch")]
+    del pool
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_what_nobody_holds_any_more_is_not_fetched(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server, stall_after=1)
+    with pool_over(cache, prefix, version="1", workers=2) as pool:
+        lazies = [pool.get_lazy(name) for name in NAMES]
+        assert server.stalled.wait(60)
+        del lazies[2:]
+        gc.collect()
+        server.go.set()
+        assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES[:2]]
+    assert server.gets <= 4
+
+
+def test_the_remotes_error_is_raised_for_every_holder(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server, ["0.bin"])
+    with pool_over(cache, prefix, version="1") as pool:
+        report = pool.warm(["0.bin", "none.bin", "../x"])
+        assert report.done == ("0.bin",)
+        assert [type(error) for _, error in report.failed] == [errors.NotFound, errors.ConfigError]
+        lazies = [pool.get_lazy("none.bin") for _ in range(2)]
+        for lazy in lazies:
+            with pytest.raises(errors.NotFound):
+                lazy.get()
+        server.put("/d/none.bin", b"now")
+        assert pool.get_lazy("none.bin").get() == b"now"
+
+
+def test_a_cache_that_fails_fails_no_item(cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = put(server)
+    take_many = Store.take_many
+
+    def broken(self: Store, space: str, keys: Any) -> Any:
+        if space == "urls":
+            raise errors.CacheFault("the catalog cannot be read")
+        return take_many(self, space, keys)
+
+    with pool_over(cache, prefix, version="1") as pool:
+        monkeypatch.setattr(Store, "take_many", broken)
+        lazies = [pool.get_lazy(name) for name in NAMES]
+        assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
+        assert cache.stats().fallbacks > 0
+        monkeypatch.undo()
+        assert pool.warm(NAMES).failed == ()
+
+
+def test_a_bulk_fetch_that_breaks_leaves_its_objects_to_the_callers(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = put(server)
+    publish = BulkFetch._publish
+    broken = [True]
+
+    def breaking(self: BulkFetch) -> Any:
+        if broken:
+            broken.clear()
+            raise RuntimeError("broken")
+        return publish(self)
+
+    monkeypatch.setattr(BulkFetch, "_publish", breaking)
+    with pool_over(cache, prefix, version="1") as pool:
+        assert pool.get_many(NAMES) == [body(name) for name in NAMES]
+        assert pool.warm(NAMES).failed == ()
+
+
+def test_limits_that_come_later_bind_what_comes_later(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server)
+    with pool_over(cache, prefix, version="1") as pool:
+        assert pool.warm(NAMES).failed == ()
+        pool.set_limits(budget=5 * SIZE)
+        assert pool.get_many(NAMES) == [body(name) for name in NAMES]
+        until(lambda: 0 < pool.used <= 5 * SIZE, "the lower limit")
+    assert server.gets == len(NAMES)
