@@ -1366,7 +1366,7 @@ MUTANTS = (
     ),
     Mutant(
         6, "a full space follows LRU until its ghosts differ", "_engine/index/ghosts.py",
-        "self._words[_LEADER] != LRU and self.capacity", "self._words[_LEADER] == BIMODAL and self.capacity",
+        " or (words[_LEADER] == UNDECIDED and self.capacity and words[_COUNT] >= _ENOUGH)", "",
         "tests/engine/index/test_ghosts.py::test_a_scan_as_heavy_as_the_uses_of_the_hot_set_costs_two_percent_of_its_hits_at_most[200-1.2]",
     ),
     Mutant(

@@ -309,7 +309,7 @@ def test_evict_what_is_on_trial(scene: NewScene, size: int) -> None:
             store.put("v", f"old{n}", body[f"old{n}"])
         space = store.engine.adaptive.of(store.spaces.lookup("v").id)
         assert space is not None
-        space.ghosts._words[2], space.ghosts._words[21] = BIMODAL, 0
+        space.ghosts._words[2], space.ghosts._words[21] = BIMODAL, 8
 
     def after(store: Store) -> None:
         found = {key: bytes_of(store, key) for key in body}

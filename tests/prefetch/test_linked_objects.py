@@ -97,6 +97,23 @@ def test_what_either_fetched_the_other_does_not_fetch(
         assert cache.check(deep=True) == []
 
 
+@pytest.mark.parametrize("options", [{"version": "1"}, {"budget": "5%"}, {"budget": "100%"}], ids=str)
+def test_objects_make_way_for_their_second_names_if_a_pool_may_fill_the_cache(root: Path, options: dict[str, Any]) -> None:
+    """The budget counts both names: without this half as much would fit. A small pool leaves the objects where they are."""
+    names = [f"{number}" for number in range(100)]
+    with ScriptedServer() as server, forebay.Cache(root, budget=len(names) * SIZE * 5 // 4, min_free=0) as cache:
+        prefix = put(server, names)
+        with pool_over(cache, prefix, **options) as pool:
+            for _ in range(2):
+                assert list(pool.stream(names)) == [body(name) for name in names]
+                names.reverse()
+        assert cache.stats().requests <= 1.1 * len(names)  # a few were on trial
+        if "5%" in options.values():
+            assert {entry.used > 0 for entry in cache.entries("urls")} == {True}
+        else:
+            assert {entry.used for entry in cache.entries("urls")} == {0.0}
+
+
 def test_links_are_made_in_groups(cache: forebay.Cache, real: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[int] = []
     keep = SpaceReservation.keep

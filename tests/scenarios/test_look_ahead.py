@@ -71,12 +71,12 @@ def test_s01_a_look_ahead_that_is_killed_leaves_nothing_and_the_others_go_on(roo
         assert cache.stats().fallbacks == 0
         gets = objects.gets()
         assert len(gets) == count
-        assert sum(gets) <= count + workers  # what was in flight
+        assert sum(gets) <= count + 2 * workers  # what was in flight, or had come and was not published yet
         brim(cache)
     assert_settled(root, budget)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.15])
+@pytest.mark.parametrize("share", [0.75, 0.15])
 def test_s07_two_jobs_with_different_orders_over_more_than_fits(
     root: Path, nginx: Nginx, children: Start, barrier: Callable[[int], Any], share: float
 ) -> None:

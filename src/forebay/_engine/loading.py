@@ -9,13 +9,13 @@ from forebay import errors
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
 from forebay._engine.index.adaptive import Trial, charge_of
-from forebay._engine.index.slots import USED
+from forebay._engine.index.slots import ID, USED
 from forebay._engine.locks.leases import Lease
 from forebay._engine.spaces import Spaces
 from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import SMALL
 from forebay._engine.write.reservations import Item, SpaceReservation
-from forebay._model import Buffer
+from forebay._model import Buffer, Entry
 
 DISMISS_SOON = 0.01
 """Seconds that a call may wait for the writer lock to say which entries go first: it is a hint, and can be given later."""
@@ -55,6 +55,14 @@ class Reservations:
                 return named[adaptive.dismiss(trials) :]
         except errors.WriterBusy:
             return keys
+
+    @recover_and_retry
+    def never_used(self, several: Sequence[Entry]) -> None:
+        """Let these entries be evicted before all that was ever used, unless they are used first: their files have other names too."""
+        for entry in several:
+            words, base = self.engine.slots.record(entry.slot)
+            if words[base + ID] == entry.id and not self.engine.root.read_only:
+                words[base + USED] = 0
 
     @recover_and_retry
     def open(self, space: str) -> SpaceReservation:

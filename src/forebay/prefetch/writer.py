@@ -75,6 +75,7 @@ class ItemWriter:
         used, entries = self._store.spaces.usage(config.space)
         limit, policy = self._store.spaces.limits(config.space)
         self._waits = policy == Policy.WAIT
+        self._is_most_of_the_cache = 2 * limit > self._store.usage().budget
         self.queue = LoadQueue(config, self._reservation.need, limit, -(-used // entries) if entries else 0)
         self._scheduler = Scheduler(config, self.queue)
         self._session = config.session.entry.id if config.session is not None else 0
@@ -175,6 +176,8 @@ class ItemWriter:
     def _settle(self, items: Sequence[LoadedItem], leases: Sequence[Lease]) -> None:
         """The items are entries: their bytes leave the memory, and every caller that asked for one holds its lease."""
         written = [item.size for item in items if not isinstance(item.data, Lease)]
+        if self._is_most_of_the_cache:  # else all that it links would be charged twice, and half as much fit
+            self._store.reservations.never_used([item.data.entry for item in items if isinstance(item.data, Lease)])
         unheld = self.queue.store(items, leases)
         self._store.count("fills", len(written))
         self._store.count("bytes_stored", sum(written))
@@ -273,6 +276,7 @@ class ItemWriter:
         """Read the limits of the space, which may have changed."""
         limit, policy = self._store.spaces.limits(self._config.space)
         self._waits = policy == Policy.WAIT
+        self._is_most_of_the_cache = 2 * limit > self._store.usage().budget
         self.queue.set_limit(limit)
 
     def report_too_large(self, key: str, size: int) -> None:

@@ -114,10 +114,10 @@ def test_a_publication_can_be_taken_back(root: Root) -> None:
 
 def test_a_blob_can_have_a_second_name(root: Root) -> None:
     stored(root, b"some bytes")
-    second = blobs.link_blob(root, root.blob(ID, ".bin"), 5)
-    assert second.samefile(root.blob(ID, ".bin"))
+    blobs.link_blob(root, root.blob_name(ID, ".bin"), 5)
+    assert root.blob(5).samefile(root.blob(ID, ".bin"))
     with pytest.raises(FileNotFoundError):
-        blobs.link_blob(root, root.blob(77), 6)
+        blobs.link_blob(root, root.blob_name(77), 6)
 
 
 def test_only_our_names_are_listed(root: Root) -> None:

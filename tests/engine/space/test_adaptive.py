@@ -172,11 +172,12 @@ def test_the_budget_of_the_root_is_shared_with_other_spaces(store: Store) -> Non
 @pytest.fixture
 def trying(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A full space of 64 files of 20 KB, of which new ones are on trial: each takes the place of the one before."""
-    monkeypatch.setattr(ghosts, "_NEW_DATA", 1 << 30)  # else one new key behind the other would end it
+    monkeypatch.setattr(ghosts, "_NEW_DATA", 1 << 30)  # else one new key behind the other would end the trials
     filled(store, "auto", "auto", 64 * 20_000)
     for number in range(66):
         store.put("auto", f"old{number}", b"o" * 20_000)
-    space_of(store).ghosts._words[2] = BIMODAL
+    words = space_of(store).ghosts._words
+    words[2], words[21] = BIMODAL, 1 << 30
     return store
 
 

@@ -23,13 +23,13 @@ MEMORY, OF_LATE = 1024, 128
 """Hits are halved after so many uses of the sample; those of late after fewer."""
 
 UNDECIDED, BIMODAL, LRU = range(3)
-"""Which policy leads. `UNDECIDED`: neither ghost has led yet; then it is bimodal insertion once the cache is full."""
+"""Which policy leads. `UNDECIDED`: neither ghost has led yet; then it is bimodal insertion once a cache of some size is full."""
 _OF_LRU, _OF_BIMODAL = range(2)
 _HEADER = 32
 _SHIFT, _CAPACITY, _LEADER, _SEEN, _USES, _INSERTED, _TRIALS, _EVICTED = range(8)
 _HITS, _BYTES, _COUNT = 8, 10, 12  # of each ghost
 _LATE, _RECOVERS = 16, 20  # of late: uses, hits of each ghost, hits of the cache itself
-_NEW = 21  # uses of keys that were never seen, one behind the other
+_KNOWN = 21  # `_NEW_DATA`, less the uses of keys that were never seen since the last use of one that was
 _RECORDS = 4 * MOST
 _PROBES = 16
 _LENGTH = _RECORDS + _PROBES
@@ -44,6 +44,8 @@ _UNLIMITED = 1 << 62
 _RECOUNT = 512
 _STRIPES = 4
 _DECIDE = 16
+_ENOUGH = 64
+"""Keys in a ghost below which it is followed only once it leads."""
 _NEW_DATA = 8
 """After so many uses of keys that no record is left of, a program reads data that are new: what is kept is not what it comes back to."""
 
@@ -78,10 +80,11 @@ class Ghosts:
 
     @property
     def bimodal(self) -> bool:
-        """Whether bimodal insertion leads, the data are not all new, and the cache need not recover. It leads as soon as the cache is full:
-        a scan through a hot set would else have replaced it by the time that the ghosts differ."""
+        """Whether bimodal insertion leads, the data are not all new, and the cache need not recover. It leads as soon as a cache of some
+        size is full: a scan through a hot set would else have replaced it by the time that the ghosts differ."""
         words = self._words
-        return bool(words[_LEADER] != LRU and self.capacity and words[_NEW] < _NEW_DATA and not words[_RECOVERS])
+        leads = words[_LEADER] == BIMODAL or (words[_LEADER] == UNDECIDED and self.capacity and words[_COUNT] >= _ENOUGH)
+        return bool(leads and words[_KNOWN] and not words[_RECOVERS])
 
     @property
     def capacity(self) -> int:
@@ -186,12 +189,12 @@ class Ghosts:
         words, first = self._words, hash % _RECORDS
         hashes = words[_HASH + first : _HASH + first + _PROBES].tolist()
         if hash in hashes:
-            words[_NEW] = 0
+            words[_KNOWN] = _NEW_DATA
             at: int = first + hashes.index(hash)
             if words[_SIZE + at] != size:
                 self._set_size(at, size)
             return at
-        words[_NEW] = min(words[_NEW] + 1, _NEW_DATA)
+        words[_KNOWN] = max(min(words[_KNOWN], _NEW_DATA) - 1, 0)
         ages = [words[start + first : start + first + _PROBES].tolist() for start in _AGES]
         # Of the two ages the smaller, since a key is in use as long as it is in one ghost.
         coldest = [_TRIAL if not (one or other) else min(one or _TRIAL, other or _TRIAL) for one, other in zip(*ages, strict=True)]
@@ -225,7 +228,7 @@ class Ghosts:
         age = _YOUNGEST - now
         if ghost == _OF_BIMODAL:
             is_full = words[_BYTES + ghost] + size > capacity - capacity // 16
-            if is_full and words[_INSERTED] % LOTTERY and words[_NEW] < _NEW_DATA:
+            if is_full and words[_INSERTED] % LOTTERY and words[_KNOWN]:
                 age = _TRIAL - now
                 words[_TRIALS] = words[_TRIALS] + size & _TRIAL
             words[_INSERTED] = words[_INSERTED] + 1 & _TRIAL
