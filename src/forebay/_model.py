@@ -36,6 +36,13 @@ def as_bytes(data: Buffer) -> memoryview:
         ) from error
 
 
+def to_bytes(data: Buffer) -> bytes:
+    """The content as bytes: a copy, unless it is a view of all of a ``bytes`` object, as small files are read into."""
+    view = memoryview(data)
+    whole = view.obj
+    return whole if isinstance(whole, bytes) and view.c_contiguous and view.nbytes == len(whole) else bytes(view)
+
+
 def is_frozen(data: Buffer) -> bool:
     """Whether nothing can change these bytes any more, so that they can be kept without a copy: bytes, and what pyarrow reads from a
     filesystem in Python."""

@@ -20,7 +20,7 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Buffer, Item_co, Noted, Policy, as_bytes
+from forebay._model import Buffer, Item_co, Noted, Policy, as_bytes, to_bytes
 from forebay.origin import Origin
 from forebay.origin.spaces import FOREVER, URLS
 from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
@@ -386,8 +386,7 @@ class _Maker:
         if not self.is_raw:
             view = memoryview(data).toreadonly()
             return self.codec.decode(view, lambda: memoryview(bytearray(view)))
-        copied = data.obj if isinstance(data, memoryview) else data  # a first touch reads small files into bytes
-        value: Any = copied if isinstance(copied, bytes) and len(copied) == len(data) else bytes(data)
+        value: Any = to_bytes(data)
         for decode in self._decoders:
             value = decode(key, value)
         return value

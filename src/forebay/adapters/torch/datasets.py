@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from forebay import errors
 from forebay._logs import logger
+from forebay._model import to_bytes
 from forebay.cache import Cache
 from forebay.remote.urls import Url, as_text
 from forebay.samples import Samples
@@ -60,7 +61,7 @@ class UrlDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to mypy
 
     def _decoded(self, url: str, data: memoryview) -> Any:
         item = data if self.decode is None else self.decode(url, data)
-        return item.tobytes() if type(item) is memoryview else item  # a view cannot be pickled, and PyTorch's worker would hang
+        return to_bytes(item) if type(item) is memoryview else item  # a view cannot be pickled, and PyTorch's worker would hang
 
 
 class PackedUrls(Sequence[str]):
@@ -139,7 +140,7 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
     def _transformed(self, item: Any) -> Any:
         if self.transform is not None:
             return self.transform(item)
-        return item.tobytes() if type(item) is memoryview else item  # a view cannot be pickled, and PyTorch's worker would hang
+        return to_bytes(item) if type(item) is memoryview else item  # a view cannot be pickled, and PyTorch's worker would hang
 
     def _cached(self, indices: Sequence[int]) -> list[Any]:
         """The cached items, None instead of the others, which are then read one by one: each raises its own error."""
