@@ -129,25 +129,36 @@ class Ring:
 def drop_lazies(pool: Any, keys: int, key: Callable[[int], str], expected: Callable[[str], bytes], seconds: float) -> list[int]:
     """By six threads, lazies of random items are asked for and dropped, some of them inside the collector, while others are read, and
     objects spilled. Returns how many each thread dropped, once all have ended without an error."""
-    over, faults, dropped = time.monotonic() + seconds, list[BaseException](), [0] * 6
+    dropped = [0] * 6
 
-    def drops(number: int) -> None:
+    def drops(number: int, chance: random.Random) -> None:
+        lazies = [pool.get_lazy(key(chance.randrange(keys))) for _ in range(20)]
+        for lazy in lazies[:5]:
+            Ring(lazy)
+        if number % 2:
+            assert lazies[-1].get() == expected(lazies[-1].key)
+            pool.put(number)
+        if chance.random() < 0.3:
+            time.sleep(chance.random() * 0.003)
+        dropped[number] += len(lazies)
+
+    by_threads(drops, len(dropped), seconds)
+    return dropped
+
+
+def by_threads(work: Callable[[int, random.Random], object], count: int, seconds: float) -> None:
+    """So many threads do it again and again for so long, each with its number and its own chance, and end without an error."""
+    over, faults = time.monotonic() + seconds, list[BaseException]()
+
+    def run(number: int) -> None:
         chance = random.Random(number)
         try:
             while time.monotonic() < over:
-                lazies = [pool.get_lazy(key(chance.randrange(keys))) for _ in range(20)]
-                for lazy in lazies[:5]:
-                    Ring(lazy)
-                if number % 2:
-                    assert lazies[-1].get() == expected(lazies[-1].key)
-                    pool.put(number)
-                if chance.random() < 0.3:
-                    time.sleep(chance.random() * 0.003)
-                dropped[number] += len(lazies)
+                work(number, chance)
         except BaseException as error:
             faults.append(error)
 
-    threads = [threading.Thread(target=drops, args=(number,), daemon=True) for number in range(6)]
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -155,4 +166,3 @@ def drop_lazies(pool: Any, keys: int, key: Callable[[int], str], expected: Calla
     assert not any(thread.is_alive() for thread in threads)
     assert faults == []
     gc.collect()
-    return dropped

@@ -14,6 +14,7 @@ import forebay
 from forebay import errors
 from forebay._engine.index import orders
 from forebay._engine.store import Store
+from forebay.prefetch.linked_objects import RemoteObjects
 from forebay.prefetch.objects import ObjectLoader
 from tests.items import until
 from tests.processes import Line, talk_to
@@ -101,7 +102,7 @@ def test_what_is_not_to_be_stored_is_not_if_its_caller_comes_first(
     monkeypatch.setattr(ObjectLoader, "start", lambda loader: None)
     with forebay.Cache(quick_path / "root", budget="100MB", min_free=0) as cache:
         origin, url = cache._origin, f"{server.url}/0007"
-        loader = ObjectLoader(origin, cast(Store, origin.current()), origin.target, 1, waits=True)
+        loader = ObjectLoader(RemoteObjects(origin, origin.target, versioned=False), cast(Store, origin.current()), 1, waits=True)
         assert loader.take(loader.submit(url, url, False, stores=False))[:2] == b"\0\7"
         assert cache.entry(url) is None
         loader.close()

@@ -23,24 +23,13 @@ from forebay.testing import ScriptedServer
 from tests.harness import MiB
 from tests.items import until
 from tests.processes import fork
+from tests.remote_objects import NAMES, SIZE, assert_a_cache_that_fails_fails_no_item, body, put
 from tests.servers.nginx import Nginx, nginx
 
-NAMES = [f"{number}.bin" for number in range(20)]
-SIZE = 100_000
 LIMITED: list[dict[str, Any]] = [
     {"budget": "32MiB"}, {"max_count": 100, "policy": "lru"}, {"policy": "freeze"}, {"keep": False}, {"version": "1"},
 ]  # fmt: skip
 Start = Callable[..., Any]
-
-
-def body(name: str, size: int = SIZE) -> bytes:
-    return (name.encode() * (size // len(name) + 1))[:size]
-
-
-def put(server: ScriptedServer, names: list[str] = NAMES, size: int = SIZE, **how: Any) -> str:
-    for name in names:
-        server.put(f"/d/{name}", body(name, size), **how)
-    return f"{server.url}/d"
 
 
 def pool_over(cache: forebay.Cache, prefix: str, *, version: str | None = None, **options: Any) -> Any:
@@ -437,12 +426,7 @@ def test_a_cache_that_fails_fails_no_item(cache: forebay.Cache, server: Scripted
         return take_many(self, space, keys)
 
     with pool_over(cache, prefix, version="1") as pool:
-        monkeypatch.setattr(Store, "take_many", broken)
-        lazies = [pool.get_lazy(name) for name in NAMES]
-        assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
-        assert cache.stats().fallbacks > 0
-        monkeypatch.undo()
-        assert pool.warm(NAMES).failed == ()
+        assert_a_cache_that_fails_fails_no_item(cache, pool, monkeypatch, broken)
 
 
 def test_a_bulk_fetch_that_breaks_leaves_its_objects_to_the_callers(

@@ -13,27 +13,15 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.store import Store
 from forebay.prefetch.objects import ObjectLoader
 from forebay.remote import RemoteOptions
 from forebay.testing import ScriptedServer
 from tests.harness import MiB
 from tests.items import until
 from tests.processes import fork
+from tests.remote_objects import NAMES, SIZE, assert_a_cache_that_fails_fails_no_item, body, put
 
-NAMES = [f"{number}.bin" for number in range(20)]
-SIZE = 100_000
 Start = Callable[..., Any]
-
-
-def body(name: str, size: int = SIZE) -> bytes:
-    return (name.encode() * (size // len(name) + 1))[:size]
-
-
-def put(server: ScriptedServer, names: list[str] = NAMES, size: int = SIZE, **how: Any) -> str:
-    for name in names:
-        server.put(f"/d/{name}", body(name, size), **how)
-    return f"{server.url}/d"
 
 
 @pytest.fixture
@@ -262,12 +250,7 @@ def test_a_cache_that_fails_fails_no_item(cache: forebay.Cache, server: Scripted
         raise errors.CacheFault("the catalog cannot be read")
 
     with cache.prefetcher(prefix) as pool:
-        monkeypatch.setattr(Store, "take_many", broken)
-        lazies = [pool.get_lazy(name) for name in NAMES]
-        assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
-        assert cache.stats().fallbacks > 0
-        monkeypatch.undo()
-        assert pool.warm(NAMES).failed == ()
+        assert_a_cache_that_fails_fails_no_item(cache, pool, monkeypatch, broken)
 
 
 def test_a_bulk_fetch_that_breaks_leaves_its_objects_to_the_callers(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
+from tests.items import Ring, by_threads
 
 MiB = 1 << 20
 
@@ -23,42 +21,22 @@ MiB = 1 << 20
 def test_s30_leases_dropped_by_many_threads(seconds: int, root: Path, server: ScriptedServer, collecting: None) -> None:
     bodies = [os.urandom(200_000 + i) for i in range(12)]
     urls = [server.put(f"/{i}.bin", body) for i, body in enumerate(bodies)]
-    until = time.monotonic() + seconds
-    faults: list[BaseException] = []
     done = [0] * 6
 
-    class Ring:
-        """A lease that only the collector finds."""
-
-        def __init__(self, lease: object) -> None:
-            self.lease, self.me = lease, self
-
-    def work(number: int, cache: forebay.Cache) -> None:
-        choose = random.Random(number)
-        try:
-            while time.monotonic() < until:
-                i = choose.randrange(12)
-                Ring(cache.local(urls[i]))
-                file = cache.open(urls[i])
-                assert file.read(10) == bodies[i][:10]
-                Ring(file)
-                del file
-                assert cache.read(urls[i]) == bodies[i]
-                cache.put(str(choose.randrange(20)), bodies[i])
-                done[number] += 1
-        except BaseException as error:
-            faults.append(error)
+    def work(number: int, choose: random.Random) -> None:
+        i = choose.randrange(12)
+        Ring(cache.local(urls[i]))
+        file = cache.open(urls[i])
+        assert file.read(10) == bodies[i][:10]
+        Ring(file)
+        del file
+        assert cache.read(urls[i]) == bodies[i]
+        cache.put(str(choose.randrange(20)), bodies[i])
+        done[number] += 1
 
     with forebay.Cache(root, budget=2 << 20) as cache:
-        threads = [threading.Thread(target=work, args=(number, cache)) for number in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(seconds + 60)
-        assert not any(thread.is_alive() for thread in threads)
-        assert faults == []
+        by_threads(work, len(done), seconds)
         assert all(done)
-        gc.collect()
         cache.get("nothing")
         assert not any(entry.leased for entry in cache.entries())
         assert len(cache.clear().execute().spared) == 0

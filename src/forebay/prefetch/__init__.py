@@ -64,20 +64,18 @@ class Prefetcher(Pool[Item_co]):
             bind(origin)
         self._maker = _Maker(source, options, self._store, counts=bind is None)
         objects = self._maker.objects
-        self._linked = RemoteObjects(origin, objects.target, versioned=objects.version is not None) if objects is not None else None
+        self._remote = RemoteObjects(origin, objects.target, versioned=objects.version is not None) if objects is not None else None
         self._open_loader()
         self.identity = f"{self.name}:{self._digest}"
 
     def _open_loader(self) -> None:
         owner: Abandoned
         self._objects = self._objects_of_urls()
-        if self._objects is not None:
+        if self._objects is not None and self._remote is not None:
             self._digest = _digest([self.source.uri])
             self._space, self._max_age = URLS, FOREVER if self._origin.offline else self._origin.max_age
             waits = self._store.spaces.ensure(self.name).policy == Policy.WAIT
-            self._loader: Loader | ObjectLoader = ObjectLoader(
-                self._origin, self._store, self._objects.target, self._options["workers"], waits=waits
-            )
+            self._loader: Loader | ObjectLoader = ObjectLoader(self._remote, self._store, self._options["workers"], waits=waits)
             owner = self._loader
         else:
             session = self._join()
@@ -122,7 +120,7 @@ class Prefetcher(Pool[Item_co]):
 
     def _job(self, session: Lease | None) -> PrefetchConfig:
         size = getattr(self.source, "size", None) if self._maker.knows_sizes else None
-        objects = self._linked
+        objects = self._remote
         return PrefetchConfig(
             store=self._store, space=self.name, workers=self._options["workers"], keep=self._options["keep"],
             make=self._maker.obtain if objects is None else objects.obtain, read=self._maker.make if objects is None else objects.read,

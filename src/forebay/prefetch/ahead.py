@@ -22,6 +22,7 @@ from forebay.origin import Origin
 from forebay.origin.opening import in_memory
 from forebay.origin.request import FetchOptions
 from forebay.origin.spaces import FOREVER, URLS
+from forebay.prefetch.linked_objects import RemoteObjects
 from forebay.prefetch.loader import abandon
 from forebay.prefetch.loads import Load
 from forebay.prefetch.objects import ObjectLoader
@@ -121,7 +122,7 @@ class Lookahead(Iterator[memoryview]):
         store = origin.current()
         can_store = store.keeps and not store.root.read_only
         if can_store or origin.upstream is None:
-            self._loader = ObjectLoader(origin, store, origin.target, workers, waits=True, in_turn=True)
+            self._loader = ObjectLoader(RemoteObjects(origin, origin.target, versioned=False), store, workers, waits=True, in_turn=True)
             weakref.finalize(self, abandon, weakref.ref(self._loader)).atexit = False
         host.at_fork(self)  # behind that of the loader, whose lock is taken inside of this one
         self._store, self._hit = store, store.hot_lookup(URLS)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from forebay import errors
@@ -14,10 +14,9 @@ from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry
-from forebay.origin import Origin
 from forebay.origin.bulk import BulkFetch, Wanted
-from forebay.origin.request import FetchOptions, Target
 from forebay.origin.spaces import URLS
+from forebay.prefetch.linked_objects import RemoteObjects
 from forebay.prefetch.load_queue import REPORT_AFTER
 from forebay.prefetch.loader import WATCH, close_at_exit
 from forebay.prefetch.loads import Load, LoadRef, News, State, live
@@ -45,12 +44,11 @@ class ObjectLoader:
     what was not settled, and starts a thread of its own when it asks for something."""
 
     def __init__(
-        self, origin: Origin, store: Store | PassThrough, target: Callable[[str], Target], workers: int, *,
-        waits: bool, in_turn: bool = False,
+        self, objects: RemoteObjects, store: Store | PassThrough, workers: int, *, waits: bool, in_turn: bool = False
     ) -> None:  # fmt: skip
-        """``target``: the object of a key; it may raise `ConfigError`. ``waits``: what finds no room waits in memory, and with it all later
+        """``waits``: what finds no room waits in memory, and with it all later
         loads; else it is dropped. ``in_turn``: callers take the loads in their order, so that what will never have room waits too."""
-        self._origin, self._store, self._target, self._workers, self._waits = origin, store, target, workers, waits
+        self._origin, self._objects, self._store, self._workers, self._waits = objects.origin, objects, store, workers, waits
         self._in_turn, self._stores = in_turn, store.keeps and not store.root.read_only
         self.news = News()
         self.closing = False
@@ -112,7 +110,7 @@ class ObjectLoader:
                 continue
             if state is State.LOADING:
                 self._origin.fall_back(errors.WaitTimeout.of(load.key, timeout or 0.0, "this process"), load.name)
-                return self._origin.direct(self._target(load.key), FetchOptions.of(self._origin))
+                return self._objects.direct(load.key)
             if state is State.FAILED:
                 assert load.error is not None
                 raise load.error
@@ -124,11 +122,10 @@ class ObjectLoader:
     def read(self, key: str, *, stores: bool = True) -> Buffer:
         """The bytes of an object, as `Cache.read` gets them; from the remote once the cache is closed, or if they are not to be stored.
         Raises as that."""
-        target, options = self._target(key), FetchOptions.of(self._origin)
-        if stores and not self._origin.closed:
-            return self._origin.read(target, options)
-        self._store.count("misses", 0 if stores else 1)
-        return self._origin.direct(target, options)
+        if stores:
+            return self._objects.read(key)
+        self._store.count("misses")
+        return self._objects.direct(key)
 
     def wait_until_stored(self, load: Load) -> errors.ForebayError | None:
         """Wait until an object is stored, or will not be. Returns why it is not."""
@@ -225,7 +222,7 @@ class ObjectLoader:
         """The next objects to fetch. None: nothing is under way, nor can be begun."""
         self._forget(self.news.wait(0, _never))
         requests: list[Wanted] = []
-        options = FetchOptions.of(self._origin, bypass=not self._stores)
+        options = self._objects.options()._replace(bypass=not self._stores)
         with self._lock:
             places = min(most, self._places())
             while self._queued and len(requests) < places and not self.closing:
@@ -233,7 +230,7 @@ class ObjectLoader:
                 if load is None or load.state is not State.QUEUED:
                     continue
                 try:
-                    target = self._target(load.key)
+                    target = self._objects.target(load.key)
                 except errors.ForebayError as error:
                     self._set(load, State.FAILED, error=error)
                     continue
