@@ -55,6 +55,21 @@ def test_s17_it_yields_what_the_sampler_does_and_each_object_is_fetched_once(
     assert server.gets == len({request.path for request in server.requests})
 
 
+def test_half_a_budget_serves_almost_half_of_what_workers_read(tmp_path: Path, server: ScriptedServer) -> None:
+    total, size = 600, 8_192
+    many = [server.put(f"/many/{i}.bin", bytes(size)) for i in range(total)]
+    fetched = []
+    with forebay.Cache(tmp_path / "half", budget=total * size // 2, max_age="forever") as cache:
+        dataset = UrlDataset(many, lambda url, data: len(data), cache=cache)
+        order = Lookahead(data.RandomSampler(dataset), dataset, workers=4)
+        loader = data.DataLoader(dataset, batch_size=8, sampler=order, num_workers=2, persistent_workers=True)
+        for _ in range(3):
+            before = server.gets
+            assert sum(len(batch) for batch in loader) == total
+            fetched.append(server.gets - before)
+    assert fetched[-1] < 0.6 * total
+
+
 def test_what_comes_is_there_before_it_is_asked_for(cache: forebay.Cache, urls: list[str]) -> None:
     dataset = UrlDataset(urls, number, cache=cache)
     order = iter(Lookahead(range(OBJECTS), dataset, workers=4))

@@ -9,7 +9,7 @@ from forebay import errors
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
 from forebay._engine.index.adaptive import Trial, charge_of
-from forebay._engine.index.slots import ID, USED
+from forebay._engine.index.slots import ID, USED, VALIDATED
 from forebay._engine.locks.leases import Lease
 from forebay._engine.spaces import Spaces
 from forebay._engine.write.insert import Label
@@ -55,6 +55,39 @@ class Reservations:
                 return named[adaptive.dismiss(trials) :]
         except errors.WriterBusy:
             return keys
+
+    @recover_and_retry
+    def try_used(self, space: str, keys: Sequence[str]) -> Sequence[str]:
+        """Put the entries of these keys on trial as new ones, if they were fetched for other processes and used since then: fetching
+        and use are one. Returns the keys that were not used yet, or all of them where the writer lock is not free soon. It does nothing
+        in a space that is not adaptive, and where bimodal insertion does not lead."""
+        engine, id = self.engine, self._spaces.lookup(space).id
+        adaptive = engine.adaptive.of(id)
+        if adaptive is None or engine.root.read_only or not adaptive.ghosts.bimodal:
+            return ()
+        unused: list[str] = []
+        trials: list[Trial] = []
+        for key in keys:
+            hint = engine.keys.find(id, key)
+            if hint is None:  # it is still being fetched
+                unused.append(key)
+                continue
+            words, base, slot, entry, size, is_file, *_ = hint
+            used = words[base + USED]
+            if used == words[base + VALIDATED]:  # see `Label`
+                unused.append(key)
+            else:
+                trials.append(Trial(slot, entry, used, charge_of(size, is_file=is_file)))
+        if not trials:
+            return unused
+        try:
+            with engine.catalog.writer(DISMISS_SOON):
+                for trial in trials:
+                    if adaptive.wants_trial(adaptive.ghosts.capacity):
+                        adaptive.put_on_trial(trial)
+        except errors.WriterBusy:
+            return keys
+        return unused
 
     @recover_and_retry
     def never_used(self, several: Sequence[Entry]) -> None:

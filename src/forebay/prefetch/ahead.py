@@ -37,11 +37,15 @@ HORIZON = 1 << 18
 MOST_KNOWN = 1 << 20
 """The largest horizon: an object takes about 300 bytes of memory."""
 _SHARE = 4  # of the budget, the part that the window may have where the caller names none
+_FULL = 16  # a cache that has less than one part in so many left is full
+_NARROW = 8
 _IN_MEMORY = 256 << 20
 """Bytes of objects that are fetched and not to be stored, until their turn."""
 _AT_FIRST, _A_TURN = 1024, 8  # so many are drawn for the horizon at once
 _LAG = 1024
 """Objects that were skipped and count as not read yet: another process reads them."""
+_LOOK_EVERY = 16
+"""Skipped objects until it is looked which of them were read."""
 _MEASURE_AGAIN = 1.0
 """Seconds until the limits of the space are asked for again."""
 
@@ -87,7 +91,8 @@ class Lookahead(Iterator[memoryview]):
     What the cache has by then, or another process is fetching, is not fetched again. As far as the order is known, the cache keeps what is
     used soonest: what is used later than all that is there is not stored, and what is used the latest is evicted first.
 
-    ``window``: bytes of objects that are fetched before their turn, about (default: a quarter of the budget, at most 1 GiB).
+    ``window``: bytes of objects that are fetched before their turn, about (default: a quarter of the budget, at most 1 GiB; an eighth of
+    that for what is skipped, while the cache is full).
     ``most``: their number, at most. ``horizon``: objects that are drawn from the order before their turn, at most 1,048,576, so that
     their next uses are known (default: 262,144 of a sequence; none of another iterable, which may have to be drawn late).
 
@@ -114,6 +119,7 @@ class Lookahead(Iterator[memoryview]):
         self._reads = False  # whether this process reads what it looks ahead for
         self._skipped: deque[tuple[_Next, int]] = deque()
         self._skipped_bytes = 0
+        self._unused: dict[str, None] = {}  # names of what was fetched and skipped, and which no other process is known to have used
         self._gone: dict[str, None] = {}  # names of what the cache need not keep
         self._lent: list[tuple[int, int, str, int]] = []  # a heap of what stays for others: until when, hash, name, size
         self._measure_at = 0.0
@@ -127,6 +133,7 @@ class Lookahead(Iterator[memoryview]):
         host.at_fork(self)  # behind that of the loader, whose lock is taken inside of this one
         self._store, self._hit = store, store.hot_lookup(URLS)
         self._window = min(WINDOW, (store.usage().budget or in_memory()) // _SHARE) if window is None else window
+        self._narrows, self._is_full = window is None, False
         self._horizon = horizon if can_store else 0
         self._orders = Orders(store.root) if self._horizon and store.keeps else None
         self._retention = Retention(self._wanted) if self._horizon else None
@@ -176,7 +183,9 @@ class Lookahead(Iterator[memoryview]):
                 self._raise_what_the_order_raised()
                 return False
             self._reads, following = False, self._ahead[0]
-            load = following.load
+            load, loader = following.load, self._loader
+            if loader is not None:
+                loader.for_others = True
             lease = load.ref.lease if load is not None else None
             if lease is not None:
                 self._sizes += lease.entry.size
@@ -185,6 +194,7 @@ class Lookahead(Iterator[memoryview]):
             self._skip(following, lease.entry.size if lease is not None else self._typical)
             self._fill()
         self._dismiss()
+        self._try_used()
         return True
 
     def _result(self, following: _Next, result: memoryview | Exception | None) -> memoryview | Exception:
@@ -211,6 +221,8 @@ class Lookahead(Iterator[memoryview]):
         with self._lock:
             self._sizes += size
             self._sized += 1
+            if self._loader is not None:
+                self._loader.for_others = False
             if following.drawn.position:
                 self._reads = True
                 self._keep_or_let_go(following, size)
@@ -280,7 +292,7 @@ class Lookahead(Iterator[memoryview]):
                 break
             self._scout(self._drawn[-1])
         while len(self._ahead) < self._most:
-            is_enough = self._width + self._unsized * self._typical >= self._window if self._sized else self._unsized >= self._workers
+            is_enough = self._width + self._unsized * self._typical >= self._reach if self._sized else self._unsized >= self._workers
             if (is_enough or self._in_memory >= _IN_MEMORY) and self._ahead:
                 break
             if not self._drawn and not self._draw():
@@ -313,6 +325,14 @@ class Lookahead(Iterator[memoryview]):
         raised, self._raised = self._raised, None
         if raised is not None:
             raise raised
+
+    @property
+    def _reach(self) -> int:
+        """How many bytes it looks ahead. What is ahead for other processes takes the room of what they could find there: in a full cache
+        it is no more than keeps the workers busy."""
+        if not (self._narrows and self._is_full and self._loader is not None and self._loader.for_others):
+            return self._window
+        return min(max(self._window // _NARROW, 2 * self._workers * self._typical), self._window)
 
     @property
     def _typical(self) -> int:
@@ -354,11 +374,14 @@ class Lookahead(Iterator[memoryview]):
 
     def _measure(self) -> None:
         """Ask, now and then, how much the objects may take. Caller: holds the lock."""
-        if self._retention is None or time.monotonic() < self._measure_at:
+        if time.monotonic() < self._measure_at:
             return
         self._measure_at = time.monotonic() + _MEASURE_AGAIN
         with contextlib.suppress(errors.CacheFault):
             usage = self._store.usage()
+            self._is_full = usage.used + usage.reserved > usage.budget - usage.budget // _FULL
+            if self._retention is None:
+                return
             quotas = [row.quota for row in usage.spaces if row.name == URLS and row.quota is not None]
             self._retention.limit = min([usage.budget - sum(row.charge for row in usage.spaces if row.name != URLS), *quotas])
 
@@ -423,6 +446,8 @@ class Lookahead(Iterator[memoryview]):
     def _skip(self, following: _Next, size: int) -> None:
         """Another process reads an object about now. Caller: holds the lock."""
         if self._retention is None:
+            if following.load is not None:
+                self._unused[following.name] = None
             return
         self._skipped.append((following, size))
         self._skipped_bytes += size
@@ -442,6 +467,19 @@ class Lookahead(Iterator[memoryview]):
             left = store.reservations.dismiss(URLS, list(gone))
             with self._lock:
                 self._gone = {**dict.fromkeys(left), **self._gone}
+
+    def _try_used(self) -> None:
+        """What was skipped and used since then proves itself from now on, as what a process reads of a remote itself."""
+        store = self._store
+        with self._lock:
+            names = list(self._unused)
+        if len(names) < _LOOK_EVERY or self._read % _LOOK_EVERY or not store.keeps:
+            return
+        with contextlib.suppress(errors.CacheFault):
+            unused = store.reservations.try_used(URLS, names)
+            with self._lock:
+                for name in set(names).difference(unused[-_LAG:]):
+                    self._unused.pop(name, None)
 
     @property
     def progress(self) -> LookaheadProgress:

@@ -52,6 +52,8 @@ class ObjectLoader:
         self._in_turn, self._stores = in_turn, store.keeps and not store.root.read_only
         self.news = News()
         self.closing = False
+        self.for_others = False
+        """Whether what is fetched is read by other processes."""
         self._reset()
         host.at_fork(self)
         close_at_exit.add(self)
@@ -222,7 +224,7 @@ class ObjectLoader:
         """The next objects to fetch. None: nothing is under way, nor can be begun."""
         self._forget(self.news.wait(0, _never))
         requests: list[Wanted] = []
-        options = self._objects.options()._replace(bypass=not self._stores)
+        options = self._objects.options()._replace(bypass=not self._stores, ahead=self.for_others)
         with self._lock:
             places = min(most, self._places())
             while self._queued and len(requests) < places and not self.closing:

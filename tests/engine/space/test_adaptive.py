@@ -522,3 +522,22 @@ def test_a_plan_names_those_that_eviction_takes_first(trying: Store, leads: int)
         lost += sorted(before - names(trying) - set(lost))
     assert lost == planned
     assert trying.first_touch("auto", known[30], FOREVER) is not None
+
+
+def test_what_was_fetched_for_another_process_is_on_trial_once_that_one_has_used_it(trying: Store) -> None:
+    space_of(trying).ghosts._words[2] = BIMODAL
+    used, unused = [f"used{number}" for number in range(8)], [f"unused{number}" for number in range(8)]
+    for key in (*used, *unused):
+        trying.put_many("auto", [(key, b"n" * 20_000)], ahead=True)
+    assert trying.reservations.try_used("auto", [*used, *unused, "on its way"]) == [*used, *unused, "on its way"]
+
+    def other() -> None:
+        with opened(trying.root.path) as mine:
+            assert all(mine.first_touch("auto", key, FOREVER) is not None for key in used)
+
+    in_child(other)
+    assert trying.reservations.try_used("auto", [*used, *unused]) == unused
+    for number in range(6):
+        trying.put("auto", f"newer{number}", b"n" * 20_000)
+    assert len(names(trying) & set(used)) <= 3
+    assert names(trying) >= set(unused)

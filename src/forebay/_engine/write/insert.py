@@ -33,7 +33,7 @@ from forebay._model import Entry
 class Label(NamedTuple):
     """The name and the properties of a new entry. ``life``: ``cached``, ``pinned`` or ``held``; a pin follows the name. ``validated``: when
     the bytes were seen to be the remote's version, in ns of the root's clock; None: when they are published. ``ahead``: it is fetched
-    before it is used, so it is not on trial."""
+    before it is used, so it is not on trial, and was last used when it was validated: later times say that it was used indeed."""
 
     space: int
     space_name: str
@@ -100,7 +100,8 @@ class Inserter:
         return entry
 
     def _settle(self, txn: Txn, label: Label, entry: Entry, data: bytes | None, now: int) -> None:
-        self._slots.settle(entry.slot, entry.id, now, now if label.validated is None else label.validated, label.space)
+        validated = now if label.validated is None else label.validated
+        self._slots.settle(entry.slot, entry.id, validated if label.ahead else now, validated, label.space)
         self._try(txn, [(label, entry)], now)
         txn.after_release.append(lambda: self._keys.note_new(label.space, [(entry, data)]))
 
@@ -145,7 +146,7 @@ class Inserter:
         published = [entry for entry, _ in rows]
         for new, entry in zip(several, published, strict=True):
             validated = now if new.label.validated is None else new.label.validated
-            self._slots.settle(entry.slot, entry.id, now, validated, space)
+            self._slots.settle(entry.slot, entry.id, validated if new.label.ahead else now, validated, space)
         self._try(txn, [(new.label, entry) for new, entry in zip(several, published, strict=True)], now)
         txn.after_release.append(lambda: self._keys.note_new(space, rows))
         return published
