@@ -164,6 +164,8 @@ class ItemWriter:
         for item in items:
             used = used.plus(item.needs)
         left = self._reservation.promised.minus(used)
+        if self._is_most_of_the_cache:  # else all that it links would be charged twice, and half as much fit; their leases end behind it
+            self._store.reservations.never_used([item.data.entry for item in items if isinstance(item.data, Lease)])
         leases = self._reservation.keep([self._item(item) for item in items], life=self._life, more=self.queue.ahead())
         more = self._reservation.promised.minus(left)
         if more != NOTHING:
@@ -176,8 +178,6 @@ class ItemWriter:
     def _settle(self, items: Sequence[LoadedItem], leases: Sequence[Lease]) -> None:
         """The items are entries: their bytes leave the memory, and every caller that asked for one holds its lease."""
         written = [item.size for item in items if not isinstance(item.data, Lease)]
-        if self._is_most_of_the_cache:  # else all that it links would be charged twice, and half as much fit
-            self._store.reservations.never_used([item.data.entry for item in items if isinstance(item.data, Lease)])
         unheld = self.queue.store(items, leases)
         self._store.count("fills", len(written))
         self._store.count("bytes_stored", sum(written))

@@ -171,7 +171,7 @@ def play(folder: Path, scene: Scene, screen: Screen) -> Result:
     shards = pack(remote, total=scene.size, count=scene.shards)
     objects = pack_objects(remote, count=scene.objects, size=scene.object_size)
     data = sum(shard.size for shard in shards)
-    budget = data * 5 // 4
+    budget = data * 3 // 2
     with (
         DemoServer(remote, scene.latency, scene.rate) as server,
         Cache(root, budget=budget) as cache,
