@@ -115,7 +115,7 @@ bench-policies: $(VENV)/.dev ## hits by policy of eviction and trace, beside sim
 bench-start: $(VENV)/.dev ## a new process until its first hit, and the command line, beside diskcache and typer
 	$(PY) benchmarks/start.py
 
-plots: $(VENV)/.dev ## plots and tables of the documentation, from docs/pictures/epochs.json (what benchmarks/epochs.py --json writes)
+plots: $(VENV)/.dev ## plots and tables of the documentation, from docs/pictures/NAME.json (what benchmarks/NAME.py --json writes)
 	$(PY) tools/plots.py
 
 docs: $(VENV)/.dev ## the site, into site/: a warning is an error (and would not be counted with --quiet)

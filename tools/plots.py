@@ -2,19 +2,21 @@
 
     python tools/plots.py       writes docs/pictures/*.svg, and fills the marked places of the pages
 
-docs/pictures/epochs.json is what `python benchmarks/epochs.py --json` wrote. A place in a page is what stands between
-`<!-- epochs: NAME -->` and `<!-- end -->`; without the measurement it says so. A test compares the pages with what this script makes.
+docs/pictures/NAME.json is what `python benchmarks/NAME.py --json` wrote. A place in a page is what stands between
+`<!-- NAME: PART -->` and `<!-- end -->`; without the measurement it says so. `table` and `plot` are parts of every measurement; epochs has
+more. A test compares the pages with what this script makes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,10 +39,19 @@ TITLES = {
 }
 
 
-def measurement(folder: Path = PICTURES) -> dict[str, Any] | None:
-    """What epochs.py measured; None if that is still to come."""
-    path = folder / "epochs.json"
+BENCHMARKS = ("touch", "tasks", "samples", "engine", "prefetch", "remote", "blocks", "checkpoint", "claims", "start", "fsspec")
+"""Those whose lines are plotted as ratios."""
+
+
+def measurement(name: str = "epochs", folder: Path = PICTURES) -> dict[str, Any] | None:
+    """What a benchmark measured; None if that is still to come."""
+    path = folder / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def svg_of(name: str) -> str:
+    """The file name of the plot of a benchmark."""
+    return "epochs.svg" if name == "epochs" else f"{name}-times.svg"
 
 
 class Contestant(NamedTuple):
@@ -61,6 +72,18 @@ def contestants(lines: Iterable[Mapping[str, Any]]) -> dict[str, Contestant]:
 
 
 # -- the places of the pages -------------------------------------------------------------------------------------------
+
+
+def contents(measured: Mapping[str, Mapping[str, Any] | None]) -> dict[tuple[str, str], str]:
+    """The content of each place by the benchmark and the part, from what each benchmark measured."""
+    content = {("epochs", part): text for part, text in places(measured.get("epochs")).items()}
+    for name in BENCHMARKS:
+        found = measured.get(name)
+        content[name, "table"] = table(dict(found), list(found["rows"])) if found is not None else PENDING
+        content[name, "plot"] = (
+            f"![Times of peers and floors as multiples of ours](pictures/{svg_of(name)})" if found is not None else PENDING
+        )
+    return content
 
 
 def places(measured: Mapping[str, Any] | None) -> dict[str, str]:
@@ -108,16 +131,19 @@ def half(lines: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(text)
 
 
-def filled(page: str, content: Mapping[str, str]) -> str:
+def filled(page: str, content: Mapping[tuple[str, str], str]) -> str:
     """The page with the content of its places. Raises KeyError for a place that there is not."""
 
     def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{content[match[2]]}\n<!-- end -->"
+        return f"{match[1]}\n{content[match[2], match[3]]}\n<!-- end -->"
 
-    return re.sub(r"(<!-- epochs: (\w+) -->).*?<!-- end -->", fill, page, flags=re.DOTALL)
+    return re.sub(r"(<!-- (\w+): (\w+) -->).*?<!-- end -->", fill, page, flags=re.DOTALL)
 
 
-# -- the plot ----------------------------------------------------------------------------------------------------------
+# -- the plots ---------------------------------------------------------------------------------------------------------
+
+COLORS = {OURS: "#00796b", FLOOR: "#b7791f", PEER: "#7b8794"}
+MARKERS = "osD^vP*X<>hd8p"
 
 
 def source(measured: Mapping[str, Any]) -> str:
@@ -126,28 +152,64 @@ def source(measured: Mapping[str, Any]) -> str:
 
 
 def plot(measured: Mapping[str, Any]) -> str:
-    """The rows as bars on a logarithmic scale, as SVG: the same bytes whenever it is made by the same matplotlib."""
+    """The rows of epochs as bars on a logarithmic scale, as SVG."""
+    rows = [row for row in TITLES if row in measured["rows"]]
+    heights = [1.2 + len(contestants(measured["rows"][row])) for row in rows]
+    with _figure(measured, (8, 0.42 * sum(heights)), len(rows), height_ratios=heights) as (axes, content):
+        for axis, row in zip(axes, rows, strict=True):
+            _bars(axis, TITLES[row], contestants(measured["rows"][row]))
+    return content()
+
+
+def ratios(measured: Mapping[str, Any]) -> str:
+    """Each line of a benchmark as the times of its peers and floors, as multiples of ours, on a logarithmic scale, as SVG."""
+    lines = [line for rows in measured["rows"].values() for line in rows if len(line["timings"]) > 1]
+    labels: dict[str, str] = {}
+    for line in lines:
+        labels |= {label: timing["kind"] for label, timing in line["timings"].items() if timing["kind"] != OURS}
+    look = {
+        label: {"marker": MARKERS[number % len(MARKERS)], "color": COLORS[kind], "fillstyle": "full" if number < len(MARKERS) else "none"}
+        for number, (label, kind) in enumerate(sorted(labels.items(), key=lambda each: (each[1], each[0])))
+    }
+    with _figure(measured, (8, 1.2 + 0.3 * len(lines) + 0.2 * -(-len(look) // 3)), 1) as (axes, content):
+        axis = axes[0]
+        axis.axvline(1, color=COLORS[OURS], linewidth=2)
+        for place, line in enumerate(reversed(lines)):
+            ours = next(statistics.median(timing["wall"]) for timing in line["timings"].values() if timing["kind"] == OURS)
+            for label, timing in line["timings"].items():
+                if timing["kind"] != OURS and ours:
+                    axis.plot(statistics.median(timing["wall"]) / ours, place, linestyle="", markersize=6, alpha=0.85, **look[label])
+        _logarithmic(axis, [line["what"].replace("`", "") for line in reversed(lines)])
+        axis.grid(axis="y", linewidth=0.3)
+        axis.set_title("times as multiples of ours, which is the line: left of it is faster", loc="left")
+        handles = [axis.plot([], [], linestyle="", label=label, **how)[0] for label, how in look.items()]
+        axis.legend(
+            handles=handles, loc="upper left", bbox_to_anchor=(0, -0.45 / max(len(lines) * 0.3, 1)), ncols=3, fontsize=7, frameon=False
+        )
+    return content()
+
+
+@contextlib.contextmanager
+def _figure(measured: Mapping[str, Any], size: tuple[float, float], count: int, **how: Any) -> Iterator[tuple[Any, Callable[[], str]]]:
+    """``count`` plots below each other, and what gives their SVG behind the block: the same bytes whenever the same matplotlib makes it."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    rows = [row for row in TITLES if row in measured["rows"]]
-    settings = {"svg.hashsalt": "epochs", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
-    with matplotlib.rc_context(settings):
-        heights = [1.2 + len(contestants(measured["rows"][row])) for row in rows]
-        figure, axes = pyplot.subplots(len(rows), 1, figsize=(8, 0.42 * sum(heights)), height_ratios=heights, squeeze=False)
-        for axis, row in zip(axes[:, 0], rows, strict=True):
-            _bars(axis, TITLES[row], contestants(measured["rows"][row]))
-        figure.tight_layout()
-        content = io.StringIO()
-        figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None, "Source": source(measured)}, facecolor="white")
-        pyplot.close(figure)
-    return "".join(f"{line.rstrip()}\n" for line in content.getvalue().splitlines())
+    made = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "epochs", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}):
+        figure, axes = pyplot.subplots(count, 1, figsize=size, squeeze=False, **how)
+        try:
+            yield axes[:, 0], lambda: "".join(f"{line.rstrip()}\n" for line in made.getvalue().splitlines())
+            figure.tight_layout()
+            metadata = {"Date": None, "Creator": None, "Source": source(measured)}
+            figure.savefig(made, format="svg", metadata=metadata, facecolor="white", bbox_inches="tight")
+        finally:
+            pyplot.close(figure)
 
 
 def _bars(axis: Any, title: str, every: Mapping[str, Contestant]) -> None:
-    color = {OURS: "#00796b", FLOOR: "#b7791f"}
     labels = sorted(
         every, key=lambda label: ((OURS, FLOOR, PEER).index(every[label].kind), min(every[label].seconds.items())), reverse=True
     )
@@ -157,27 +219,32 @@ def _bars(axis: Any, title: str, every: Mapping[str, Contestant]) -> None:
         for place, label in enumerate(labels):
             value = every[label].seconds[epoch]
             at = place + 0.4 - (number + 0.5) * thick
-            axis.barh(at, value, thick, color=color.get(every[label].kind, "#7b8794"), alpha=0.5 if number else 1)
+            axis.barh(at, value, thick, color=COLORS[every[label].kind], alpha=0.5 if number else 1)
             axis.text(value, at, f" {value:.2g} s" if value < 10 else f" {value:.0f} s", va="center", fontsize=7)
+    _logarithmic(axis, labels)
+    axis.set_title(f"{title}: seconds for epoch {' (dark) and '.join(map(str, epochs))}{' (light)' if len(epochs) > 1 else ''}", loc="left")
+    axis.margins(x=0.12)
+
+
+def _logarithmic(axis: Any, labels: Sequence[str]) -> None:
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_formatter("")
     axis.set_yticks(range(len(labels)), labels)
-    axis.set_title(f"{title}: seconds for epoch {' (dark) and '.join(map(str, epochs))}{' (light)' if len(epochs) > 1 else ''}", loc="left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
-    axis.margins(x=0.12)
 
 
 def main() -> int:
-    measured = measurement()
-    content = places(measured)
+    measured = {name: measurement(name) for name in ("epochs", *BENCHMARKS)}
+    content = contents(measured)
     for page in (DOCS / name for name in PAGES):
         page.write_text(filled(page.read_text(), content))
-    if measured is None:
-        print(f"no {PICTURES / 'epochs.json'}: python benchmarks/epochs.py --json > docs/pictures/epochs.json")
-    else:
-        (PICTURES / "epochs.svg").write_text(plot(measured))
+    for name, found in measured.items():
+        if found is None:
+            print(f"no {PICTURES / name}.json: python benchmarks/{name}.py --json > docs/pictures/{name}.json")
+        else:
+            (PICTURES / svg_of(name)).write_text(plot(found) if name == "epochs" else ratios(found))
     return 0
 
 

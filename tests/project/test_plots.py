@@ -73,31 +73,40 @@ def test_the_table_has_each_line_and_the_versions(tool: ModuleType) -> None:
 
 def test_only_the_content_of_places_changes(tool: ModuleType) -> None:
     page = "a\n<!-- epochs: half -->\nold\n<!-- end -->\nb\n<!-- epochs: steps --><!-- end -->\n"
-    filled = tool.filled(page, {"half": "1\n2", "steps": "3"})
+    content = {("epochs", "half"): "1\n2", ("epochs", "steps"): "3"}
+    filled = tool.filled(page, content)
     assert filled == "a\n<!-- epochs: half -->\n1\n2\n<!-- end -->\nb\n<!-- epochs: steps -->\n3\n<!-- end -->\n"
-    assert tool.filled(filled, {"half": "1\n2", "steps": "3"}) == filled
+    assert tool.filled(filled, content) == filled
     with pytest.raises(KeyError):
-        tool.filled("<!-- epochs: other --><!-- end -->", {"half": "", "steps": ""})
+        tool.filled("<!-- epochs: other --><!-- end -->", content)
 
 
-def test_the_pages_show_what_was_measured(tool: ModuleType) -> None:
-    content = tool.places(tool.measurement())
+@pytest.fixture(scope="module")
+def stored(tool: ModuleType) -> dict[str, Any]:
+    return {name: tool.measurement(name) for name in ("epochs", *tool.BENCHMARKS)}
+
+
+def test_the_pages_show_what_was_measured(tool: ModuleType, stored: dict[str, Any]) -> None:
+    content = tool.contents(stored)
     pages = {name: (REPO / "docs" / name).read_text() for name in tool.PAGES}
     assert all(tool.filled(page, content) == page for page in pages.values()), "run `make plots`"
-    assert all(sum(f"<!-- epochs: {name} -->" in page for page in pages.values()) == 1 for name in content)
+    for (name, part), text in content.items():
+        assert sum(f"<!-- {name}: {part} -->" in page for page in pages.values()) == (text != tool.PENDING), (name, part)
 
 
-def test_the_plot_is_of_the_measurement(tool: ModuleType) -> None:
-    data = tool.measurement()
-    plot = tool.PICTURES / "epochs.svg"
-    assert plot.exists() == (data is not None)
-    assert data is None or tool.source(data) in plot.read_text(), "run `make plots`"
+def test_the_plots_are_of_the_measurements(tool: ModuleType, stored: dict[str, Any]) -> None:
+    for name, data in stored.items():
+        plot = tool.PICTURES / tool.svg_of(name)
+        assert data is None or tool.source(data) in plot.read_text(), "run `make plots`"
+    assert {path.stem for path in tool.PICTURES.glob("*.json")} <= set(stored)
 
 
-def test_a_plot_is_made_again_without_a_difference(tool: ModuleType) -> None:
+@pytest.mark.parametrize("how", ["plot", "ratios"])
+def test_a_plot_is_made_again_without_a_difference(tool: ModuleType, how: str) -> None:
     pytest.importorskip("matplotlib")
-    data = measured(tool)
-    plot = tool.plot(data)
+    data, make = measured(tool), getattr(tool, how)
+    plot = make(data)
     assert ElementTree.fromstring(plot).tag == "{http://www.w3.org/2000/svg}svg"
     assert tool.source(data) in plot
-    assert tool.plot(data) == plot
+    assert all(label in plot for label in (tool.PLAIN, tool.THREADS))
+    assert make(data) == plot
