@@ -1638,7 +1638,7 @@ MUTANTS = (
     # 12. A call gets its own output
     Mutant(
         12, "a hit is not asked of which arguments it is", "tasks/cached.py",
-        "hit = self._values.look(key, digest, label=label, copy", "hit = self._values.look(key, None, label=label, copy",
+        "hit = self._values.look(key, digest, ", "hit = self._values.look(key, None, ",
         "tests/tasks/test_cached.py::test_what_was_stored_under_other_arguments_is_a_miss",
     ),
     Mutant(

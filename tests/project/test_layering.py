@@ -63,6 +63,7 @@ THIRD_PARTY = {
     "torch": ("codecs.arrays", "adapters.torch"),
     "pytorch_pfn_extras": ("adapters.pfio.base",),
     "megatron": ("adapters.energon",),
+    "joblib": ("adapters.joblib",),
 }
 LOADED_WITH = {
     "xxhash": ("_engine", "directories", "remote", "origin", "cache", "prefetch", "tasks"),
@@ -71,6 +72,7 @@ LOADED_WITH = {
     "pycurl": ("remote.http.handles", "remote.http.transfers"),
     "torch": ("adapters.torch",),
     "megatron": ("adapters.energon",),
+    "joblib": ("adapters.joblib",),
     "ray": RAY,
     "pyarrow": ("adapters.ray.checkpoint",),
     "numpy": STREAMING,

@@ -286,6 +286,62 @@ def test_call_uncached(tasks: Tasks, journal: Journal) -> None:
     assert tasks.stats().runs == 2
 
 
+def test_cache_info_and_cache_clear_are_those_of_functools(tasks: Tasks) -> None:
+    def square(x: int) -> int:
+        return x * x
+
+    cached, remembered, other = tasks.cached(square), functools.lru_cache(maxsize=None)(square), tasks.cached(lambda x: x)
+    other(1)
+    for function in (cached, remembered):
+        assert [function(x) for x in (2, 3, 2, 2)] == [4, 9, 4, 4]
+    assert cached.cache_info() == remembered.cache_info() == (2, 2, None, 2)
+    assert cached.cache_info()._asdict() == remembered.cache_info()._asdict()
+    for function in (cached, remembered):
+        function.cache_clear()
+        assert function.cache_info() == (0, 0, None, 0)
+    assert tasks.keys() == [other.tag_of(1)]
+    assert (cached(2), cached.cache_info(), other.cache_info()) == (4, (0, 1, None, 1), (0, 1, None, 1))
+
+
+def test_cache_clear_leaves_the_outputs_of_another_version(tasks: Tasks) -> None:
+    first, second = (tasks.cached(lambda x: x, version=version) for version in (1, 2))
+    first(1), second(1), second(2)
+    second.cache_clear()
+    assert (first.cache_info().currsize, second.cache_info().currsize) == (1, 0)
+
+
+def test_cache_clear_removes_pinned_outputs(cache: forebay.Cache) -> None:
+    pinned = cache.tasks("pinned", config={"cache": {"work": {"cache": True, "pin": True}}})
+
+    @pinned.cached
+    def work(x: int) -> int:
+        return x
+
+    work(1)
+    assert pinned.flush() == 0
+    work.cache_clear()
+    assert (work.cache_info(), pinned.keys()) == ((0, 0, None, 0), [])
+
+
+def test_methods_and_coroutines_have_cache_info(tasks: Tasks) -> None:
+    class Wide(Model):
+        @tasks.cached
+        def area(self, x: int) -> int:
+            return self.size * x
+
+        @tasks.cached
+        async def later(self, x: int) -> int:
+            return self.size * x
+
+    wide = Wide(2)
+    assert [wide.area(3), wide.area(3), Wide(5).area(3)] == [6, 6, 15]
+    assert wide.area.cache_info() == Wide.area.cache_info() == (1, 2, None, 2)  # of all objects, as in functools
+    assert [asyncio.run(wide.later(x)) for x in (1, 1)] == [2, 2]
+    assert wide.later.cache_info() == (1, 1, None, 1)
+    Wide.area.cache_clear()
+    assert (wide.area.cache_info(), wide.later.cache_info().currsize) == ((0, 0, None, 0), 1)
+
+
 def test_functions_that_call_each_other(tasks: Tasks, journal: Journal) -> None:
     @tasks.cached
     def fib(n: int) -> int:

@@ -19,6 +19,7 @@ from forebay.codecs import codec as codec_of
 from forebay.origin import Origin
 from forebay.origin.spaces import DIRECTORIES, LISTINGS, URLS
 from forebay.tasks.config import Bypass, Config, from_cache, if_cached, load, reads_cache
+from forebay.tasks.values import CacheInfo as CacheInfo
 from forebay.tasks.values import Values
 
 if TYPE_CHECKING:

@@ -106,6 +106,13 @@ class Naming:
         self._known = prefix, code, uses
         return prefix
 
+    def key_prefix(self) -> str | None:
+        """What the keys of this function's outputs begin with, as its code is now; None where it cannot be determined."""
+        try:
+            return encodable(self._prefix())
+        except Unstable:
+            return None
+
     def report_if_changed(self, has_any: Callable[[str], bool]) -> None:
         """Log once, before a call runs, that outputs of other code are stored. ``has_any``: whether a key has this prefix."""
         if self.version is not None or not self._is_first("changed"):

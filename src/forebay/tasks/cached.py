@@ -12,7 +12,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 from forebay import errors
 from forebay.tasks.binding import BoundCall, Naming, TagRule
 from forebay.tasks.config import Bypass, Config, Replay
-from forebay.tasks.values import Values
+from forebay.tasks.values import CacheInfo, Values
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,6 +79,7 @@ class Cached(Generic[P, R_co]):
         self.__qualname__ = naming.identity if not hasattr(naming.function, "__qualname__") else naming.function.__qualname__
         self.__wrapped__: Callable[..., Any] = naming.function
         self._tasks, self._naming, self._values, self._config, self._copy = tasks, naming, tasks._values, tasks._config, copy
+        self._hits = self._misses = 0
         self._is_left_alone = self._config is not None and not (self._is_listed(self._config) or tasks._bypass.concerns(naming.name))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -127,17 +128,38 @@ class Cached(Generic[P, R_co]):
         """Remove the output of this call. Returns False if there is none."""
         return self._values.evict(self.tag_of(*args, **kwargs))
 
+    def cache_info(self) -> CacheInfo:
+        """Counts of this function, under the names of `functools.lru_cache`. Counting the stored outputs lists all keys of the `Tasks`."""
+        return CacheInfo(self._hits, self._misses, None, len(self._keys()))
+
+    def cache_clear(self) -> None:
+        """Remove all outputs of this function's present code, or version, for every process, pinned ones too; set the counts to zero."""
+        for key in self._keys():
+            self._values.evict(key)
+        self._hits = self._misses = 0
+
+    def _keys(self) -> list[str]:
+        prefix = self._naming.key_prefix()
+        return [] if prefix is None else list(filter(lambda key: key.startswith(prefix), self._values.keys()))
+
+    def _look(self, key: str, digest: str) -> tuple[Any] | None:
+        hit = self._values.look(key, digest, label=self._naming.identity, copy=self._copy)
+        if hit is None:
+            self._misses += 1
+            self._naming.report_if_changed(self._values.has_any)
+        else:
+            self._hits += 1
+        return hit
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._tasks._count("runs")
         return self.__wrapped__(*args, **kwargs)
 
     def _kept(self, key: str, digest: str, args: tuple[Any, ...], kwargs: dict[str, Any], pin: bool = False) -> Any:
-        label = self._naming.identity
-        hit = self._values.look(key, digest, label=label, copy=self._copy)
+        hit = self._look(key, digest)
         if hit is not None:
             return hit[0]
-        self._naming.report_if_changed(self._values.has_any)
-        run = functools.partial(self._run, args, kwargs)
+        run, label = functools.partial(self._run, args, kwargs), self._naming.identity
         return self._values.single(key, digest, run, pin=pin, label=label, looked=True, copy=self._copy)
 
     def _by_config(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,11 +229,10 @@ class AsyncCached(Cached[P, R_co]):
             return self._replayed(value, replay, call if keeps else None, pin)
         if call is None or not keeps:
             return await self._run(args, kwargs)
-        run, label = functools.partial(self._run, args, kwargs), self._naming.identity
-        hit = self._values.look(call.tag.key, call.digest, label=label, copy=self._copy)
+        hit = self._look(call.tag.key, call.digest)
         if hit is not None:
             return hit[0]
-        self._naming.report_if_changed(self._values.has_any)
+        run, label = functools.partial(self._run, args, kwargs), self._naming.identity
         return await self._values.single_async(call.tag.key, call.digest, run, pin=pin, label=label, looked=True, copy=self._copy)
 
 
@@ -272,6 +293,7 @@ def _dressed(cached: Cached[..., Any], method: Any) -> Any:
     """Give a function the name and the calls of a cached one."""
     functools.update_wrapper(method, cached, updated=())
     method.tag_of, method.evict, method.call_uncached = cached.tag_of, cached.evict, cached.call_uncached
+    method.cache_info, method.cache_clear = cached.cache_info, cached.cache_clear
     return method
 
 

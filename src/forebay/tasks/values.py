@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from forebay import errors
 from forebay._engine.index.memo import Remembered
@@ -24,6 +24,19 @@ COUNTED = ("hits", "misses", "runs", "replays", "waits", "store_failures", "dama
 NOT_KEPT = "what was made cannot be kept"
 _MOST = 16 << 10
 """Largest pickle of an error, in bytes, that is passed on to other processes."""
+
+
+class CacheInfo(NamedTuple):
+    """What ``cache_info()`` of a cached function returns; the names are those of `functools.lru_cache`.
+
+    ``hits``, ``misses``: calls of this function in this process that found a stored output, or none. A forked child continues its
+    parent's counts. ``maxsize``: None; the limit is a number of bytes: see `Tasks.budget`. ``currsize``: outputs of this function's
+    present code, or version, that are stored now, by whatever process."""
+
+    hits: int
+    misses: int
+    maxsize: int | None
+    currsize: int
 
 
 class Values:
