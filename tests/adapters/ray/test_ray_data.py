@@ -1,0 +1,32 @@
+"""The recipes for Ray Data: tasks read objects through the cache of their node; readers get files of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forebay.testing import ScriptedServer
+from tests.adapters.test_loaders import COUNT, recipe
+from tests.pages import run
+
+BEGIN = """
+import os, ray
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=100 << 20)
+os.environ["TQDM_DISABLE"] = "1"
+"""
+
+
+def test_objects_and_files_of_ray_data_are_fetched_once(server: ScriptedServer, tmp_path: Path) -> None:
+    pytest.importorskip("ray.data")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table({"x": [1, 2]})
+    urls = [server.put(f"/{number}.bin", b"%d" % number) for number in range(COUNT)]
+    tables = []
+    for number in range(2):
+        parquet.write_table(table, tmp_path / "table")
+        tables.append(server.put(f"/{number}.parquet", (tmp_path / "table").read_bytes()))
+    program = recipe("Ray Data", 0, 1).replace('"cache"', repr(str(tmp_path / "cache")))
+    shown = run(f"{BEGIN}urls, tables = {urls}, {tables}\n{program}", tmp_path)
+    assert shown == f"{sorted([str(b'%d' % number) for number in range(COUNT)] + ['1', '1', '2', '2'])}\n"
+    assert server.gets == COUNT + len(tables)
