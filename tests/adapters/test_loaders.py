@@ -85,5 +85,10 @@ def test_tf_data_reads_objects_and_files(server: ScriptedServer, tmp_path: Path)
     assert run(f"urls = {urls}\n{program}", tmp_path) == f"{[str(bytes([97 + number])) for number in range(COUNT)]}\n"
     assert server.gets == COUNT
     program = recipe("tf.data", 1)
-    write = "import pycurl, tensorflow as tf\nfor n in range(2):\n    with tf.io.TFRecordWriter(f'{n}.tfrecord') as file: file.write(b'r%d' % n)\n"
+    write = """
+import pycurl, tensorflow as tf
+for n in range(2):
+    with tf.io.TFRecordWriter(f"{n}.tfrecord") as file:
+        file.write(b"r%d" % n)
+"""
     assert run(f"{write}records = ['0.tfrecord', '1.tfrecord']\n{program}", tmp_path) == f"{[str(b'r0'), str(b'r1')]}\n"
