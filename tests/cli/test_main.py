@@ -11,14 +11,14 @@ import pytest
 
 import forebay
 from forebay import Cache
-from forebay.cli import listing, render
+from forebay.cli import listing, main, render
 from forebay.testing import ScriptedServer
 
 from .conftest import COMMAND, Run
 
 VERBS = [
     *("pull", "ls", "du", "stats", "rm", "prune", "clear", "verify", "path", "pin", "unpin", "warm", "claims", "doctor", "completion"),
-    "demo",
+    *("demo", "cat", "help", "push"),
 ]
 
 
@@ -32,8 +32,22 @@ def test_help_lists_the_verbs(run: Run) -> None:
 def test_each_verb_has_help_and_json(run: Run, verb: str) -> None:
     ran = run(verb, "--help")
     assert ran.code == 0
-    assert "--json" in ran.out
-    assert ("--root" in ran.out) == (verb not in ("claims", "completion", "demo"))
+    assert ("--json" in ran.out) == (verb not in ("cat", "help"))  # the bytes of objects, and a text
+    assert ("--root" in ran.out) == (verb not in ("claims", "completion", "demo", "help"))
+
+
+def test_help_has_each_verb_once_below_a_task(run: Run) -> None:
+    ran = run("help")
+    assert (ran.code, ran.out) == (0, run("--help").out)
+    tasks = [line for line in ran.lines if line.endswith(":") and not line.startswith((" ", "Usage", "Options"))]
+    assert tasks == [f"{task}:" for task in main.TASKS]
+    assert sorted(main.VERBS) == sorted(VERBS)
+
+
+def test_help_of_one_verb(run: Run) -> None:
+    assert run("help", "cat").out == run("cat", "--help").out
+    ran = run("help", "cta")
+    assert (ran.code, "there is no verb 'cta'" in ran.err) == (2, True)
 
 
 def test_version(run: Run) -> None:

@@ -22,15 +22,19 @@ from forebay.cli.render import LOG_LINES, Output, note, print_error, print_two_l
 
 log = logger("forebay.cli")
 
-LOOKING = frozenset({"claims", "completion", "doctor", "du", "ls", "path", "stats", "verify"})
+LOOKING = frozenset({"claims", "completion", "doctor", "du", "help", "ls", "path", "stats", "verify"})
 """Verbs that apply no limits, and change nothing without an option that does."""
 
-VERBS = {
-    "pull": "fetching", "push": "push", "ls": "listing", "du": "listing", "stats": "listing", "rm": "removing", "prune": "removing",
-    "clear": "removing", "verify": "checking", "path": "listing", "pin": "removing", "unpin": "removing", "warm": "fetching",
-    "claims": "listing", "doctor": "checking", "completion": "main", "demo": "demo",
-}  # fmt: skip
-"""The verbs, in the order of the help, and the module of each."""
+TASKS = {
+    "Fetch and send": {"pull": "fetching", "warm": "fetching", "cat": "fetching", "push": "push"},
+    "See what is there": {"ls": "listing", "path": "listing", "du": "listing", "stats": "listing", "claims": "listing"},
+    "Decide what stays": {"pin": "removing", "unpin": "removing", "rm": "removing", "prune": "removing", "clear": "removing"},
+    "Check": {"doctor": "checking", "verify": "checking"},
+    "Begin": {"help": "main", "completion": "main", "demo": "demo"},
+}
+"""The verbs by task, in the order of the help, and the module of each."""
+
+VERBS = {name: module for verbs in TASKS.values() for name, module in verbs.items()}
 
 
 @verb
@@ -48,11 +52,32 @@ def completion(shell: str, as_json: bool) -> None:
     output.raw(script)
 
 
+@click.command("help", short_help="List the verbs by task, or show the help of one.")
+@click.argument("name", required=False, metavar="[VERB]")
+@click.pass_context
+def show_help(context: click.Context, name: str | None) -> None:
+    """List the verbs by task, or show the help of one."""
+    if name is None:
+        click.echo(top.get_help(click.Context(top, info_name="forebay")))
+        return
+    command = top.get_command(context, name)
+    if command is None:
+        raise click.UsageError(f"there is no verb {name!r}", context.parent)
+    click.echo(command.get_help(click.Context(command, info_name=name, parent=context.parent)))
+
+
 class _Verbs(click.Group):
     """All verbs. The module of a verb is imported when it runs; for the help, those of all."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(VERBS)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, VERBS))  # the same in each section
+        for task, names in TASKS.items():
+            with formatter.section(task):
+                commands = {name: self.get_command(context, name) for name in names}
+                formatter.write_dl([(name.ljust(width), command.get_short_help_str()) for name, command in commands.items() if command])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name in VERBS and name not in self.commands:
@@ -72,6 +97,9 @@ def top(context: click.Context, root: Path | None, version: bool) -> None:
     set_verb(context.invoked_subcommand)
     context.default_map = {context.invoked_subcommand: {"root": root}}  # an option of the verb itself wins
     _log_to_stderr(context.invoked_subcommand)
+
+
+top.add_command(show_help)
 
 
 def _log_to_stderr(verb: str) -> None:

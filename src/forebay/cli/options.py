@@ -35,6 +35,7 @@ root_option = click.option(
     "--root", "-C", metavar="DIR", callback=_path_or_none, help="The cache's directory (default: $FOREBAY_HOME, else ~/.cache/forebay).",
 )  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+refresh_option = click.option("--refresh", is_flag=True, help="Ask the source now, however fresh the copy is.")
 yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", "-n", is_flag=True, help="Show what would be removed or sent; change nothing.")
 space_option = click.option("--space", metavar="SPACE", help="Only this named part of the cache.")
