@@ -169,7 +169,7 @@ def test_what_has_no_room_is_a_failure_but_for_a_copy(
     url = urls_of(server, "a")[0]
     ran = run("pull", url)
     assert ran.code == 1
-    assert "FOREBAY_BUDGET" in ran.err
+    assert "`forebay budget SIZE`" in ran.err
     assert run("pull", url, "--to", tmp_path / "copy").code == 0
     assert (tmp_path / "copy").read_bytes() == b"a" + BODY
     caplog.clear()  # its records hold the errors, and these the store

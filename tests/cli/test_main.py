@@ -18,7 +18,7 @@ from .conftest import COMMAND, Run
 
 VERBS = [
     *("pull", "ls", "du", "stats", "rm", "prune", "clear", "verify", "path", "pin", "unpin", "warm", "claims", "doctor", "completion"),
-    *("demo", "cat", "help", "push"),
+    *("demo", "cat", "help", "push", "budget", "config"),
 ]
 
 
@@ -153,6 +153,36 @@ def test_the_log_goes_to_standard_error(run: Run, cache: Cache, monkeypatch: pyt
     monkeypatch.setattr(listing, "check_space", check_space)
     ran = run("ls")
     assert ran.err == "info: seen [red]\\x1b[2J\n"
+
+
+def test_quiet_before_the_verb_shows_errors_only(run: Run, cache: Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = server.put("/a", b"x")
+    monkeypatch.setenv("FOREBAY_VERBOSITY", "debug")
+    monkeypatch.setenv("FOREBAY_PROGRESS", "1")
+    assert run("pull", url).err != ""
+    ran = run("-q", "pull", url)
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+    ran = run("--quiet", "pull", f"{server.url}/none")
+    assert (ran.code, len(ran.err.splitlines())) == (1, 2)
+    ran = run("-q", "ls", "-q")
+    assert ran.lines == [url]
+
+
+def test_verbose_before_the_verb_shows_more_of_the_log(
+    run: Run, cache: Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = server.put("/a", b"x")
+    monkeypatch.setenv("FOREBAY_VERBOSITY", "error")
+    assert "debug: " in run("-vv", "pull", "--refresh", url).err
+    assert "debug: " not in run("-v", "pull", "--refresh", url).err
+    assert run("pull", "--refresh", url).err == ""  # for that one verb
+
+
+def test_quiet_behind_a_verb_that_has_no_such_option_is_explained(run: Run, cache: Cache) -> None:
+    for option in ("-q", "--verbose"):
+        ran = run("du", option)
+        assert (ran.code, f"`forebay {option} du`" in ran.err) == (2, True)
+    assert run("-q", "-v", "ls").code == 2
 
 
 def test_a_reader_who_has_gone_before_the_first_line(cache: Cache, home: Path) -> None:

@@ -129,7 +129,7 @@ def test_without_room_in_the_cache(run: Run, url: str, tmp_path: Path, home: Pat
         pass
     ran = run("pull", url)
     assert ran.code == 1
-    assert "FOREBAY_BUDGET" in ran.err
+    assert "`forebay budget SIZE`" in ran.err
     ran = run("pull", "--json", url, "--to", tmp_path / "copy")
     assert (ran.code, [one["state"] for one in ran.json]) == (0, ["past"])
     assert files_of(tmp_path / "copy") == FILES

@@ -18,18 +18,25 @@ from forebay._logs import logger
 from forebay.cli import streams
 from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, command, hint_for, is_expected, set_verb
 from forebay.cli.options import json_option, root_option, verb
-from forebay.cli.render import LOG_LINES, Output, note, print_error, print_two_lines
+from forebay.cli.render import LOG_LINES, Output, argument_of_verbosity, note, print_error, print_two_lines
 
 log = logger("forebay.cli")
 
-LOOKING = frozenset({"claims", "completion", "doctor", "du", "help", "ls", "path", "stats", "verify"})
+LOOKING = frozenset({"budget", "claims", "completion", "config", "doctor", "du", "help", "ls", "path", "stats", "verify"})
 """Verbs that apply no limits, and change nothing without an option that does."""
 
 TASKS = {
     "Fetch and send": {"pull": "fetching", "warm": "fetching", "cat": "fetching", "push": "push"},
     "See what is there": {"ls": "listing", "path": "listing", "du": "listing", "stats": "listing", "claims": "listing"},
-    "Decide what stays": {"pin": "removing", "unpin": "removing", "rm": "removing", "prune": "removing", "clear": "removing"},
-    "Check": {"doctor": "checking", "verify": "checking"},
+    "Decide what stays": {
+        "budget": "settings",
+        "pin": "removing",
+        "unpin": "removing",
+        "rm": "removing",
+        "prune": "removing",
+        "clear": "removing",
+    },
+    "Check": {"config": "settings", "doctor": "checking", "verify": "checking"},
     "Begin": {"help": "main", "completion": "main", "demo": "demo"},
 }
 """The verbs by task, in the order of the help, and the module of each."""
@@ -87,13 +94,17 @@ class _Verbs(click.Group):
 
 @click.command(cls=_Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @root_option
+@click.option("--quiet", "-q", is_flag=True, help="Show errors only: no warnings, no notes, no progress bars.")
+@click.option("--verbose", "-v", count=True, help="Show more of the log; -vv shows all of it.")
 @click.option("--version", is_flag=True, help="Show the version and exit.")
 @click.pass_context
-def top(context: click.Context, root: Path | None, version: bool) -> None:
+def top(context: click.Context, root: Path | None, quiet: bool, verbose: int, version: bool) -> None:
     """The local cache of a training node: remote data, fetched once, within one budget."""
     if version or context.invoked_subcommand is None:
         click.echo(f"forebay {forebay.__version__}" if version else context.get_help())
         context.exit()
+    if quiet and verbose:
+        raise click.UsageError("-q and -v exclude each other", context)
     set_verb(context.invoked_subcommand)
     context.default_map = {context.invoked_subcommand: {"root": root}}  # an option of the verb itself wins
     _log_to_stderr(context.invoked_subcommand)
@@ -106,12 +117,13 @@ def _log_to_stderr(verb: str) -> None:
     package = logging.getLogger("forebay")
     if LOG_LINES not in package.handlers:
         package.addHandler(LOG_LINES)
-    package.setLevel(_settings_for(verb).verbosity or logging.WARNING)
+    verbosity, argument = _settings_for(verb).verbosity, argument_of_verbosity()
+    package.setLevel(argument[1].upper() if argument else verbosity or logging.WARNING)
 
 
 def _settings_for(verb: str) -> EnvironmentSettings:
     """Return the environment's settings for a verb. Raises `ConfigError` for invalid ones; limits count only for verbs that apply them."""
-    if verb == "doctor":  # it reports invalid settings
+    if verb in ("config", "doctor", "help"):  # they report invalid settings, or need none
         return EnvironmentSettings.with_faults()[0]
     return EnvironmentSettings.from_environment(limits=verb not in LOOKING)
 
@@ -159,7 +171,10 @@ def _invoke(arguments: list[str]) -> int:
 def _print_usage(error: click.UsageError) -> None:
     context = error.ctx  # None for an option without its value
     path = context.command_path if context else command()
-    print_two_lines(" ".join(error.format_message().split()), f"`{path} --help` lists its arguments and options")
+    todo = f"`{path} --help` lists its arguments and options"
+    if isinstance(error, click.NoSuchOption) and error.option_name in ("-q", "--quiet", "-v", "-vv", "--verbose"):
+        todo = f"it stands before the verb: `forebay {error.option_name} {path.rpartition(' ')[2]}`"
+    print_two_lines(" ".join(error.format_message().split()), todo)
 
 
 def _print_failure(error: Exception) -> int:
