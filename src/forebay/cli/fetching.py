@@ -19,7 +19,7 @@ import click
 from forebay._logs import logger
 from forebay.cli.braces import expand, expand_all
 from forebay.cli.hints import OK, is_expected, shared_code
-from forebay.cli.options import filled, jobs_option, json_option, refresh_option, root_option, verb
+from forebay.cli.options import complete_names, filled, jobs_option, json_option, refresh_option, root_option, verb
 from forebay.cli.render import Output, note, print_error, shown_name
 from forebay.cli.streams import copy_to_output
 from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound, RemoteError
@@ -381,7 +381,7 @@ def _foreign(target: Path) -> Foreign:
 
 
 @verb
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@click.argument("urls", nargs=-1, required=True, metavar="URL...", shell_complete=complete_names)
 @refresh_option
 @root_option
 def cat(urls: Sequence[str], refresh: bool, root: Path | None) -> None:

@@ -21,6 +21,7 @@ from forebay.cli.options import json_option, root_option, verb
 from forebay.cli.render import LOG_LINES, Output, argument_of_verbosity, note, print_error, print_two_lines
 
 log = logger("forebay.cli")
+package_log = logging.getLogger("forebay")
 
 LOOKING = frozenset({"budget", "claims", "completion", "config", "doctor", "du", "help", "ls", "path", "stats", "verify"})
 """Verbs that apply no limits, and change nothing without an option that does."""
@@ -48,9 +49,12 @@ VERBS = {name: module for verbs in TASKS.values() for name, module in verbs.item
 @click.argument("shell", metavar="bash|zsh|fish", type=click.Choice(["bash", "zsh", "fish"]))
 @json_option
 def completion(shell: str, as_json: bool) -> None:
-    """Print a script that completes verbs and options: `eval "$(forebay completion bash)"`."""
+    """Print a script that completes verbs, options, and names of entries and spaces: `eval "$(forebay completion bash)"`."""
     from click.shell_completion import get_completion_class
 
+    from forebay.cli import completing
+
+    completing.prepare()
     kind = get_completion_class(shell)
     assert kind is not None
     script = kind(top, {}, "forebay", COMPLETE).source()
@@ -114,11 +118,10 @@ top.add_command(show_help)
 
 
 def _log_to_stderr(verb: str) -> None:
-    package = logging.getLogger("forebay")
-    if LOG_LINES not in package.handlers:
-        package.addHandler(LOG_LINES)
+    if LOG_LINES not in package_log.handlers:
+        package_log.addHandler(LOG_LINES)
     verbosity, argument = _settings_for(verb).verbosity, argument_of_verbosity()
-    package.setLevel(argument[1].upper() if argument else verbosity or logging.WARNING)
+    package_log.setLevel(argument[1].upper() if argument else verbosity or logging.WARNING)
 
 
 def _settings_for(verb: str) -> EnvironmentSettings:
@@ -142,6 +145,10 @@ def _run(arguments: list[str] | None) -> int:
     set_verb(None)
     try:
         if COMPLETE in os.environ:
+            from forebay.cli import completing
+
+            completing.prepare()
+            package_log.addHandler(logging.NullHandler())  # no warning on the terminal on which someone types
             top.main(arguments, prog_name="forebay", complete_var=COMPLETE)  # prints what completes the line, and exits
         code = _invoke(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()
