@@ -42,8 +42,9 @@ def test_it_stops_at_the_first_that_fails(run: Run, cache: Cache, server: Script
 
 
 def test_a_directory_is_refused_before_anything_is_fetched(run: Run, server: ScriptedServer, home: Path) -> None:
-    ran = run("cat", server.put("/a", b"x"), f"{server.url}/dir/")
-    assert (ran.code, "is a directory" in ran.err, ran.out, server.requests, home.exists()) == (2, True, "", [], False)
+    for directory in (f"{server.url}/dir/", home.parent):
+        ran = run("cat", server.put("/a", b"x"), directory)
+        assert (ran.code, "is a directory" in ran.err, ran.out, server.requests, home.exists()) == (2, True, "", [], False)
 
 
 def test_refresh_asks_the_source_again(run: Run, cache: Cache, server: ScriptedServer) -> None:

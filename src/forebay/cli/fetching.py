@@ -389,7 +389,7 @@ def cat(urls: Sequence[str], refresh: bool, root: Path | None) -> None:
     at the first that fails: `set -o pipefail` tells the shell. Braces stand for several URLs: 'shard-{000..127}.tar'."""
     several = [url for text in urls for url in expand(text)]
     for url in several:
-        if _is_directory(url):
+        if _is_directory(url) or _is_local_directory(url):
             raise ConfigError(f"{shown_name(url)} is a directory: cat takes objects", name="URL", value=url)
     with filled(root) as cache:
         for url in several:

@@ -13,7 +13,6 @@ import click
 
 from forebay import _config_file
 from forebay._config import REMOTE, GivenSetting, format_size, given_by_file, given_by_variables, parse_budget
-from forebay._kernel import host
 from forebay.cli.hints import FAILED, NoCache
 from forebay.cli.options import dry_run_option, json_option, opened, root_option, root_path, verb, yes_option
 from forebay.cli.render import Output, argument_of_verbosity, confirmed, note, print_error
@@ -44,6 +43,8 @@ DEFAULTS = {
 def budget(size: str | None, dry_run: bool, yes: bool, root: Path | None, as_json: bool) -> None:
     """Show the budget of the cache, or change it for all processes: `forebay budget 500GB`. A lower one evicts at once, least recently used
     first, after asking. No other verb changes it: FOREBAY_BUDGET is for a cache that is created."""
+    from forebay._kernel import host  # here, so that `forebay --help` need not load it
+
     output = Output(as_json)
     with opened(root, change=size is not None and not dry_run) as cache:
         before, path, disk = cache.budget, cache.path, host.disk(cache.path)
