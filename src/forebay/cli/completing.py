@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST = 100
 """Names that are offered at once; of more, what they have in common up to a slash."""
 
-LINE = "_FOREBAY_LINE"
+LINE = "COMP_LINE"
 """The variable in which the script for bash passes the line up to the cursor."""
 
 _LAST = chr(0x10FFFF)
@@ -47,7 +47,7 @@ _BASH = r"""
                 [[ $value == */ ]] && compopt -o nospace
                 ;;
         esac
-    done < <(%(complete_var)s=bash_complete _FOREBAY_LINE="$line" "$1" 2>/dev/null)
+    done < <(%(complete_var)s=bash_complete COMP_LINE="$line" "$1" 2>/dev/null)
 }
 
 complete -F %(complete_func)s %(prog_name)s
