@@ -23,6 +23,8 @@ pytest_plugins = ["tests.remote_directories"]  # remote directories, and servers
 SRC = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join([SRC, *filter(None, [os.environ.get("PYTHONPATH")])])  # for interpreters that tests start
 
+os.environ["XDG_CONFIG_HOME"] = "/nonexistent"  # whoever runs the tests may have a forebay.toml
+
 # Sockets lie there, of multiprocessing and of Ray, and the path of one may have 107 bytes.
 if len(tempfile.gettempdir()) > 40 and os.access("/tmp", os.W_OK):
     os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"

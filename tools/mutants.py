@@ -821,8 +821,14 @@ MUTANTS = (
     ),
     Mutant(
         4, "the budget goes with the catalog", "_engine/space/settings.py",
-        "settings_file.read(root) or Kept(**(before or Settings())._asdict())", "Kept()",
+        "settings_file.read(root) or _kept(before or Settings())", "Kept()",
         f"{DAMAGE}test_the_first_call_that_meets_the_damage_goes_on[cut 0]",
+    ),
+    Mutant(
+        4, "a budget in the environment changes a cache that exists", "origin/opening.py",
+        "            path, budget, environment.min_free", "            path, budget or environment.budget, environment.min_free",
+        "tests/scenarios/test_s34_what_was_there_before.py"
+        "::test_s34_a_budget_in_the_environment_changes_no_cache_that_exists",
     ),
     Mutant(
         6, "what another user left is gone on with in his file", "_engine/files/stages.py",

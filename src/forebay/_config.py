@@ -6,10 +6,11 @@ import contextvars
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from forebay import _config_file
 from forebay._logs import logger
 from forebay.errors import ConfigError
 
@@ -171,8 +172,54 @@ def _wrong(name: str, value: object, why: str) -> ConfigError:
     return ConfigError(f"{name}={value!r} is not valid: {why}", name=name, value=str(value))
 
 
+class GivenSetting(NamedTuple):
+    """A setting as text. ``name``: where it is set, as messages name it: a variable, or a file and a key."""
+
+    text: str
+    name: str
+
+
+def given_settings(environ: Mapping[str, str] | None = None) -> tuple[dict[str, GivenSetting], list[ConfigError]]:
+    """The settings in variables, and, where one is unset, in the user's ``forebay.toml``, by the names of `KNOWN` in lower case; and what
+    is wrong with the file. Unknown ones are ignored, each with one warning, and so is a file that another user could write."""
+    environ = os.environ if environ is None else environ
+    variables, (file, faults) = given_by_variables(environ), given_by_file(environ)
+    return file | variables, faults
+
+
+def unused_budget(given: GivenSetting, path: Path, budget: int) -> str:
+    """The message about a budget in a variable or a file that differs from that of an existing cache."""
+    message = f"{given.name}={given.text} is not used: the cache in {path} has a budget of {format_size(budget)} already"
+    return f"{message}; `forebay budget {given.text}` changes it for all processes"
+
+
+def given_by_variables(environ: Mapping[str, str]) -> dict[str, GivenSetting]:
+    """The settings in variables that are not empty."""
+    names = [name for name, text in environ.items() if name.startswith("FOREBAY_") and text.strip()]
+    given = {name.removeprefix("FOREBAY_").lower(): GivenSetting(environ[name], name) for name in names if name == name.upper()}
+    if not _limits_ignored.get():
+        for name in names:
+            _warn_of_unknown(f"the variable {name}", name.removeprefix("FOREBAY_"), KNOWN, "FOREBAY_")
+    return given
+
+
+def given_by_file(environ: Mapping[str, str]) -> tuple[dict[str, GivenSetting], list[ConfigError]]:
+    """The settings in the user's file, and what is wrong with it."""
+    try:
+        file = _config_file.read(environ)
+    except ConfigError as error:
+        return {}, [error]
+    if file.ignored:
+        warn_once(f"{file.path} is ignored: {file.ignored}")
+    if not _limits_ignored.get():
+        for key in file.values:
+            _warn_of_unknown(f"{file.path}: the key {key}", key, IN_FILE)
+    given = {key: GivenSetting(text, f"{file.path}: {key}") for key, text in file.values.items() if key in IN_FILE and text.strip()}
+    return given, list(file.faults)
+
+
 class EnvironmentSettings(NamedTuple):
-    """The settings in the environment. None: not set.
+    """The settings in the environment: in variables, and in the user's ``forebay.toml``. None: not set.
 
     ``budget`` and ``min_free`` stay text, since a share depends on the disk; `parse_size` has accepted them. ``max_rate``: bytes a second.
     ``progress``: False hides progress bars, True draws them without a terminal too. ``verbosity``: a level of `logging`.
@@ -191,10 +238,10 @@ class EnvironmentSettings(NamedTuple):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, *, limits: bool = True) -> EnvironmentSettings:
-        """Read and check the ``FOREBAY_*`` variables now. An empty variable counts as unset; without ``limits``, so do those of
-        the root.
+        """Read and check the ``FOREBAY_*`` variables and the user's file now. What is empty counts as unset; without ``limits``, so do the
+        limits of the root.
 
-        Raises `ConfigError`, which names the variable and its value."""
+        Raises `ConfigError`, which names the variable, or the file and the key, and the value."""
         settings, faults = cls.with_faults(environ, limits=limits)
         if faults:
             raise faults[0]
@@ -202,20 +249,13 @@ class EnvironmentSettings(NamedTuple):
 
     @classmethod
     def with_faults(cls, environ: Mapping[str, str] | None = None, *, limits: bool = True) -> tuple[EnvironmentSettings, list[ConfigError]]:
-        """As `from_environment`, but an invalid variable counts as unset, and its error is returned."""
-        names = {
-            name: text
-            for name, text in (os.environ if environ is None else environ).items()
-            if name.startswith("FOREBAY_") and text.strip()
-        }
-        if not _limits_ignored.get():
-            _warn_of_unknown(names)
-        values, faults = {}, []
+        """As `from_environment`, but what is invalid counts as unset, and its error is returned."""
+        given, faults = given_settings(environ)
+        values = {}
         for field, read in _READERS.items():
-            name = f"FOREBAY_{field.upper()}"
-            if name in names and (field not in _LIMITS or (limits and not _limits_ignored.get())):
+            if field in given and (field not in _LIMITS or (limits and not _limits_ignored.get())):
                 try:
-                    values[field] = read(names[name], name)
+                    values[field] = read(*given[field])
                 except ConfigError as error:
                     faults.append(error)
         return cls(**values), faults
@@ -229,18 +269,25 @@ KNOWN = frozenset({
 })  # fmt: skip
 """The names of all variables that Forebay reads, without ``FOREBAY_``."""
 
-_warned: set[str] = set()  # variables that this process, or one that it was forked from, has warned of
+IN_FILE = frozenset(name.lower() for name in KNOWN - {"CLAIMS", "S3_ANONYMOUS"})
+"""The keys of the user's file. The registry of claims is one for all users of a node; credentials for S3 have files of their own."""
+
+_warned: set[str] = set()  # messages that this process, or one that it was forked from, has logged
 
 
-def _warn_of_unknown(names: Iterable[str]) -> None:
-    for name in names:
-        word = name.removeprefix("FOREBAY_")
-        if word not in KNOWN and name not in _warned:
-            import difflib
+def _warn_of_unknown(label: str, word: str, known: frozenset[str], head: str = "") -> None:
+    if word not in known and label not in _warned:
+        import difflib
 
-            _warned.add(name)
-            near = difflib.get_close_matches(word, KNOWN, 1)
-            log.warning("the variable %s is unknown and ignored%s", name, f": did you mean FOREBAY_{near[0]}?" if near else "")
+        near = difflib.get_close_matches(word, known, 1)
+        warn_once(f"{label} is unknown and ignored" + (f": did you mean {head}{near[0]}?" if near else ""), label)
+
+
+def warn_once(message: str, label: str = "") -> None:
+    """Log a warning once per process. ``label``: what makes it the same one, if not its text."""
+    if (label or message) not in _warned:
+        _warned.add(label or message)
+        log.warning("%s", message)
 
 
 def without_limits(make: Callable[..., T], *args: Any, **kwargs: Any) -> T:

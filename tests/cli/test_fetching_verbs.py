@@ -169,10 +169,27 @@ def test_what_has_no_room_is_a_failure_but_for_a_copy(
     url = urls_of(server, "a")[0]
     ran = run("pull", url)
     assert ran.code == 1
-    assert "FOREBAY_BUDGET" in ran.err
+    assert "`forebay budget SIZE`" in ran.err
     assert run("pull", url, "--to", tmp_path / "copy").code == 0
     assert (tmp_path / "copy").read_bytes() == b"a" + BODY
     caplog.clear()  # its records hold the errors, and these the store
+
+
+def test_pin_keeps_what_it_fetches_and_what_was_there(run: Run, server: ScriptedServer, cache: Cache) -> None:
+    urls = urls_of(server, "a", "b", "c")
+    run("pull", urls[0])
+    assert run("pull", "--pin", *urls[:2]).code == 0
+    assert run("pull", urls[2]).code == 0
+    assert {entry.name: entry.life for entry in cache.entries()} == {urls[0]: "pinned", urls[1]: "pinned", urls[2]: "cached"}
+    assert run("pull", *urls).code == 0
+    assert run("ls", "-q", "-f", "life=pinned").lines == urls[:2]
+
+
+def test_what_has_no_room_cannot_be_pinned(run: Run, server: ScriptedServer, home: Path, tmp_path: Path) -> None:
+    with Cache(home, budget=50_000):
+        pass
+    ran = run("pull", "--pin", *urls_of(server, "a"), "--to", tmp_path / "copy")
+    assert (ran.code, "50,000" in ran.err, (tmp_path / "copy").exists()) == (1, True, False)
 
 
 # -- pull of several ---------------------------------------------------------------------------------------------------

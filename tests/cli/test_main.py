@@ -11,14 +11,14 @@ import pytest
 
 import forebay
 from forebay import Cache
-from forebay.cli import listing, render
+from forebay.cli import listing, main, render
 from forebay.testing import ScriptedServer
 
 from .conftest import COMMAND, Run
 
 VERBS = [
     *("pull", "ls", "du", "stats", "rm", "prune", "clear", "verify", "path", "pin", "unpin", "warm", "claims", "doctor", "completion"),
-    "demo",
+    *("demo", "cat", "help", "push", "budget", "config"),
 ]
 
 
@@ -32,8 +32,22 @@ def test_help_lists_the_verbs(run: Run) -> None:
 def test_each_verb_has_help_and_json(run: Run, verb: str) -> None:
     ran = run(verb, "--help")
     assert ran.code == 0
-    assert "--json" in ran.out
-    assert ("--root" in ran.out) == (verb not in ("claims", "completion", "demo"))
+    assert ("--json" in ran.out) == (verb not in ("cat", "help"))  # the bytes of objects, and a text
+    assert ("--root" in ran.out) == (verb not in ("claims", "completion", "demo", "help"))
+
+
+def test_help_has_each_verb_once_below_a_task(run: Run) -> None:
+    ran = run("help")
+    assert (ran.code, ran.out) == (0, run("--help").out)
+    tasks = [line for line in ran.lines if line.endswith(":") and not line.startswith((" ", "Usage", "Options"))]
+    assert tasks == [f"{task}:" for task in main.TASKS]
+    assert sorted(main.VERBS) == sorted(VERBS)
+
+
+def test_help_of_one_verb(run: Run) -> None:
+    assert run("help", "cat").out == run("cat", "--help").out
+    ran = run("help", "cta")
+    assert (ran.code, "there is no verb 'cta'" in ran.err) == (2, True)
 
 
 def test_version(run: Run) -> None:
@@ -139,6 +153,36 @@ def test_the_log_goes_to_standard_error(run: Run, cache: Cache, monkeypatch: pyt
     monkeypatch.setattr(listing, "check_space", check_space)
     ran = run("ls")
     assert ran.err == "info: seen [red]\\x1b[2J\n"
+
+
+def test_quiet_before_the_verb_shows_errors_only(run: Run, cache: Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = server.put("/a", b"x")
+    monkeypatch.setenv("FOREBAY_VERBOSITY", "debug")
+    monkeypatch.setenv("FOREBAY_PROGRESS", "1")
+    assert run("pull", url).err != ""
+    ran = run("-q", "pull", url)
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+    ran = run("--quiet", "pull", f"{server.url}/none")
+    assert (ran.code, len(ran.err.splitlines())) == (1, 2)
+    ran = run("-q", "ls", "-q")
+    assert ran.lines == [url]
+
+
+def test_verbose_before_the_verb_shows_more_of_the_log(
+    run: Run, cache: Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = server.put("/a", b"x")
+    monkeypatch.setenv("FOREBAY_VERBOSITY", "error")
+    assert "debug: " in run("-vv", "pull", "--refresh", url).err
+    assert "debug: " not in run("-v", "pull", "--refresh", url).err
+    assert run("pull", "--refresh", url).err == ""  # for that one verb
+
+
+def test_quiet_behind_a_verb_that_has_no_such_option_is_explained(run: Run, cache: Cache) -> None:
+    for option in ("-q", "--verbose"):
+        ran = run("du", option)
+        assert (ran.code, f"`forebay {option} du`" in ran.err) == (2, True)
+    assert run("-q", "-v", "ls").code == 2
 
 
 def test_a_reader_who_has_gone_before_the_first_line(cache: Cache, home: Path) -> None:

@@ -57,6 +57,11 @@ def test_clear_takes_a_directory_and_its_files_at_once(run: Run, url: str, cache
     assert cache.entries() == []
 
 
+def test_pin_keeps_a_directory(run: Run, url: str, cache: Cache) -> None:
+    assert run("pull", "--pin", url).code == 0
+    assert run("ls", "-q", "-f", "life=pinned").lines == [f"directories:{url}"]
+
+
 def test_pull_takes_include_and_exclude(run: Run, url: str, server: ScriptedServer, cache: Cache) -> None:
     ran = run("pull", url, "--include", "model-*", "--include", "*.json", "--exclude", "*-00002*")
     assert (ran.code, ran.err) == (0, "")
@@ -124,7 +129,7 @@ def test_without_room_in_the_cache(run: Run, url: str, tmp_path: Path, home: Pat
         pass
     ran = run("pull", url)
     assert ran.code == 1
-    assert "FOREBAY_BUDGET" in ran.err
+    assert "`forebay budget SIZE`" in ran.err
     ran = run("pull", "--json", url, "--to", tmp_path / "copy")
     assert (ran.code, [one["state"] for one in ran.json]) == (0, ["past"])
     assert files_of(tmp_path / "copy") == FILES

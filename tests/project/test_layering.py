@@ -16,12 +16,13 @@ PACKAGE = SRC / "forebay"
 
 # A room may import what stands to its left, in its own line or through another one. Rooms between two "<" do not import each other.
 ORDER = """
-    _logs < errors < _model _config
+    _logs < errors < _model _config_file
+    _config_file < _config
     _model < _kernel.host < _kernel.locks _kernel.mappings < _kernel.waits
     _model < _kernel.threads < remote
     _kernel.host < _kernel.below
     _model < codecs testing
-    _kernel.waits _kernel.below < world remote
+    _kernel.waits _kernel.below _config < world remote
     _kernel.waits _kernel.below _config < _engine.files < _engine.index < _engine.catalog < _engine.locks < _engine.space < _engine.write
     _engine.write < _engine.packs
     _engine.locks < _engine.reading _engine.stats

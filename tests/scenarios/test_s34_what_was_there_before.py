@@ -31,20 +31,32 @@ def filled(root: Path, server: ScriptedServer, children: Callable[..., Any]) -> 
     return urls
 
 
-@pytest.mark.parametrize("by", ["argument", "environment"])
-def test_s34_a_smaller_limit_is_applied_at_the_open(
-    root: Path, filled: list[str], disk_usage: Callable[[Path], int], by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_s34_a_smaller_limit_is_applied_at_the_open(root: Path, filled: list[str], disk_usage: Callable[[Path], int]) -> None:
     before = disk_usage(root / "blobs")
     assert before > 22 * MiB
-    if by == "environment":
-        monkeypatch.setattr("forebay._config.LEAST_BUDGET", MiB)
-        monkeypatch.setenv("FOREBAY_BUDGET", "6MiB")
-    with forebay.Cache(root, budget=6 << 20 if by == "argument" else None) as cache:
+    with forebay.Cache(root, budget=6 << 20) as cache:
         assert disk_usage(root / "blobs") <= 6 * MiB
         assert cache.stats().bytes_used == disk_usage(root / "blobs")
         assert cache.get("3") is not None  # the latest stayed
         assert cache.entry(filled[0]) is None
+
+
+def test_s34_a_budget_in_the_environment_changes_no_cache_that_exists(
+    root: Path, filled: list[str], disk_usage: Callable[[Path], int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = disk_usage(root / "blobs")
+    monkeypatch.setattr("forebay._config.LEAST_BUDGET", MiB)
+    monkeypatch.setattr("forebay._config._warned", set())
+    monkeypatch.setenv("FOREBAY_BUDGET", "6MiB")
+    for _ in range(2):
+        with forebay.Cache(root) as cache:
+            assert cache.budget > 6 * MiB
+            assert disk_usage(root / "blobs") == before
+    told = [record.getMessage() for record in caplog.records if "FOREBAY_BUDGET" in record.getMessage()]
+    assert len(told) == 1  # once for a process
+    assert "`forebay budget 6MiB`" in told[0]
+    with forebay.Cache(root.with_name("new")) as cache:
+        assert cache.budget == 6 * MiB
 
 
 @pytest.mark.parametrize("what", ["catalog.sqlite", "catalog", "everything but blobs", "slots", "counters"])

@@ -44,13 +44,13 @@ class Cache:
     """The local cache of this node: one directory, one byte budget, any number of processes.
 
     ``root``: the directory (default: ``$FOREBAY_HOME``, else ``~/.cache/forebay``). ``budget``, ``min_free``: bytes as int or ``"500GB"``,
-    ``"500GiB"``, ``"80%"`` of the disk; an explicit value sets it for every process that shares the root. ``max_entries``: the maximum
-    number of entries. ``max_rate`` (``"1GB"``), ``max_connections``: bytes a second from all remotes, and connections to a host, of all
-    processes that share the root; set as the budget is, 0 lifts them. ``shared``: a root for the group (default: ``$FOREBAY_SHARED``);
-    without it, a root that a group can write to is refused. ``read_only``: never write to the root. ``upstream``: a root that is searched
-    second, and never written to. ``offline``: never ask a remote. ``max_age``: seconds for which an entry is served without asking the
-    remote, or ``"forever"``. ``timeout``: seconds that a call waits in total for other processes (default: as long as they live; for the
-    catalog 10 s). ``enabled=False``: the same calls without a cache behind them.
+    ``"500GiB"``, ``"80%"`` of the disk; an argument sets it for every process that shares the root, ``$FOREBAY_BUDGET`` only that of a new
+    root. ``max_entries``: the maximum number of entries. ``max_rate`` (``"1GB"``), ``max_connections``: bytes a second from all remotes,
+    and connections to a host, of all processes that share the root; set as the budget is, 0 lifts them. ``shared``: a root for the group
+    (default: ``$FOREBAY_SHARED``); without it, a root that a group can write to is refused. ``read_only``: never write to the root.
+    ``upstream``: a root that is searched second, and never written to. ``offline``: never ask a remote. ``max_age``: seconds for which an
+    entry is served without asking the remote, or ``"forever"``. ``timeout``: seconds that a call waits in total for other processes
+    (default: as long as they live; for the catalog 10 s). ``enabled=False``: the same calls without a cache behind them.
 
     Callable from any thread; usable in both processes after a fork; pickles as its path and options. Opening it raises `RootRefused`,
     `NewerFormat` and `ConfigError`; afterwards faults of the cache never reach the caller: calls are served from the source.

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING
 
 import forebay
 from forebay import errors
-from forebay._config import KNOWN, LEAST_BUDGET, EnvironmentSettings, format_age, format_size, parse_budget
+from forebay._config import (
+    KNOWN,
+    LEAST_BUDGET,
+    EnvironmentSettings,
+    format_age,
+    format_size,
+    given_settings,
+    parse_budget,
+    unused_budget,
+)
 from forebay._kernel import host, mappings
 from forebay.cli.options import opened
 
@@ -89,22 +98,18 @@ def _settings(path: Path) -> Iterator[Finding]:
     known = [name for name in names if name.removeprefix("FOREBAY_") in KNOWN]
     shown = [f"{name}={'(set)' if _SECRET.search(name) else os.environ[name]}" if name in known else name for name in names]
     yield Finding("environment", "ok", " ".join(shown) or "no FOREBAY_ variable is set")
-    for fault in _faults(names):
+    for fault in setting_faults():
         yield Finding(str(fault.facts["name"]), "wrong", str(fault), "correct or unset it: until then no job can open a cache")
     proxies = sorted(name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"))
     if proxies:
         yield Finding("proxies", "ok", "in use: " + ", ".join(proxies))  # only the names: a proxy's URL may hold a password
 
 
-def _faults(names: list[str]) -> Iterator[errors.ConfigError]:
-    from forebay.remote import RemoteOptions
+def setting_faults() -> list[errors.ConfigError]:
+    """What is invalid in the variables, and in the user's file."""
+    from forebay.remote.base import numbers
 
-    yield from EnvironmentSettings.with_faults()[1]
-    for name in names:
-        try:
-            RemoteOptions.from_environment({name: os.environ[name]})
-        except errors.ConfigError as error:
-            yield error
+    return EnvironmentSettings.with_faults()[1] + numbers(given_settings()[0])[1]
 
 
 def _file_system(path: Path) -> Iterator[Finding]:
@@ -203,7 +208,7 @@ def _content(path: Path) -> Iterator[Finding]:
         stats, problems, index = cache.stats(), cache.check(), store.engine.stats.index_use()
         standings = store.usage().standings
     disk = host.disk(path)
-    yield from _budget(stats.budget, disk.total)
+    yield from _budget(path, stats.budget, disk.total)
     facts = f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}, {stats.entries:,} entries, hit rate {stats.hit_rate:.0%}"
     short = stats.budget - stats.bytes_used > disk.free
     todo = "the disk is full before the budget is: lower the budget, or make room" if short else ""
@@ -253,21 +258,28 @@ def _policies(standings: Mapping[str, Standing | None]) -> Iterator[Finding]:
         yield Finding(f"eviction of {name}", "ok", found)
 
 
-def _budget(budget: int, disk: int) -> Iterator[Finding]:
-    how = "any job that opens the cache with another budget sets it: FOREBAY_BUDGET=500GB, or Cache(budget=...)"
+def _budget(path: Path, budget: int, disk: int) -> Iterator[Finding]:
+    how = "`forebay budget SIZE` changes it for all processes"
     if budget < LEAST_BUDGET:
         yield Finding("budget", "slow", f"{format_size(budget)} holds hardly anything", how)
     elif budget > disk:
         yield Finding("budget", "slow", f"{format_size(budget)} is more than the whole disk, {format_size(disk)}", how)
-    setting = EnvironmentSettings.with_faults()[0].budget
     try:
-        requested = budget if setting is None else parse_budget(setting, total=disk, name="FOREBAY_BUDGET")
+        unused = unused_setting(path, budget, disk)
     except errors.ConfigError as error:  # a share that is invalid for this disk
         yield Finding("budget", "wrong", str(error), "until then no job can open the cache")
         return
-    if requested != budget:
-        facts = f"FOREBAY_BUDGET={setting} is {format_size(requested)}, the cache has {format_size(budget)}"
-        yield Finding("budget", "ok", facts, "the next job with this variable sets it for all processes; a lower budget evicts at once")
+    if unused:
+        yield Finding("budget", "ok", unused)
+
+
+def unused_setting(path: Path, budget: int, disk: int) -> str:
+    """A message about the budget of variables or the user's file if it differs from that of the cache; else empty. Raises `ConfigError`
+    if it is invalid for a ``disk`` of this size."""
+    given = given_settings()[0].get("budget")
+    if given is None or EnvironmentSettings.with_faults()[0].budget is None:
+        return ""
+    return unused_budget(given, path, budget) if parse_budget(given.text, total=disk, name=given.name) != budget else ""
 
 
 def _claims(_: Path) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The verbs that fill the cache: `pull`, `warm`."""
+"""The verbs that fill the cache: `pull`, `warm`, `cat`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from urllib.parse import unquote, urlsplit
 import click
 
 from forebay._logs import logger
+from forebay.cli.braces import expand, expand_all
 from forebay.cli.hints import OK, is_expected, shared_code
-from forebay.cli.options import filled, jobs_option, json_option, root_option, verb
+from forebay.cli.options import complete_names, filled, jobs_option, json_option, refresh_option, root_option, verb
 from forebay.cli.render import Output, note, print_error, shown_name
+from forebay.cli.streams import copy_to_output
 from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound, RemoteError
 
 if TYPE_CHECKING:
@@ -115,10 +117,10 @@ class _Watch:
 
 
 def fetch_each(
-    cache: Cache, urls: Sequence[str], bars: Bars, *, jobs: int, refresh: bool = False, sha256: str | None = None
+    cache: Cache, urls: Sequence[str], bars: Bars, *, jobs: int, refresh: bool = False, sha256: str | None = None, pin: bool = False
 ) -> Generator[tuple[Outcome, Lease | None], None, None]:
-    """Fetch objects into the cache, ``jobs`` at a time. Yields the outcome of each as it comes, with the lease on its copy, which the
-    caller closes; a failure does not stop the rest. See `pull_each`."""
+    """Fetch objects into the cache, ``jobs`` at a time, and pin them if ``pin``. Yields the outcome of each as it comes, with the lease
+    on its copy, which the caller closes; a failure does not stop the rest. See `pull_each`."""
     from forebay.cache import origin_of  # here, so that `forebay --help` need not load the engine
     from forebay.cache.many import pull_each
     from forebay.origin.request import FetchOptions
@@ -134,7 +136,7 @@ def fetch_each(
         watches[url] = watch, key
         reporter = ProgressReporter(url, watch)
         on_wait, on_progress = reporter.waiting, reporter.fetching
-        own = FetchOptions.of(origin, refresh=refresh, sha256=sha256, force=True, on_wait=on_wait, on_progress=on_progress)
+        own = FetchOptions.of(origin, refresh=refresh, sha256=sha256, force=True, pin=pin, on_wait=on_wait, on_progress=on_progress)
         return own, reporter
 
     with contextlib.closing(pull_each(origin, urls, origin.target, options, jobs)) as pulled:
@@ -168,7 +170,8 @@ def conclude(outcomes: Sequence[Outcome], output: Output) -> None:
 @click.option("--overwrite", is_flag=True, help="Replace existing files where --to copies to.")
 @jobs_option(4)
 @click.option("--sha256", metavar="HEX", help="The expected hash of the bytes (one URL).")
-@click.option("--refresh", is_flag=True, help="Ask the source now, however fresh the copy is.")
+@refresh_option
+@click.option("--pin", is_flag=True, help="Exclude them from eviction, as `forebay pin` does.")
 @root_option
 @json_option
 def pull(
@@ -180,12 +183,13 @@ def pull(
     jobs: int,
     sha256: str | None,
     refresh: bool,
+    pin: bool,
     root: Path | None,
     as_json: bool,
 ) -> None:
     """Fetch objects and directories into the cache, each once for the whole node. The URL of a directory ends with a slash. If another
-    process is fetching one already, wait for it and show its progress."""
-    urls = list(dict.fromkeys(urls))
+    process is fetching one already, wait for it and show its progress. Braces stand for several URLs: 'shard-{000..127}.tar'."""
+    urls = expand_all(urls)
     folders = [url for url in urls if _is_directory(url)]
     if sha256 is not None and (len(urls) > 1 or folders or not _is_sha256(sha256)):
         raise ConfigError("--sha256 takes 64 hexadecimal digits, and the URL of one object", name="--sha256", value=sha256)
@@ -200,8 +204,9 @@ def pull(
     part: dict[str, Any] = {"include": include or None, "exclude": exclude or None}
     with filled(root) as cache, _results(urls, jobs, quiet=as_json) as results:
         objects = [url for url in urls if url not in folders]
-        rest = _pull_objects(cache, objects, targets, results, jobs=jobs, overwrite=overwrite, refresh=refresh, sha256=sha256)
-        pull_directory = functools.partial(_pull_directory, cache, bars=results.bars, refresh=refresh, overwrite=overwrite, **part)
+        options: dict[str, Any] = {"refresh": refresh, "sha256": sha256, "pin": pin}
+        rest = _pull_objects(cache, objects, targets, results, jobs=jobs, overwrite=overwrite, **options)
+        pull_directory = functools.partial(_pull_directory, cache, bars=results.bars, refresh=refresh, pin=pin, overwrite=overwrite, **part)
         rest |= {url: functools.partial(pull_directory, url, targets.get(url)) for url in folders}
         for url, call in rest.items():
             results.call(url, call)
@@ -211,14 +216,15 @@ def pull(
 
 def _pull_objects(
     cache: Cache, urls: Sequence[str], targets: Mapping[str, Path], results: Results, *, jobs: int, overwrite: bool, refresh: bool,
-    sha256: str | None,
+    sha256: str | None, pin: bool,
 ) -> dict[str, Callable[[], Outcome]]:  # fmt: skip
     """Fetch objects, and copy them to their targets. Returns, by URL, calls that get the outcomes of those that need more, which must not
     be called before this ends: copies past the cache, and questions whether a directory was meant."""
     from forebay.origin.files import opened  # here, so that `forebay --help` need not load it
 
     rest: dict[str, Callable[[], Outcome]] = {}
-    with contextlib.closing(fetch_each(cache, urls, results.bars, jobs=jobs, refresh=refresh, sha256=sha256)) as fetched:
+    fetching = fetch_each(cache, urls, results.bars, jobs=jobs, refresh=refresh, sha256=sha256, pin=pin)
+    with contextlib.closing(fetching) as fetched:
         for outcome, lease in fetched:
             url, target, error = outcome.url, targets.get(outcome.url), outcome.error
             if lease is not None and target is not None:
@@ -226,7 +232,7 @@ def _pull_objects(
             elif lease is not None:
                 lease.close()
                 results.add(outcome)
-            elif outcome.state == "past" and target is not None:
+            elif outcome.state == "past" and target is not None and not pin:
                 open_past = functools.partial(cache.open, url, sha256=sha256)
                 rest[url] = functools.partial(_copied, outcome, open_past, target, overwrite=overwrite)
             elif isinstance(error, NotFound) or (isinstance(error, RemoteError) and _is_local_directory(url)):
@@ -273,17 +279,17 @@ def _exists_as_directory(cache: Cache, url: str) -> bool:
 
 
 def _pull_directory(
-    cache: Cache, url: str, target: Path | None, *, bars: Bars, refresh: bool, overwrite: bool, **part: Any
+    cache: Cache, url: str, target: Path | None, *, bars: Bars, refresh: bool, pin: bool, overwrite: bool, **part: Any
 ) -> Outcome:  # fmt: skip
     watch = _Watch(url, bars)
     try:
-        lease = cache.directory(url, force=True, refresh=refresh, on_progress=watch, **part)
+        lease = cache.directory(url, force=True, refresh=refresh, pin=pin, on_progress=watch, **part)
         with lease:
             if target is not None:
                 cache.copy_directory(url, target, force=True, overwrite=overwrite, **part)
             return watch.outcome(watch.size)  # the size of its files, not of the tree of links
     except NoSpace:
-        if target is None:
+        if target is None or pin:
             raise
     cache.copy_directory(url, target, force=True, overwrite=overwrite, refresh=refresh, on_progress=watch, **part)
     return replace(watch.outcome(None), state="past")
@@ -371,18 +377,39 @@ def _foreign(target: Path) -> Foreign:
     return Foreign(f"{target} exists with other bytes: nothing was written", path=str(target))
 
 
+# -- cat ---------------------------------------------------------------------------------------------------------------
+
+
+@verb
+@click.argument("urls", nargs=-1, required=True, metavar="URL...", shell_complete=complete_names)
+@refresh_option
+@root_option
+def cat(urls: Sequence[str], refresh: bool, root: Path | None) -> None:
+    """Write objects to standard output, one behind the other, for a pipe; each is fetched into the cache first, if it is not there. Stops
+    at the first that fails: `set -o pipefail` tells the shell. Braces stand for several URLs: 'shard-{000..127}.tar'."""
+    several = [url for text in urls for url in expand(text)]
+    for url in several:
+        if _is_directory(url) or _is_local_directory(url):
+            raise ConfigError(f"{shown_name(url)} is a directory: cat takes objects", name="URL", value=url)
+    with filled(root) as cache:
+        for url in several:
+            with cache.open(url, refresh=refresh) as file:
+                copy_to_output(file)
+
+
 # -- warm --------------------------------------------------------------------------------------------------------------
 
 
 @verb
-@click.argument("source", metavar="FILE|PREFIX")
+@click.argument("sources", nargs=-1, required=True, metavar="FILE|URL...")
 @jobs_option(16)
 @root_option
 @json_option
-def warm(source: str, jobs: int, root: Path | None, as_json: bool) -> None:
-    """Fill the cache before a job: with the URLs in FILE, one a line ('-': standard input), or all that begin with the URL PREFIX. Objects
-    in the cache are skipped: after an interruption the same command resumes."""
-    urls = list(dict.fromkeys(_urls(source)))
+def warm(sources: Sequence[str], jobs: int, root: Path | None, as_json: bool) -> None:
+    """Fill the cache before a job, from lists of URLs, or with all objects whose URLs begin alike. FILE has one URL a line ('-': standard
+    input). URL is the beginning of others, one HTTP object, or, with braces, the objects that these stand for:
+    's3://bucket/shard-{000..127}.tar'. Objects in the cache are skipped: after an interruption the same command resumes."""
+    urls = list(dict.fromkeys(url for source in sources for url in _expanded(source)))
     with filled(root) as cache, _results(urls, jobs, quiet=as_json) as results:
         with contextlib.closing(fetch_each(cache, urls, results.bars, jobs=jobs)) as fetched:
             for outcome, lease in fetched:
@@ -408,22 +435,31 @@ def _results(urls: Sequence[str], jobs: int, *, quiet: bool) -> Iterator[Results
         raise
 
 
+def _expanded(source: str) -> Iterable[str]:
+    """The URLs that an argument stands for; with braces it names objects, or, where it ends with a slash, prefixes."""
+    several = expand(source)
+    if several == [source]:
+        return _urls(source)
+    return (url for one in several for url in ([one] if "://" in one and not _is_directory(one) else _urls(one)))
+
+
 def _urls(source: str) -> Iterable[str]:
     if source == "-":
         return _lines(sys.stdin)
     if source.lower().startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{source}: HTTP servers list no objects: pass a file of URLs, or - and the URLs", name="FILE|PREFIX", value=source
-        )
+        if not _is_directory(source):
+            return [source]
+        message = f"{source}: HTTP servers list no objects: pass their URLs, or a file of URLs"
+        raise ConfigError(message, name="FILE|URL", value=source)
     if source and ("://" in source or Path(source).is_dir()):
         return _listing(source)
     if not source or not Path(source).exists():
-        raise ConfigError(f"{source!r} is neither a file of URLs nor the URL of a prefix", name="FILE|PREFIX", value=source)
+        raise ConfigError(f"{source!r} is neither a file of URLs nor the URL of a prefix", name="FILE|URL", value=source)
     try:
         with open(source, encoding="utf-8") as file:
             return _lines(file)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{source} is not a text file of URLs: {error}", name="FILE|PREFIX", value=source) from error
+        raise ConfigError(f"{source} is not a text file of URLs: {error}", name="FILE|URL", value=source) from error
 
 
 def _lines(file: Iterable[str]) -> list[str]:
@@ -436,5 +472,5 @@ def _listing(prefix: str) -> list[str]:
 
     urls = [info.url for info in remote.resolve(prefix, remote.RemoteOptions.from_environment()).list(prefix)]
     if not urls:
-        raise ConfigError(f"nothing begins with {prefix}", name="FILE|PREFIX", value=prefix)
+        raise ConfigError(f"nothing begins with {prefix}", name="FILE|URL", value=prefix)
     return urls

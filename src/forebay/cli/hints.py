@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from forebay import errors
+from forebay import _config_file, errors
 
 OK = 0
 FAILED = 1
@@ -32,6 +32,8 @@ class NotFreed(errors.ForebayError, RuntimeError):
 class NoCache(errors.ForebayError, FileNotFoundError):
     """There is no cache at ``path`` yet, and the verb does not create one."""
 
+    path: str
+
     @classmethod
     def of(cls, path: str) -> NoCache:
         return cls(f"there is no cache at {path}", path=path)
@@ -57,7 +59,12 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
     (errors.ConfigError, Hint("correct it: `forebay VERB --help` lists its arguments and options", USAGE)),
     (errors.MissingExtra, Hint("install it into forebay's environment, then run the command again")),
     (OutputFailed, Hint("the cache is fine: check where the output goes")),
-    (NotFreed, Hint("`forebay ls --leased` shows entries in use; `forebay unpin` lets entries be evicted; or raise the budget")),
+    (
+        NotFreed,
+        Hint(
+            "`forebay ls --leased` shows entries in use; `forebay unpin` lets entries be evicted; `forebay budget SIZE` raises the budget"
+        ),
+    ),
     (NoCache, Hint("`forebay pull URL` creates one; --root or FOREBAY_HOME selects another directory", ABSENT)),
     (errors.NewerFormat, Hint("upgrade forebay, or give this version a directory of its own with --root")),
     (
@@ -66,7 +73,7 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
     ),
     (
         errors.NoSpace,
-        Hint("raise FOREBAY_BUDGET, or run `forebay prune --free SIZE`; `forebay ls --leased` shows entries in use"),
+        Hint("raise the budget with `forebay budget SIZE`, or run `forebay prune --free SIZE`; `forebay ls --leased` shows entries in use"),
     ),
     (errors.ReadOnly, Hint("run it as the owner of the cache, or select your own with --root")),
     (errors.Damaged, Hint("`forebay verify --repair` sets damaged entries aside")),
@@ -105,6 +112,8 @@ def hint_for(error: BaseException) -> Hint:
     hint = next((hint for kind, hint in _HINTS if isinstance(error, kind)), None)
     if type(error) is errors.NotCached and not _is_url(getattr(error, "key", "")):
         hint = Hint("check the name: `forebay ls -q` lists all", ABSENT)
+    if isinstance(error, errors.ConfigError) and _config_file.NAME in str(getattr(error, "name", "")):
+        hint = Hint("correct the file: `forebay config` shows all settings", USAGE)
     hint = hint or Hint("this is a bug in Forebay: FOREBAY_VERBOSITY=debug shows where; please report it")
     todo = getattr(error, "todo", "") or hint.todo.replace("forebay VERB", command())
     return hint._replace(todo=str(todo))

@@ -11,7 +11,18 @@ import click
 
 from forebay._config import format_size
 from forebay.cli.filters import parse_filters
-from forebay.cli.options import check_space, existing, filter_option, json_option, matching, opened, root_option, space_option, verb
+from forebay.cli.options import (
+    check_space,
+    complete_names,
+    existing,
+    filter_option,
+    json_option,
+    matching,
+    opened,
+    root_option,
+    space_option,
+    verb,
+)
 from forebay.cli.render import Output, shown, shown_name
 from forebay.errors import ConfigError, NotCached
 
@@ -21,7 +32,7 @@ LIMITS = ("max_rate", "max_connections")
 
 
 @verb
-@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete_names)
 @click.option(
     "--sort", "-s", type=click.Choice(["name", "size", "used", "created"]), default="name", show_default=True,
     help="Largest, latest used, latest created first.",
@@ -121,7 +132,7 @@ def _formatted(name: str, value: float) -> str:
 
 
 @verb
-@click.argument("name", required=False, metavar="[NAME]")
+@click.argument("name", required=False, metavar="[NAME]", shell_complete=complete_names)
 @root_option
 @json_option
 def path(name: str | None, root: Path | None, as_json: bool) -> None:

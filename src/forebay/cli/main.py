@@ -18,28 +18,43 @@ from forebay._logs import logger
 from forebay.cli import streams
 from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, command, hint_for, is_expected, set_verb
 from forebay.cli.options import json_option, root_option, verb
-from forebay.cli.render import LOG_LINES, Output, note, print_error, print_two_lines
+from forebay.cli.render import LOG_LINES, Output, argument_of_verbosity, note, print_error, print_two_lines
 
 log = logger("forebay.cli")
+package_log = logging.getLogger("forebay")
 
-LOOKING = frozenset({"claims", "completion", "doctor", "du", "ls", "path", "stats", "verify"})
+LOOKING = frozenset({"budget", "claims", "completion", "config", "doctor", "du", "help", "ls", "path", "stats", "verify"})
 """Verbs that apply no limits, and change nothing without an option that does."""
 
-VERBS = {
-    "pull": "fetching", "push": "push", "ls": "listing", "du": "listing", "stats": "listing", "rm": "removing", "prune": "removing",
-    "clear": "removing", "verify": "checking", "path": "listing", "pin": "removing", "unpin": "removing", "warm": "fetching",
-    "claims": "listing", "doctor": "checking", "completion": "main", "demo": "demo",
-}  # fmt: skip
-"""The verbs, in the order of the help, and the module of each."""
+TASKS = {
+    "Fetch and send": {"pull": "fetching", "warm": "fetching", "cat": "fetching", "push": "push"},
+    "See what is there": {"ls": "listing", "path": "listing", "du": "listing", "stats": "listing", "claims": "listing"},
+    "Decide what stays": {
+        "budget": "settings",
+        "pin": "removing",
+        "unpin": "removing",
+        "rm": "removing",
+        "prune": "removing",
+        "clear": "removing",
+    },
+    "Check": {"config": "settings", "doctor": "checking", "verify": "checking"},
+    "Begin": {"help": "main", "completion": "main", "demo": "demo"},
+}
+"""The verbs by task, in the order of the help, and the module of each."""
+
+VERBS = {name: module for verbs in TASKS.values() for name, module in verbs.items()}
 
 
 @verb
 @click.argument("shell", metavar="bash|zsh|fish", type=click.Choice(["bash", "zsh", "fish"]))
 @json_option
 def completion(shell: str, as_json: bool) -> None:
-    """Print a script that completes verbs and options: `eval "$(forebay completion bash)"`."""
+    """Print a script that completes verbs, options, and names of entries and spaces: `eval "$(forebay completion bash)"`."""
     from click.shell_completion import get_completion_class
 
+    from forebay.cli import completing
+
+    completing.prepare()
     kind = get_completion_class(shell)
     assert kind is not None
     script = kind(top, {}, "forebay", COMPLETE).source()
@@ -48,11 +63,32 @@ def completion(shell: str, as_json: bool) -> None:
     output.raw(script)
 
 
+@click.command("help", short_help="List the verbs by task, or show the help of one.")
+@click.argument("name", required=False, metavar="[VERB]")
+@click.pass_context
+def show_help(context: click.Context, name: str | None) -> None:
+    """List the verbs by task, or show the help of one."""
+    if name is None:
+        click.echo(top.get_help(click.Context(top, info_name="forebay")))
+        return
+    command = top.get_command(context, name)
+    if command is None:
+        raise click.UsageError(f"there is no verb {name!r}", context.parent)
+    click.echo(command.get_help(click.Context(command, info_name=name, parent=context.parent)))
+
+
 class _Verbs(click.Group):
     """All verbs. The module of a verb is imported when it runs; for the help, those of all."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(VERBS)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, VERBS))  # the same in each section
+        for task, names in TASKS.items():
+            with formatter.section(task):
+                commands = {name: self.get_command(context, name) for name in names}
+                formatter.write_dl([(name.ljust(width), command.get_short_help_str()) for name, command in commands.items() if command])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name in VERBS and name not in self.commands:
@@ -62,28 +98,35 @@ class _Verbs(click.Group):
 
 @click.command(cls=_Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @root_option
+@click.option("--quiet", "-q", is_flag=True, help="Show errors only: no warnings, no notes, no progress bars.")
+@click.option("--verbose", "-v", count=True, help="Show more of the log; -vv shows all of it.")
 @click.option("--version", is_flag=True, help="Show the version and exit.")
 @click.pass_context
-def top(context: click.Context, root: Path | None, version: bool) -> None:
+def top(context: click.Context, root: Path | None, quiet: bool, verbose: int, version: bool) -> None:
     """The local cache of a training node: remote data, fetched once, within one budget."""
     if version or context.invoked_subcommand is None:
         click.echo(f"forebay {forebay.__version__}" if version else context.get_help())
         context.exit()
+    if quiet and verbose:
+        raise click.UsageError("-q and -v exclude each other", context)
     set_verb(context.invoked_subcommand)
     context.default_map = {context.invoked_subcommand: {"root": root}}  # an option of the verb itself wins
     _log_to_stderr(context.invoked_subcommand)
 
 
+top.add_command(show_help)
+
+
 def _log_to_stderr(verb: str) -> None:
-    package = logging.getLogger("forebay")
-    if LOG_LINES not in package.handlers:
-        package.addHandler(LOG_LINES)
-    package.setLevel(_settings_for(verb).verbosity or logging.WARNING)
+    if LOG_LINES not in package_log.handlers:
+        package_log.addHandler(LOG_LINES)
+    verbosity, argument = _settings_for(verb).verbosity, argument_of_verbosity()
+    package_log.setLevel(argument[1].upper() if argument else verbosity or logging.WARNING)
 
 
 def _settings_for(verb: str) -> EnvironmentSettings:
     """Return the environment's settings for a verb. Raises `ConfigError` for invalid ones; limits count only for verbs that apply them."""
-    if verb == "doctor":  # it reports invalid settings
+    if verb in ("config", "doctor", "help"):  # they report invalid settings, or need none
         return EnvironmentSettings.with_faults()[0]
     return EnvironmentSettings.from_environment(limits=verb not in LOOKING)
 
@@ -102,6 +145,10 @@ def _run(arguments: list[str] | None) -> int:
     set_verb(None)
     try:
         if COMPLETE in os.environ:
+            from forebay.cli import completing
+
+            completing.prepare()
+            package_log.addHandler(logging.NullHandler())  # no warning on the terminal on which someone types
             top.main(arguments, prog_name="forebay", complete_var=COMPLETE)  # prints what completes the line, and exits
         code = _invoke(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()
@@ -131,7 +178,10 @@ def _invoke(arguments: list[str]) -> int:
 def _print_usage(error: click.UsageError) -> None:
     context = error.ctx  # None for an option without its value
     path = context.command_path if context else command()
-    print_two_lines(" ".join(error.format_message().split()), f"`{path} --help` lists its arguments and options")
+    todo = f"`{path} --help` lists its arguments and options"
+    if isinstance(error, click.NoSuchOption) and error.option_name in ("-q", "--quiet", "-v", "-vv", "--verbose"):
+        todo = f"it stands before the verb: `forebay {error.option_name} {path.rpartition(' ')[2]}`"
+    print_two_lines(" ".join(error.format_message().split()), todo)
 
 
 def _print_failure(error: Exception) -> int:

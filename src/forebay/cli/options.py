@@ -17,6 +17,8 @@ from forebay.cli.render import shown_name
 from forebay.errors import CacheFault, ConfigError, NotCached
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from forebay._model import Entry
     from forebay.cache import Cache
 
@@ -27,21 +29,44 @@ def verb(function: Callable[..., None]) -> click.Command:
     return click.command(function.__name__, short_help=first)(function)  # without a short help the first line of the help is cut
 
 
+def complete_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Complete the name of an entry, in a shell."""
+    from forebay.cli import completing  # here: only a shell that completes needs it
+
+    return completing.names(context, incomplete)
+
+
+def complete_spaces(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Complete the name of a space, in a shell."""
+    from forebay.cli import completing
+
+    return completing.spaces(context, incomplete)
+
+
+def complete_directories(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Let a shell complete the path of a directory."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="dir")]
+
+
 def _path_or_none(context: click.Context, option: click.Parameter, text: str | Path | None) -> Path | None:
     return Path(text) if text else None
 
 
 root_option = click.option(
-    "--root", "-C", metavar="DIR", callback=_path_or_none, help="The cache's directory (default: $FOREBAY_HOME, else ~/.cache/forebay).",
+    "--root", "-C", metavar="DIR", callback=_path_or_none, shell_complete=complete_directories,
+    help="The cache's directory (default: $FOREBAY_HOME, else ~/.cache/forebay).",
 )  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+refresh_option = click.option("--refresh", is_flag=True, help="Ask the source now, however fresh the copy is.")
 yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", "-n", is_flag=True, help="Show what would be removed or sent; change nothing.")
-space_option = click.option("--space", metavar="SPACE", help="Only this named part of the cache.")
+space_option = click.option("--space", metavar="SPACE", shell_complete=complete_spaces, help="Only this named part of the cache.")
 filter_option = click.option(
     "--filter", "-f", "filters", multiple=True, metavar="TERM", help="Such as 'size>1GB', 'used>30d', 'space=urls'; all must hold."
 )
-names_argument = click.argument("names", nargs=-1, required=True, metavar="NAME...")
+names_argument = click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=complete_names)
 
 
 def jobs_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -15,6 +15,7 @@ from forebay.cli.filters import parse_filters
 from forebay.cli.hints import ABSENT, FAILED, NoCache, NotFreed
 from forebay.cli.options import (
     check_space,
+    complete_names,
     dry_run_option,
     filter_option,
     find_each,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @verb
-@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete_names)
 @filter_option
 @dry_run_option
 @yes_option

@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import click
+
 from forebay._config import EnvironmentSettings, format_age, format_size
 from forebay._logs import escaped
 from forebay.cli.hints import hint_for
@@ -77,7 +79,9 @@ def shown_name(name: str) -> str:
 
 
 def wants_bars() -> bool:
-    """Whether to draw bars: on a terminal, unless ``FOREBAY_PROGRESS=0``; ``=1`` always draws them."""
+    """Whether to draw bars: on a terminal, unless ``FOREBAY_PROGRESS=0``; ``=1`` always draws them; ``forebay -q`` never does."""
+    if _is_quiet():
+        return False
     progress = EnvironmentSettings.from_environment().progress
     return sys.stderr.isatty() if progress is None else progress
 
@@ -94,8 +98,24 @@ def print_two_lines(what: str, todo: str) -> None:
     err.print(styled((" hint: ", "bold"), plain(todo)), soft_wrap=True)
 
 
+def _is_quiet() -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.find_root().params.get("quiet"))
+
+
+def argument_of_verbosity() -> tuple[str, str] | None:
+    """The option before the verb that sets how much of the log is shown, and its level; None if there is none."""
+    context = click.get_current_context(silent=True)
+    verbose = 0 if context is None else context.find_root().params.get("verbose", 0)
+    if verbose:
+        return ("-v", "info") if verbose == 1 else ("-vv", "debug")
+    return ("-q", "error") if _is_quiet() else None
+
+
 def note(text: str) -> None:
-    """Print a note on standard error."""
+    """Print a note on standard error, unless ``forebay -q``."""
+    if _is_quiet():
+        return
     console(stderr=True).print(styled(plain(shown(text))), soft_wrap=True)
 
 
@@ -364,7 +384,7 @@ def _jsonable(value: object) -> object:
 def confirmed(question: str) -> bool:
     """Whether the user agrees; False without a terminal."""
     if not sys.stdin.isatty():
-        note("no terminal to ask on: pass --yes")
+        console(stderr=True).print("no terminal to ask on: pass --yes")
         return False
     console(stderr=True).print(styled(f"{question} [y/N] "), end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

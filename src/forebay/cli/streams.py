@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from forebay.cli.hints import OutputFailed
+
+COPIED = 1 << 20
+"""Bytes that `OutputStream.copy` holds at a time."""
 
 
 class OutputStream:
@@ -37,6 +41,13 @@ class OutputStream:
         self._call(lambda: self._stream.buffer.write(data))
         return len(text)
 
+    def copy(self, file: BinaryIO) -> None:
+        """Write all bytes of a file, as they are."""
+        self.flush()
+        while data := file.read(COPIED):
+            self._call(functools.partial(self._stream.buffer.write, data))
+        self.flush()
+
     def flush(self) -> None:
         self._call(self._stream.flush)
 
@@ -53,6 +64,12 @@ class OutputStream:
                 self._failed = OutputFailed(f"the output cannot be written: {error.strerror}")
                 raise self._failed from error
         return None
+
+
+def copy_to_output(file: BinaryIO) -> None:
+    """Write all bytes of a file to standard output, which is an `OutputStream`."""
+    assert isinstance(sys.stdout, OutputStream)
+    sys.stdout.copy(file)
 
 
 @contextlib.contextmanager

@@ -72,14 +72,18 @@ class Origin:
     ) -> Self:  # fmt: skip
         """The origin of a cache that is created with these arguments: see `Cache`."""
         environment = _config.EnvironmentSettings.from_environment()
-        root_options = RootOptions.of(environment, root, budget, min_free, max_entries, max_rate, max_connections, shared, read_only)
+        given, _ = _config.given_settings()
+        first_budget = given["budget"] if environment.budget is not None else None
+        root_options = RootOptions.of(
+            environment, first_budget, root, budget, min_free, max_entries, max_rate, max_connections, shared, read_only
+        )
         init_kwargs = {
             "shared": root_options.shared, "read_only": read_only, "upstream": upstream, "offline": offline, "max_age": max_age,
             "timeout": timeout, "remote_options": remote_options, "enabled": enabled,
         }  # fmt: skip
         age = environment.max_age if max_age is None else _config.parse_age(max_age, name="max_age")
         timeout = _config.parse_timeout(timeout)
-        if any(f"FOREBAY_{name}" in os.environ for name in _config.REMOTE):
+        if any(name.lower() in given for name in _config.REMOTE):
             remote_options = remote_options or remote.RemoteOptions.from_environment()  # checked before anything is opened
         with waits.time_limit(timeout):
             store = root_options.open_or_pass() if enabled else no_store()

@@ -43,7 +43,8 @@ class CacheHandle(Protocol):
 
 
 class RootOptions(NamedTuple):
-    """A root directory, and the options with which `Cache` opens it. ``budget``, ``min_free``: as the user wrote them."""
+    """A root directory, and the options with which `Cache` opens it. ``budget``, ``min_free``: as the user wrote them. ``first_budget``:
+    for a root that has none yet."""
 
     path: Path
     budget: int | str | None = None
@@ -53,45 +54,54 @@ class RootOptions(NamedTuple):
     max_connections: int | None = None
     shared: bool = False
     read_only: bool = False
+    first_budget: _config.GivenSetting | None = None
 
     @classmethod
     def of(
-        cls, environment: _config.EnvironmentSettings, root: str | os.PathLike[str] | None, budget: int | str | None,
-        min_free: int | str | None, max_entries: int | None, max_rate: int | str | None, max_connections: int | None, shared: bool | None,
-        read_only: bool,
+        cls, environment: _config.EnvironmentSettings, first_budget: _config.GivenSetting | None, root: str | os.PathLike[str] | None,
+        budget: int | str | None, min_free: int | str | None, max_entries: int | None, max_rate: int | str | None,
+        max_connections: int | None, shared: bool | None, read_only: bool,
     ) -> Self:  # fmt: skip
-        """The caller's options; where they are None, those of the environment. Raises `ConfigError`."""
+        """The caller's options; where they are None, those of the environment, whose budget is for a root that has none yet.
+        Raises `ConfigError`."""
         if root is not None and not os.fspath(root):
             raise errors.ConfigError("root must not be empty (use '.' for the current directory)", name="root", value="")
         if max_entries is not None and max_entries < 0:
             raise errors.ConfigError(f"max_entries={max_entries}: it must not be negative", name="max_entries", value=max_entries)
         path = Path(root) if root is not None else environment.home or _config.default_root(is_network=is_network)
         return cls(
-            path, environment.budget if budget is None else budget, environment.min_free if min_free is None else min_free, max_entries,
+            path, budget, environment.min_free if min_free is None else min_free, max_entries,
             environment.max_rate if max_rate is None else _config.parse_rate(max_rate),
             environment.max_connections if max_connections is None else _config.parse_connections(max_connections),
-            environment.shared if shared is None else shared, read_only,
+            environment.shared if shared is None else shared, read_only, first_budget if budget is None else None,
         )  # fmt: skip
 
     def open(self) -> Store:
         """The store. Raises `RootRefused`, `NewerFormat`, `ConfigError`, and `CacheFault` where the root cannot be used for now."""
         total = None
-        if isinstance(self.budget, str) or isinstance(self.min_free, str):
+        if isinstance(self.budget, str) or isinstance(self.min_free, str) or self.first_budget is not None:
             existing = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
             total = host.disk(existing).total
+        first = _config.parse_budget(self.first_budget.text, total=total, name=self.first_budget.name) if self.first_budget else None
         settings = Settings(
             _config.parse_budget(self.budget, total=total) if self.budget is not None else None,
             _config.parse_size(self.min_free, total=total, name="min_free") if self.min_free is not None else None,
             self.max_entries,
             self.max_rate,
             self.max_connections,
+            first,
         )
         try:
-            return Store.open(self.path, settings, shared=self.shared, read_only=self.read_only)
+            store = Store.open(self.path, settings, shared=self.shared, read_only=self.read_only)
         except (FileNotFoundError, NotADirectoryError, PermissionError, LinkInTheWay) as error:
             expected, problem = "a directory that can be created and written to", error.strerror or type(error).__name__
             message = f"{self.path}: expected {expected}, found '{problem}': choose another directory"
             raise errors.RootRefused(message, path=str(self.path), wanted=expected, found=problem) from error
+        if self.first_budget is not None and not self.read_only:
+            there = store.root_limits()["budget"]
+            if there is not None and there != first:
+                _config.warn_once(_config.unused_budget(self.first_budget, store.root.path, there))
+        return store
 
     def open_or_pass(self) -> Store | PassThrough:
         """The store, or a `PassThrough` where the root cannot be used for now. Raises for a root that can never be used."""

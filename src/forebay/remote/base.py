@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import threading
 import time
@@ -15,7 +14,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
-from forebay import errors
+from forebay import _config, errors
 from forebay._kernel.threads import run_all
 from forebay._kernel.waits import SharedLimit, time_limit
 from forebay._logs import logger
@@ -80,14 +79,13 @@ class RemoteOptions:
                 )
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Options from FOREBAY_CONNECT_TIMEOUT, FOREBAY_READ_TIMEOUT, FOREBAY_TOTAL_TIMEOUT, FOREBAY_ATTEMPTS, FOREBAY_CONNECTIONS
-        and FOREBAY_STREAMS. Raises `ConfigError`, naming the variable."""
-        kinds: dict[str, Callable[[str], float]] = {
-            "connect_timeout": float, "read_timeout": float, "total_timeout": float, "attempts": int, "connections": int, "streams": int,
-        }  # fmt: skip
-        values = {name: _number(environ, f"FOREBAY_{name.upper()}", kind) for name, kind in kinds.items()}
-        return cls(**{name: value for name, value in values.items() if value is not None})  # type: ignore[arg-type]
+        and FOREBAY_STREAMS, or the same keys of the user's file. Raises `ConfigError`, naming the variable, or the file and the key."""
+        values, faults = numbers(_config.given_settings(environ)[0])
+        if faults:
+            raise faults[0]
+        return cls(**values)  # type: ignore[arg-type]
 
     def for_check(self) -> Self:
         """These options with a short time limit, for asking whether a known version is still current: the caller can do without."""
@@ -95,10 +93,24 @@ class RemoteOptions:
         return replace(self, attempts=min(2, self.attempts), total_timeout=limit)
 
 
-def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], float]) -> float | None:
-    text = environ.get(name, "").strip()
-    if not text:
-        return None
+def numbers(given: Mapping[str, _config.GivenSetting]) -> tuple[dict[str, float], list[errors.ConfigError]]:
+    """The fields of `RemoteOptions` that are set, and an error for each that is invalid."""
+    values, faults = {}, []
+    for name, kind in _NUMBERS.items():
+        try:
+            if name in given:
+                values[name] = _number(*given[name], kind)
+        except errors.ConfigError as error:
+            faults.append(error)
+    return values, faults
+
+
+_NUMBERS: dict[str, Callable[[str], float]] = {
+    "connect_timeout": float, "read_timeout": float, "total_timeout": float, "attempts": int, "connections": int, "streams": int,
+}  # fmt: skip
+
+
+def _number(text: str, name: str, kind: Callable[[str], float]) -> float:
     try:
         value = kind(text)
     except ValueError:

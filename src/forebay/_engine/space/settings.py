@@ -25,13 +25,14 @@ OF_TRANSFERS = frozenset({"max_rate", "max_connections"})
 
 class Settings(NamedTuple):
     """The limits that the opener of a root sets, sizes in bytes; None leaves a limit as it was set before. ``max_rate``: bytes a second
-    from remotes; ``max_connections``: to a host; 0 lifts these two."""
+    from remotes; ``max_connections``: to a host; 0 lifts these two. ``first_budget``: the budget of a root that has none yet."""
 
     budget: int | None = None
     min_free: int | None = None
     max_entries: int | None = None
     max_rate: int | None = None
     max_connections: int | None = None
+    first_budget: int | None = None
 
     def over(self, earlier: Settings) -> Settings:
         """These settings, with those of an earlier call where these are None."""
@@ -47,18 +48,19 @@ def apply(
     A new root gets three quarters of the free space as its budget, and leaves a twentieth of the disk free. A root whose catalog was lost
     gets the limits in the file beside it, else those that were in force ``before`` for this process. A lower limit is applied at once;
     False: the catalog was too busy, and ``make_room`` is due. Raises `WriterBusy` if a limit must be changed and cannot be."""
-    given = {name: value for name, value in settings._asdict().items() if value is not None}
+    given = {name: value for name in settings_file.NAMES if (value := getattr(settings, name)) is not None}
     there = spaces.limits(catalog)
     if there["budget"] is not None and all(there[name] == value for name, value in given.items()):
         return Settings(**there), True
     with catalog.write() as txn:
         there = spaces.limits(txn)
         first = there["budget"] is None
-        kept = (settings_file.read(root) or Kept(**(before or Settings())._asdict())) if first else Kept()
-        limits = {name: value if value is not None else getattr(kept, name) for name, value in settings._asdict().items()}
+        kept = (settings_file.read(root) or _kept(before or Settings())) if first else Kept()
+        limits: dict[str, int | None] = {name: given.get(name, getattr(kept, name)) for name in settings_file.NAMES}
         if first:
             disk = host.disk(root.path)
-            limits["budget"] = disk.free * 3 // 4 if limits["budget"] is None else limits["budget"]
+            first_budget = disk.free * 3 // 4 if settings.first_budget is None else settings.first_budget
+            limits["budget"] = first_budget if limits["budget"] is None else limits["budget"]
             limits["min_free"] = disk.total // 20 if limits["min_free"] is None else limits["min_free"]
             spaces.restore(txn, kept.spaces)
         changed = {name: value for name, value in limits.items() if value is not None and value != there[name]}
@@ -80,6 +82,10 @@ def apply(
         messages += _others(counters)
         (log.warning if len(messages) > 1 else log.info)("%s", "; ".join(messages))
     return Settings(**there | changed), applied
+
+
+def _kept(settings: Settings) -> Kept:
+    return Kept(**{name: getattr(settings, name) for name in settings_file.NAMES})
 
 
 def is_kept(root: Root, catalog: Catalog, slots: Slots) -> bool:

@@ -1,0 +1,136 @@
+"""What a shell completes: verbs and options, names of entries and spaces; quick, and without a word on the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay import Cache
+from forebay.cli import completing
+from forebay.testing import ScriptedServer
+
+from .conftest import COMMAND, HANG, Run
+
+Bash = Iterator["Shell"]
+
+
+def completed(line: str, **environ: str) -> list[str]:
+    """What `bash` is told for this line, without the kinds."""
+    env = os.environ | {"_FOREBAY_COMPLETE": "bash_complete", completing.LINE: line} | environ
+    found = subprocess.run(COMMAND, env=env, capture_output=True, text=True, check=True, timeout=HANG)
+    assert found.stderr == ""
+    return [text.partition(",")[2] for text in found.stdout.splitlines() if text]
+
+
+@pytest.fixture
+def filled(cache: Cache, server: ScriptedServer) -> str:
+    """The URL of a server of which the cache has two objects; beside them two values, and a value of a space."""
+    for name in ("/dir/a.tar", "/dir/b.tar"):
+        cache.read(server.put(name, b"x"))
+    cache.put("large", b"x")
+    cache.put("a b", b"x")
+    cache.space("features").put("17", b"x")
+    return server.url
+
+
+def test_names_of_entries(filled: str) -> None:
+    assert completed("forebay rm ") == ["features:17", f"{filled}/dir/a.tar", f"{filled}/dir/b.tar", "values:a b", "values:large"]
+    assert completed(f"forebay path {filled}/dir/b") == [f"{filled}/dir/b.tar"]
+    assert completed(f"forebay cat --refresh {filled}/dir/b.tar") == [f"{filled}/dir/b.tar"]
+    assert completed("forebay -q unpin values:l") == ["values:large"]
+    assert completed("forebay ls val") == ["values:a b", "values:large"]
+    assert completed("forebay pin 'values:a ") == ["values:a b"]
+    assert completed("forebay pin none") == []
+
+
+def test_names_of_spaces(filled: str) -> None:
+    for verb in ("ls", "prune", "clear"):
+        assert "features" in completed(f"forebay {verb} --space fe")
+
+
+def test_the_root_on_the_line_counts(filled: str, home: Path, tmp_path: Path) -> None:
+    elsewhere = str(tmp_path / "elsewhere")
+    for line in (f"forebay rm -C {home} val", f"forebay --root {home} rm val"):
+        assert completed(line, FOREBAY_HOME=elsewhere) == ["values:a b", "values:large"]
+    assert completed("forebay rm val", FOREBAY_HOME=elsewhere) == []
+    assert not os.path.exists(elsewhere)
+
+
+def test_what_is_wrong_stays_silent(filled: str, home: Path, tmp_path: Path) -> None:
+    assert completed("forebay rm val", FOREBAY_OFFLINE="perhaps", FOREBAY_BUDGTE="1", FOREBAY_BUDGET="5") != []
+    broken = tmp_path / "broken"
+    with Cache(broken, budget=50_000_000) as cache:
+        cache.put("k", b"v")
+    (broken / "catalog.sqlite").write_bytes(b"no catalog" * 1000)
+    assert completed(f"forebay rm -C {broken} val") == []
+
+
+def test_of_many_names_their_beginnings(run: Run, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completing, "MOST", 3)
+    store = cache._origin.store
+    assert store.keeps
+    for name in ("x/one/1", "x/one/2", "x/two/1", "x/two/2", "y"):
+        cache.put(name, b"v")
+    assert completing._common(store, "") == ["values:x/", "values:y"]
+    assert completing._common(store, "values:x") == ["values:x/one/", "values:x/two/"]
+    assert completing._common(store, "values:x/o") == ["values:x/one/1", "values:x/one/2"]
+    cache.space("s").put("z", b"v")
+    assert completing._common(store, "") == ["s:", "values:"]
+
+
+def test_verbs_and_options_load_no_engine() -> None:
+    env = os.environ | {"_FOREBAY_COMPLETE": "bash_complete", completing.LINE: "forebay pull --"}
+    script = "import atexit, sys; atexit.register(lambda: print([m for m in sys.modules if 'forebay._engine' in m or 'pycurl' in m]))\n"
+    script += "from forebay.cli.main import run; run()"
+    found = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True, timeout=HANG)
+    assert "plain,--pin" in found.stdout
+    assert found.stdout.splitlines()[-1] == "[]"
+
+
+# -- bash --------------------------------------------------------------------------------------------------------------
+
+
+class Shell:
+    """An interactive bash on a terminal of its own, which has the script; `type` returns the line once it ends as expected."""
+
+    def __init__(self, directory: Path) -> None:
+        command = directory / "forebay"
+        command.write_text(f'#!/bin/sh\nexec {" ".join(COMMAND)} "$@"\n')
+        command.chmod(0o755)
+        self._screen, inside = pty.openpty()
+        env = os.environ | {"PATH": f"{directory}:{os.environ['PATH']}", "TERM": "dumb", "PS1": "", "COLUMNS": "500", "HISTFILE": ""}
+        self._bash = subprocess.Popen(
+            ["bash", "--norc", "--noprofile", "-i"], stdin=inside, stdout=inside, stderr=inside, env=env, start_new_session=True
+        )
+        os.close(inside)
+        self.type('bind "set enable-bracketed-paste off"; PS1=; eval "$(forebay completion bash)"; echo rea""dy\n', "ready")
+
+    def type(self, text: str, until: str) -> None:
+        os.write(self._screen, text.encode())
+        seen, deadline = "", time.monotonic() + HANG
+        while until not in seen:
+            assert select.select([self._screen], [], [], max(deadline - time.monotonic(), 0))[0], (until, seen)
+            seen += os.read(self._screen, 65536).decode(errors="replace").replace("\r", "")
+
+    def close(self) -> None:
+        self._bash.kill()
+        self._bash.wait()
+        os.close(self._screen)
+
+
+def test_bash_completes_names_with_colons_and_blanks(filled: str, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    with contextlib.closing(Shell(tmp_path / "bin")) as shell:
+        shell.type("forebay path http\tb\t--json\n", f'"name": "{filled}/dir/b.tar"')
+        shell.type("forebay unpin values:l\t--json\n", '"values:large"')
+        shell.type("forebay unpin values:a\t--json\n", '"values:a b"')
+        shell.type("forebay ls --space fea\t-q\n", "features:17")
