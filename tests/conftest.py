@@ -98,6 +98,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         other = [item for item in items if is_of_frameworks(item) != (wanted == "only")]
         config.hook.pytest_deselected(items=other)
         items[:] = [item for item in items if is_of_frameworks(item) == (wanted == "only")]
+        # Some of the single tests fork, too, which a process where Ray was once started does not survive.
+        items.sort(key=lambda item: item.path.is_relative_to(HERE / "adapters"))
     if os.geteuid() != 0:
         for item in items:
             if item.get_closest_marker("root"):
