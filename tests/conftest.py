@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -40,7 +43,9 @@ passed = pytest.StashKey[bool]()
 
 HERE = Path(__file__).parent
 OF_FRAMEWORKS = (HERE / "adapters", HERE / "project" / "test_examples.py")
-"""What imports torch, Ray and the like. A process that has them forks ten times as slowly, and most tests fork: so these run apart."""
+"""What imports torch, Ray and the like. A process that has them forks ten times as slowly, and most tests fork: so these run apart, with
+single tests that are marked ``frameworks`` or use the fixture `torch`."""
+FRAMEWORKS = {"ray", "torch"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,10 +57,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if wanted == "with" or collection_path.is_dir():
         return None
     is_of_one = any(collection_path.is_relative_to(place) for place in OF_FRAMEWORKS)
-    return is_of_one != (wanted == "only") or None
+    if wanted == "without":
+        return is_of_one or None
+    return not (is_of_one or re.search(r"torch: Any|mark\.frameworks", collection_path.read_text())) or None
 
 
-def pytest_collection_finish() -> None:
+def is_of_frameworks(item: pytest.Item) -> bool:
+    in_folder = any(item.path.is_relative_to(place) for place in OF_FRAMEWORKS)
+    return in_folder or item.get_closest_marker("frameworks") is not None or "torch" in getattr(item, "fixturenames", ())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("frameworks") == "without" and sys.modules.keys() & FRAMEWORKS:
+        raise pytest.UsageError("a module of tests imports torch or Ray when it is collected: all that fork would be slow")
     # What was imported stays: neither a collection nor a child's counts touch it any more.
     gc.collect()
     gc.freeze()
@@ -79,8 +93,15 @@ def turn_of(item: pytest.Item) -> int:
     return next((turn for turn, part in enumerate(LONG_FIRST) if path.is_relative_to(part)), len(LONG_FIRST))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     items.sort(key=turn_of)
+    wanted = config.getoption("frameworks")
+    if wanted != "with":
+        other = [item for item in items if is_of_frameworks(item) != (wanted == "only")]
+        config.hook.pytest_deselected(items=other)
+        items[:] = [item for item in items if is_of_frameworks(item) == (wanted == "only")]
+        # Some of the single tests fork, too, which a process where Ray was once started does not survive.
+        items.sort(key=lambda item: item.path.is_relative_to(HERE / "adapters"))
     if os.geteuid() != 0:
         for item in items:
             if item.get_closest_marker("root"):
@@ -126,6 +147,11 @@ def no_hook_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.fixture(scope="session")
+def torch() -> Any:
+    return pytest.importorskip("torch")
+
+
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
     with ScriptedServer() as found:
@@ -165,7 +191,10 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
     A test that keeps something on purpose is marked ``@pytest.mark.keeps("why")``."""
     before = set(threading.enumerate())
+    frameworks = sys.modules.keys() & FRAMEWORKS
     yield
+    if request.config.getoption("frameworks") == "without":
+        assert sys.modules.keys() & FRAMEWORKS == frameworks, "the test belongs to those that are marked with `frameworks`"
     if not request.node.stash.get(passed, False) or request.node.get_closest_marker("keeps"):
         return
     place = request.node.funcargs.get("tmp_path")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
 import re
@@ -14,9 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from forebay._engine.store import Settings, Store
 
 KiB, MiB = 1 << 10, 1 << 20
+
+
+def require(package: str) -> None:
+    """Skip a test whose child imports this top-level package, where it is not installed. Unlike `pytest.importorskip` it imports nothing:
+    a process that has a framework forks several times as slowly."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
 
 
 # -- stores ------------------------------------------------------------------------------------------------------------

@@ -655,6 +655,7 @@ def test_metadata_is_written_as_ray_does(cache: forebay.Cache, remote: Remote, s
     assert shelf.below(CKPT)[".metadata.json"] == json.dumps({"a": "ü", "b": [1, 2]}).encode()
 
 
+@pytest.mark.frameworks
 def test_either_reads_the_others_metadata(cache: forebay.Cache, local: Path) -> None:
     ray = pytest.importorskip("ray.train")
     ours, theirs = Checkpoint(local, cache=cache), ray.Checkpoint(str(local))

@@ -9,7 +9,6 @@ import importlib
 import json
 import multiprocessing
 import pickle
-import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -37,9 +36,11 @@ WAYS: dict[str, Way] = {
 
 def import_everything() -> None:
     """All rooms but the adapters', which bring frameworks: a process that has them forks ten times as slowly."""
-    for module in pkgutil.walk_packages(forebay.__path__, "forebay."):
-        if not module.name.endswith("__main__") and ".adapters" not in module.name:
-            importlib.import_module(module.name)
+    above = Path(forebay.__path__[0])
+    for path in above.rglob("*.py"):
+        parts = path.relative_to(above).with_suffix("").parts
+        if parts[0] != "adapters" and parts[-1] not in ("__init__", "__main__"):
+            importlib.import_module(".".join(("forebay", *parts)))
 
 
 def classes_below(cls: type[ForebayError]) -> Iterator[type[ForebayError]]:

@@ -143,6 +143,7 @@ def test_a_spilled_object_is_known_again_by_who_spilled_it(shared: Cache, tmp_pa
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.frameworks
 def test_energon_keeps_sources_without_pickle(shared: Cache, tmp_path: Path) -> None:
     pytest.importorskip("megatron.energon")
     from megatron.energon.epathlib import EPath

@@ -117,8 +117,7 @@ def test_what_is_no_array_is_refused_with_the_codec_that_fits(value: Any) -> Non
         codec("numpy").encode(value)
 
 
-def test_a_tensor_is_no_array() -> None:
-    torch = pytest.importorskip("torch")
+def test_a_tensor_is_no_array(torch: Any) -> None:
     with pytest.raises(errors.ConfigError, match=r"a torch\.Tensor: use codec='pytree'"):
         codec("numpy").encode(torch.ones(3))
 
@@ -192,8 +191,7 @@ def test_numbers_of_numpy_stay_what_they_are(scalar: Any) -> None:
 
 
 @pytest.mark.parametrize("numbers", [0, 10, 1 << 20])
-def test_tensors_in_a_tree_may_be_written_to(numbers: int) -> None:
-    torch = pytest.importorskip("torch")
+def test_tensors_in_a_tree_may_be_written_to(numbers: int, torch: Any) -> None:
     tensor = torch.arange(numbers * 2, dtype=torch.bfloat16).reshape(2, -1)
     record = Record(codec("pytree").encode({"x": tensor, "t": tensor.T, "y": 3}))
     back = codec("pytree").decode(record.data, record.private)
@@ -207,8 +205,7 @@ def test_tensors_in_a_tree_may_be_written_to(numbers: int) -> None:
     assert grad.requires_grad
 
 
-def test_over_writable_memory_all_of_a_tree_is_writable() -> None:
-    torch = pytest.importorskip("torch")
+def test_over_writable_memory_all_of_a_tree_is_writable(torch: Any) -> None:
     data = Record(codec("pytree").encode((np.zeros(3), torch.zeros(1 << 20)))).private()
     array, tensor = codec("pytree").decode(data, lambda: pytest.fail("a second copy"))
     array[0], tensor[0] = 1, 1
@@ -309,6 +306,7 @@ DAMAGED_TREES = [
 ]  # fmt: skip
 
 
+@pytest.mark.frameworks  # some of the trees hold tensors
 def test_a_damaged_tree_is_told() -> None:
     for payload in DAMAGED_TREES:
         with pytest.raises(errors.Damaged):
@@ -686,11 +684,6 @@ def test_as_bytes_is_flat() -> None:
 
 
 # tensors
-
-
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    return pytest.importorskip("torch")
 
 
 MANY = MAPPED_FROM // 4

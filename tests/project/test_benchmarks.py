@@ -13,12 +13,14 @@ from types import ModuleType
 
 import pytest
 
+from tests.harness import require
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_the_table_of_samples_has_the_rows_that_were_asked_for(tmp_path: Path) -> None:
     for peer in ("diskcache", "lmdb", "numpy", "pfio"):
-        pytest.importorskip(peer)
+        require(peer)
     words = [sys.executable, str(BENCHMARKS / "samples.py"), "--quick", "--folder", str(tmp_path), "space", "codecs"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -33,7 +35,7 @@ def test_the_table_of_samples_has_the_rows_that_were_asked_for(tmp_path: Path) -
 
 
 def test_the_table_of_loading_ahead_has_energon_in_it(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.energon")
+    require("megatron")
     words = [sys.executable, str(BENCHMARKS / "prefetch.py"), "--quick", "--folder", str(tmp_path), "once", "publishing"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -45,7 +47,7 @@ def test_the_table_of_loading_ahead_has_energon_in_it(tmp_path: Path) -> None:
 
 
 def test_the_table_of_directories_has_its_peers_in_it(tmp_path: Path) -> None:
-    pytest.importorskip("ray.train")
+    require("ray")
     words = [sys.executable, str(BENCHMARKS / "checkpoint.py"), "--quick", "--folder", str(tmp_path), "reads"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -69,7 +71,7 @@ def test_the_table_of_policies_has_a_row_for_each_trace(tmp_path: Path) -> None:
 
 def test_the_table_of_tasks_has_its_peers_in_it(tmp_path: Path) -> None:
     for peer in ("diskcache", "joblib", "numpy"):
-        pytest.importorskip(peer)
+        require(peer)
     words = [sys.executable, str(BENCHMARKS / "tasks.py"), "--quick", "--folder", str(tmp_path), "read", "write", "call", "open"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -99,7 +101,7 @@ def test_the_table_of_claims_has_streaming_in_it(tmp_path: Path) -> None:
 
 def test_the_table_of_blocks_has_fsspec_in_it_and_counts_what_is_sent(tmp_path: Path) -> None:
     for peer in ("aiohttp", "fsspec", "pyarrow"):
-        pytest.importorskip(peer)
+        require(peer)
     words = [sys.executable, str(BENCHMARKS / "blocks.py"), "--quick", "--folder", str(tmp_path), "512k"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -111,7 +113,7 @@ def test_the_table_of_blocks_has_fsspec_in_it_and_counts_what_is_sent(tmp_path: 
 
 
 def test_the_table_of_epochs_counts_requests(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+    require("torch")
     words = [sys.executable, str(BENCHMARKS / "epochs.py"), "--quick", "--json", "--folder", str(tmp_path), "steps"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

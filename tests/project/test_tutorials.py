@@ -10,9 +10,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-import pytest
-
 from forebay.testing import ScriptedServer
+from tests.harness import require
 
 DOCS = next(folder for folder in Path(__file__).parents if (folder / "mkdocs.yml").exists()) / "docs"
 TUTORIALS = DOCS / "tutorial"
@@ -49,8 +48,8 @@ def test_the_first_cache_prints_what_the_page_shows(tmp_path: Path) -> None:
 
 
 def test_the_training_loop_decodes_nothing_in_its_second_run(tmp_path: Path) -> None:
-    for package in ("torch.utils.data", "numpy"):
-        pytest.importorskip(package)
+    for package in ("torch", "numpy"):
+        require(package)
     for output in blocks("training-loop.md", "text"):
         assert run("training-loop.md", tmp_path) == output
 
@@ -100,7 +99,7 @@ def train(batch):
 
 
 def test_the_steps_of_the_page_on_training_give_the_same_samples(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+    require("torch")
     with ScriptedServer() as server:
         urls = [server.put(f"/train/{number:06}.bin", bytes([number]) * 1000) for number in range(40)]
         epochs = 1 + 2 + 2 + 2 + 2

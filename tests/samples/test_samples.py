@@ -330,8 +330,7 @@ def test_arrays_are_read_only_views_and_copies_are_ones_own(cache: forebay.Cache
 
 
 @pytest.mark.parametrize("numbers", [1000, 1 << 20], ids=["small", "mapped"])
-def test_tensors_are_private(cache: forebay.Cache, numbers: int) -> None:
-    torch = pytest.importorskip("torch")
+def test_tensors_are_private(cache: forebay.Cache, numbers: int, torch: Any) -> None:
     with cache.samples("a", 10, codec="pickle") as samples:
         samples.put(0, (torch.arange(numbers), 7))
         found, label = samples.get(0)

@@ -301,14 +301,13 @@ class Dataset:
 
 
 @pytest.mark.parametrize(("method", "workers"), [("fork", 8), ("forkserver", 3), ("spawn", 3)])
-def test_s17_the_workers_of_a_loader_share_their_items(root: Path, method: str, workers: int) -> None:
-    data = pytest.importorskip("torch.utils.data")
+def test_s17_the_workers_of_a_loader_share_their_items(root: Path, method: str, workers: int, torch: Any) -> None:
     source = items_of(root)
     with forebay.Cache(root, budget=16 * MiB, min_free=0) as cache, cache.prefetcher(source, workers=2) as pool:
         assert pool.get_lazy("k0").get() == body("k0")  # its threads live when the workers begin
         pending = [pool.get_lazy(key) for key in KEYS[:10]]
         keys = [key for key in KEYS for _ in (0, 1)]
-        loader = data.DataLoader(Dataset(pool, keys), batch_size=5, num_workers=workers, multiprocessing_context=method)
+        loader = torch.utils.data.DataLoader(Dataset(pool, keys), batch_size=5, num_workers=workers, multiprocessing_context=method)
         assert sum(int(batch.sum()) for batch in loader) == 120
         assert [lazy.get() for lazy in pending] == [body(key) for key in KEYS[:10]]
     assert source.all_reads() == dict.fromkeys(KEYS, 1)

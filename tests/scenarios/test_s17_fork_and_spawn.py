@@ -16,6 +16,7 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
+from tests.harness import require
 
 MiB = 1 << 20
 
@@ -169,7 +170,7 @@ LOADER = """
     "method", ["fork", pytest.param("spawn", marks=pytest.mark.stress), pytest.param("forkserver", marks=pytest.mark.stress)]
 )
 def test_s17_s29_a_data_loader(root: Path, server: ScriptedServer, tmp_path: Path, method: str) -> None:
-    pytest.importorskip("torch.utils.data")
+    require("torch")
     urls = [server.put(f"/{i}.bin", bytes([i]) * 1000) for i in range(24)]
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(LOADER))

@@ -477,8 +477,7 @@ def test_a_class_says_itself_what_counts() -> None:
 # -- tensors, tables ---------------------------------------------------------------------------------------------------
 
 
-def test_tensors_count_by_content() -> None:
-    torch = pytest.importorskip("torch")
+def test_tensors_count_by_content(torch: Any) -> None:
     base = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     assert digest_of(base) == digest_of(base.t().contiguous().t()) == digest_of(base.clone())
     others = [

@@ -96,8 +96,7 @@ def test_arrays_are_read_only_views_of_the_mapping(tasks: Tasks, size: int) -> N
 
 
 @pytest.mark.parametrize("size", [100, 1_000_000])
-def test_tensors_are_written_to_by_their_reader_alone(tasks: Tasks, size: int) -> None:
-    torch = pytest.importorskip("torch")
+def test_tensors_are_written_to_by_their_reader_alone(tasks: Tasks, size: int, torch: Any) -> None:
     tasks.write("t", torch.ones(size))
     first, second = tasks.read("t")[1], tasks.read("t")[1]
     first.zero_()
@@ -745,8 +744,7 @@ def test_a_root_that_may_only_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [100, 200_000])
-def test_a_root_upstream_is_looked_into_second(tmp_path: Path, size: int) -> None:
-    torch = pytest.importorskip("torch")
+def test_a_root_upstream_is_looked_into_second(tmp_path: Path, size: int, torch: Any) -> None:
     with Cache(tmp_path / "above", min_free=0, budget="64MiB") as cache:
         cache.tasks("flow").write("t", torch.ones(size))
     with Cache(tmp_path / "root", upstream=tmp_path / "above", min_free=0, budget="64MiB") as cache:
