@@ -79,30 +79,35 @@ def _several(urls: Iterable[Url], name: str) -> Iterable[Url]:
 
 
 def read_many(
-    origin: Origin, urls: Iterable[Url], hit: Hit | None, target: Callable[[Url], Target], options: FetchOptions, *,
+    origin: Origin, urls: Iterable[Url], hit: Hit | None, target: Callable[[Url], Target], options: Callable[[], FetchOptions], *,
     return_exceptions: bool,
 ) -> list[Any]:  # fmt: skip
     """See `Cache.read_many`. ``hit``: serves what the process remembers; None: the options do not allow it."""
     every = _listed(urls, "read_many")
-    results: list[Any] = [None] * len(every)
-    places = _Places(results, target, options, leased=False)
-    for place, url in enumerate(every):
-        results[place] = None if hit is None else _hit_at_once(origin, hit, url, options)
-        if results[place] is None:
-            places.add(place, url)
+    results: list[Any] = [None] * len(every) if hit is None else _hits(origin, every, hit)
+    missing = _missing(results)
+    if not missing:
+        return results
+    places = _Places(results, target, options(), leased=False)
+    for place in missing:
+        places.add(place, every[place])
     for request in BulkFetch(origin).run(places.requests):
         places.settle(request, request.data)
     return results if return_exceptions else _checked(results)
 
 
-def _hit_at_once(origin: Origin, hit: Hit, url: Url, options: FetchOptions) -> memoryview | None:
-    view = hit(url, origin.max_age)  # type: ignore[arg-type]  # a path misses
-    if view is not None:
-        return view
-    try:
-        return first_touch(origin, url, force=options.force)
-    except errors.ConfigError:
-        return None  # `target` raises it too
+def _hits(origin: Origin, urls: Sequence[Url], hit: Hit) -> list[memoryview | None]:
+    """What the cache can serve at once; None instead of the others."""
+    max_age = origin.max_age
+    views = [hit(url, max_age) for url in urls]  # type: ignore[arg-type]  # a path misses
+    with contextlib.suppress(errors.ConfigError):  # `target` raises it too
+        for place in _missing(views):
+            views[place] = first_touch(origin, urls[place], force=False)
+    return views
+
+
+def _missing(results: Sequence[object]) -> list[int]:
+    return [place for place, result in enumerate(results) if result is None]  # by identity: views are slow to compare
 
 
 def local_many(
