@@ -14,7 +14,8 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.cache import origin_of
+from forebay.cache import many, origin_of
+from forebay.origin import Origin
 from forebay.origin.bulk import SMALL, BulkFetch, Wanted
 from forebay.origin.request import FetchOptions
 from forebay.testing import ScriptedServer
@@ -54,6 +55,42 @@ def test_hits_and_misses_in_one_call(cache: forebay.Cache, server: ScriptedServe
     before = server.gets
     assert as_bytes(cache.read_many(urls)) == bodies
     assert server.gets - before == 20
+
+
+def test_a_call_of_hits_sets_up_no_fetch(cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls, bodies = several(server, [20_000] * 4)
+    cache.warm(urls)
+    monkeypatch.delattr(many, "BulkFetch")
+    for _ in range(3):  # copied, mapped, remembered
+        assert as_bytes(cache.read_many([*urls, urls[0]])) == [*bodies, bodies[0]]
+
+
+def test_hits_behind_a_miss_are_read_while_it_is_fetched(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    miss, touch, under_way = server.put("/miss", b"m" * 1_000, stall_after=10), many.first_touch, []
+    hits, bodies = several(server, [20_000] * 2)
+    cache.warm(hits)
+
+    def late(origin: Origin, url: str, *, force: bool) -> memoryview | None:
+        if url in hits:
+            under_way.append(server.stalled.wait(10))
+            server.go.set()
+        return touch(origin, url, force=force)
+
+    monkeypatch.setattr(many, "first_touch", late)
+    assert as_bytes(cache.read_many([miss, *hits])) == [b"m" * 1_000, *bodies]
+    assert under_way == [True, True]
+    assert server.gets == 3
+
+
+def test_a_hit_that_is_evicted_before_it_is_read_is_fetched(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls, bodies = several(server, [20_000] * 5)
+    monkeypatch.setattr(many, "is_there", lambda origin, url: True)  # and it is not, when it is read
+    assert as_bytes(cache.read_many([*urls, urls[2]])) == [*bodies, bodies[2]]
+    assert server.gets == 5
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.cache import origin_of
+from forebay.origin import bulk
 from forebay.origin.bulk import BulkFetch, Wanted
 from forebay.origin.request import FetchOptions
 from forebay.remote.base import sent_together, wake_at_end
@@ -174,6 +175,51 @@ def test_an_object_is_not_fetched_before_there_is_a_place_for_it(cache: forebay.
     server.on_request = note
     assert len(list(BulkFetch(origin, side_by_side=4).run(requests()))) == 40
     assert max(at_request[:4]) == 4
+
+
+def test_the_last_requests_are_sent_before_what_has_come_is_published(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin, start, publish = origin_of(cache), BulkFetch._start, BulkFetch._publish
+    urls = [server.put(f"/{number}", b"a" * 2_000, stall_after=None if number == 0 else 10) for number in range(5)]
+    steps: list[str] = []
+
+    def starts(self: BulkFetch, fetch: Any) -> None:
+        steps.append("send")
+        start(self, fetch)
+
+    def publishes(self: BulkFetch) -> Any:
+        steps.append("publish")
+        server.go.set()
+        return publish(self)
+
+    monkeypatch.setattr(BulkFetch, "_start", starts)
+    monkeypatch.setattr(BulkFetch, "_publish", publishes)
+    requests = [Wanted(origin.target(url), FetchOptions.of(origin)) for url in urls]
+    assert len(list(BulkFetch(origin, side_by_side=4).run(requests))) == 5
+    assert steps.index("publish") == 5
+
+
+def test_responses_that_come_one_after_the_other_are_published_together(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin, collect, publish, published = origin_of(cache), BulkFetch._collect, BulkFetch._publish, []
+    urls = [server.put(f"/{number}", b"a" * 2_000, stall_after=10 if number else None) for number in range(2)]
+
+    def collects(self: BulkFetch, fetch: Any) -> None:
+        collect(self, fetch)
+        server.go.set()
+
+    def publishes(self: BulkFetch) -> Any:
+        published.append(len(self._collected))
+        return publish(self)
+
+    monkeypatch.setattr(bulk, "LULL", 30.0)
+    monkeypatch.setattr(BulkFetch, "_collect", collects)
+    monkeypatch.setattr(BulkFetch, "_publish", publishes)
+    requests = [Wanted(origin.target(url), FetchOptions.of(origin)) for url in urls]
+    assert len(list(BulkFetch(origin).run(requests))) == 2
+    assert published == [2]
 
 
 def test_what_is_sent_together_wakes_the_loop_once() -> None:

@@ -216,7 +216,7 @@ class Cache:
 
         self._check_open()
         hit = None if max_age is not None or refresh or filesystem or arguments else self._hit
-        options = self._options(max_age, refresh, **arguments)
+        options = functools.partial(self._options, max_age, refresh, **arguments)
         targets = functools.partial(self._target, filesystem=filesystem)
         return many.read_many(self._origin, urls, hit, targets, options, return_exceptions=return_exceptions)
 

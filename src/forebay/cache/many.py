@@ -16,13 +16,16 @@ from forebay._model import Entry
 from forebay.origin import Origin
 from forebay.origin.bulk import BulkFetch, Wanted
 from forebay.origin.feeding import fetch_beside
-from forebay.origin.request import FetchOptions, Target, first_touch
+from forebay.origin.request import FetchOptions, Target, first_touch, is_there
 from forebay.remote.urls import Url, as_text
 
 if TYPE_CHECKING:
     from forebay.reports import ProgressReporter, WarmReport
 
 log = logger("forebay.cache")
+
+MEANWHILE = 64
+"""Objects of the cache that are read while fetches are under way: other processes may wait for these."""
 
 
 class LocalFiles(Sequence[str]):
@@ -79,30 +82,51 @@ def _several(urls: Iterable[Url], name: str) -> Iterable[Url]:
 
 
 def read_many(
-    origin: Origin, urls: Iterable[Url], hit: Hit | None, target: Callable[[Url], Target], options: FetchOptions, *,
+    origin: Origin, urls: Iterable[Url], hit: Hit | None, target: Callable[[Url], Target], options: Callable[[], FetchOptions], *,
     return_exceptions: bool,
 ) -> list[Any]:  # fmt: skip
     """See `Cache.read_many`. ``hit``: serves what the process remembers; None: the options do not allow it."""
     every = _listed(urls, "read_many")
     results: list[Any] = [None] * len(every)
-    places = _Places(results, target, options, leased=False)
-    for place, url in enumerate(every):
-        results[place] = None if hit is None else _hit_at_once(origin, hit, url, options)
-        if results[place] is None:
-            places.add(place, url)
-    for request in BulkFetch(origin).run(places.requests):
-        places.settle(request, request.data)
+    later = [] if hit is None else _read_until_miss(origin, every, hit, results)
+    missing = _missing(results)
+    if not missing:
+        return results
+
+    def read_the_rest() -> None:
+        for place in later:
+            results[place] = first_touch(origin, every[place], force=False)
+
+    def fetch(missing: list[int], meanwhile: Callable[[], None] | None = None) -> None:
+        if missing:
+            places = _Places(results, target, options(), leased=False)
+            for place in missing:
+                places.add(place, every[place])
+            for request in BulkFetch(origin, meanwhile=meanwhile).run(places.requests):
+                places.settle(request, request.data)
+
+    fetch(sorted({*missing} - {*later}), read_the_rest)
+    fetch(_missing(results))  # of what was there a part may have been evicted since
     return results if return_exceptions else _checked(results)
 
 
-def _hit_at_once(origin: Origin, hit: Hit, url: Url, options: FetchOptions) -> memoryview | None:
-    view = hit(url, origin.max_age)  # type: ignore[arg-type]  # a path misses
-    if view is not None:
-        return view
-    try:
-        return first_touch(origin, url, force=options.force)
-    except errors.ConfigError:
-        return None  # `target` raises it too
+def _read_until_miss(origin: Origin, urls: Sequence[Url], hit: Hit, results: list[Any]) -> list[int]:
+    """Read what the process remembers, and the others up to the first that has to be fetched. Returns the places of those behind it that
+    the cache has: they are read while fetches are under way."""
+    max_age, later, reads = origin.max_age, list[int](), True
+    results[:] = [hit(url, max_age) for url in urls]  # type: ignore[arg-type]  # a path misses
+    with contextlib.suppress(errors.ConfigError):  # `target` raises it too
+        for place in _missing(results):
+            if reads or len(later) >= MEANWHILE:
+                results[place] = first_touch(origin, urls[place], force=False)
+                reads = reads and results[place] is not None
+            elif is_there(origin, urls[place]):
+                later.append(place)
+    return later
+
+
+def _missing(results: Sequence[object]) -> list[int]:
+    return [place for place, result in enumerate(results) if result is None]  # by identity: views are slow to compare
 
 
 def local_many(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from forebay.origin import Origin
 
 TURN = 0.1  # seconds
+LULL = 0.002  # seconds
+"""What has come is published when nothing more came for so long: responses to what was sent together come one after the other."""
 GROUP = 16
 """Objects that are looked up together, and published together at most."""
 _NO_ENTRY = 0, 0
@@ -112,12 +114,14 @@ class BulkFetch:
     """Fetches the objects of one call. For one thread.
 
     ``side_by_side``: objects under way at a time (default: as many as the process may have connections). ``waits``: for objects that other
-    calls are fetching; else their requests come back with ``is_busy``. ``on_turn`` is called about ten times a second, and at the end."""
+    calls are fetching; else their requests come back with ``is_busy``. ``on_turn`` is called about ten times a second, and at the end;
+    ``meanwhile`` once, as soon as requests have been sent: what need not be done before."""
 
     def __init__(
-        self, origin: Origin, *, side_by_side: int | None = None, waits: bool = True, on_turn: Callable[[], None] | None = None
-    ) -> None:
-        self._origin, self._store, self._waits, self._on_turn = origin, origin.store, waits, on_turn
+        self, origin: Origin, *, side_by_side: int | None = None, waits: bool = True, on_turn: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._origin, self._store, self._waits, self._on_turn, self._meanwhile = origin, origin.store, waits, on_turn, meanwhile
         self._most = origin.options.connections if side_by_side is None else max(side_by_side, 1)
         self._threads = Threads(self._fetch_in_thread, self._most, name="bulk")
         self._events: queue.SimpleQueue[Callable[[], Iterator[Wanted]]] = queue.SimpleQueue()
@@ -127,6 +131,8 @@ class BulkFetch:
         self._held_back: deque[_Fetch] = deque()  # until the window has room
         self._window = 0  # bytes
         self._waiting: list[Wanted] = []  # for other processes
+        self._is_quiet = False  # nothing came for the time of a `LULL`
+        self._left: int | None = None  # requests that were not taken yet; None: their number is not known
         self._given_up = False
         self._turn_at = 0.0
         self._waited_until: float | None = None  # when the time for all waits of this call is over
@@ -135,6 +141,7 @@ class BulkFetch:
         """Yield each request when it has its result, in the order in which these come. Takes from ``requests`` as places become free.
 
         Closing the iterator gives up what is under way, and does not wait for threads that still fetch."""
+        self._left = len(requests) if isinstance(requests, Sized) else None
         yield from self.run_as_they_come(_taking(requests))
 
     def run_as_they_come(self, take: Callable[[int], Sequence[Wanted] | None]) -> Iterator[Wanted]:
@@ -172,8 +179,14 @@ class BulkFetch:
                 more = group is not None
                 if not group:
                     break
+                if self._left is not None:
+                    self._left = max(self._left - len(group), 0)
                 yield from self._begin(group)
-            if self._collected and (self._is_group_full() or self._events.empty()):
+            meanwhile, self._meanwhile = self._meanwhile, None
+            if meanwhile is not None:
+                with self._store.locks.working():
+                    meanwhile()
+            if self._collected and (self._is_group_full() or self._is_lull()):
                 yield from self._publish()
             elif self._under_way or more or not self._events.empty():
                 yield from self._next_event()
@@ -181,6 +194,10 @@ class BulkFetch:
 
     def _is_group_full(self) -> bool:
         return len(self._collected) >= GROUP or self._collected_bytes >= AT_ONCE
+
+    def _is_lull(self) -> bool:
+        """Whether what was collected need not wait for more, which would be published with it."""
+        return self._events.empty() and (self._is_quiet or not self._collected or len(self._collected) == len(self._under_way))
 
     def _turn(self) -> None:
         self._turn_at = time.monotonic() + TURN
@@ -191,14 +208,18 @@ class BulkFetch:
     def _places(self) -> int:
         """How many objects may be begun now. Several at once, for one query, as long as there is something else to do."""
         places = self._most - len(self._under_way) + len(self._collected)
-        is_idle = not self._collected and self._events.empty()
-        return places if places >= min(GROUP, max(self._most // 2, 1)) or (is_idle and places > 0) else 0
+        enough = min(GROUP, max(self._most // 2, 1), self._left or GROUP)
+        return places if places >= enough or (places > 0 and self._is_lull()) else 0
 
     def _next_event(self) -> Iterator[Wanted]:
         while True:  # in short turns: another thread may have got the signal of Ctrl-C, and nothing would wake this one
             try:
-                event = self._events.get(timeout=TURN)
+                event = self._events.get(timeout=LULL if self._collected else TURN)
+                self._is_quiet = False
             except queue.Empty:
+                if self._collected:
+                    self._is_quiet = True
+                    return _nothing()
                 self._turn()
                 continue
             if time.monotonic() >= self._turn_at:
@@ -475,7 +496,7 @@ class BulkFetch:
     # -- publish ---------------------------------------------------------------------------------------------------
 
     def _publish(self) -> Iterator[Wanted]:
-        group, self._collected, self._collected_bytes = self._collected, [], 0
+        group, self._collected, self._collected_bytes, self._is_quiet = self._collected, [], 0, False
         for fetch, published in zip(group, self._published(group), strict=True):
             request = fetch.request
             if not request.leased or (request.spills and isinstance(published, errors.NoSpace)):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from forebay import _config, _model, errors
@@ -164,18 +165,35 @@ def first_touch(origin: Origin, url: str | os.PathLike[str], *, force: bool) -> 
     """The bytes of an object that was validated at most ``origin.max_age`` nanoseconds ago, if the index of keys leads to them: a hit of a
     process that has not met the object, without a `Target`, a time limit or a lease. None: the long way tells. Raises `ConfigError`."""
     text = url if type(url) is str else urls.as_text(url)
+    for key in _possible_keys(origin, text, force=force):
+        data = origin.store.first_touch(URLS, key, origin.max_age, text)
+        if data is not None:
+            return data
+    return None
+
+
+def is_there(origin: Origin, url: str | os.PathLike[str]) -> bool:
+    """Whether `first_touch` would find an object. It is touched, so that colder ones are evicted first. Raises `ConfigError`."""
+    store = origin.store
+    if not store.keeps:
+        return False
+    with contextlib.suppress(errors.CacheFault):
+        keys = _possible_keys(origin, urls.as_text(url), force=False)
+        return any(store.reservations.expect(URLS, key, origin.max_age) is not None for key in keys)
+    return False
+
+
+def _possible_keys(origin: Origin, text: str, *, force: bool) -> Iterator[str]:
+    """The keys under which the cache may have a URL. Raises `ConfigError`."""
     if origin.closed or not text:
-        return None
+        return
     # A key of this space has a `#`, or is what `canonical` returned, which is its own key: such a text need not be looked at more closely.
     is_likely_key = text.startswith(_REMOTE) and "#" not in text
     if is_likely_key:
-        data = origin.store.first_touch(URLS, text, origin.max_age, text)
-        if data is not None:
-            return data
+        yield text
     key = urls.canonical(text)
-    if (is_likely_key and key == text) or (key.startswith("file:") and not force):  # a local file is its own copy
-        return None
-    return origin.store.first_touch(URLS, key, origin.max_age, text)
+    if not (is_likely_key and key == text) and (force or not key.startswith("file:")):  # a local file is its own copy
+        yield key
 
 
 def is_same_version(validator: str | None, expected: str) -> bool:
