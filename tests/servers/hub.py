@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -222,14 +223,21 @@ class _HubHandler(_Handler):
         return item
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # the client had enough
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
 @contextmanager
 def hub() -> Iterator[Hub]:
     """A running hub, without a repository."""
     made = Hub()
     servers = []
     for kind in (_HubHandler, _OtherHost):
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type(kind.__name__, (kind,), {"hub": made}))
-        server.daemon_threads = True
+        server = _Server(("127.0.0.1", 0), type(kind.__name__, (kind,), {"hub": made}))
         servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True, name="hub").start()
     made.url, made.cdn = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
