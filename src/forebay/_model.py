@@ -125,7 +125,7 @@ class ObjectInfo(NamedTuple):
 
     ``size``: bytes, None where the remote does not say. ``validator``: the ETag as sent (quotes and ``W/`` included), else
     ``mtime-size``, else None. ``strong``: equal validators mean equal bytes, so a partial can be resumed.
-    ``modified``: seconds since 1970, or None.
+    ``modified``: seconds since 1970, or None. ``sha256``: of the bytes, in hex, where the remote says it: checked when they have come.
     """
 
     url: str
@@ -133,6 +133,7 @@ class ObjectInfo(NamedTuple):
     validator: str | None = None
     strong: bool = False
     modified: float | None = None
+    sha256: str | None = None
 
 
 class Partial(NamedTuple):

@@ -110,7 +110,7 @@ def test_debug_tells_what_a_pull_does(run: Run, server: ScriptedServer, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("url", "package", "said"), [("gs://b/x", "fsspec", "the extra 'fsspec'"), ("hf://b/x/", "fsspec", "the extra 'fsspec'"),
+    ("url", "package", "said"), [("gs://b/x", "fsspec", "the extra 'fsspec'"), ("az://b/x/", "fsspec", "the extra 'fsspec'"),
                                  ("s3://b/x", "botocore", "the extra 's3'")]
 )  # fmt: skip
 def test_a_missing_package_names_the_extra(home: Path, tmp_path: Path, url: str, package: str, said: str) -> None:

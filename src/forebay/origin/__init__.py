@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 import weakref
@@ -400,7 +401,7 @@ class Origin:
                 writing.spills, sink = True, spilling.over(writing)
             self._receive(target, options, sink, begun)
             if spilling is not None and spilling.fault is not None:
-                spilling.came = self._read_only(target, options, spilling.data)
+                spilling.came = self._read_only(target, options, spilling.data, spilling.info)
                 raise spilling.fault
             self._check_sha256(target, options, writing)
             if collect and writing.collected is not None:
@@ -436,12 +437,14 @@ class Origin:
         log.debug("%s: fetched %d bytes, by %d requests", target.key, transfer.received, transfer.requests)
 
     def _check_sha256(self, target: Target, options: FetchOptions, writing: Writing) -> None:
-        if options.sha256 is None:
+        """Check the bytes against what the caller expects, and what the remote says."""
+        expected = _expected_sha256(options, writing.info)
+        if not expected:
             return
         digest = writing.sha256()
-        if digest != options.sha256.lower():
+        if expected != {digest}:
             writing.discard()
-            raise errors.ChecksumMismatch.of(target.key, f"sha256 {options.sha256.lower()}", f"sha256 {digest}")
+            raise _sha256_mismatch(target, expected, digest)
         writing.set_meta(f'{{"sha256": "{digest}"}}')  # JSON
 
     def count(self, transfer: Transfer) -> None:
@@ -460,8 +463,10 @@ class Origin:
 
     def reaching(self, options: FetchOptions | None = None) -> AbstractContextManager[None]:
         """Context for requests to a remote: skips hosts that were silent recently, unless this refreshes, and keeps the node's limits."""
-        is_refresh, wait = (options.refresh, options.wait) if options is not None else (False, None)
-        return remote.tracking_hosts(self.store.hosts, limits=self.store.limits, ask_silent=is_refresh, wait=wait)
+        if options is None:
+            return remote.tracking_hosts(self.store.hosts, limits=self.store.limits)
+        age = math.inf if options.since <= 1 else (self.store.now(exact=True) - options.since) / 1e9
+        return remote.tracking_hosts(self.store.hosts, limits=self.store.limits, ask_silent=options.refresh, wait=options.wait, max_age=age)
 
     def warn_stale(self, key: str, message: str, error: Exception) -> None:
         """Warn, once per host or bucket, that a copy is served because its remote cannot be reached."""
@@ -485,12 +490,13 @@ class Origin:
             transfer = target.remote.fetch(target.url, checked) if begun is None else begun.fetch(checked)
         if target.in_place is None:
             self.count(transfer)
-        return self._read_only(target, options, sink.data)
+        return self._read_only(target, options, sink.data, sink.info)
 
-    def _read_only(self, target: Target, options: FetchOptions, data: bytearray) -> memoryview:
-        """The fetched bytes, read-only. Raises `ChecksumMismatch` if they are not what ``options`` expects."""
-        if options.sha256 is not None and (digest := sha256_of(data)) != options.sha256.lower():
-            raise errors.ChecksumMismatch.of(target.key, f"sha256 {options.sha256.lower()}", f"sha256 {digest}")
+    def _read_only(self, target: Target, options: FetchOptions, data: bytearray, info: ObjectInfo | None) -> memoryview:
+        """The fetched bytes, read-only. Raises `ChecksumMismatch` if they are not what ``options``, or the remote, says."""
+        expected = _expected_sha256(options, info)
+        if expected and expected != {digest := sha256_of(data)}:
+            raise _sha256_mismatch(target, expected, digest)
         return memoryview(data).toreadonly()
 
     def most(self) -> int:
@@ -582,3 +588,13 @@ class Origin:
         for space, key in ((URLS, target.key), (URLS, index_key(target.key)), (LISTINGS, folder_of(target.key))):
             if (entry := self.store.entry(space, key)) is not None:
                 self.store.set_validated(entry, 0)
+
+
+def _expected_sha256(options: FetchOptions, info: ObjectInfo | None) -> set[str]:
+    """The digests that the bytes must have: the caller's, and the remote's."""
+    return {digest.lower() for digest in (options.sha256, info.sha256 if info is not None else None) if digest}
+
+
+def _sha256_mismatch(target: Target, expected: set[str], digest: str) -> errors.ChecksumMismatch:
+    other = min(expected - {digest})
+    return errors.ChecksumMismatch.of(target.key, f"sha256 {other}", f"sha256 {digest}")

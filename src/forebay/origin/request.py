@@ -105,7 +105,8 @@ class SpillingSink:
         self._memory = BufferSink(most)
         self._sink: _model.Sink = self._memory
         self._writing: Writing | None = None
-        self._info: ObjectInfo | None = None
+        self.info: ObjectInfo | None = None
+        """How the remote describes the object."""
         self._hold: KeyHold | None = None
         self.fault: errors.CacheFault | None = None
         self.came: memoryview | None = None
@@ -131,7 +132,7 @@ class SpillingSink:
 
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
         """See `Sink.begin`."""
-        self._info = info
+        self.info = info
         if self.fault is None:
             try:
                 return self._sink.begin(info)
@@ -144,9 +145,9 @@ class SpillingSink:
         try:
             self._sink.write(offset, data)
         except errors.NoSpace as error:
-            if self._writing is None or self._info is None or self._info.size is not None:
+            if self._writing is None or self.info is None or self.info.size is not None:
                 raise  # parts may come from several threads
-            self._memory.begin(self._info)
+            self._memory.begin(self.info)
             self._writing.move_to(self._memory)
             self._spill(error)
             self._memory.write(offset, data)

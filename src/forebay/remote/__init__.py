@@ -4,6 +4,7 @@
 - `base`: options, one call with its retries, parallel ranges of one object
 - `http`: one object over HTTP
 - `s3`: the same data plane, with AWS credentials and signatures
+- `hub`: the same data plane, with the API and the revisions of the Hugging Face Hub
 - `local`: files of this host
 - `filesystems`: fsspec and pyarrow, in a helper process where a fork would break their clients
 """
@@ -62,14 +63,14 @@ class Resolvers:
         self._by_scheme: dict[str, Callable[[], Remote]] = {}
 
     def of(self, url: str) -> Callable[[], Remote]:
-        """Return a function that returns the remote of ``url``. Those for HTTP and S3, and the options, are imported by its first call, so
-        that a hit does not wait for them. For any other scheme the remote is created now: raises what `resolve` raises."""
+        """Return a function that returns the remote of ``url``. Those for HTTP, S3 and the hub, and the options, are imported by its first
+        call, so that a hit does not wait for them. For any other scheme the remote is created now: raises what `resolve` raises."""
         kind = scheme(url)
         known = self._by_scheme.get(kind)
         if known is not None:
             return known
         found = functools.cache(lambda: resolve(f"{kind}://", self._options()))
-        if kind not in ("http", "https", "s3"):
+        if kind not in ("http", "https", "s3", "hf"):
             found()
         return self._by_scheme.setdefault(kind, found)
 
@@ -120,6 +121,10 @@ def _create(kind: str, options: RemoteOptions) -> Remote:
         from forebay.remote.s3 import S3Remote
 
         return S3Remote(options)
+    if kind == "hf":
+        from forebay.remote.hub import HubRemote
+
+        return HubRemote(options)
     from forebay.remote.filesystems import FilesystemRemote
     from forebay.remote.filesystems.clients import check_kind
 

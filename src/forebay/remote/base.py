@@ -216,6 +216,7 @@ class _HostAccess(NamedTuple):
 
 
 _host_access: ContextVar[_HostAccess | None] = ContextVar("forebay_host_access", default=None)
+_max_age: ContextVar[float] = ContextVar("forebay_max_age", default=math.inf)
 _shared_start: ContextVar[float | None] = ContextVar("forebay_shared_start", default=None)
 
 
@@ -231,13 +232,15 @@ def shared_time_limit() -> Iterator[None]:
 
 class tracking_hosts:
     """Calls that this thread begins inside of the block consult and update ``hosts``, and stay within ``limits``. ``ask_silent``: ask
-    silent hosts all the same. ``wait``: how long they wait for connections, which counts for the `time_limit` of this thread too."""
+    silent hosts all the same. ``wait``: how long they wait for connections, which counts for the `time_limit` of this thread too.
+    ``max_age``: how old, in seconds, an answer of a remote may be that they use again (`max_age_here`)."""
 
-    __slots__ = ("_access", "_before", "_waited")
+    __slots__ = ("_access", "_age", "_before", "_max_age", "_waited")
 
     def __init__(
-        self, hosts: Hosts | None, *, limits: Limits | None = None, ask_silent: bool = False, wait: SharedLimit | None = None
-    ) -> None:
+        self, hosts: Hosts | None, *, limits: Limits | None = None, ask_silent: bool = False, wait: SharedLimit | None = None,
+        max_age: float = math.inf,
+    ) -> None:  # fmt: skip
         remaining = time_limit.remaining()
         if wait is not None:
             wait.lower(remaining)
@@ -245,14 +248,21 @@ class tracking_hosts:
             wait = SharedLimit(remaining)
         self._access = None if hosts is None else _HostAccess(hosts, limits, ask_silent, wait)
         self._waited = 0.0 if wait is None else wait.waited()
+        self._max_age = max_age
 
     def __enter__(self) -> None:
-        self._before = _host_access.set(self._access)
+        self._before, self._age = _host_access.set(self._access), _max_age.set(self._max_age)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         _host_access.reset(self._before)
+        _max_age.reset(self._age)
         if self._access is not None and self._access.wait is not None:
             time_limit.spend(self._access.wait.waited() - self._waited)
+
+
+def max_age_here() -> float:
+    """How old, in seconds, an answer of a remote may be that a call of this thread uses again."""
+    return _max_age.get()
 
 
 _deferred = threading.local()

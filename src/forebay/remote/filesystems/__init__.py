@@ -1,4 +1,4 @@
-"""Everything that fsspec or pyarrow can read: their URLs (``gs://``, ``az://``, ``hf://``, ``memory://``...) and their filesystem objects.
+"""Everything that fsspec or pyarrow can read: their URLs (``gs://``, ``az://``, ``memory://``...) and their filesystem objects.
 
 After a fork, their clients hang, or silently mix bytes. So only filesystems without connections are used in this process; all others run in
 a helper process (`forebay.remote.filesystems.helper`), one for each process, started at the first call.

@@ -128,7 +128,7 @@ def check_kind(kind: str) -> None:
     except ImportError:
         return
     if kind not in fsspec.available_protocols():
-        raise ConfigError(f"{kind}:// URLs are not known, neither here (http, https, s3, file) nor to fsspec: check the spelling")
+        raise ConfigError(f"{kind}:// URLs are not known, neither here (http, https, s3, hf, file) nor to fsspec: check the spelling")
 
 
 def files_with_prefix(listed: Callable[[], Iterable[Any]], prefix: str, below: Callable[[str], Iterable[Any]]) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from forebay._model import Buffer, Content, ObjectInfo, Partial, Sink, Span, Tra
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
 from forebay.remote.http.connections import Begun
 from forebay.remote.http.exchange import (
+    AmendHeaders,
     Exchange,
     ExplainRefusal,
     Opened,
@@ -51,15 +52,16 @@ class SmallResponse:
 class HttpRemote:
     """A `Remote` over HTTP. Callable from any thread; a forked child has connections of its own.
 
-    ``sign``, ``explain``: how a protocol over HTTP, such as S3, sends its requests and explains its refusals. ``raw``: Content-Encoding
-    is a property of the object, not of the response."""
+    ``sign``, ``explain``, ``amend``: how a protocol over HTTP, such as S3, sends its requests, explains its refusals, and means the headers
+    of its responses. ``raw``: Content-Encoding is a property of the object, not of the response."""
 
     def __init__(
-        self, options: RemoteOptions | None = None, sign: Sign | None = None, explain: ExplainRefusal | None = None, *, raw: bool = False
-    ) -> None:
+        self, options: RemoteOptions | None = None, sign: Sign | None = None, explain: ExplainRefusal | None = None,
+        amend: AmendHeaders | None = None, *, raw: bool = False,
+    ) -> None:  # fmt: skip
         self.options = options or RemoteOptions()
         self._check_options = self.options.for_check()
-        self._exchange = Exchange(self.options, sign, explain, raw=raw)
+        self._exchange = Exchange(self.options, sign, explain, amend, raw=raw)
         self._first_headers = {"Range": f"bytes=0-{self.options.part - 1}"}
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:

@@ -32,6 +32,10 @@ may turn a URL of another scheme into an HTTP one."""
 ExplainRefusal: TypeAlias = Callable[[str, int, Mapping[str, str], bytes], Exception | None]
 """(URL, status, headers, beginning of the body) of a refusal -> the error to raise (`AttemptFailed`: try again); None: as in plain HTTP."""
 
+AmendHeaders: TypeAlias = Callable[[str, Mapping[str, str]], Mapping[str, str]]
+"""(URL, headers of a response that is accepted) -> the headers as the protocol means them. The URL of such a protocol always names the same
+bytes, so that the address to which it redirects serves all requests of a call."""
+
 OWN_HEADERS = {"User-Agent": "forebay", "Accept-Encoding": "identity"}
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 10
@@ -48,11 +52,13 @@ class Exchange:
     """Sends requests over kept connections. Callable from any thread; usable after a fork."""
 
     def __init__(
-        self, options: RemoteOptions, sign: Sign | None = None, explain: ExplainRefusal | None = None, *, raw: bool = False
-    ) -> None:
+        self, options: RemoteOptions, sign: Sign | None = None, explain: ExplainRefusal | None = None, amend: AmendHeaders | None = None, *,
+        raw: bool = False,
+    ) -> None:  # fmt: skip
         self.options = options
         self.connections = Connections(options)
-        self._sign, self._explain, self._raw = sign, explain, raw
+        self._sign, self._explain, self._amend, self._raw = sign, explain, amend, raw
+        self._keeps_redirects = sign is None or amend is not None
         self._defaults: dict[tuple[Endpoint, str, bool, bool], dict[str, str]] = {}
 
     def send(
@@ -96,14 +102,16 @@ class Exchange:
                 address, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
                 endpoint, user, path = _parsed(call, address)
                 if first is None:
-                    first, first_user = (endpoint, user) if self._sign or target is url else _parsed(call, url)[:2]
+                    first, first_user = (endpoint, user) if target is url else self._first_endpoint(call, method, url)
                 defaults = self._default_headers(endpoint, user or (first_user if endpoint == first else ""), first)
                 call.count(requests=1)
                 incoming = self.connections.send(call, endpoint, method, path, {**defaults, **signed}, body)
             response = Response(incoming, call, has_body=method != "HEAD", raw=self._raw)
             if response.status in ok:
-                if hop and self._sign is None:
+                if hop and self._keeps_redirects:
                     call.redirects[url] = address
+                if self._amend is not None:
+                    response.headers = self._amend(url, response.headers)
                 return response
             with response:
                 if response.status not in REDIRECTS or "Location" not in response.headers:
@@ -113,6 +121,10 @@ class Exchange:
             if response.status == 303 and method != "HEAD":
                 method, body = "GET", None
         raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_REDIRECTS} times", url=call.url)
+
+    def _first_endpoint(self, call: Call, method: str, url: str) -> tuple[Endpoint, str]:
+        """The endpoint, and the user, of the first request for ``url``, which is not sent since it is known where it leads."""
+        return _parsed(call, url if self._sign is None else self._sign(method, url, {})[0])[:2]
 
     def _default_headers(self, endpoint: Endpoint, user: str, first: Endpoint) -> dict[str, str]:
         """The headers of every request to an endpoint: ours and the user's; after a redirect to another endpoint than the first, only
@@ -221,7 +233,8 @@ class Response:
     A context manager: at its end the connection is kept if the body was read to its end, else closed."""
 
     def __init__(self, incoming: Incoming, call: Call, *, has_body: bool = True, raw: bool = False) -> None:
-        self.status, self.reason, self.headers = incoming.status, incoming.reason, incoming.headers
+        self.status, self.reason = incoming.status, incoming.reason
+        self.headers: Mapping[str, str] = incoming.headers
         self._incoming, self.call = incoming, call
         try:
             length = content_length(self.headers)

@@ -1,0 +1,370 @@
+"""``hf://[datasets/|spaces/]owner/name[@revision]/path``: files of the Hugging Face Hub, by the data plane of `forebay.remote.http`.
+
+A revision is resolved to its commit by one request to the hub's API, and all other requests name the commit: bytes of two commits never
+mix, and the version of a file whose URL names a commit is never asked for again. Bytes come from wherever the hub redirects to; the token
+goes to the hub alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import urljoin, urlsplit
+
+from forebay import errors
+from forebay._model import BegunFetch, Buffer, Content, ObjectInfo, Remote, Sink, Span, Transfer
+from forebay.remote.base import Call, RemoteOptions, max_age_here, shared_time_limit
+from forebay.remote.http import HttpRemote, SmallResponse
+from forebay.remote.http.connections import endpoint_of
+from forebay.remote.http.exchange import MAX_SIZE, REDIRECTS, is_same_validator
+from forebay.remote.http.handles import Headers
+from forebay.remote.hub.names import KINDS, HubName, endpoint_from, token_from
+from forebay.remote.urls import canonical, scheme
+
+PATH = ":path"
+"""Name under which the path of a request to the hub's API stands among its headers until it is sent."""
+LONGEST_AGE = 60.0
+"""Seconds for which a process takes a branch to be at the commit that the hub named, at most."""
+MAX_KNOWN = 50_000
+MAX_PAGES = 10_000
+MAX_HOPS = 5
+
+_CONDITIONS = frozenset({"if-match", "if-none-match", "if-range", "if-modified-since"})
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+_COMMIT = re.compile(r"[0-9a-f]{40}\Z")
+_NEXT = re.compile(r'<([^<>]+)>\s*;\s*rel="?next"?')
+_LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+
+_turns: dict[tuple[str, str, str, str], threading.Lock] = {}  # held while a revision is asked for: other threads wait for the answer
+
+os.register_at_fork(after_in_child=_turns.clear)
+
+
+class _Commit(NamedTuple):
+    """The commit of a revision. ``at``: when the hub was asked, by the monotonic clock."""
+
+    sha: str
+    at: float
+
+
+class HubRemote:
+    """A `Remote` for the Hugging Face Hub, and for what answers as it does (``HF_ENDPOINT``). Callable from any thread and after a fork.
+
+    The token is that of the options, else the one with which the user is logged in, unless ``options.anonymous``. It and the address of the
+    hub are looked up for each request."""
+
+    def __init__(self, options: RemoteOptions | None = None) -> None:
+        self.options = options or RemoteOptions()
+        self._check_options = self.options.for_check()
+        self._http = HttpRemote(self.options, self._sign, self._explain, self._amend)
+        self._commits: dict[tuple[str, str, str, str], _Commit] = {}
+        self._known: dict[tuple[str, str], ObjectInfo] = {}  # by endpoint and URL with a commit: such a file never changes
+
+    # -- objects -----------------------------------------------------------------------------------------------------
+
+    def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
+        """See `Remote.stat`. Asks nothing about a file whose URL names a commit, if it is ``known``."""
+        if known is not None and _file_of(url).is_pinned:
+            return None
+        with shared_time_limit():
+            info = self._described(url, Transfer(), self.options if known is None else self._check_options)
+        return None if known is not None and is_same_validator(info.validator, known) else info._replace(url=url)
+
+    def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
+        """See `Remote.fetch`."""
+        spent = Transfer()
+        with shared_time_limit():
+            info = self._described(url, spent, self.options)
+            transfer = self._http.fetch(info.url, _DescribedSink(sink, info))
+        transfer.requests, transfer.info = transfer.requests + spent.requests, info._replace(url=url)
+        return transfer
+
+    def begin(self, url: str, on_ready: Callable[[], None]) -> BegunFetch | None:
+        """See `BeginningRemote.begin`."""
+        name = _file_of(url)
+        commit = name.revision if name.is_pinned else self._fresh_commit(name)
+        info = self._known.get((endpoint_from(), name.at(commit).url)) if commit is not None else None
+        begun = self._http.begin(info.url, on_ready) if info is not None else None
+        return None if begun is None or info is None else _BegunDescribed(begun, info._replace(url=url))
+
+    def read(
+        self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None, exact: bool = False
+    ) -> bytes:  # fmt: skip
+        """See `Remote.read`."""
+        expected = validator if info is None else info.validator
+        with shared_time_limit():
+            current = self._described(url, Transfer(), self.options)
+            if expected is not None and not is_same_validator(current.validator, expected):
+                raise errors.RemoteChanged(f"{canonical(url)} became another object while it was read", url=canonical(url))
+            return self._http.read(current.url, span, info=current, exact=exact)
+
+    def list(self, url: str) -> Iterator[ObjectInfo]:
+        """See `Remote.list`. All pages are requested before the first object is returned, since the hub has another order."""
+        name, spent = HubName.of(url), Transfer()
+        pinned = name.at(self._commit(name, url, spent, self.options))
+        head = url[: len(url) - len(name.path)]
+        head += "" if head.endswith("/") else "/"
+        found: list[tuple[str, ObjectInfo]] = []
+        for item in self._tree(pinned, url, spent):
+            path, info = _listed(pinned, url, item)
+            if info is not None and path.startswith(name.path):
+                self._remember(info)
+                found.append((path, info._replace(url=head + path)))
+        found.sort(key=lambda each: each[0])
+        return (info for _, info in found)
+
+    def write(
+        self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None,
+        on_sent: Callable[[int], None] | None = None, resume: bool = False,
+    ) -> ObjectInfo:  # fmt: skip
+        """See `Remote.write`. Each is a commit, which huggingface_hub makes by way of fsspec."""
+        self._writer.write(url, source, if_none_match=if_none_match, if_match=if_match, on_sent=on_sent, resume=resume)
+        self._commits.clear()
+        return self._described(url, Transfer(), self.options)._replace(url=url)
+
+    def delete(self, url: str) -> None:
+        """See `Remote.delete`."""
+        self._writer.delete(url)
+        self._commits.clear()
+
+    @property
+    def _writer(self) -> Remote:
+        from forebay.remote.filesystems import FilesystemRemote
+
+        return FilesystemRemote(None, self.options, storage_options={"token": self._token() or False, "endpoint": endpoint_from()})
+
+    # -- revisions and descriptions ----------------------------------------------------------------------------------
+
+    def _fresh_commit(self, name: HubName) -> str | None:
+        """The commit of a revision, if the hub was asked recently enough."""
+        commit = self._commits.get((endpoint_from(), name.kind, name.repo, name.revision))
+        is_fresh = commit is not None and time.monotonic() - commit.at <= min(max_age_here(), LONGEST_AGE)
+        return commit.sha if commit is not None and is_fresh else None
+
+    def _commit(self, name: HubName, url: str, spent: Transfer, options: RemoteOptions) -> str:
+        if name.is_pinned:
+            return name.revision
+        key = (endpoint_from(), name.kind, name.repo, name.revision)
+        with _turns.setdefault(key, threading.Lock()):
+            commit = self._fresh_commit(name)
+            if commit is None:
+                at = time.monotonic()
+                commit = _sha_in(url, self._ask("GET", url, name.commit_query, spent, options))
+                self._commits[key] = _Commit(commit, at)
+        return commit
+
+    def _described(self, url: str, spent: Transfer, options: RemoteOptions) -> ObjectInfo:
+        """The object as the hub describes it, under its URL with a commit."""
+        name = _file_of(url)
+        pinned = name.at(self._commit(name, url, spent, options))
+        info = self._known.get((endpoint_from(), pinned.url))
+        if info is None:
+            info = self._ask_for_file(pinned, spent, options)
+            self._remember(info)
+        return info
+
+    def _remember(self, info: ObjectInfo) -> None:
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        self._known[endpoint_from(), info.url] = info
+
+    def _ask_for_file(self, name: HubName, spent: Transfer, options: RemoteOptions) -> ObjectInfo:
+        """The headers of the hub's own answer say what the file is; those of the host to which it redirects need not."""
+        path = name.file
+        for _ in range(MAX_HOPS):
+            response = self._ask("HEAD", name.url, path, spent, options, ok=(200, *REDIRECTS))
+            headers, target = response.headers, urljoin(f"{endpoint_from()}/{path}", response.headers.get("Location", ""))
+            if response.status == 200 or "X-Linked-Etag" in headers or not _is_on(target, endpoint_from()):
+                return _info_of(name, headers, is_whole=response.status == 200)
+            path = target  # a repository that was renamed
+        raise errors.RemoteProtocolError(f"{name.url}: redirected more than {MAX_HOPS} times", url=name.url)
+
+    def _tree(self, name: HubName, url: str, spent: Transfer) -> Iterator[Any]:
+        """The items of all pages of a listing; none where there is no such folder."""
+        path, seen = name.tree_query(name.path.rpartition("/")[0]), set[str]()
+        while path and path not in seen and len(seen) < MAX_PAGES:
+            seen.add(path)
+            try:
+                response = self._ask("GET", url, path, spent, self.options)
+            except errors.NotFound as error:
+                if getattr(error, "code", "") == "EntryNotFound":
+                    return
+                raise
+            items = _json_in(url, response)
+            if not isinstance(items, list):
+                raise _invalid(url, "a listing")
+            yield from items
+            link = _NEXT.search(response.headers.get("Link", ""))
+            path = urljoin(f"{endpoint_from()}/", link[1]) if link else ""
+        if path:
+            raise errors.RemoteProtocolError(f"{canonical(url)}: its listing comes back to where it was: it has no end", url=canonical(url))
+
+    def _ask(
+        self, method: str, url: str, path: str, spent: Transfer, options: RemoteOptions, ok: tuple[int, ...] = (200,)
+    ) -> SmallResponse:  # fmt: skip
+        """One request to the hub itself, for a path, or for a URL to which the hub led."""
+        with Call(url, options) as call:
+            try:
+                return self._http.request(method, url, {PATH: path}, ok=ok, call=call)
+            finally:
+                spent.requests += call.transfer.requests
+
+    # -- what makes the hub of HTTP ------------------------------------------------------------------------------------
+
+    def _sign(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
+        """The HTTP URL and the headers of a request for ``url``: an ``hf://`` URL, or one that the hub redirects to. A file of a commit
+        has one version, and the ETags of other hosts are not the hub's: so there are no conditions."""
+        endpoint = endpoint_from()
+        own = {name: value for name, value in headers.items() if name.lower() not in _CONDITIONS}
+        path = own.pop(PATH, None)
+        if scheme(url) == "hf":
+            url = urljoin(f"{endpoint}/", HubName.of(url).file) if path is None else urljoin(f"{endpoint}/", path)
+        token = self._token() if _is_on(url, endpoint) else None
+        return url, own | {"Authorization": f"Bearer {token}"} if token else own
+
+    def _token(self) -> str | None:
+        if self.options.anonymous or any(name.lower() == "authorization" for name in self.options.headers):
+            return None
+        return self.options.token or token_from()
+
+    def _amend(self, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """Replace the ETag of another host by the one that the hub has for a file."""
+        info = self._known.get((endpoint_from(), url))
+        if info is None or info.validator is None:
+            return headers
+        others = (f"{name}: {value}".encode("latin-1") for name, value in headers.items() if name.lower() != "etag")
+        return Headers([*others, f"ETag: {info.validator}".encode()])
+
+    def _explain(self, url: str, status: int, headers: Mapping[str, str], body: bytes) -> Exception | None:
+        """The error that a refusal of the hub means; None for one of another host."""
+        code, text = headers.get("X-Error-Code", ""), headers.get("X-Error-Message", "")
+        name, shown = HubName.of(url), canonical(url)
+        facts: dict[str, Any] = {"url": shown, "status": status, "code": code}
+        page = f"{endpoint_from()}/{name.page}"
+        what = f"{KINDS.get(name.kind, 'model')} {name.repo}"
+        if code == "GatedRepo":
+            whose = "the user of this token" if self._token() else "nobody"
+            todo = f"accept the terms at {page}, then {_LOG_IN}"
+            return errors.AccessDenied(f"{shown}: the {what} is gated, and {whose} has access: {todo}", **facts)
+        if code == "RevisionNotFound":
+            return errors.NotFound(f"{shown}: the {what} has no revision {name.revision!r}: see {page}/tree/main", **facts)
+        if code == "EntryNotFound":
+            return errors.NotFound(f"{shown}: the {what} has no such file at {name.revision!r}", **facts)
+        if status == 401 and "invalid credentials" in text.lower():
+            return errors.AccessDenied(f"{shown}: the hub does not know this token: {_LOG_IN}", **facts)
+        if code == "RepoNotFound" or (status == 401 and not code):
+            todo = "this token may not see it" if self._token() else f"it is private: {_LOG_IN}"
+            return errors.NotFound(f"{shown}: the hub has no {what}, or {todo}", **facts)
+        if status == 403 and text:
+            return errors.AccessDenied(f"{shown}: the hub denies access to the {what}: check what this token may read", **facts)
+        return None
+
+
+class _DescribedSink:
+    """Passes an object on to a sink, with the description that the hub gave of it."""
+
+    def __init__(self, sink: Sink, info: ObjectInfo) -> None:
+        self._sink, self._info = sink, info
+        self.partial = sink.partial
+        self.most: Callable[[], int] | None = getattr(sink, "most", None)  # see `BufferSink`
+
+    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        """See `Sink.begin`."""
+        if None not in (info.size, self._info.size) and info.size != self._info.size:
+            message = f"{self._info.url}: {info.size:,} bytes come where the hub says {self._info.size:,}"
+            raise errors.RemoteProtocolError(message, url=self._info.url)
+        return self._sink.begin(self._info._replace(size=info.size))
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """See `Sink.write`."""
+        self._sink.write(offset, data)
+
+
+class _BegunDescribed:
+    """A fetch that was begun, of an object that the hub had described by then."""
+
+    def __init__(self, begun: BegunFetch, info: ObjectInfo) -> None:
+        self._begun, self._info = begun, info
+        self.is_here, self.close = begun.is_here, begun.close
+
+    def fetch(self, sink: Sink) -> Transfer:
+        """See `BegunFetch.fetch`."""
+        transfer = self._begun.fetch(_DescribedSink(sink, self._info))
+        transfer.info = self._info
+        return transfer
+
+
+# -- answers of the hub ------------------------------------------------------------------------------------------------
+
+
+def _file_of(url: str) -> HubName:
+    """Raises `ConfigError` if the URL names no file."""
+    name = HubName.of(url)
+    if not name.path:
+        raise errors.ConfigError(f"{canonical(url)} names no file: write hf://owner/name/path, or use Cache.directory")
+    return name
+
+
+def _is_on(url: str, endpoint: str) -> bool:
+    """Whether a URL is of this scheme, host and port."""
+    try:
+        one, other = (endpoint_of(*urlsplit(each)[:2]) for each in (url, endpoint))
+    except ValueError:
+        return False
+    return (one.scheme, one.host, one.port) == (other.scheme, other.host, other.port)
+
+
+def _info_of(name: HubName, headers: Mapping[str, str], *, is_whole: bool) -> ObjectInfo:
+    """A file as the headers of the hub describe it. Raises `RemoteProtocolError` for another commit, or an invalid size."""
+    commit = headers.get("X-Repo-Commit", name.revision)
+    if commit != name.revision:
+        raise errors.RemoteProtocolError(f"{name.url}: the hub answers for commit {commit[:40]!r}", url=name.url)
+    tag = headers.get("X-Linked-Etag") or headers.get("ETag", "")
+    size = headers.get("X-Linked-Size") or (headers.get("Content-Length") if is_whole else None)
+    if size is not None and not (size.isdecimal() and int(size) <= MAX_SIZE):
+        raise _invalid(name.url, "a size")
+    return _info(name, None if size is None else int(size), tag.removeprefix("W/").strip('"'))
+
+
+def _info(name: HubName, size: int | None, tag: str) -> ObjectInfo:
+    """``tag``: of a large file its SHA-256, of any other one the hash that git has for it."""
+    validator = f'"{tag}"' if tag else None
+    return ObjectInfo(name.url, size, validator, strong=bool(tag), sha256=tag if _SHA256.match(tag) else None)
+
+
+def _listed(name: HubName, url: str, item: Any) -> tuple[str, ObjectInfo | None]:
+    """The path of an item of a listing, and its description: None for a folder. Raises `RemoteProtocolError`."""
+    kind, path, size, oid = (item.get(each) if isinstance(item, dict) else None for each in ("type", "path", "size", "oid"))
+    large = item.get("lfs") if isinstance(item, dict) else None
+    if isinstance(large, dict):
+        size, oid = large.get("size"), large.get("oid")
+    if kind == "directory" and isinstance(path, str):
+        return path, None
+    if not (isinstance(path, str) and path and isinstance(oid, str) and type(size) is int and 0 <= size <= MAX_SIZE):
+        raise _invalid(url, "an item of a listing")
+    return path, _info(name._replace(path=path), size, oid.removeprefix("sha256:"))
+
+
+def _sha_in(url: str, response: SmallResponse) -> str:
+    answer = _json_in(url, response)
+    sha = answer.get("sha") if isinstance(answer, dict) else None
+    if not (isinstance(sha, str) and _COMMIT.match(sha)):
+        raise _invalid(url, "a commit")
+    return sha
+
+
+def _json_in(url: str, response: SmallResponse) -> Any:
+    try:
+        return json.loads(response.body)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(url, "JSON") from error
+
+
+def _invalid(url: str, what: str) -> errors.RemoteProtocolError:
+    shown = canonical(url)
+    return errors.RemoteProtocolError(f"{shown}: the hub answers with what is not {what}: check HF_ENDPOINT ({endpoint_from()})", url=shown)
