@@ -44,7 +44,7 @@ MOST_SOURCES = 10_000
 
 _OF_CACHE = frozenset(inspect.signature(Cache).parameters)
 _OF_FSSPEC = frozenset({"asynchronous", "batch_size", "listings_expiry_time", "loop", "max_paths", "use_listings_cache"})
-_HINTS = frozenset({"cache_type", "fill_cache", "size"})
+_HINTS = frozenset({"cache_type", "default_cache", "fill_cache", "size"})
 """Arguments of `open` that change how a filesystem buffers, and not which bytes it returns."""
 _TUNING = _OF_FSSPEC | {
     "block_size", "cache_options", "cache_regions", "cache_type", "default_block_size", "default_cache_type", "default_fill_cache",
@@ -109,7 +109,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         self.protocol = tuple(f"forebay::{name}" for name in dict.fromkeys([*first, *names]))
         self.root_marker, self.sep, self.blocksize = self._inner.root_marker, self._inner.sep, self._inner.blocksize
         self._strip_protocol, self._parent = self._stripped, lambda path: self._inner._parent(self._stripped(path))
-        self._has_urls = _has_urls(self._inner)
+        self._has_urls, self._is_http = _has_urls(self._inner), not {"http", "https"}.isdisjoint(names)
         self._sources: dict[str, _Source] = {}
         self._bound: Any = None
         self._look: Hit = no_hit
@@ -241,14 +241,14 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         **arguments: Any,
     ) -> None:  # fmt: skip
         """Copy objects to local files; what is missing is fetched side by side."""
-        plan = _CopyPlan(self, recursive)
+        plan = _CopyPlan(self)
         ChainedFileSystem.get(plan, _unchained(rpath), lpath, recursive=recursive, maxdepth=maxdepth, **arguments)
         lock = threading.Lock()  # guards the callback
         callback.set_size(len(plan.pairs))
 
         def copy(source: str, target: str) -> None:
             with callback.branched(source, target) as own:
-                self._get_file(source, target, own, None, arguments, recursive=recursive)
+                self.get_file(source, target, callback=own, **arguments)
             with lock:
                 callback.relative_update(1)
 
@@ -256,15 +256,10 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
 
     def get_file(self, rpath: str, lpath: Any = None, callback: Any = DEFAULT_CALLBACK, outfile: Any = None, **arguments: Any) -> None:
         """Copy an object to a local file, or to a file object."""
-        self._get_file(rpath, lpath, callback, outfile, arguments)
-
-    def _get_file(
-        self, rpath: str, lpath: Any, callback: Any, outfile: Any, arguments: Mapping[str, Any], *, recursive: bool = False
-    ) -> None:  # fmt: skip
         outfile = lpath if outfile is None and hasattr(lpath, "write") else outfile
         rpath = self._stripped(rpath)
         if outfile is None:
-            if self._is_directory(rpath, recursive):
+            if self._hit(rpath) is None and self.isdir(rpath):
                 os.makedirs(lpath, exist_ok=True)
                 return
             os.makedirs(os.path.dirname(os.path.abspath(lpath)), exist_ok=True)
@@ -273,14 +268,6 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
             while data := file.read(COPIED):
                 target.write(data)
                 callback.relative_update(len(data))
-
-    def _is_directory(self, path: str, recursive: bool) -> bool:
-        """Whether a path that is to be copied names a directory. For HTTP, fsspec fetches the whole object to look for links in it."""
-        if self._hit(path) is not None:
-            return False
-        if not recursive and not {"http", "https"}.isdisjoint(protocols_of(self._inner)):
-            return path.endswith("/")
-        return bool(self.isdir(path))
 
     def _side_by_side(self, calls: Sequence[Callable[[], Any]], *, returns: bool = False) -> list[Any]:
         """The results, in order. The first error is raised, or, if ``returns``, each stands in the place of its result."""
@@ -301,6 +288,9 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
 
     # -- what is there: from the source ----------------------------------------------------------------------------
 
+    # To tell whether an HTTP URL exists, or is a directory, fsspec requests the whole object, and looks for links in it: here a HEAD, and
+    # only a page of HTML is looked at.
+
     def ls(self, path: str, detail: bool = True, **arguments: Any) -> Any:
         """See `fsspec.AbstractFileSystem`; so for all that follow."""
         return self.fs.ls(_unchained(path), detail=detail, **arguments)
@@ -309,21 +299,38 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         return self.fs.info(_unchained(path), **arguments)
 
     def exists(self, path: str, **arguments: Any) -> Any:
-        return self.fs.exists(_unchained(path), **arguments)
+        if not self._is_http:
+            return self.fs.exists(_unchained(path), **arguments)
+        try:
+            return bool(self.info(path, **arguments))
+        except FileNotFoundError:
+            return False
 
     def isfile(self, path: str) -> Any:
-        return self.fs.isfile(_unchained(path))
+        return self.exists(path) if self._is_http else self.fs.isfile(_unchained(path))
 
     def isdir(self, path: str) -> Any:
+        if self._is_http and not _unchained(path).endswith("/"):
+            try:
+                is_page = "html" in self.info(path).get("mimetype", "html")
+            except FileNotFoundError:
+                return False
+            if not is_page:
+                return False
         return self.fs.isdir(_unchained(path))
 
     def walk(self, path: str, *arguments: Any, **options: Any) -> Any:
         return self.fs.walk(_unchained(path), *arguments, **options)
 
-    def find(self, path: str, *arguments: Any, **options: Any) -> Any:
-        return self.fs.find(_unchained(path), *arguments, **options)
+    def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **options: Any) -> Any:
+        if self._is_http and not self.isdir(path):
+            return self.glob(path, detail=detail)
+        return self.fs.find(_unchained(path), maxdepth=maxdepth, withdirs=withdirs, detail=detail, **options)
 
     def glob(self, path: str, *arguments: Any, **options: Any) -> Any:
+        if self._is_http and not has_magic(path):
+            names = [self._stripped(path)] if self.exists(path) else []
+            return {name: self.info(name) for name in names} if options.get("detail") else names
         return self.fs.glob(_unchained(path), *arguments, **options)
 
     def du(self, path: str, *arguments: Any, **options: Any) -> Any:
@@ -530,16 +537,16 @@ def _has_urls(filesystem: Any) -> bool:
 class _CopyPlan:
     """Stands for a filesystem in fsspec's own `get`: collects the pairs of source and target, and copies nothing."""
 
-    def __init__(self, fs: ForebayFileSystem, recursive: bool) -> None:
-        self._fs, self._recursive = fs, recursive
+    def __init__(self, fs: ForebayFileSystem) -> None:
+        self._fs = fs
         self.pairs: list[tuple[str, str]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fs, name)
 
     def isdir(self, path: str) -> bool:
-        """Whether a path names a directory."""
-        return self._fs._is_directory(path, self._recursive)
+        """Whether a path names a directory: none that is cached as an object."""
+        return self._fs._hit(path) is None and bool(self._fs.isdir(path))
 
     def get_file(self, rpath: str, lpath: str, **arguments: Any) -> None:
         """Note a copy that is to be made."""
