@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example example-flow example-claims test retest quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-epochs bench-policies plots deps docs clean
+.PHONY: help demo example example-flow example-claims test retest quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-fsspec bench-epochs bench-policies plots deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -105,6 +105,9 @@ bench-touch: $(VENV)/.dev ## first reads of many objects in a fresh process, bes
 
 bench-blocks: $(VENV)/.dev deps ## two columns of a parquet file of 1 GB, beside fsspec and its blockcache
 	$(PY) benchmarks/blocks.py
+
+bench-fsspec: $(VENV)/.dev deps ## reads through fsspec, beside its filecache, simplecache and blockcache
+	$(PY) benchmarks/with_fsspec.py
 
 bench-epochs: $(VENV)/.dev ## a data set in random order by PyTorch's DataLoader, beside files, caches and shard libraries: a quarter of an hour
 	$(PY) benchmarks/epochs.py

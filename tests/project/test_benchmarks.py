@@ -112,6 +112,19 @@ def test_the_table_of_blocks_has_fsspec_in_it_and_counts_what_is_sent(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_table_of_fsspec_has_its_caches_in_it_and_counts_requests(tmp_path: Path) -> None:
+    for peer in ("aiohttp", "fsspec.implementations.chained", "pyarrow"):
+        pytest.importorskip(peer)
+    words = [sys.executable, str(BENCHMARKS / "with_fsspec.py"), "--quick", "--folder", str(tmp_path), "cold"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == 1
+    assert all(peer in row[5] for row in rows for peer in ("filecache", "simplecache", "blockcache"))
+    assert rows[0][6].strip() == "met"  # what is counted is the same everywhere
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_table_of_epochs_counts_requests(tmp_path: Path) -> None:
     require("torch")
     words = [sys.executable, str(BENCHMARKS / "epochs.py"), "--quick", "--json", "--folder", str(tmp_path), "steps"]

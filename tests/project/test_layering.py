@@ -77,6 +77,7 @@ LOADED_WITH = {
     "ray": RAY,
     "pyarrow": ("adapters.ray.checkpoint",),
     "numpy": STREAMING,
+    "fsspec": ("adapters.fsspec",),
 }
 
 CHANGING = frozenset(

@@ -214,3 +214,25 @@ def test_s06_a_failure_reaches_all_who_waited_once(
     said = {child.result() for child in [children(rank) for _ in range(8)]}
     assert len(said) == 1
     assert server.gets == 1
+
+
+@pytest.mark.parametrize("fetch", ["file", "blocks"])
+def test_s06_processes_that_read_through_fsspec(
+    root: Path, server: ScriptedServer, children: Callable[..., Any], barrier: Callable[..., Any], fetch: str
+) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    for package in ("fsspec.implementations.chained", "aiohttp"):
+        pytest.importorskip(package)
+    body = os.urandom(4 * MiB)
+    url = server.put("/cold.bin", body, latency=0.2)
+    start = barrier(8)
+
+    def rank() -> str:
+        with forebay.Cache(root, budget="1GiB") as cache:
+            start.wait(60)
+            with fsspec.open(f"forebay::{url}", forebay={"cache": cache, "fetch": fetch, "block_size": "1MiB"}) as file:
+                return hashlib.sha256(file.read()).hexdigest()
+
+    found = [child.result() for child in [children(rank) for _ in range(8)]]
+    assert found == [hashlib.sha256(body).hexdigest()] * 8
+    assert server.sent == len(body)
