@@ -39,7 +39,7 @@ TITLES = {
 }
 
 
-BENCHMARKS = ("touch", "tasks", "samples", "engine", "prefetch", "remote", "blocks", "checkpoint", "claims", "start", "fsspec")
+BENCHMARKS = ("touch", "tasks", "samples", "engine", "prefetch", "remote", "blocks", "checkpoint", "claims", "start", "with_fsspec")
 """Those whose lines are plotted as ratios."""
 
 
