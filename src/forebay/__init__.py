@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from forebay.prefetch import Prefetcher as Prefetcher
     from forebay.prefetch.lazies import Lazy as Lazy
     from forebay.remote import RemoteOptions as RemoteOptions
+    from forebay.reports import HistoryPoint as HistoryPoint
     from forebay.reports import Plan as Plan
     from forebay.reports import Progress as Progress
     from forebay.reports import Stats as Stats
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "AsyncLocal", "Cache", "Checkpoint", "Claim", "Codec", "Entries", "Entry", "ForebayError", "Lazy", "Lease", "LocalFiles", "Plan",
-    "Prefetcher", "Problem", "Progress", "RemoteOptions", "Report", "Samples", "Space", "Stats", "Tasks", "Victim", "WarmReport", "World",
-    "__version__", "claim", "errors", "list_claims", "prune_claims",
+    "AsyncLocal", "Cache", "Checkpoint", "Claim", "Codec", "Entries", "Entry", "ForebayError", "HistoryPoint", "Lazy", "Lease",
+    "LocalFiles", "Plan", "Prefetcher", "Problem", "Progress", "RemoteOptions", "Report", "Samples", "Space", "Stats", "Tasks", "Victim",
+    "WarmReport", "World", "__version__", "claim", "errors", "list_claims", "prune_claims",
 ]  # fmt: skip
 
 _PLACES = {
@@ -55,6 +56,7 @@ _PLACES = {
     "Entries": "forebay.cache.entries",
     "Entry": "forebay._model",
     "ForebayError": "forebay.errors",
+    "HistoryPoint": "forebay.reports",
     "Lazy": "forebay.prefetch.lazies",
     "Lease": "forebay._engine.locks.leases",
     "LocalFiles": "forebay.cache.many",

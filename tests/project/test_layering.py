@@ -28,7 +28,8 @@ ORDER = """
     _engine.space _engine.reading < _engine.check
     _engine.packs < _engine.writers
     _engine.writers _engine.check _engine.stats < _engine.engine < _engine.spaces < _engine.key_locks _engine.pack_handles _engine.loading
-    _engine.key_locks _engine.pack_handles _engine.loading < _engine.store _engine.passthrough
+    _engine.engine < _engine.activity
+    _engine.key_locks _engine.pack_handles _engine.loading _engine.activity < _engine.store _engine.passthrough
     _config world remote < claims
     _engine.store _engine.passthrough remote < origin < directories sources
     _engine.store < reports

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from forebay.prefetch import PassThrough as NoPrefetch
     from forebay.prefetch import Prefetcher
     from forebay.prefetch.ahead import Lookahead
-    from forebay.reports import OnProgress, Plan, ProgressReporter, Stats, WarmReport
+    from forebay.reports import HistoryPoint, OnProgress, Plan, ProgressReporter, Stats, WarmReport
     from forebay.samples import Samples
     from forebay.tasks import Tasks
     from forebay.world import World
@@ -455,17 +455,17 @@ class Cache:
 
     def stats(self) -> Stats:
         """Counters of all processes of the node, and sizes. Where the cache cannot be read: zeros, with one warning."""
-        from forebay._engine.stats import Usage
-        from forebay.reports import Stats
+        from forebay.cache import seeing
 
         self._check_open()
-        try:
-            return Stats.of(self._store.usage(), self._store.counts())
-        except OSError as error:
-            if self._store.keeps and self._store.root.read_only:
-                raise  # the caller opened the root to inspect it
-            self._origin.warn("stats", "the statistics of the cache cannot be read: %s", error)
-            return Stats.of(Usage(0, 0, 0), {})
+        return seeing.stats(self._origin)
+
+    def history(self, *, by: Literal["minute", "hour"] = "minute") -> list[HistoryPoint]:
+        """What all processes of the node did, oldest first: by minutes of the last day, or by hours of the last month."""
+        from forebay.cache import seeing
+
+        self._check_open()
+        return seeing.history(self._origin, by)
 
     def overhead(self) -> dict[str, int]:
         """Bytes on the disk that the budget does not count: of the ``log`` of the catalog, the ``slots``, the ``directories``, and
