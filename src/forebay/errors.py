@@ -61,6 +61,7 @@ EXTRAS = {
     "energon": ("megatron-energon",),
     "ray": ("ray[train]",),
     "streaming": ("mosaicml-streaming",),
+    "prometheus": ("prometheus-client",),
 }
 """The extras of Forebay, and the packages that each installs."""
 

@@ -54,6 +54,7 @@ THIRD_PARTY = {
     "typing_extensions": ("_model",),  # for type checkers only
     "click": ("cli",),
     "rich": ("cli",),
+    "prometheus_client": ("cli.metrics",),
     "botocore": ("remote.s3.aws",),
     "fsspec": ("remote.filesystems.clients", "adapters.fsspec", "adapters.ray.checkpoint"),
     "pyarrow": ("remote.filesystems.clients", "codecs.plain", "adapters.ray.checkpoint"),
