@@ -21,7 +21,16 @@ BUDGET = 500_000_000
 LOOKING = [
     *(("ls",), ("ls", "-q", "--leased"), ("ls", "--filter", "size>1kB", "--json"), ("ls", "values:k")),
     *(("du",), ("du", "--json"), ("stats",), ("path",), ("path", "URL"), ("verify",), ("verify", "--quick"), ("doctor",), ("claims",)),
-    *(("completion", "bash"), ("--help",), ("prune", "--dry-run"), ("prune", "-n", "--free", "499MB"), ("clear", "--dry-run")),
+    *(
+        ("report",),
+        ("report", "--html", "-"),
+        ("report", "--json"),
+        ("completion", "bash"),
+        ("--help",),
+        ("prune", "--dry-run"),
+        ("prune", "-n", "--free", "499MB"),
+        ("clear", "--dry-run"),
+    ),
     *(("rm", "-n", "URL"), ("rm", "-n", "--filter", "size>0"), ("prune", "-n", "--filter", "size>0")),
 ]
 

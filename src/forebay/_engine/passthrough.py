@@ -14,7 +14,7 @@ from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_
 from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim
 
 if TYPE_CHECKING:
-    from forebay._engine.activity import Period
+    from forebay._engine.activity import Now, Period
     from forebay._engine.locks.fill import KeyHold, OnWait
     from forebay._engine.locks.leases import Lease
     from forebay._engine.packs.pack import NoPack
@@ -115,6 +115,11 @@ class NullActivity:
 
     def history(self, *, hours: bool = False) -> list[Period]:
         return []
+
+    def now(self) -> Now:
+        from forebay._engine.activity import Now
+
+        return Now()
 
 
 class PassThrough:
