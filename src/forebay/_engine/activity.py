@@ -13,6 +13,7 @@ from forebay._engine.files.layout import LEASE_FILES
 from forebay._engine.files.stages import progress_of
 from forebay._engine.index.counters import NAMES
 from forebay._engine.index.history import HOURS, MINUTES
+from forebay._engine.index.waiting import Waiters
 from forebay._kernel import locks
 
 MOST_FAILURES = 50
@@ -42,11 +43,12 @@ class Fetch(NamedTuple):
 
 
 class Waiter(NamedTuple):
-    """``process`` waits for ``key``, on which ``holder`` works."""
+    """``process`` waits for ``key``, on which ``holder`` works, since a time in seconds since 1970."""
 
     process: str
     key: str
     holder: str
+    since: float
 
 
 class Failure(NamedTuple):
@@ -103,16 +105,12 @@ class Activity:
             for space, key, at, error in processes.failures(catalog, MOST_FAILURES)
             if at <= ticks
         )
-        return Now(tuple(fetches), tuple(self._waiters(writes)), self._leased(), tuple(failures))
+        return Now(tuple(fetches), tuple(self._waiters()), self._leased(), tuple(failures))
 
-    def _waiters(self, writes: list[tuple[reservations.Reservation, processes.Owner]]) -> list[Waiter]:
-        holders = {one.keyhash: (one.key, str(owner)) for one, owner in writes}
-        waiters = []
-        for wait in processes.waits(self.engine.catalog):
-            owner = self._living(wait.owner)
-            if owner is not None:
-                waiters.append(Waiter(str(owner), *holders.get(wait.target, ("", "another process"))))
-        return waiters
+    def _waiters(self) -> list[Waiter]:
+        holder_of = self.engine.owners.holder_of
+        waits = Waiters(self.engine.root).every()
+        return [Waiter(locks.describe_process(one.pid), one.key, holder_of(one.keyhash), one.since) for one in waits]
 
     def _living(self, owner: int) -> processes.Owner | None:
         """A process, if it lives: it has its byte locked."""

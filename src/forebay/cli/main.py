@@ -22,13 +22,13 @@ from forebay.cli.render import LOG_LINES, Output, note, print_error, print_two_l
 
 log = logger("forebay.cli")
 
-LOOKING = frozenset({"claims", "completion", "doctor", "du", "ls", "path", "report", "stats", "verify"})
+LOOKING = frozenset({"claims", "completion", "doctor", "du", "ls", "path", "report", "stats", "top", "verify"})
 """Verbs that apply no limits, and change nothing without an option that does."""
 
 VERBS = {
-    "pull": "fetching", "push": "push", "ls": "listing", "du": "listing", "stats": "listing", "report": "report", "rm": "removing",
-    "prune": "removing", "clear": "removing", "verify": "checking", "path": "listing", "pin": "removing", "unpin": "removing",
-    "warm": "fetching", "claims": "listing", "doctor": "checking", "completion": "main", "demo": "demo",
+    "pull": "fetching", "push": "push", "ls": "listing", "du": "listing", "stats": "listing", "report": "report", "top": "top",
+    "rm": "removing", "prune": "removing", "clear": "removing", "verify": "checking", "path": "listing", "pin": "removing",
+    "unpin": "removing", "warm": "fetching", "claims": "listing", "doctor": "checking", "completion": "main", "demo": "demo",
 }  # fmt: skip
 """The verbs, in the order of the help, and the module of each."""
 

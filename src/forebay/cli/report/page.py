@@ -131,10 +131,12 @@ def _now(content: Content) -> str:
          format_age(max(int(content.time - one.since), 0)))
         for one in content.now.fetches
     ]  # fmt: skip
-    waiters = [(one.process, one.key or "-", one.holder) for one in content.now.waiters]
+    waiters = [
+        (one.process, one.key, one.holder, format_age(max(int(content.time - one.since), 0))) for one in content.now.waiters
+    ]  # fmt: skip
     parts = [_table(("space", "fetches", "done>", "of>", "process", "for>"), fetches) if fetches else "<p>Nothing is being fetched.</p>"]
     if waiters:
-        parts.append(_table(("process", "waits for", "which has"), waiters))
+        parts.append(_table(("process", "waits for", "which has", "for>"), waiters))
     return "\n".join(parts)
 
 
