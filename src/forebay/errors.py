@@ -62,6 +62,7 @@ EXTRAS = {
     "ray": ("ray[train]",),
     "streaming": ("mosaicml-streaming",),
     "prometheus": ("prometheus-client",),
+    "opentelemetry": ("opentelemetry-api",),
 }
 """The extras of Forebay, and the packages that each installs."""
 

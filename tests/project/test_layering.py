@@ -19,6 +19,7 @@ ORDER = """
     _logs < errors < _model _config
     _model < _kernel.host < _kernel.locks _kernel.mappings < _kernel.waits
     _model < _kernel.threads < remote
+    _model < _kernel.events < _engine.files
     _kernel.host < _kernel.below
     _model < codecs testing
     _kernel.waits _kernel.below < world remote
@@ -55,6 +56,7 @@ THIRD_PARTY = {
     "click": ("cli",),
     "rich": ("cli",),
     "prometheus_client": ("cli.metrics",),
+    "opentelemetry": ("adapters.opentelemetry",),
     "botocore": ("remote.s3.aws",),
     "fsspec": ("remote.filesystems.clients", "adapters.fsspec", "adapters.ray.checkpoint"),
     "pyarrow": ("remote.filesystems.clients", "codecs.plain", "adapters.ray.checkpoint"),

@@ -13,7 +13,7 @@ from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, s
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root, open_root
 from forebay._engine.index.adaptive import AdaptiveSpaces
-from forebay._engine.index.counters import Counters
+from forebay._engine.index.counters import EVICTIONS, Counters
 from forebay._engine.index.history import History
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.keys import KeyIndex
@@ -24,7 +24,7 @@ from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.reading import Reading
 from forebay._engine.space.settings import Settings, apply, is_kept, keep
-from forebay._kernel import host, locks, waits
+from forebay._kernel import events, host, locks, waits
 from forebay._logs import logger
 from forebay._model import Entry, Policy, Problem
 
@@ -383,6 +383,12 @@ class Engine:
         if words[base + ID] == entry.id and not self.root.read_only:
             words[base + USED] = now = self.slots.clock.now()
             self.adaptive.hit_in(entry.space, entry.key, entry.charge, now)
+
+    def evicted(self, count: int) -> None:
+        """Count entries that were removed, and tell of them."""
+        self.counters.add(EVICTIONS, count)
+        if count:
+            events.emit("evict", self.root.path, entries=count)
 
     def note_space(self, row: spaces.SpaceRow) -> spaces.SpaceRow:
         """Keep the row of a space in `known_spaces`; returns it."""

@@ -423,7 +423,7 @@ class Store:
         mine = [(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in rows if (e.kind == "tree") is trees]
         with faults("entries to remove"):
             removed = {doomed.id for doomed in self.engine.writers.eviction.remove(mine)} if mine else set()
-        self.engine.counters.add(counters.EVICTIONS, len(removed))
+        self.engine.evicted(len(removed))
         return removed
 
     def drop(self, unheld: Sequence[Entry]) -> int:
@@ -441,7 +441,7 @@ class Store:
             with self.engine.catalog.write() as txn:
                 entries.set_life(txn, self.spaces.ensure(entry.space).id, entry.key, "cached")
         removed = self.drop([entry])
-        self.engine.counters.add(counters.EVICTIONS, removed)
+        self.engine.evicted(removed)
         return bool(removed)
 
     @recover_and_retry

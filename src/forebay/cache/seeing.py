@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from forebay import errors
-from forebay._engine.activity import by_name
-from forebay._engine.stats import Usage
 from forebay.origin import Origin
-from forebay.reports import HistoryPoint, Stats
+
+if TYPE_CHECKING:
+    from forebay.reports import HistoryPoint, Stats
+
+# Imports are late: most programs never look.
 
 
 def stats(origin: Origin) -> Stats:
     """See `Cache.stats`."""
+    from forebay._engine.stats import Usage
+    from forebay.reports import Stats
+
     store = origin.store
     try:
         return Stats.of(store.usage(), store.counts())
@@ -23,6 +30,9 @@ def stats(origin: Origin) -> Stats:
 
 def history(origin: Origin, by: str) -> list[HistoryPoint]:
     """See `Cache.history`."""
+    from forebay._engine.activity import by_name
+    from forebay.reports import HistoryPoint
+
     if by not in ("minute", "hour"):
         raise errors.ConfigError(f"by={by!r}: use 'minute' or 'hour'", name="by", value=by)
     periods = origin.store.activity.history(hours=by == "hour")

@@ -15,7 +15,7 @@ from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
 from forebay._engine.locks.leases import Lease, in_place
 from forebay._engine.store import Store
-from forebay._kernel import waits
+from forebay._kernel import events, waits
 from forebay._logs import logger
 from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Transfer
 from forebay.origin.opening import CacheHandle, Reopening, RootOptions, in_memory, no_store, others_can_write
@@ -422,6 +422,7 @@ class Origin:
                 transfer = target.remote.fetch(target.url, sink, listed=options.listed) if begun is None else begun.fetch(sink)
         except errors.RemoteError as error:
             self.count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
+            events.emit("fetch", self.path, target.key, size=getattr(error, "done", 0), since=began, error=error)
             raise
         except errors.CacheFault:
             self.count(Transfer(requests=1))  # the first answer shows that there is no room
@@ -429,6 +430,7 @@ class Origin:
         finally:
             self.store.count("wait_ns_remote", time.monotonic_ns() - began)
         self.count(transfer)
+        events.emit("fetch", self.path, target.key, size=transfer.received, since=began)
         log.debug("%s: fetched %d bytes, by %d requests", target.key, transfer.received, transfer.requests)
 
     def _check_sha256(self, target: Target, options: FetchOptions, writing: Writing) -> None:
@@ -452,6 +454,7 @@ class Origin:
         if isinstance(error, errors.RemoteError):  # a wait for a connection
             raise error
         self.store.count("fallbacks")
+        events.emit("fault", self.path, name, error=error)
         self.warn(type(error).__name__, "%s is served past the cache: %s", name, error)
 
     def reaching(self, options: FetchOptions | None = None) -> AbstractContextManager[None]:
@@ -476,11 +479,12 @@ class Origin:
             return memoryview(above[0].view)
         self.refuse_offline(target, options)
         sink = BufferSink(self.most)
-        checked = VersionCheckSink(sink, target.key, options.etag) if options.etag else sink
+        checked, started = VersionCheckSink(sink, target.key, options.etag) if options.etag else sink, time.monotonic_ns()
         with self.reaching(options):
             transfer = target.remote.fetch(target.url, checked) if begun is None else begun.fetch(checked)
         if target.in_place is None:
             self.count(transfer)
+            events.emit("fetch", self.path, target.key, size=transfer.received, since=started)
         return self._read_only(target, options, sink.data)
 
     def _read_only(self, target: Target, options: FetchOptions, data: bytearray) -> memoryview:

@@ -24,7 +24,7 @@ from forebay._engine.files.stages import progress_of
 from forebay._engine.index.counters import WAIT_NS_LOCK, WAITS, Counters
 from forebay._engine.index.waiting import Waiters
 from forebay._engine.locks.owners import Owners
-from forebay._kernel import locks, waits
+from forebay._kernel import events, locks, waits
 from forebay._logs import logger
 
 log = logger("forebay.fill")
@@ -285,6 +285,7 @@ class Fill:
                 yield since
         finally:
             self._counters.add(WAIT_NS_LOCK, time.monotonic_ns() - since)
+            events.emit("wait", self._root.path, key, since=since)
 
     def note_failure(self, space: int, key: str, error: Exception) -> None:
         """Record a failure for the processes that wait for this key."""
