@@ -4,7 +4,7 @@
                     the counters at that time
 
 A record is in the place of its minute, or hour, modulo their number. Its time is that of the root's clock, which never goes back. All of it
-is a hint: any process may store to the file without a lock, and a record that is torn, damaged or too old is left out by the reader. The
+is a hint: any process may write to the file without a lock, and a record that is torn, damaged or too old is left out by the reader. The
 file may be deleted at any time: the history begins anew then."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import xxhash
 
 from forebay._engine.files.layout import PAGE, Root
 from forebay._engine.index.counters import NAMES, Counters
-from forebay._kernel import host, locks, mappings
+from forebay._kernel import host
 from forebay._logs import logger
 from forebay.errors import CacheFault
 
@@ -30,7 +30,7 @@ EVERY = 10 * SECOND
 DELAY = SECOND
 """Nanoseconds from the first pass of a process to its first write: the first reads of a young process wait for nothing here."""
 _MAGIC = int.from_bytes(b"FBHIST01", "little")
-_NOTED = 2  # word of the header, after the magic and the root's id: when a process began to write last
+_NOTED = 16  # in the header, after the magic and the root's id: the time at which a process began to write last
 _WORDS = 24  # of a record: there is room for counters of later versions
 _RECORD = 8 * _WORDS
 _COUNTS = struct.Struct(f"<{len(NAMES)}Q")
@@ -59,17 +59,9 @@ class Totals(NamedTuple):
     counts: tuple[int, ...]
 
 
-class _File(NamedTuple):
-    """The file that is mapped, and which one it is."""
-
-    view: memoryview
-    words: memoryview
-    file: tuple[int, int]
-
-
 class History:
-    """The history of one root. Callable from any thread and, mappings being inherited, after a fork. No call raises: one that meets a fault
-    of the disk does without."""
+    """The history of one root. Callable from any thread, and after a fork. No call raises: one that meets a fault of the disk does
+    without."""
 
     def __init__(self, root: Root, counters: Counters) -> None:
         self._counters = counters
@@ -78,7 +70,6 @@ class History:
     def restart(self, root: Root) -> None:
         """Go on with a root that was recreated."""
         self._root, self._path = root, root.index_dir / "history"
-        self._file: _File | None = None
         self._due = 0  # no write before; 0: this process has not passed yet
 
     def note(self, now: int) -> None:
@@ -118,63 +109,54 @@ class History:
         if self._root.read_only:
             return
         try:
-            file = self._usable(now)
-            if not leaves and 0 <= now - file.words[_NOTED] < EVERY:
-                self._due = file.words[_NOTED] + EVERY
-                return
-            host.set_word(file.words, _NOTED, now)  # first: adding up takes a millisecond, and many processes may pass
-            record = _packed(now, self._counters.totals())
-            for ring in (MINUTES, HOURS):
-                host.set_bytes(file.view, ring.place(now), record)
+            fd = self._opened(now)
+            try:
+                noted = int.from_bytes(os.pread(fd, 8, _NOTED), "little")
+                if not leaves and 0 <= now - noted < EVERY:
+                    self._due = noted + EVERY
+                    return
+                host.pwrite(fd, now.to_bytes(8, "little"), _NOTED)  # first: adding up takes a millisecond, and many processes may pass
+                record = _packed(now, self._counters.totals())
+                for ring in (MINUTES, HOURS):
+                    host.pwrite(fd, record, ring.place(now))
+            finally:
+                os.close(fd)
         except (CacheFault, OSError) as error:
             log.debug("the history of %s is not written: %s", self._root.path, str(error))
 
-    def _usable(self, now: int) -> _File:
-        """The file to store to: what is missing, replaced or damaged is created."""
-        if self._file is not None:
-            try:
-                status = self._root.files.lstat(self._path)
-            except FileNotFoundError:
-                status = None
-            if status is not None and (status.st_dev, status.st_ino) == self._file.file:
-                return self._file
-        self._file = self._open() or self._create(now)
-        return self._file
+    def _opened(self, now: int) -> int:
+        """A descriptor of the file to write to: one that is missing or damaged is created."""
+        fd = self._open()
+        if fd is None:
+            self._create(now)
+            fd = self._open()
+        if fd is None:
+            raise CacheFault(f"{self._path} is no history of this root", path=str(self._path))
+        return fd
 
-    def _open(self) -> _File | None:
+    def _open(self) -> int | None:
         try:
-            fd = self._root.files.open(self._path, os.O_RDWR)
+            fd = self._root.files.open(self._path, os.O_RDWR | os.O_NONBLOCK)
         except OSError:
             return None
         try:
-            file = locks.file_of(fd)
-            if file is None or os.fstat(fd).st_size != _SIZE or os.pread(fd, 16, 0) != self._header():
-                return None
-            view = mappings.map_file(fd, _SIZE, writable=True)
-        except OSError:
-            return None
-        finally:
-            os.close(fd)
-        return _File(view, mappings.words(view[:PAGE]), file)
+            if os.fstat(fd).st_size == _SIZE and os.pread(fd, 16, 0) == self._header():
+                return fd
+        except OSError as error:
+            log.debug("%s cannot be read: %s", self._path, str(error))
+        os.close(fd)
+        return None
 
-    def _create(self, now: int) -> _File:
-        first = self._first(now)
-
-        def fill(fd: int) -> None:
-            host.allocate(fd, 0, _SIZE)  # with its blocks: see `values`
-            for ring in (MINUTES, HOURS):
-                host.pwrite(fd, first, ring.place(now - ring.period))
-            host.pwrite(fd, self._header(), 0)
-
-        root = self._root
+    def _create(self, now: int) -> None:
+        root, content = self._root, bytearray(_SIZE)
+        content[:16], first = self._header(), self._first(now)
+        for ring in (MINUTES, HOURS):
+            at = ring.place(now - ring.period)
+            content[at : at + _RECORD] = first
         root.files.mkdir(root.index_dir, root.dir_mode)
         if os.path.lexists(self._path):
             root.files.make_way(self._path)
-        root.install(self._path, fill)
-        file = self._open()
-        if file is None:
-            raise CacheFault(f"{self._path} is no history of this root", path=str(self._path))
-        return file
+        root.install(self._path, lambda fd: host.pwrite(fd, content, 0))
 
     def _first(self, now: int) -> bytes:
         """The record before all others: in a root that is young, nothing was counted when it was created."""
