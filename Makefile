@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example example-flow example-claims test retest quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-fsspec bench-epochs bench-policies plots deps docs clean
+.PHONY: help demo example example-flow example-claims test retest quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-fsspec bench-epochs bench-policies plots screenshots deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -117,6 +117,9 @@ bench-policies: $(VENV)/.dev ## hits by policy of eviction and trace, beside sim
 
 bench-start: $(VENV)/.dev ## a new process until its first hit, and the command line, beside diskcache and typer
 	$(PY) benchmarks/start.py
+
+screenshots: $(VENV)/.dev deps ## pictures of the report for the documentation, by a headless Chromium
+	$(PY) tools/screenshots.py
 
 plots: $(VENV)/.dev ## plots and tables of the documentation, from docs/pictures/NAME.json (what benchmarks/NAME.py --json writes)
 	$(PY) tools/plots.py

@@ -782,9 +782,9 @@ MUTANTS = (
         "tests/engine/test_no_more_files.py::test_each_call_without_files[True-0]",
     ),
     Mutant(
-        6, "statistics that cannot be read are an error", "cache/__init__.py",
-        "        except OSError as error:\n            if self._store.keeps",
-        "        except ZeroDivisionError as error:\n            if self._store.keeps",
+        6, "statistics that cannot be read are an error", "cache/seeing.py",
+        "    except OSError as error:\n        if store.keeps",
+        "    except ZeroDivisionError as error:\n        if store.keeps",
         "tests/engine/test_no_more_files.py::test_statistics_that_cannot_be_read_are_zeros",
     ),
     Mutant(

@@ -12,6 +12,7 @@ from forebay import errors as errors
 
 if TYPE_CHECKING:
     from forebay._engine.locks.leases import Lease as Lease
+    from forebay._kernel.events import Event as Event
     from forebay._model import Codec as Codec
     from forebay._model import Entry as Entry
     from forebay._model import Problem as Problem
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from forebay.prefetch import Prefetcher as Prefetcher
     from forebay.prefetch.lazies import Lazy as Lazy
     from forebay.remote import RemoteOptions as RemoteOptions
+    from forebay.reports import HistoryPoint as HistoryPoint
     from forebay.reports import Plan as Plan
     from forebay.reports import Progress as Progress
     from forebay.reports import Stats as Stats
@@ -41,9 +43,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "AsyncLocal", "Cache", "Checkpoint", "Claim", "Codec", "Entries", "Entry", "ForebayError", "Lazy", "Lease", "LocalFiles", "Plan",
-    "Prefetcher", "Problem", "Progress", "RemoteOptions", "Report", "Samples", "Space", "Stats", "Tasks", "Victim", "WarmReport", "World",
-    "__version__", "claim", "errors", "list_claims", "prune_claims",
+    "AsyncLocal", "Cache", "Checkpoint", "Claim", "Codec", "Entries", "Entry", "Event", "ForebayError", "HistoryPoint", "Lazy", "Lease",
+    "LocalFiles", "Plan", "Prefetcher", "Problem", "Progress", "RemoteOptions", "Report", "Samples", "Space", "Stats", "Tasks", "Victim",
+    "WarmReport", "World", "__version__", "claim", "errors", "list_claims", "prune_claims",
 ]  # fmt: skip
 
 _PLACES = {
@@ -54,7 +56,9 @@ _PLACES = {
     "Codec": "forebay._model",
     "Entries": "forebay.cache.entries",
     "Entry": "forebay._model",
+    "Event": "forebay._kernel.events",
     "ForebayError": "forebay.errors",
+    "HistoryPoint": "forebay.reports",
     "Lazy": "forebay.prefetch.lazies",
     "Lease": "forebay._engine.locks.leases",
     "LocalFiles": "forebay.cache.many",

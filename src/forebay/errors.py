@@ -61,6 +61,8 @@ EXTRAS = {
     "energon": ("megatron-energon",),
     "ray": ("ray[train]",),
     "streaming": ("mosaicml-streaming",),
+    "prometheus": ("prometheus-client",),
+    "opentelemetry": ("opentelemetry-api",),
 }
 """The extras of Forebay, and the packages that each installs."""
 

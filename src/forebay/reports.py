@@ -79,6 +79,43 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class HistoryPoint:
+    """What all processes of the node did from ``start`` to ``end``, in seconds since 1970. The other fields are those of `Stats`.
+
+    A period is about a minute, or an hour, and longer where no process used the cache in between."""
+
+    start: float
+    end: float
+    hits: int = 0
+    misses: int = 0
+    fills: int = 0
+    evictions: int = 0
+    fallbacks: int = 0
+    waits: int = 0
+    bytes_hit: int = 0
+    bytes_remote: int = 0
+    bytes_stored: int = 0
+    requests: int = 0
+    retries: int = 0
+    wait_ns_remote: int = 0
+    wait_ns_lock: int = 0
+    wait_ns_space: int = 0
+    store_failures: int = 0
+    damaged: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long the period is."""
+        return self.end - self.start
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits as a share of all calls that asked for bytes; None: there were none."""
+        calls = self.hits + self.misses + self.fallbacks
+        return self.hits / calls if calls else None
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """The progress of fetching one URL. ``state``: ``waiting`` (for ``holder``, for ``waited`` seconds so far), ``fetching``, ``done`` or
     ``direct`` (not stored, since there was no room); of an upload ``reading`` (to find out what to send), then ``sending``. ``done`` and

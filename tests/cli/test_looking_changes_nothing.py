@@ -22,7 +22,16 @@ LOOKING = [
     *(("ls",), ("ls", "-q", "--leased"), ("ls", "--filter", "size>1kB", "--json"), ("ls", "values:k")),
     *(("budget",), ("budget", "-n", "64MiB"), ("config",), ("config", "--json"), ("cat", "--help"), ("help", "rm")),
     *(("du",), ("du", "--json"), ("stats",), ("path",), ("path", "URL"), ("verify",), ("verify", "--quick"), ("doctor",), ("claims",)),
-    *(("completion", "bash"), ("--help",), ("prune", "--dry-run"), ("prune", "-n", "--free", "499MB"), ("clear", "--dry-run")),
+    *(
+        ("report",),
+        ("report", "--html", "-"),
+        ("report", "--json"),
+        ("completion", "bash"),
+        ("--help",),
+        ("prune", "--dry-run"),
+        ("prune", "-n", "--free", "499MB"),
+        ("clear", "--dry-run"),
+    ),
     *(("rm", "-n", "URL"), ("rm", "-n", "--filter", "size>0"), ("prune", "-n", "--filter", "size>0")),
 ]
 

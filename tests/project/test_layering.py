@@ -20,6 +20,7 @@ ORDER = """
     _config_file < _config
     _model < _kernel.host < _kernel.locks _kernel.mappings < _kernel.waits
     _model < _kernel.threads < remote
+    _model < _kernel.events < _engine.files
     _kernel.host < _kernel.below
     _model < codecs testing
     _kernel.waits _kernel.below _config < world remote
@@ -29,7 +30,8 @@ ORDER = """
     _engine.space _engine.reading < _engine.check
     _engine.packs < _engine.writers
     _engine.writers _engine.check _engine.stats < _engine.engine < _engine.spaces < _engine.key_locks _engine.pack_handles _engine.loading
-    _engine.key_locks _engine.pack_handles _engine.loading < _engine.store _engine.passthrough
+    _engine.engine < _engine.activity
+    _engine.key_locks _engine.pack_handles _engine.loading _engine.activity < _engine.store _engine.passthrough
     _config world remote < claims
     _engine.store _engine.passthrough remote < origin < directories sources
     _engine.store < reports
@@ -54,6 +56,8 @@ THIRD_PARTY = {
     "typing_extensions": ("_model",),  # for type checkers only
     "click": ("cli",),
     "rich": ("cli",),
+    "prometheus_client": ("cli.metrics",),
+    "opentelemetry": ("adapters.opentelemetry",),
     "botocore": ("remote.s3.aws",),
     "fsspec": ("remote.filesystems.clients", "adapters.fsspec", "adapters.ray.checkpoint"),
     "pyarrow": ("remote.filesystems.clients", "codecs.plain", "adapters.ray.checkpoint"),

@@ -17,6 +17,7 @@ DOCS = next(folder for folder in Path(__file__).parents if (folder / "mkdocs.yml
 TUTORIALS = DOCS / "tutorial"
 LOOPS = DOCS / "how-to" / "loops.md"
 TRAIN = DOCS / "how-to" / "train.md"
+SEEING = DOCS / "how-to" / "seeing.md"
 
 
 def blocks(page: str | Path, language: str) -> list[str]:
@@ -105,6 +106,10 @@ def test_the_steps_of_the_page_on_training_give_the_same_samples(tmp_path: Path)
         epochs = 1 + 2 + 2 + 2 + 2
         assert run(TRAIN, tmp_path, TRAIN_BEGIN.format(urls)) == f"{epochs * sum(1000 + number for number in range(40))}\n"
         assert server.gets == 40 * 5  # each step has a cache of its own, and its second epoch asks for nothing
+
+
+def test_the_snippets_of_the_page_on_seeing_run(tmp_path: Path) -> None:
+    assert run(SEEING, tmp_path) == ""  # nothing has happened yet
 
 
 def test_each_tutorial_is_tested() -> None:

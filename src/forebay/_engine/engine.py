@@ -13,7 +13,8 @@ from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, s
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root, open_root
 from forebay._engine.index.adaptive import AdaptiveSpaces
-from forebay._engine.index.counters import Counters
+from forebay._engine.index.counters import EVICTIONS, Counters
+from forebay._engine.index.history import History
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.memo import Memo
@@ -23,7 +24,7 @@ from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.reading import Reading
 from forebay._engine.space.settings import Settings, apply, is_kept, keep
-from forebay._kernel import host, locks, waits
+from forebay._kernel import events, host, locks, waits
 from forebay._logs import logger
 from forebay._model import Entry, Policy, Problem
 
@@ -84,8 +85,10 @@ class Engine:
         self.known_spaces: dict[str, spaces.SpaceRow] = {}
         """Rows of spaces that this process has read; emptied when the catalog is recreated."""
         self.adaptive = AdaptiveSpaces()
-        # The hit paths keep these two, whatever is recreated.
-        self.memo, self.counters = Memo(Slots(root), self.adaptive), Counters(root)
+        # The hit paths keep the memo and the counters, whatever is recreated.
+        self.counters = Counters(root)
+        self.history = History(root, self.counters)
+        self.memo = Memo(Slots(root), self.adaptive, on_look=self.history.note)
         self._wire(root)
         self._start(settings)
         self.catalog.trust()
@@ -93,6 +96,7 @@ class Engine:
     def close(self) -> None:
         """Fold the counters and close all files. Leases and buffers that were handed out stay valid."""
         self.memo.restart(self.slots)
+        self.history.close(self.slots.clock.now())
         for part in (self.owners, self._writers, self.leases, self.catalog, self.counters, self._limits):
             if part is not None:
                 part.close()
@@ -188,6 +192,7 @@ class Engine:
         self.adaptive.restart(root, self.slots)
         self.keys = KeyIndex(root, self.slots, ValueCells(root, self.slots, lambda: spaces.limits(self.catalog)["budget"] or 0))
         self.counters.detach()
+        self.history.restart(root)
         self.leases = Leases(root, self.catalog, self.slots)
         self.memo.restart(self.slots)
         self.owners = Owners(root, self.catalog)
@@ -371,8 +376,10 @@ class Engine:
             raise errors.ReadOnly.of(self.root.path)
         if host.forked_unseen():
             raise errors.CacheFault("this process was forked by C code, which ran no hook: it reads past the cache")
-        if writing and (self._unset is not None or self._lower):
-            self._set_late()
+        if writing:
+            self.history.note(self.slots.clock.now())
+            if self._unset is not None or self._lower:
+                self._set_late()
 
     def touch(self, entry: Entry) -> None:
         """Note that an entry is used now."""
@@ -380,6 +387,12 @@ class Engine:
         if words[base + ID] == entry.id and not self.root.read_only:
             words[base + USED] = now = self.slots.clock.now()
             self.adaptive.hit_in(entry.space, entry.key, entry.charge, now)
+
+    def evicted(self, count: int) -> None:
+        """Count entries that were removed, and tell of them."""
+        self.counters.add(EVICTIONS, count)
+        if count:
+            events.emit("evict", self.root.path, entries=count)
 
     def note_space(self, row: spaces.SpaceRow) -> spaces.SpaceRow:
         """Keep the row of a space in `known_spaces`; returns it."""

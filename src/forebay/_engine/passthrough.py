@@ -14,6 +14,7 @@ from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_
 from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim
 
 if TYPE_CHECKING:
+    from forebay._engine.activity import Now, Period
     from forebay._engine.locks.fill import KeyHold, OnWait
     from forebay._engine.locks.leases import Lease
     from forebay._engine.packs.pack import NoPack
@@ -109,6 +110,18 @@ class NullPacks:
         return None
 
 
+class NullActivity:
+    """The activity in a store that keeps nothing."""
+
+    def history(self, *, hours: bool = False) -> list[Period]:
+        return []
+
+    def now(self) -> Now:
+        from forebay._engine.activity import Now
+
+        return Now()
+
+
 class PassThrough:
     """A store that keeps nothing: for ``--no-cache``, for a root that cannot be used, and as the baseline of benchmarks."""
 
@@ -118,7 +131,7 @@ class PassThrough:
     def __init__(self, why: str = "the cache is switched off") -> None:
         self.why, self.hosts, self.limits = why, SilentHosts(), None
         self._counts = dict.fromkeys(NAMES, 0)
-        self.spaces, self.locks, self.packs = NullSpaces(), NullLocks(why), NullPacks()
+        self.spaces, self.locks, self.packs, self.activity = NullSpaces(), NullLocks(why), NullPacks(), NullActivity()
 
     def view(self, space: str, key: str) -> None:
         return None

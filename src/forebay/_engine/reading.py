@@ -20,7 +20,7 @@ from forebay._engine.index.keys import KeyIndex, meta_hash
 from forebay._engine.index.memo import Memo, Remembered
 from forebay._engine.index.slots import ID, USED, VALIDATED, Slots
 from forebay._engine.locks.leases import Lease, Leases
-from forebay._kernel import host, mappings
+from forebay._kernel import events, host, mappings
 from forebay._kernel.below import LinkInTheWay, open_quickly
 from forebay._logs import logger
 from forebay._model import Buffer, Entry
@@ -368,6 +368,7 @@ class Reading:
         """Stop serving a damaged entry: it leaves the index now, and the disk with its last lease."""
         self._counts.add(counters.DAMAGED)
         log.warning("%s: it is set aside, and fetched again when needed", why)
+        events.emit("fault", self._root.path, entry.key, error=why)
         self._supersede(entry)
 
     def _supersede(self, entry: Entry) -> None:

@@ -8,7 +8,6 @@ from forebay._engine.catalog import spaces as rows
 from forebay._engine.catalog.spaces import SpaceRow
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
-from forebay._engine.index import counters
 from forebay._logs import logger
 from forebay._model import Policy
 
@@ -135,7 +134,7 @@ class Spaces:
                 for at in range(0, len(unpinned), _AT_ONCE):
                     removed += len(engine.writers.eviction.remove(unpinned[at : at + _AT_ONCE]))
                 page = engine.stats.page(space, page[-1].key)
-        engine.counters.add(counters.EVICTIONS, removed)
+        engine.evicted(removed)
         return removed
 
     @recover_and_retry

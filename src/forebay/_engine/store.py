@@ -29,6 +29,7 @@ from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
 
 if TYPE_CHECKING:
+    from forebay._engine.activity import Activity
     from forebay._engine.index.limits import NodeLimits
     from forebay._engine.key_locks import KeyLocks
     from forebay._engine.loading import Reservations
@@ -43,8 +44,8 @@ log = logger("forebay.store")
 class Store:
     """What the rest of Forebay may do with one root. Opened by `open`; callable from any thread, and in a forked child.
 
-    ``spaces``, ``locks``, ``packs`` and ``reservations`` stand for the spaces, the locks of keys, the packs, and what prefetchers need;
-    the calls on entries are here."""
+    ``spaces``, ``locks``, ``packs``, ``reservations`` and ``activity`` stand for the spaces, the locks of keys, the packs, what prefetchers
+    need, and what happens and happened; the calls on entries are here."""
 
     keeps: Literal[True] = True
     """Tells a `Store` from a `PassThrough`: ``if store.keeps`` narrows the union of both."""
@@ -53,8 +54,7 @@ class Store:
     _opening: ClassVar[threading.RLock] = threading.RLock()  # guards _opened and every _users
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self._users = engine, 0
-        self.spaces = Spaces(engine)
+        self.engine, self.spaces, self._users = engine, Spaces(engine), 0
         host.at_fork(self)
 
     @functools.cached_property
@@ -62,6 +62,12 @@ class Store:
         from forebay._engine.key_locks import KeyLocks
 
         return KeyLocks(self.engine, self.spaces)
+
+    @functools.cached_property
+    def activity(self) -> Activity:
+        from forebay._engine.activity import Activity
+
+        return Activity(self.engine)
 
     @functools.cached_property
     def packs(self) -> Packs:
@@ -280,10 +286,9 @@ class Store:
         self, space: str, key: str, suffix: str = "", life: str = "cached", meta: str = "", validated: int | None = None
     ) -> Label:  # fmt: skip
         """The label of an entry that is to be written. The space is created if it is missing."""
-        engine = self.engine
-        engine.check_usable(writing=True)
+        self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
-        return engine.writers.label(row.id, row.name, key, suffix, life, meta, validated)
+        return self.engine.writers.label(row.id, row.name, key, suffix, life, meta, validated)
 
     def _wait_for_room(self, label: Label, size: int, timeout: float | None, error: errors.NoSpace) -> None:
         from forebay._engine.space.free_space import SpaceRequest
@@ -418,7 +423,7 @@ class Store:
         mine = [(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in rows if (e.kind == "tree") is trees]
         with faults("entries to remove"):
             removed = {doomed.id for doomed in self.engine.writers.eviction.remove(mine)} if mine else set()
-        self.engine.counters.add(counters.EVICTIONS, len(removed))
+        self.engine.evicted(len(removed))
         return removed
 
     def drop(self, unheld: Sequence[Entry]) -> int:
@@ -436,7 +441,7 @@ class Store:
             with self.engine.catalog.write() as txn:
                 entries.set_life(txn, self.spaces.ensure(entry.space).id, entry.key, "cached")
         removed = self.drop([entry])
-        self.engine.counters.add(counters.EVICTIONS, removed)
+        self.engine.evicted(removed)
         return bool(removed)
 
     @recover_and_retry

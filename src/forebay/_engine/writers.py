@@ -39,7 +39,7 @@ class Writers:
         self.ranking = Ranking(catalog, slots, adaptive)
         self.tails = SegmentTails(root, catalog, owners)
         self.budget = Budget(root, catalog, owners, self.eviction, self.ranking, words, counters, memo, self.tails)
-        inline = InlineEviction(self.budget, self.eviction, self.ranking, counters)
+        inline = InlineEviction(self.budget, self.eviction, self.ranking)
         self.intent = Intent(root, catalog, slots)
         self.publisher = Publisher(root, catalog, slots, keys, adaptive, owners, self.budget, inline, self.intent)
         self.linker = Linker(root, catalog, slots, self.publisher)

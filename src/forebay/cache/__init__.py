@@ -13,10 +13,10 @@ from forebay import _config, errors, remote
 from forebay._engine.index.memo import no_hit
 from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
-from forebay._kernel import waits
+from forebay._kernel import events, waits
 from forebay._logs import logger
 from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays
-from forebay.cache import unpickling
+from forebay.cache import seeing, unpickling
 from forebay.cache.space import VALUES, Space, checked_name
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions, Target, first_touch
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from forebay.prefetch import PassThrough as NoPrefetch
     from forebay.prefetch import Prefetcher
     from forebay.prefetch.ahead import Lookahead
-    from forebay.reports import OnProgress, Plan, ProgressReporter, Stats, WarmReport
+    from forebay.reports import HistoryPoint, OnProgress, Plan, ProgressReporter, Stats, WarmReport
     from forebay.samples import Samples
     from forebay.tasks import Tasks
     from forebay.world import World
@@ -67,8 +67,7 @@ class Cache:
             root, budget=budget, shared=shared, read_only=read_only, min_free=min_free, max_entries=max_entries, max_rate=max_rate,
             max_connections=max_connections, upstream=upstream, offline=offline, max_age=max_age, timeout=timeout,
             remote_options=remote_options, enabled=enabled)  # fmt: skip
-        self._max_age = self._origin.max_age
-        self._values = Space(self._origin, VALUES)
+        self._max_age, self._values = self._origin.max_age, Space(self._origin, VALUES)
         self._bind(self._origin.store)
 
     def _bind(self, store: Store | PassThrough) -> None:
@@ -455,21 +454,22 @@ class Cache:
 
     def stats(self) -> Stats:
         """Counters of all processes of the node, and sizes. Where the cache cannot be read: zeros, with one warning."""
-        from forebay._engine.stats import Usage
-        from forebay.reports import Stats
-
         self._check_open()
-        try:
-            return Stats.of(self._store.usage(), self._store.counts())
-        except OSError as error:
-            if self._store.keeps and self._store.root.read_only:
-                raise  # the caller opened the root to inspect it
-            self._origin.warn("stats", "the statistics of the cache cannot be read: %s", error)
-            return Stats.of(Usage(0, 0, 0), {})
+        return seeing.stats(self._origin)
+
+    def history(self, *, by: Literal["minute", "hour"] = "minute") -> list[HistoryPoint]:
+        """What all processes of the node did, oldest first: by minutes of the last day, or by hours of the last month."""
+        self._check_open()
+        return seeing.history(self._origin, by)
+
+    def on_event(self, function: events.OnEvent) -> Callable[[], None]:
+        """Call ``function`` with an `Event` at each fetch, wait, eviction and fault of this process, where it happens: it must be quick,
+        and not use the cache. What it raises is logged once. Returns a function that ends this. A forked child goes on calling it."""
+        self._check_open()
+        return events.listen(self.path, function)
 
     def overhead(self) -> dict[str, int]:
-        """Bytes on the disk that the budget does not count: of the ``log`` of the catalog, the ``slots``, the ``directories``, and
-        ``other`` files. Each has a limit: see "Limits" in the README."""
+        """Bytes on the disk that the budget does not count: ``log`` (of the catalog), ``slots``, ``directories``, ``other`` files."""
         self._check_open()
         return self._store.overhead()
 

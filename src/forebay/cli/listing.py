@@ -103,16 +103,34 @@ def du(root: Path | None, as_json: bool) -> None:
 
 @verb
 @click.option("--zero", "-z", is_flag=True, help="Set the counters to zero after showing them.")
+@click.option("--format", "form", type=click.Choice(["text", "json", "prometheus"]), help="How to print them.  [default: text]")
+@click.option(
+    "--textfile", metavar="DIR", type=click.Path(path_type=Path),
+    help="Write them in the format of Prometheus to a file in DIR, for node_exporter's textfile collector.",
+)  # fmt: skip
 @root_option
 @json_option
-def stats(zero: bool, root: Path | None, as_json: bool) -> None:
+def stats(zero: bool, form: str | None, textfile: Path | None, root: Path | None, as_json: bool) -> None:
     """Show what all processes of the node did with this cache: hits, misses, bytes, waits, evictions."""
+    if as_json and form not in (None, "json"):
+        raise click.UsageError(f"--json and --format {form} exclude each other")
+    from forebay.cli import metrics  # here, as it is seldom needed
+
+    output, file, text = Output(as_json or form == "json"), None, None
     with opened(root, change=zero) as cache:
         counters = cache.stats()
+        if textfile is not None:
+            file = metrics.write_textfile(textfile, cache.path, counters)
+        if form == "prometheus":
+            text = metrics.as_text(cache.path, counters)
         if zero:
             cache.reset_stats()
-    output = Output(as_json)
+    if text is not None:
+        output.raw(text.rstrip("\n"))
+        return
     output.document(counters.as_dict())
+    if file is not None and form is None:  # of use in a cron job, which should be silent
+        return
     facts: dict[str, object] = {
         name: _formatted(name, value) for name, value in counters.as_dict().items() if isinstance(value, (int, float))
     }

@@ -23,12 +23,20 @@ from forebay.cli.render import LOG_LINES, Output, argument_of_verbosity, note, p
 log = logger("forebay.cli")
 package_log = logging.getLogger("forebay")
 
-LOOKING = frozenset({"budget", "claims", "completion", "config", "doctor", "du", "help", "ls", "path", "stats", "verify"})
+LOOKING = frozenset({"budget", "claims", "completion", "config", "doctor", "du", "help", "ls", "path", "report", "stats", "top", "verify"})
 """Verbs that apply no limits, and change nothing without an option that does."""
 
 TASKS = {
     "Fetch and send": {"pull": "fetching", "warm": "fetching", "cat": "fetching", "push": "push"},
-    "See what is there": {"ls": "listing", "path": "listing", "du": "listing", "stats": "listing", "claims": "listing"},
+    "See what is there": {
+        "ls": "listing",
+        "path": "listing",
+        "du": "listing",
+        "stats": "listing",
+        "claims": "listing",
+        "report": "report",
+        "top": "top",
+    },
     "Decide what stays": {
         "budget": "settings",
         "pin": "removing",

@@ -16,7 +16,7 @@ from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
 from forebay._engine.locks.leases import Lease, in_place
 from forebay._engine.store import Store
-from forebay._kernel import waits
+from forebay._kernel import events, waits
 from forebay._logs import logger
 from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Transfer
 from forebay.origin.opening import CacheHandle, Reopening, RootOptions, in_memory, no_store, others_can_write
@@ -427,6 +427,7 @@ class Origin:
                 transfer = target.remote.fetch(target.url, sink, listed=options.listed) if begun is None else begun.fetch(sink)
         except errors.RemoteError as error:
             self.count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
+            events.emit("fetch", self.path, target.key, size=getattr(error, "done", 0), since=began, error=error)
             raise
         except errors.CacheFault:
             self.count(Transfer(requests=1))  # the first answer shows that there is no room
@@ -434,17 +435,18 @@ class Origin:
         finally:
             self.store.count("wait_ns_remote", time.monotonic_ns() - began)
         self.count(transfer)
+        events.emit("fetch", self.path, target.key, size=transfer.received, since=began)
         log.debug("%s: fetched %d bytes, by %d requests", target.key, transfer.received, transfer.requests)
 
     def _check_sha256(self, target: Target, options: FetchOptions, writing: Writing) -> None:
         """Check the bytes against what the caller expects, and what the remote says."""
-        expected = _expected_sha256(options, writing.info)
+        expected = expected_sha256(options, writing.info)
         if not expected:
             return
         digest = writing.sha256()
         if expected != {digest}:
             writing.discard()
-            raise _sha256_mismatch(target, expected, digest)
+            raise sha256_mismatch(target, expected, digest)
         writing.set_meta(f'{{"sha256": "{digest}"}}')  # JSON
 
     def count(self, transfer: Transfer) -> None:
@@ -459,6 +461,7 @@ class Origin:
         if isinstance(error, errors.RemoteError):  # a wait for a connection
             raise error
         self.store.count("fallbacks")
+        events.emit("fault", self.path, name, error=error)
         self.warn(type(error).__name__, "%s is served past the cache: %s", name, error)
 
     def reaching(self, options: FetchOptions | None = None) -> AbstractContextManager[None]:
@@ -485,18 +488,19 @@ class Origin:
             return memoryview(above[0].view)
         self.refuse_offline(target, options)
         sink = BufferSink(self.most)
-        checked = VersionCheckSink(sink, target.key, options.etag) if options.etag else sink
+        checked, started = VersionCheckSink(sink, target.key, options.etag) if options.etag else sink, time.monotonic_ns()
         with self.reaching(options):
             transfer = target.remote.fetch(target.url, checked) if begun is None else begun.fetch(checked)
         if target.in_place is None:
             self.count(transfer)
+            events.emit("fetch", self.path, target.key, size=transfer.received, since=started)
         return self._read_only(target, options, sink.data, sink.info)
 
     def _read_only(self, target: Target, options: FetchOptions, data: bytearray, info: ObjectInfo | None) -> memoryview:
         """The fetched bytes, read-only. Raises `ChecksumMismatch` if they are not what ``options``, or the remote, says."""
-        expected = _expected_sha256(options, info)
+        expected = expected_sha256(options, info)
         if expected and expected != {digest := sha256_of(data)}:
-            raise _sha256_mismatch(target, expected, digest)
+            raise sha256_mismatch(target, expected, digest)
         return memoryview(data).toreadonly()
 
     def most(self) -> int:
@@ -588,13 +592,3 @@ class Origin:
         for space, key in ((URLS, target.key), (URLS, index_key(target.key)), (LISTINGS, folder_of(target.key))):
             if (entry := self.store.entry(space, key)) is not None:
                 self.store.set_validated(entry, 0)
-
-
-def _expected_sha256(options: FetchOptions, info: ObjectInfo | None) -> set[str]:
-    """The digests that the bytes must have: the caller's, and the remote's."""
-    return {digest.lower() for digest in (options.sha256, info.sha256 if info is not None else None) if digest}
-
-
-def _sha256_mismatch(target: Target, expected: set[str], digest: str) -> errors.ChecksumMismatch:
-    other = min(expected - {digest})
-    return errors.ChecksumMismatch.of(target.key, f"sha256 {other}", f"sha256 {digest}")

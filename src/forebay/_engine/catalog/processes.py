@@ -77,6 +77,13 @@ def failure(rows: Rows, space: int, key: str) -> tuple[int, dict[str, Any]] | No
     return at, error
 
 
+def failures(rows: Rows, most: int) -> list[tuple[int, str, int, dict[str, Any]]]:
+    """The last failures, newest first: space, key, when, and the error as in `failure`."""
+    keys = rows.all("SELECT space, key FROM failures ORDER BY at DESC LIMIT ?", most)
+    found = [(space, key, failure(rows, space, key)) for space, key in keys]
+    return [(space, key, *one) for space, key, one in found if one is not None]
+
+
 def record_failure(txn: Txn, space: int, key: str, error: dict[str, Any], at: int) -> None:
     """Record that an attempt failed, for the processes that wait. ``at``: nanoseconds of the node's monotonic clock."""
     import json

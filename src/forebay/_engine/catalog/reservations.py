@@ -55,6 +55,11 @@ def by_key(rows: Rows, keyhash: int) -> list[Reservation]:
     return _sound(rows, rows.all(f"{_FROM} WHERE keyhash = ? ORDER BY id DESC", keyhash))
 
 
+def in_progress(rows: Rows) -> list[Reservation]:
+    """Writes to files that were granted, of processes that may be dead, oldest first."""
+    return _sound(rows, rows.all(f"{_FROM} WHERE owner IS NOT NULL AND keyhash != 0 AND granted ORDER BY id"))
+
+
 def abandoned(rows: Rows) -> list[Reservation]:
     """Partials that wait for a successor, oldest first."""
     return _sound(rows, rows.all(f"{_FROM} WHERE owner IS NULL ORDER BY id"))

@@ -76,7 +76,9 @@ def is_suffix(value: object) -> bool:
 
 def is_index_name(name: str) -> bool:
     """Whether a file of the index has such a name."""
-    return name in ("table", "values") or name.removeprefix("policy-").isdigit() or name.removeprefix("order-").isdigit()
+    return (
+        name in ("table", "values", "history", "waiting") or name.removeprefix("policy-").isdigit() or name.removeprefix("order-").isdigit()
+    )
 
 
 def is_scrap(name: str) -> bool:

@@ -165,7 +165,7 @@ class Counters:
         """What all processes have counted, those that are gone too, in the order of `NAMES`."""
         own = self._page.words
         totals = [0] * _WORDS if own[0] else _sums(own)
-        for page in self._pages_of_all():
+        for page in filter(None, self._pages_of_all()):
             totals = [total + count for total, count in zip(totals, _sums(page), strict=True)]
         return totals
 
@@ -173,7 +173,7 @@ class Counters:
         """The pids of the other processes that count here now."""
         probe = locks.LockFile(self._root.lock("owners"), self._root.files.open, writable=not self._root.read_only)
         try:
-            return [words[1] for number, words in enumerate(self._pages_of_all()) if words[1] and self._is_held(probe, number)]
+            return [words[1] for number, words in enumerate(self._pages_of_all()) if words and words[1] and self._is_held(probe, number)]
         except OSError:
             return []
         finally:
@@ -188,7 +188,8 @@ class Counters:
         return True
 
     def _pages_of_all(self) -> list[memoryview]:
-        """The pages as they are now, in their order; one that is damaged is empty. None where the file is missing or no file."""
+        """The pages as they are now, in their order; one that is damaged, or of no process yet, is empty. None where the file is missing
+        or no file."""
         try:
             fd = self._root.files.open(self._root.counters, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
@@ -254,7 +255,7 @@ class _Seat:
             self._free.append(self.block[1])  # no lock: a finalizer may run anywhere
 
 
-_EMPTY = memoryview(bytes(PAGE)).cast("Q")
+_EMPTY = memoryview(b"").cast("Q")
 
 
 def _sums(words: memoryview) -> list[int]:

@@ -82,9 +82,11 @@ class Memo:
     It keeps two things apart: which entries the process has read, a number each; and their mappings, of which it keeps ``max_bytes``."""
 
     def __init__(
-        self, slots: Slots, adaptive: AdaptiveSpaces, max_bytes: int = MAX_BYTES, max_count: int | None = None
+        self, slots: Slots, adaptive: AdaptiveSpaces, max_bytes: int = MAX_BYTES, max_count: int | None = None, *,
+        on_look: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
-        self._adaptive = adaptive
+        """``on_look``: called with the time whenever `let_go` looks for evictions."""
+        self._adaptive, self._on_look = adaptive, on_look
         self._slots, self._max_bytes = slots, max_bytes
         self._max_count = max_count or max(mappings.max_maps() // 4, 64)
         self._mutex = threading.Lock()  # guards what follows; the hit path reads the dicts without it
@@ -222,6 +224,8 @@ class Memo:
             with self._mutex:
                 self._evictions = evictions
             self.drop_dead()
+        if self._on_look is not None:
+            self._on_look(now)
         return now
 
     def drop_dead(self) -> None:

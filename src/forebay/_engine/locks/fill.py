@@ -22,8 +22,9 @@ from forebay._engine.catalog import Catalog, CatalogBroken, Txn, processes, rese
 from forebay._engine.files.root import Root
 from forebay._engine.files.stages import progress_of
 from forebay._engine.index.counters import WAIT_NS_LOCK, WAITS, Counters
+from forebay._engine.index.waiting import Waiters
 from forebay._engine.locks.owners import Owners
-from forebay._kernel import locks, waits
+from forebay._kernel import events, locks, waits
 from forebay._logs import logger
 
 log = logger("forebay.fill")
@@ -82,7 +83,7 @@ class Fill:
     def __init__(self, root: Root, catalog: Catalog, owners: Owners, words: waits.Words, counters: Counters) -> None:
         self._root, self._catalog, self._owners, self._words, self._counters = root, catalog, owners, words, counters
         self._keys = locks.LockFile(root.lock("keys"), root.files.open)
-        self._nesting = Nesting(catalog, owners)
+        self._nesting, self._waiters = Nesting(catalog, owners), Waiters(root)
         self._errors: dict[tuple[int, str], tuple[int, Exception]] = {}  # this process's own failures, of whatever class
 
     def single(
@@ -280,10 +281,11 @@ class Fill:
         since = time.monotonic_ns()
         self._counters.add(WAITS)
         try:
-            with self._nesting.waiting(key, held, keyhash):
+            with self._nesting.waiting(key, held, keyhash), self._waiters.waiting(key, keyhash):
                 yield since
         finally:
             self._counters.add(WAIT_NS_LOCK, time.monotonic_ns() - since)
+            events.emit("wait", self._root.path, key, since=since)
 
     def note_failure(self, space: int, key: str, error: Exception) -> None:
         """Record a failure for the processes that wait for this key."""
@@ -307,15 +309,19 @@ class Fill:
 
     def close(self) -> None:
         self._keys.close()
+        self._waiters.locks.close()
 
     def before_fork(self) -> None:
         self._keys.before_fork(keep=False)
+        self._waiters.locks.before_fork(keep=False)
 
     def after_fork_parent(self) -> None:
+        self._waiters.locks.after_fork_parent()
         self._keys.after_fork_parent()
 
     def after_fork_child(self) -> None:
         self._keys.after_fork_child(keep=False)
+        self._waiters.locks.after_fork_child(keep=False)
         self._errors = {}
 
 

@@ -24,7 +24,7 @@ from forebay._engine.space.eviction import SPACE_WORD, Eviction, EvictionVictim
 from forebay._engine.space.free_space import FreeSpace, SpaceDeficit, SpaceRequest
 from forebay._engine.space.ranking import EvictionCandidate, Ranking, Scope
 from forebay._engine.space.segment_tails import SegmentTails
-from forebay._kernel import locks, waits
+from forebay._kernel import events, locks, waits
 from forebay._logs import logger
 from forebay._model import Policy
 
@@ -95,6 +95,12 @@ class Budget:
         """Reserve space, evicting entries where needed. Raises `NoSpace` if not enough can be evicted; a request larger than the whole
         budget evicts nothing. ``timeout``: seconds to wait for other writes of the space, which can be evicted once they are done."""
         return self._attempt(request, _Reserving(self._owners.me(), wait_until=time.monotonic() + timeout))
+
+    def count_evicted(self, count: int) -> None:
+        """Count evicted entries, and tell of them."""
+        self._counters.add(EVICTIONS, count)
+        if count:
+            events.emit("evict", self._root.path, entries=count)
 
     def check_lately(self, request: SpaceRequest) -> None:
         """Raise `NoSpace` if a search for as much failed a moment ago and there is no space now. A lease that another process has released
@@ -218,7 +224,7 @@ class Budget:
             self._let_go(attempt)
             attempt.id = id  # one that was entered and rolled back is none, and its number may be another's by now
             attempt.doomed, attempt.partials = doomed, partials
-            self._counters.add(EVICTIONS, len(doomed))
+            self.count_evicted(len(doomed))
         return None
 
     def _grant(self, txn: Txn, request: SpaceRequest | None, attempt: _Reserving) -> Reservation:

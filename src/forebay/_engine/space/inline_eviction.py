@@ -7,7 +7,6 @@ of dead fetches.
 from __future__ import annotations
 
 from forebay._engine.catalog import Txn, reservations, spaces
-from forebay._engine.index.counters import EVICTIONS, Counters
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.free_space import SpaceDeficit, SpaceRequest
@@ -24,8 +23,8 @@ _ALL = Scope()
 class InlineEviction:
     """The short way to space for a small value. Callable from any thread that is inside a transaction."""
 
-    def __init__(self, budget: Budget, eviction: Eviction, ranking: Ranking, counters: Counters) -> None:
-        self._budget, self._eviction, self._ranking, self._counters = budget, eviction, ranking, counters
+    def __init__(self, budget: Budget, eviction: Eviction, ranking: Ranking) -> None:
+        self._budget, self._eviction, self._ranking = budget, eviction, ranking
 
     def make_room(self, txn: Txn, request: SpaceRequest, short: SpaceDeficit) -> tuple[bool, int]:
         """Whether a request, which lacks ``short``, fits now, and how many values were evicted for it. Caller: calls `notify` after the
@@ -66,5 +65,5 @@ class InlineEviction:
     def notify(self, evicted: int) -> None:
         """Count the evicted values, and let all processes know."""
         if evicted:
-            self._counters.add(EVICTIONS, evicted)
+            self._budget.count_evicted(evicted)
             self._eviction.notify()

@@ -1,0 +1,39 @@
+"""What a cache tells of itself: statistics and history."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forebay import errors
+from forebay.origin import Origin
+
+if TYPE_CHECKING:
+    from forebay.reports import HistoryPoint, Stats
+
+# Imports are late: most programs never look.
+
+
+def stats(origin: Origin) -> Stats:
+    """See `Cache.stats`."""
+    from forebay._engine.stats import Usage
+    from forebay.reports import Stats
+
+    store = origin.store
+    try:
+        return Stats.of(store.usage(), store.counts())
+    except OSError as error:
+        if store.keeps and store.root.read_only:
+            raise  # the caller opened the root to inspect it
+        origin.warn("stats", "the statistics of the cache cannot be read: %s", error)
+        return Stats.of(Usage(0, 0, 0), {})
+
+
+def history(origin: Origin, by: str) -> list[HistoryPoint]:
+    """See `Cache.history`."""
+    from forebay._engine.activity import by_name
+    from forebay.reports import HistoryPoint
+
+    if by not in ("minute", "hour"):
+        raise errors.ConfigError(f"by={by!r}: use 'minute' or 'hour'", name="by", value=by)
+    periods = origin.store.activity.history(hours=by == "hour")
+    return [HistoryPoint(period.start, period.end, **by_name(period.counts)) for period in periods]

@@ -1,0 +1,66 @@
+"""The verb that shows all of a cache at once: `report`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from forebay._config import format_size
+from forebay.cli.hints import OutputFailed
+from forebay.cli.options import json_option, opened, root_option, verb
+from forebay.cli.render import Output
+
+LARGEST = 12
+"""Prefixes of a space that the report in a terminal has."""
+
+
+@verb
+@click.option("--html", "file", metavar="FILE", help="Write one self-contained HTML page; - is standard output.")
+@root_option
+@json_option
+def report(file: str | None, root: Path | None, as_json: bool) -> None:
+    """Report what occupies the cache, what it did in the last day and month, and what happens now. In a terminal, as HTML or as JSON."""
+    from forebay.cli.report.content import gather
+
+    if as_json and file is not None:
+        raise click.UsageError("--json and --html exclude each other")
+    with opened(root) as cache:
+        content = gather(cache)
+    output = Output(as_json)
+    if file is not None:
+        from forebay.cli.report.page import page
+
+        text = page(content)
+        if file == "-":
+            output.raw(text.rstrip("\n"))
+        else:
+            _write(Path(file), text)
+        return
+    output.document(content)
+    stats, points = content.stats, content.hours
+    output.facts({
+        "cache": content.path, "used": f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}", "entries": f"{stats.entries:,}",
+        "hit rate": f"{stats.hit_rate:.1%}", "in use": f"{content.now.leased:,}", "fetches": f"{len(content.now.fetches):,}",
+        "claims": f"{len(content.claims):,}", "failures": f"{len(content.now.failures):,}",
+        "hours of history": f"{len(points):,}",
+    })  # fmt: skip
+    rows = [
+        (name, format_size(cell.bytes), f"{cell.entries:,}", cell.name)
+        for name, cells in content.prefixes.items()
+        for cell in cells[:LARGEST]
+    ]
+    if rows:
+        output.table(("SPACE", "BYTES>", "ENTRIES>", "PREFIX"), rows)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file as a whole, or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OutputFailed(f"{path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,197 @@
+"""The verb that watches a cache: `top`. It opens the root anew for each look, and changes nothing in it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from forebay._config import format_age, format_size
+from forebay.cli.options import json_option, opened, root_option, verb
+from forebay.cli.render import Output, console, plain
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from forebay._engine.activity import Fetch, Now
+    from forebay.cache import Cache
+    from forebay.reports import Stats
+
+MOST_ROWS = 20
+"""Fetches and waits that are shown."""
+_BAR = 30
+
+
+class Look(NamedTuple):
+    """What was seen at one time of the monotonic clock, in seconds."""
+
+    at: float
+    path: str
+    stats: Stats
+    now: Now
+
+
+class Table(NamedTuple):
+    """A table of the screen; columns whose names end with ``>`` are aligned to the right."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+@verb
+@click.option("--once", is_flag=True, help="Look twice, show the result, and end.")
+@click.option(
+    "--interval", "-i", type=click.FloatRange(min=0.05), default=1.0, show_default=True, metavar="SECONDS", help="Between two looks."
+)
+@root_option
+@json_option
+def top(once: bool, interval: float, root: Path | None, as_json: bool) -> None:
+    """Watch what all processes of the node do with this cache: hits, bytes a second, fetches, waits, leases, evictions. Ctrl-C ends it."""
+    before = _look(root)
+    try:
+        if once or as_json:
+            time.sleep(interval)
+            _print_once(before, _look(root), as_json)
+        elif sys.stdout.isatty():
+            _watch(before, root, interval)
+        else:
+            while True:
+                time.sleep(interval)
+                before = _print_lines(before, _look(root))
+    except KeyboardInterrupt:
+        return
+
+
+def _look(root: Path | None) -> Look:
+    with opened(root) as cache:
+        return _seen(cache)
+
+
+def _seen(cache: Cache) -> Look:
+    from forebay.cli.report.content import activity
+
+    return Look(time.monotonic(), str(cache.path), cache.stats(), activity(cache))
+
+
+def _watch(before: Look, root: Path | None, interval: float) -> None:
+    """Draw on the terminal until Ctrl-C."""
+    from rich.live import Live
+
+    with Live(_screen(before, before), console=console(), screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            after = _look(root)
+            live.update(_screen(before, after), refresh=True)
+            before = after
+
+
+def _print_once(before: Look, after: Look, as_json: bool) -> None:
+    output = Output(as_json)
+    speeds = [_speed(one, before, after) for one in after.now.fetches]
+    fetches = [{**one._asdict(), "speed": speed} for one, speed in zip(after.now.fetches, speeds, strict=True)]
+    output.document({
+        "path": after.path, "seconds": after.at - before.at, "rates": rates(before, after), "stats": after.stats.as_dict(),
+        "fetches": fetches, "waiters": after.now.waiters, "leased": after.now.leased,
+    })  # fmt: skip
+    output.facts(_facts(before, after))
+    for table in _tables(before, after):
+        output.line("")
+        output.table(table.columns, table.rows)
+
+
+def _print_lines(before: Look, after: Look) -> Look:
+    """One line about the time between two looks, then one for each fetch."""
+    output = Output()
+    output.line(", ".join(f"{name} {text}" for name, text in _facts(before, after).items() if name != "cache"))
+    for one in after.now.fetches[:MOST_ROWS]:
+        output.line("  " + " ".join(_fetch_row(one, before, after)))
+    sys.stdout.flush()
+    return after
+
+
+def rates(before: Look, after: Look) -> dict[str, float]:
+    """What was counted between two looks, by the second; ``hit_rate``: of these calls, 0.0 where there were none."""
+    seconds = max(after.at - before.at, 1e-9)
+    names = ("hits", "misses", "fallbacks", "evictions", "waits", "bytes_hit", "bytes_remote", "requests", "retries")
+    counts = {name: max(getattr(after.stats, name) - getattr(before.stats, name), 0) for name in names}  # less: they were zeroed
+    calls = counts["hits"] + counts["misses"] + counts["fallbacks"]
+    return {name: count / seconds for name, count in counts.items()} | {"hit_rate": counts["hits"] / calls if calls else 0.0}
+
+
+def _facts(before: Look, after: Look) -> dict[str, str]:
+    stats, per_second = after.stats, rates(before, after)
+    waiting = sum(getattr(after.stats, name) - getattr(before.stats, name) for name in ("wait_ns_remote", "wait_ns_lock", "wait_ns_space"))
+    share = (stats.bytes_used + stats.bytes_reserved) / stats.budget if stats.budget else 0.0
+    reserved = f" + {format_size(stats.bytes_reserved)} reserved" if stats.bytes_reserved else ""
+    calls = per_second["hits"] + per_second["misses"] + per_second["fallbacks"]
+    return {
+        "cache": after.path,
+        "budget": f"{format_size(stats.bytes_used)}{reserved} of {format_size(stats.budget)} ({share:.0%})",
+        "hit rate": f"{per_second['hit_rate']:.1%} of {calls:,.0f} calls/s" if calls else "no calls",
+        "from the cache": f"{format_size(per_second['bytes_hit'])}/s",
+        "from remotes": f"{format_size(per_second['bytes_remote'])}/s in {per_second['requests']:,.0f} requests/s",
+        "evictions": f"{per_second['evictions']:,.1f}/s",
+        "fallbacks": f"{per_second['fallbacks']:,.1f}/s",
+        "waits": f"{per_second['waits']:,.1f}/s, {max(waiting, 0) / 1e9 / max(after.at - before.at, 1e-9):,.1f} waiting on average",
+        "in use": f"{after.now.leased:,} entries",
+    }
+
+
+def _tables(before: Look, after: Look) -> list[Table]:
+    spaces = [(plain(name), f"{count:,}", format_size(size)) for name, (count, size) in sorted(after.stats.spaces.items())]
+    fetches = [_fetch_row(one, before, after) for one in after.now.fetches[:MOST_ROWS]]
+    waiters = [(_since(one.since), one.process, one.key, one.holder) for one in after.now.waiters[:MOST_ROWS]]
+    tables = [
+        Table(("SPACE", "ENTRIES>", "BYTES>"), spaces),
+        Table(("DONE>", "OF>", "SPEED>", "FOR>", "PROCESS", "FETCHES"), fetches),
+        Table(("FOR>", "PROCESS", "WAITS FOR", "WHICH HAS"), waiters),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def _fetch_row(one: Fetch, before: Look, after: Look) -> tuple[str, ...]:
+    speed = _speed(one, before, after)
+    total = "?" if one.total is None else format_size(one.total)
+    name = one.key if one.space == "urls" else f"{one.space}:{one.key}"
+    return format_size(one.done), total, f"{format_size(speed)}/s", _since(one.since), one.process, name
+
+
+def _since(moment: float) -> str:
+    return format_age(max(int(time.time() - moment), 0))
+
+
+def _speed(one: Fetch, before: Look, after: Look) -> float:
+    """Bytes a second of a fetch between two looks; of a new one since its first byte."""
+    seconds = max(after.at - before.at, 1e-9)
+    done = next((other.done for other in before.now.fetches if (other.space, other.key, other.since) == (one.space, one.key, one.since)), 0)
+    return max(one.done - done, 0) / seconds
+
+
+def _screen(before: Look, after: Look) -> RenderableType:
+    from rich import table as tables
+    from rich.console import Group
+    from rich.text import Text
+
+    facts = tables.Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, text in _facts(before, after).items():
+        facts.add_row(Text(name, style="bold"), Text.assemble(_bar(after.stats), text) if name == "budget" else Text(plain(text)))
+    parts: list[RenderableType] = [facts]
+    for each in _tables(before, after):
+        table = tables.Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        for name in each.columns:
+            right = name.endswith(">")
+            table.add_column(name.rstrip(">"), justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+        for row in each.rows:
+            table.add_row(*map(Text, row))
+        parts += [Text(""), table]
+    parts.append(Text("\nCtrl-C ends", style="dim"))
+    return Group(*parts)
+
+
+def _bar(stats: Stats) -> str:
+    full = round(_BAR * min((stats.bytes_used + stats.bytes_reserved) / stats.budget, 1.0)) if stats.budget else 0
+    return "█" * full + "░" * (_BAR - full) + " "

@@ -1,0 +1,199 @@
+"""The report: what is in it, what it escapes, and how a real browser shows it."""
+
+from __future__ import annotations
+
+import html.parser
+import math
+import random
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from pathlib import Path
+
+import pytest
+
+from forebay import Cache
+from forebay.cli.report import charts, treemap
+from forebay.cli.report.treemap import Cell, Rect, cells_of, squarify
+from forebay.reports import HistoryPoint
+from forebay.testing import ScriptedServer
+
+from .conftest import Run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+HOSTILE = "<script>document.title='hacked'</script>/\"'><img src=x onerror=alert(1)>/\x1b[31m&amp;"
+
+
+# -- the treemap -------------------------------------------------------------------------------------------------------
+
+
+def test_squares_fill_the_rectangle_and_have_their_areas() -> None:
+    rng = random.Random(1)
+    for count in (1, 2, 7, 24):
+        sizes = sorted((rng.randint(1, 10**9) for _ in range(count)), reverse=True)
+        rects = squarify(sizes, Rect(5.0, 7.0, 300.0, 200.0))
+        for size, rect in zip(sizes, rects, strict=True):
+            assert math.isclose(rect.width * rect.height, size / sum(sizes) * 60_000, rel_tol=1e-6)
+            assert rect.x > 4.999
+            assert rect.y > 6.999
+            assert rect.x + rect.width < 305.001
+            assert rect.y + rect.height < 207.001
+        for one in range(count):
+            for other in range(one):
+                a, b = rects[one], rects[other]
+                wide = min(a.x + a.width, b.x + b.width) - max(a.x, b.x)
+                high = min(a.y + a.height, b.y + b.height) - max(a.y, b.y)
+                assert min(wide, high) < 1e-6, "they overlap"
+
+
+def test_the_example_of_the_paper_has_its_layout() -> None:
+    rects = squarify([6, 6, 4, 3, 2, 2, 1], Rect(0.0, 0.0, 6.0, 4.0))
+    assert [(round(r.width, 2), round(r.height, 2)) for r in rects] == [
+        (3.0, 2.0), (3.0, 2.0), (1.71, 2.33), (1.29, 2.33), (1.2, 1.67), (1.2, 1.67), (0.6, 1.67),
+    ]  # fmt: skip
+
+
+def test_nothing_and_no_room_are_drawn_too() -> None:
+    assert squarify([], Rect(0.0, 0.0, 1.0, 1.0)) == []
+    assert squarify([3, 2], Rect(0.0, 0.0, 0.0, 5.0)) == [Rect(0.0, 0.0, 0.0, 0.0)] * 2
+    assert "<svg" in treemap.draw([("empty", [Cell("a", 0, 3)])], 100, 100, str, "wide")
+
+
+def test_cells_are_prefixes_that_together_are_all_entries() -> None:
+    rng = random.Random(2)
+    names = [f"https://host{rng.randrange(3)}/a{rng.randrange(5)}/b{rng.randrange(4)}/{n}" for n in range(1000)]
+    entries = [(name, rng.randrange(1, 1000)) for name in [*names, "plain", "https://host0/top"]]
+    cells = cells_of(iter(entries))
+    assert 5 < len(cells) <= treemap.MOST_CELLS
+    assert sum(cell.bytes for cell in cells) == sum(size for _, size in entries)
+    assert sum(cell.entries for cell in cells) == len(entries)
+    assert [cell.bytes for cell in cells] == sorted((cell.bytes for cell in cells), reverse=True)
+    assert all(cell.name == "" or cell.name.startswith("https://host") for cell in cells)
+
+
+def test_a_million_prefixes_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(treemap, "MOST_NODES", 10)
+    cells = cells_of((f"s3://bucket/{number}/x", 1) for number in range(1000))
+    assert sum(cell.entries for cell in cells) == 1000
+
+
+def test_a_chart_draws_steps_and_leaves_gaps() -> None:
+    points = [HistoryPoint(0, 60, hits=1), HistoryPoint(60, 120), HistoryPoint(120, 180, hits=1, misses=1)]
+    svg = charts.draw("Hit rate", points, [charts.Series("", lambda point: point.hit_rate)], lambda value: f"{value:.0%}", top=1.0)
+    line = re.search(r'class="line line0" d="([^"]*)"', svg)
+    assert line is not None
+    assert line[1].count("M") == 2
+    assert "100%" in svg
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+class Elements(html.parser.HTMLParser):
+    """The elements of a page with their attributes, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture
+def filled(cache: Cache, server: ScriptedServer) -> Cache:
+    cache.read(server.put("/data/train/a.bin", bytes(300_000)))
+    cache.read(server.put("/data/eval/b.bin", bytes(100_000)))
+    cache.put(HOSTILE, bytes(50_000))
+    cache.space("features").put("x/1", b"value")
+    return cache
+
+
+def test_the_page_holds_the_facts_and_needs_nothing_else(run: Run, filled: Cache, server: ScriptedServer, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    ran = run("report", "--html", file)
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+    page = Elements(file.read_text())
+    assert {tag for tag, _ in page.elements} & {"script", "link", "img", "iframe", "object"} == set()
+    assert [a for _, attributes in page.elements for a in attributes if a in ("src", "href", "onerror", "onload", "style")] == []
+    host = server.url.removeprefix("http://")
+    assert f"{host}/data/train/" in page.text
+    assert "300 kB" in page.text
+    assert "50 MB" in page.text
+    assert "<script>document.title" in page.text  # as text
+    assert "\x1b" not in page.text
+    assert sum(tag == "g" and attributes.get("tabindex") == "0" for tag, attributes in page.elements) >= 6
+    assert list(tmp_path.glob("*.part")) == []
+    assert run("report", "--html", "-").out.startswith("<!DOCTYPE html>")
+
+
+def test_json_and_a_terminal_have_the_same(run: Run, filled: Cache, home: Path) -> None:
+    report = run("report", "--json").json
+    assert report["path"] == str(home)
+    assert report["stats"]["entries"] == 4
+    assert report["now"]["fetches"] == []
+    assert sum(cell["bytes"] for cells in report["prefixes"].values() for cell in cells) == 450_005
+    ran = run("report")
+    assert ran.code == 0
+    assert "features" in ran.out
+    assert "\x1b" not in ran.out
+    assert run("report", "--json", "--html", "x").code == 2
+
+
+def test_an_empty_cache_and_a_missing_one(run: Run, cache: Cache, tmp_path: Path) -> None:
+    assert "The cache is empty." in run("report", "--html", "-").out
+    assert run("-C", tmp_path / "none", "report").code == 3
+    ran = run("report", "--html", tmp_path / "none" / "x.html")
+    assert (ran.code, "cannot be written" in ran.err) == (1, True)
+
+
+def test_the_last_failures_are_named_without_secrets(run: Run, cache: Cache, server: ScriptedServer) -> None:
+    with pytest.raises(OSError):
+        cache.read(f"{server.url}/missing.bin?token=SECRET")
+    page = run("report", "--html", "-").out
+    assert "missing.bin" in page
+    assert "404" in page
+    assert "SECRET" not in page
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------------
+
+
+def browse(file: Path, folder: Path, *options: str) -> bytes:
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder / 'profile'}"]
+    done = subprocess.run([*command, *options, file.as_uri()], capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def size_and_corner(png: Path) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Width and height of a picture, and the colour of its first pixel."""
+    data = png.read_bytes()
+    width, height = struct.unpack(">II", data[16:24])
+    chunks, at = b"", 8
+    while at < len(data):
+        length, kind = struct.unpack(">I4s", data[at : at + 8])
+        chunks += data[at + 8 : at + 8 + length] if kind == b"IDAT" else b""
+        at += length + 12
+    return (width, height), tuple(zlib.decompress(chunks)[1:4])  # the first pixel is stored as it is, whatever the filter
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize(("dark", "width"), [(False, 1000), (True, 390)])
+def test_a_browser_shows_the_page(run: Run, filled: Cache, tmp_path: Path, dark: bool, width: int) -> None:
+    file, picture = tmp_path / "report.html", tmp_path / "report.png"
+    run("report", "--html", file)
+    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    dom = browse(file, tmp_path, f"--window-size={width},800", f"--screenshot={picture}", "--dump-dom", *scheme).decode()
+    assert "<title>Forebay: " in dom
+    assert "hacked</title>" not in dom
+    (shown_width, _), colour = size_and_corner(picture)
+    assert shown_width == width
+    assert (max(colour) < 64) == dark
