@@ -349,7 +349,7 @@ class Engine:
             log.warning("%s: its limits are not set yet, and will be by a later call: %s", self.root.path, str(error))
 
     def root_limits(self) -> dict[str, int | None]:
-        """See `Store.root_limits`."""
+        """See `Spaces.root_limits`."""
         return spaces.limits(self.catalog)
 
     def _make_room(self) -> bool:

@@ -50,6 +50,11 @@ class Spaces:
             log.warning("the space %s is not set up yet, and will be by a later call: %s", name, str(error))
 
     @recover_and_retry
+    def root_limits(self) -> dict[str, int | None]:
+        """The limits of the root that are set, by the names of `Settings`; None: not set."""
+        return self.engine.root_limits()
+
+    @recover_and_retry
     def lookup(self, name: str) -> SpaceRow:
         """The space of this name, to read from; if there is none, one with the id 0, which no entry has."""
         known = self.engine.known_spaces.get(name)

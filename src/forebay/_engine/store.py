@@ -499,11 +499,6 @@ class Store:
         return self.engine.stats.overhead()
 
     @recover_and_retry
-    def root_limits(self) -> dict[str, int | None]:
-        """The limits of the root that are set, by the names of `Settings`; None: not set."""
-        return self.engine.root_limits()
-
-    @recover_and_retry
     def usage(self) -> Usage:
         """How much is used and reserved now."""
         return self.engine.stats.usage()

@@ -172,7 +172,7 @@ def _limits_of_root(root: Path | None) -> tuple[str, dict[str, str]]:
         with opened(root) as cache:
             store = origin_of(cache).store
             assert store.keeps  # else the cache could not be opened
-            limits = {name: value for name, value in store.root_limits().items() if value is not None}
+            limits = {name: value for name, value in store.spaces.root_limits().items() if value is not None}
             return str(cache.path), {name: _shown(name, value) for name, value in limits.items()}
     except NoCache as error:
         return str(error.path), {}

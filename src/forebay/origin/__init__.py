@@ -19,6 +19,7 @@ from forebay._engine.store import Store
 from forebay._kernel import events, waits
 from forebay._logs import logger
 from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Transfer
+from forebay.origin.checksums import expected_sha256, sha256_mismatch
 from forebay.origin.opening import CacheHandle, Reopening, RootOptions, in_memory, no_store, others_can_write
 from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, is_expected, is_same_version, sha256_of
 from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS, index_key

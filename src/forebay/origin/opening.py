@@ -98,7 +98,7 @@ class RootOptions(NamedTuple):
             message = f"{self.path}: expected {expected}, found '{problem}': choose another directory"
             raise errors.RootRefused(message, path=str(self.path), wanted=expected, found=problem) from error
         if self.first_budget is not None and not self.read_only:
-            there = store.root_limits()["budget"]
+            there = store.spaces.root_limits()["budget"]
             if there is not None and there != first:
                 _config.warn_once(_config.unused_budget(self.first_budget, store.root.path, there))
         return store
