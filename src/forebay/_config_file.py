@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from forebay.errors import ConfigError
 
 NAME = "forebay.toml"
 LARGEST = 1 << 20
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # what the process, or the machine, has run out of
 
 
 class ConfigFile(NamedTuple):
@@ -44,6 +46,8 @@ def read(environ: Mapping[str, str]) -> ConfigFile:
     except (FileNotFoundError, NotADirectoryError):
         return ConfigFile(path)
     except OSError as error:
+        if error.errno in _SHORT:  # whether the file is there is not known: a job goes on without it
+            return ConfigFile(path, ignored=f"it cannot be read now: {error.strerror}")
         raise _invalid(path, f"cannot be read: {error.strerror}") from error
     with open(fd, "rb") as file:
         status = os.fstat(fd)
