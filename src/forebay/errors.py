@@ -61,6 +61,7 @@ EXTRAS = {
     "energon": ("megatron-energon",),
     "ray": ("ray[train]",),
     "streaming": ("mosaicml-streaming",),
+    "joblib": ("joblib",),
     "prometheus": ("prometheus-client",),
     "opentelemetry": ("opentelemetry-api",),
 }

@@ -18,7 +18,7 @@ from .conftest import COMMAND, Run
 
 VERBS = [
     *("pull", "ls", "du", "stats", "rm", "prune", "clear", "verify", "path", "pin", "unpin", "warm", "claims", "doctor", "completion"),
-    *("demo", "cat", "help", "push", "budget", "config"),
+    *("demo", "cat", "help", "push", "budget", "config", "report", "top"),
 ]
 
 

@@ -49,7 +49,7 @@ class _Ring(NamedTuple):
 
 MINUTES = _Ring(PAGE, 1440, 60 * SECOND)
 HOURS = _Ring(PAGE + 1440 * _RECORD, 744, 3600 * SECOND)
-_SIZE = -(-(HOURS.start + HOURS.length * _RECORD) // PAGE) * PAGE
+SIZE = -(-(HOURS.start + HOURS.length * _RECORD) // PAGE) * PAGE
 
 
 class Totals(NamedTuple):
@@ -94,7 +94,7 @@ class History:
         except OSError:
             return []
         try:
-            if os.fstat(fd).st_size != _SIZE or os.pread(fd, 16, 0) != self._header():
+            if os.fstat(fd).st_size != SIZE or os.pread(fd, 16, 0) != self._header():
                 return []
             data = os.pread(fd, ring.length * _RECORD, ring.start)
         except OSError:
@@ -140,7 +140,7 @@ class History:
         except OSError:
             return None
         try:
-            if os.fstat(fd).st_size == _SIZE and os.pread(fd, 16, 0) == self._header():
+            if os.fstat(fd).st_size == SIZE and os.pread(fd, 16, 0) == self._header():
                 return fd
         except OSError as error:
             log.debug("%s cannot be read: %s", self._path, str(error))
@@ -148,7 +148,7 @@ class History:
         return None
 
     def _create(self, now: int) -> None:
-        root, content = self._root, bytearray(_SIZE)
+        root, content = self._root, bytearray(SIZE)
         content[:16], first = self._header(), self._first(now)
         for ring in (MINUTES, HOURS):
             at = ring.place(now - ring.period)
