@@ -1,11 +1,12 @@
-"""How large the house is, and how much of it one call goes through: the numbers of the design's section "Structure".
+"""How large the library is, and how much of it one call enters: the numbers of the design's section "Structure".
 
-    python tools/structure.py             the table
+    python tools/structure.py             the table; exit code 1 if a number exceeds its ceiling in tools/ceilings.toml
+    python tools/structure.py --lower     and write the numbers that are below their ceilings into that file
     python tools/structure.py --paths     and, for each call, the functions that it enters, by module
 
-Counted in the source: modules, lines, rooms (what lies directly below src/forebay), arrows between rooms, floors (the longest chain of
-rooms that import one another), circles, classes whose name exists more than once, private functions that are named at one place only.
-Counted by running: the functions and modules of ours that one call enters, on all threads, once the same was done before.
+Counted in the source: lines, modules, rooms (what lies directly below src/forebay), floors (the longest chain of rooms that import one
+another), arrows between rooms, circles of modules, class names that exist more than once. Counted by running: the functions and modules
+of ours that one call enters, in all threads of a warm process.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
-import contextlib
+import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SRC / "forebay"
+CEILINGS = Path(__file__).with_name("ceilings.toml")
 
 
 # -- in the source -----------------------------------------------------------------------------------------------------
@@ -60,20 +64,26 @@ def arrows(trees: dict[str, ast.Module]) -> set[tuple[str, str]]:
     return {(room, other) for room, other in pairs if room and other and room != other}
 
 
+def module_arrows(trees: dict[str, ast.Module]) -> set[tuple[str, str]]:
+    """Which module imports which, for type checkers only too: whoever reads the one has to read the other."""
+    return {(name, other) for name, tree in trees.items() for other in imports_of(name, tree, set(trees)) if other != name}
+
+
 def circles(edges: set[tuple[str, str]]) -> list[set[str]]:
-    """Rooms that import one another, directly or through others."""
-    reach: dict[str, set[str]] = collections.defaultdict(set)
-    for room, other in edges:
-        reach[room].add(other)
-    grown = True
-    while grown:
-        grown = False
-        for found in reach.values():
-            more = set().union(*(reach.get(one, set()) for one in found)) - found
-            grown = grown or bool(more)
+    """Those that import one another, directly or through others."""
+    direct: dict[str, set[str]] = collections.defaultdict(set)
+    for one, other in edges:
+        direct[one].add(other)
+    reach: dict[str, set[str]] = {}
+    for one in sorted(direct):
+        found, ahead = set[str](), [one]
+        while ahead:
+            more = direct.get(ahead.pop(), set()) - found
             found |= more
-    rings = {frozenset(one for one in reach if one in reach[room] and room in reach.get(one, set())) for room in reach}
-    return [set(ring) for ring in rings if len(ring) > 1]
+            ahead += more
+        reach[one] = found
+    rings = {frozenset(other for other in found if one in reach.get(other, ())) for one, found in reach.items()}
+    return sorted((set(ring) for ring in rings if len(ring) > 1), key=sorted)
 
 
 def floors(edges: set[tuple[str, str]]) -> int:
@@ -97,129 +107,214 @@ def names_twice(trees: dict[str, ast.Module]) -> list[str]:
     return sorted(name for name, count in counts.items() if count > 1)
 
 
-def private_functions(trees: dict[str, ast.Module]) -> tuple[int, int]:
-    """How many functions have a private name, and how many of these names stand at one place beside their definition."""
-    defined: list[tuple[str, str]] = []
-    named: collections.Counter[tuple[str, str]] = collections.Counter()
-    for module, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                if node.name.startswith("_") and not node.name.endswith("__"):
-                    defined.append((module, node.name))
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                named[module, node.id] += 1
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                named[module, node.attr] += 1
-    return len(defined), sum(named[one] == 1 for one in defined)
-
-
-def upward(edges: set[tuple[str, str]], order: list[str]) -> set[tuple[str, str]]:
-    """Arrows from a room to one that stands behind it in the order."""
-    at = {room: number for number, room in enumerate(order)}
-    return {(room, other) for room, other in edges if room in at and other in at and at[other] > at[room]}
-
-
 # -- by running --------------------------------------------------------------------------------------------------------
 
-
-@contextlib.contextmanager
-def entered() -> Iterator[set[CodeType]]:
-    """The functions of ours that are entered inside of the block, on any thread."""
-    found: set[CodeType] = set()
-    ours = str(PACKAGE)
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(ours) and not frame.f_code.co_name.startswith("<"):
-            found.add(frame.f_code)
-
-    threading.setprofile_all_threads(note) if hasattr(threading, "setprofile_all_threads") else threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        yield found
-    finally:
-        sys.setprofile(None)
-        threading.setprofile_all_threads(None) if hasattr(threading, "setprofile_all_threads") else threading.setprofile(None)
+WARM, COUNTED = 20, 9
+"""How often each call is made before it is counted, and how often it is counted."""
+QUIET = 0.1
+"""Seconds without a new function in any thread after which a call has ended in all of them."""
 
 
-def calls(folder: Path) -> Iterator[tuple[str, set[CodeType]]]:
-    """Each call by its name, with what it enters when it is made for the second time."""
+class Watch:
+    """Notes the functions of ours that are entered. `threading.setprofile` reaches only threads that start later: create it first."""
+
+    def __init__(self) -> None:
+        self._ours, self._not_ours = f"{PACKAGE}/", f"{PACKAGE}/testing"  # the server of the calls runs in this process
+        self._found: set[CodeType] | None = None
+        threading.setprofile(self._note)
+
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        found, code = self._found, frame.f_code
+        if found is None or event != "call" or code.co_name.startswith("<"):
+            return
+        if code.co_filename.startswith(self._ours) and not code.co_filename.startswith(self._not_ours):
+            found.add(code)
+
+    def entered(self, call: Callable[[int], object]) -> set[CodeType]:
+        """What more than half of the counted calls enter. ``call`` gets another number each time. What one call in many does, such as
+        the upkeep of every second, is left out: it would make the number depend on the speed of the machine."""
+        for number in range(WARM):
+            call(number)
+        counts: collections.Counter[CodeType] = collections.Counter()
+        for number in range(WARM, WARM + COUNTED):
+            self._wait_until_quiet(set())
+            found = self._found = set[CodeType]()
+            sys.setprofile(self._note)
+            try:
+                call(number)
+            finally:
+                sys.setprofile(None)
+            self._wait_until_quiet(found)
+            self._found = None
+            counts.update(found)
+        return {code for code, count in counts.items() if 2 * count > COUNTED}
+
+    def _wait_until_quiet(self, found: set[CodeType]) -> None:
+        self._found, size = found, -1
+        while len(found) != size:
+            size = len(found)
+            time.sleep(QUIET)
+        self._found = None
+
+    def close(self) -> None:
+        threading.setprofile(None)
+
+
+def calls(folder: Path) -> Iterator[tuple[str, Callable[[int], object]]]:
+    """Each call by its name. With another number a miss asks for another thing; a hit asks for the same."""
     import fsspec
 
     import forebay
     from forebay.sources import UrlSource
     from forebay.testing import ScriptedServer
 
-    def watched(call: Callable[[int], object]) -> set[CodeType]:
-        call(0)
-        with entered() as found:
-            call(1)
-        return found
-
     memory = fsspec.filesystem("memory")
     with ScriptedServer() as server, forebay.Cache(folder / "root", budget=1 << 30, min_free=0) as cache:
-        urls = [server.put(f"/data/{number}.bin", bytes([number]) * 100_000) for number in range(2)]
-        items = [server.put(f"/items/{number}.bin", bytes([number]) * 100_000) for number in range(2)]
-        for number in range(2):
+        urls = [server.put(f"/data/{number}.bin", bytes([number]) * 100_000) for number in range(WARM + COUNTED)]
+        for number in range(WARM + COUNTED):
+            server.put(f"/items/{number}.bin", bytes([number]) * 100_000)
             for name in "abc":
                 memory.pipe(f"/runs/{number}/{name}", bytes([number]) * 50_000)
-        yield "a miss of `Cache.read`", watched(lambda number: cache.read(urls[number]))
-        yield "a hit of `Cache.read`", watched(lambda number: cache.read(urls[0]))
-
-        def load(number: int) -> None:
-            with cache.prefetcher(UrlSource(f"{server.url}/items"), name=f"pool{number}", workers=1) as pool:
-                lazy = pool.get_lazy(items[number].rpartition("/")[2])
-                pool._loader.wait_until_stored(lazy._load)
-
-        yield "`get_lazy`, until the item is published", watched(load)
-        yield "`Cache.directory` of 3 files", watched(lambda number: cache.directory(f"/runs/{number}", filesystem=memory).close())
-        function = cache.tasks("structure").cached(_square, tag="square-{x}")
-        yield "a cached call that runs", watched(function)
-        yield "`forebay.claim`", watched(lambda number: forebay.claim([str(folder / f"claimed{number}")]).close())
+        yield "miss of `read`", lambda number: cache.read(urls[number])
+        yield "hit of `read`", lambda number: cache.read(urls[0])
+        yield "miss of `get_or_put`", lambda number: cache.get_or_put(f"made{number}", lambda: b"x" * 1000)
+        yield "hit of `get_or_put`", lambda number: cache.get_or_put("made0", lambda: b"x" * 1000)
+        function = cache.tasks("structure").cached(_square)
+        yield "miss of a cached call", function
+        yield "hit of a cached call", lambda number: function(0)
+        yield "miss of `directory`", lambda number: cache.directory(f"/runs/{number}", filesystem=memory).close()
+        yield "hit of `directory`", lambda number: cache.directory("/runs/0", filesystem=memory).close()
+        yield "`put`", lambda number: cache.put(f"put{number}", bytes([number]) * 1000)
+        with cache.prefetcher(UrlSource(f"{server.url}/items"), name="items", workers=1) as pool:
+            yield "miss of `get_lazy().get()`", lambda number: pool.get_lazy(f"{number}.bin").get()
 
 
 def _square(x: int) -> int:
     return x * x
 
 
+def place_of(code: CodeType) -> str:
+    """The file of a function, below src/forebay."""
+    return str(Path(code.co_filename).relative_to(PACKAGE))
+
+
+def paths() -> dict[str, set[CodeType]]:
+    """What each call enters, by the call's name."""
+    watch = Watch()
+    try:
+        with tempfile.TemporaryDirectory(prefix="forebay-structure-") as folder:
+            return {name: watch.entered(call) for name, call in calls(Path(folder))}
+    finally:
+        watch.close()
+
+
+# -- ceilings ----------------------------------------------------------------------------------------------------------
+
+
+class Ceiling(NamedTuple):
+    """The largest number that passes, and why it was raised, if it was."""
+
+    most: int
+    why: str = ""
+
+
+class Verdict(NamedTuple):
+    """What is wrong, in sentences; and the numbers that are below their ceilings."""
+
+    wrong: list[str]
+    lower: dict[str, int]
+
+
+def ceilings_of(text: str) -> dict[str, Ceiling]:
+    """The rows of tools/ceilings.toml."""
+    return {name: Ceiling(row["most"], row.get("why", "")) for name, row in tomllib.loads(text).items()}
+
+
+def compared(now: Mapping[str, int], ceilings: Mapping[str, Ceiling]) -> Verdict:
+    """Compare the numbers with their ceilings."""
+    wrong, lower = list[str](), dict[str, int]()
+    for name, number in now.items():
+        if name not in ceilings:
+            wrong.append(f"{name}: {number:,} has no row in {CEILINGS.name}; add one")
+        elif number > ceilings[name].most:
+            wrong.append(
+                f"{name}: {number:,} exceeds the ceiling, {ceilings[name].most:,}; make the code smaller, or raise it in"
+                f" {CEILINGS.name} with a sentence as `why`"
+            )
+        elif number < ceilings[name].most:
+            lower[name] = number
+    wrong += [f"{name}: nothing of this name is counted; remove its row from {CEILINGS.name}" for name in ceilings if name not in now]
+    return Verdict(wrong, lower)
+
+
+def lowered(text: str, lower: Mapping[str, int]) -> str:
+    """The text of tools/ceilings.toml with these numbers; comments and reasons stay."""
+    for name, number in lower.items():
+        row = re.compile(rf'^("{re.escape(name)}" = {{ most = )[\d_]+', re.MULTILINE)
+        text, count = row.subn(rf"\g<1>{number:_}", text)
+        if count != 1:
+            raise ValueError(f'{CEILINGS.name}: the row of {name} must be one line: "{name}" = {{ most = NUMBER }}')
+    return text
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def counted() -> Iterator[tuple[str, str]]:
-    """The rows of the table that come of the source."""
-    trees = modules()
+def counted(trees: dict[str, ast.Module]) -> dict[str, int]:
+    """The numbers that come of the source."""
     edges = arrows(trees)
-    private, once = private_functions(trees)
-    lines = sum(len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py"))
-    yield "modules", f"{len(trees):,}"
-    yield "lines", f"{lines:,}"
-    yield "files at the top", str(len(list(PACKAGE.glob("*.py"))))
-    yield "rooms", str(len({room_of(name) for name in trees} - {""}))
-    yield "floors", str(floors(edges))
-    yield "arrows between rooms", str(len(edges))
-    yield "circles", str(len(circles(edges)))
-    yield "class names used twice", str(len(names_twice(trees)))
-    yield "private functions, of these named once", f"{private:,}, {once:,}"
+    return {
+        "lines": sum(len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")),
+        "modules": len(trees),
+        "rooms": len({room_of(name) for name in trees} - {""}),
+        "floors": floors(edges),
+        "arrows between rooms": len(edges),
+        "circles of modules": len(circles(module_arrows(trees))),
+        "class names used twice": len(names_twice(trees)),
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lower", action="store_true", help="write the numbers that are below their ceilings into tools/ceilings.toml")
     parser.add_argument("--paths", action="store_true", help="show the functions that each call enters")
     arguments = parser.parse_args()
     sys.path.insert(0, str(SRC))
-    for name, value in counted():
-        print(f"| {name} | {value} |")
-    with tempfile.TemporaryDirectory(prefix="forebay-structure-") as folder:
-        for name, found in calls(Path(folder)):
-            places = collections.defaultdict(list)
-            for code in list(found):  # a thread of the call may still add to it
-                places[str(Path(code.co_filename).relative_to(PACKAGE))].append(
-                    code.co_qualname if hasattr(code, "co_qualname") else code.co_name
-                )
-            print(f"| {name} | {len(found)} functions in {len(places)} modules |")
-            if arguments.paths:
-                for place, functions in sorted(places.items()):
-                    print(f"    {place}: {', '.join(sorted(functions))}")
-    return 0
+    trees = modules()
+    now, entered = counted(trees), paths()
+    for name, found in entered.items():
+        now[f"{name}: functions"] = len(found)
+        now[f"{name}: modules"] = len({place_of(code) for code in found})
+    text = CEILINGS.read_text()
+    ceilings = ceilings_of(text)
+    verdict = compared(now, ceilings)
+    print("| what | now | ceiling |\n|---|---|---|")
+    for name, number in now.items():
+        print(f"| {name} | {number:,} | {f'{ceilings[name].most:,}' if name in ceilings else 'none'} |")
+    for ring in circles(module_arrows(trees)):
+        print(f"circle: {', '.join(sorted(ring))}")
+    print(f"class names used twice: {', '.join(names_twice(trees))}")
+    if arguments.paths:
+        show_paths(entered)
+    if verdict.lower and arguments.lower:
+        CEILINGS.write_text(lowered(text, verdict.lower))
+    elif verdict.lower:
+        rows = ", ".join(f"{name} to {number:,}" for name, number in verdict.lower.items())
+        print(f"can be lowered, with `python tools/structure.py --lower`: {rows}")
+    for sentence in verdict.wrong:
+        print(sentence, file=sys.stderr)
+    return 1 if verdict.wrong else 0
+
+
+def show_paths(entered: Mapping[str, set[CodeType]]) -> None:
+    """Print the functions of each call, by file."""
+    for name, found in entered.items():
+        print(f"\n{name}")
+        places = collections.defaultdict(list)
+        for code in found:
+            places[place_of(code)].append(code.co_qualname)
+        for place, functions in sorted(places.items()):
+            print(f"    {place}: {', '.join(sorted(functions))}")
 
 
 if __name__ == "__main__":
