@@ -103,7 +103,7 @@ MUTANTS = (
         f"{BLOCKS}test_an_open_file_goes_on_with_its_version_and_mixes_none",
     ),
     Mutant(
-        1, "blocks are put together by a weak validator", "origin/blocks.py",
+        1, "blocks are put together by a weak validator", "origin/block_files.py",
         "return info.strong and info.validator is not None", "return info.validator is not None",
         f"{BLOCKS}test_without_a_strong_validator_the_object_is_fetched_whole",
     ),
@@ -112,7 +112,7 @@ MUTANTS = (
         f"{BLOCKS}test_an_open_file_goes_on_with_its_version_and_mixes_none",
     ),
     Mutant(
-        3, "a remote that does not answer validates blocks", "origin/blocks.py", " and not self._is_stored:", ":",
+        3, "a remote that does not answer validates blocks", "origin/block_files.py", " and not self._is_stored:", ":",
         f"{BLOCKS}test_a_remote_that_cannot_be_reached_validates_nothing",
     ),
     Mutant(
@@ -570,18 +570,18 @@ MUTANTS = (
         f"{LIMITS}test_the_process_that_has_waited_for_longest_is_next",
     ),
     Mutant(
-        3, "a permit is released while its connection is open", "remote/http/admission.py",
+        3, "a permit is released while its connection is open", "remote/http/transfers.py",
         "            elif is_limited and not self._close_idle(queue.host, queue.permits - 1):\n", "            elif queue.permits < 0:\n",
         f"{LOOP}test_four_processes_never_open_more_connections_than_the_limit",
     ),
     Mutant(
-        3, "an idle connection is kept from other processes", "remote/http/admission.py",
+        3, "an idle connection is kept from other processes", "remote/http/transfers.py",
         "            if is_limited and now - since < KEEP and not permit.is_wanted():\n",
         "            if is_limited and now - since < KEEP:\n",
         f"{LOOP}test_an_idle_connection_goes_when_another_process_wants_one",
     ),
     Mutant(
-        3, "a call waits for its own connections as for those of others", "remote/http/admission.py",
+        3, "a call waits for its own connections as for those of others", "remote/http/transfers.py",
         "transfer.request.wait.end(has_one=True)", "transfer.request.wait.end(has_one=False)",
         f"{BUSY}test_a_call_that_has_a_connection_does_not_wait",
     ),
@@ -1519,7 +1519,7 @@ MUTANTS = (
         f"{LINKED}test_what_another_call_fetches_is_waited_for_and_others_go_on",
     ),
     Mutant(
-        3, "a copy from before a version was named is taken for that version", "prefetch/linked_objects.py",
+        3, "a copy from before a version was named is taken for that version", "prefetch/loads.py",
         "options._replace(since=self._since)", "options._replace(since=1)",
         "tests/scenarios/test_linked_items.py::test_what_changed_is_fetched",
     ),
@@ -1529,7 +1529,7 @@ MUTANTS = (
         "tests/scenarios/test_linked_items.py::test_where_two_names_have_no_room_the_bytes_are_taken",
     ),
     Mutant(
-        2, "what is not kept in the prefetcher's space is fetched past `urls`", "prefetch/linked_objects.py",
+        2, "what is not kept in the prefetcher's space is fetched past `urls`", "prefetch/loads.py",
         "return self.origin.direct(target, options) if self.origin.closed else", "return self.origin.direct(target, options) if True else",
         f"{LINKED}test_what_a_frozen_prefetcher_does_not_admit_is_fetched_once",
     ),

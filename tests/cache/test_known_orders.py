@@ -14,7 +14,7 @@ import forebay
 from forebay import errors
 from forebay._engine.index import orders
 from forebay._engine.store import Store
-from forebay.prefetch.linked_objects import RemoteObjects
+from forebay.prefetch.loads import RemoteObjects
 from forebay.prefetch.objects import ObjectLoader
 from tests.items import until
 from tests.processes import Line, talk_to

@@ -552,7 +552,7 @@ class Cache:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return unpickling.cache, self._origin.init_args
+        return unpickling.cache, (Cache, *self._origin.init_args)
 
     def __forebay_content__(self) -> None:
         """Nothing: as an argument of a cached function, the cache in use does not change the result."""
@@ -579,7 +579,7 @@ class Cache:
 
     def _reopened_by(self, lease: Lease, method: str, name: Url | Entry, options: dict[str, Any]) -> Lease:
         """The lease, which unpickles by repeating this call on a cache with the same root."""
-        return lease.reopened_by(unpickling.lease, self._origin.init_args, method, name, options)
+        return lease.reopened_by(unpickling.lease, Cache, self._origin.init_args, method, name, options)
 
     def _target(self, url: Url, filesystem: Any = None) -> Target:
         self._check_open()

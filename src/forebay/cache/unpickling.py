@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import _config
 
 if TYPE_CHECKING:
     from forebay._engine.locks.leases import Lease
-    from forebay.cache import Cache
+
+C = TypeVar("C")
 
 
-def cache(path: str, init_kwargs: dict[str, Any]) -> Cache:
+def cache(cls: Callable[..., C], path: str, init_kwargs: dict[str, Any]) -> C:
     """Open a cache with these arguments, and leave the limits of its root as they are."""
-    from forebay.cache import Cache
-
-    return _config.without_limits(Cache, path, **init_kwargs)
+    return _config.without_limits(cls, path, **init_kwargs)
 
 
-def lease(init_args: tuple[str, dict[str, Any]], method: str, name: Any, options: dict[str, Any]) -> Lease:
+def lease(
+    cls: Callable[..., AbstractContextManager[Any]], init_args: tuple[str, dict[str, Any]], method: str, name: Any, options: dict[str, Any]
+) -> Lease:  # fmt: skip
     """Repeat the call that gave a lease, on the same root. The lease outlives the cache that is opened here."""
-    with cache(*init_args) as opened:
+    with cache(cls, *init_args) as opened:
         reopened: Lease = getattr(opened, method)(name, **options)
         return reopened

@@ -10,10 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
 from click.shell_completion import BashComplete, CompletionItem, add_completion_class, split_arg_string
-
-from forebay.cli.options import existing
 
 if TYPE_CHECKING:
     from forebay._engine.store import Store
@@ -69,22 +66,21 @@ def prepare() -> None:
     add_completion_class(_Bash, "bash")
 
 
-def names(context: click.Context, incomplete: str) -> list[CompletionItem[str]]:
-    """Complete the name of an entry."""
-    return _items(context, lambda store: _common(store, incomplete))
+def names(root: Callable[[], Path], incomplete: str) -> list[CompletionItem[str]]:
+    """Complete the name of an entry. ``root``: finds the directory of the cache."""
+    return _items(root, lambda store: _common(store, incomplete))
 
 
-def spaces(context: click.Context, incomplete: str) -> list[CompletionItem[str]]:
-    """Complete the name of a space."""
-    return _items(context, lambda store: [space.name for space in store.usage().spaces if space.name.startswith(incomplete)])
+def spaces(root: Callable[[], Path], incomplete: str) -> list[CompletionItem[str]]:
+    """Complete the name of a space. ``root``: as for `names`."""
+    return _items(root, lambda store: [space.name for space in store.usage().spaces if space.name.startswith(incomplete)])
 
 
-def _items(context: click.Context, find: Callable[[Store], list[str]]) -> list[CompletionItem[str]]:
-    root = context.params.get("root") or context.find_root().params.get("root")
+def _items(root: Callable[[], Path], find: Callable[[Store], list[str]]) -> list[CompletionItem[str]]:
     try:
         from forebay._engine.store import Settings, Store  # here: verbs and options complete without it
 
-        store = Store.open(existing(Path(root) if root else None), Settings(), shared=True, read_only=True)
+        store = Store.open(root(), Settings(), shared=True, read_only=True)
         try:
             return [CompletionItem(name) for name in find(store) if name.isprintable()]
         finally:

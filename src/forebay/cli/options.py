@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,14 +34,20 @@ def complete_names(context: click.Context, parameter: click.Parameter, incomplet
     """Complete the name of an entry, in a shell."""
     from forebay.cli import completing  # here: only a shell that completes needs it
 
-    return completing.names(context, incomplete)
+    return completing.names(partial(_completed_root, context), incomplete)
 
 
 def complete_spaces(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
     """Complete the name of a space, in a shell."""
     from forebay.cli import completing
 
-    return completing.spaces(context, incomplete)
+    return completing.spaces(partial(_completed_root, context), incomplete)
+
+
+def _completed_root(context: click.Context) -> Path:
+    """The directory of the cache that a line, which is being completed, is about. Raises `NoCache`."""
+    root = context.params.get("root") or context.find_root().params.get("root")
+    return existing(Path(root) if root else None)
 
 
 def complete_directories(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:

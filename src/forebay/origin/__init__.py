@@ -246,7 +246,7 @@ class Origin:
     def open(self, target: Target, options: FetchOptions, block_size: int | str | None = None) -> BinaryIO:
         """A file object on the cached copy; one that reads ranges of the remote where there is none. ``block_size``: see `Cache.open`."""
         if block_size is not None:
-            from forebay.origin.blocks import open_blocks
+            from forebay.origin.block_files import open_blocks
 
             return open_blocks(self, target, options, block_size)
         if target.in_place and not options.force and not options.bypass:

@@ -1,4 +1,4 @@
-"""The file object that reads an object by blocks, and reads ahead of a sequential reader."""
+"""Opening an object to be read by blocks: its version, and the file object, which reads ahead of a sequential reader."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import io
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from forebay import errors
+from forebay._engine.locks.leases import Lease
 from forebay._logs import logger
-from forebay.origin.blocks import RUN, Blocks
+from forebay._model import Entry, ObjectInfo, Transfer, noted
+from forebay.origin.blocks import RUN, Blocks, index_meta, parse_block_size
+from forebay.origin.request import FetchOptions, Target, is_expected, is_same_version
+from forebay.origin.spaces import URLS, index_key
+
+if TYPE_CHECKING:
+    from forebay.origin import Origin
 
 log = logger("forebay.origin")
 
@@ -25,6 +32,148 @@ SHARE = 4
 RECENT = 2
 """Blocks that a file object refers to: where the cache has no room, a block is fetched once for many small reads."""
 PEEK = 8 << 10
+
+
+# -- opening ------------------------------------------------------------------------------------------------------------
+
+
+def open_blocks(origin: Origin, target: Target, options: FetchOptions, block_size: int | str) -> BinaryIO:
+    """A file object that fetches the blocks of an object that are read, and keeps them. See `Cache.open`."""
+    size = parse_block_size(block_size)
+    for name in ("sha256", "pin"):
+        if value := getattr(options, name):
+            raise errors.ConfigError(f"{name} needs the whole object: open it without block_size", name=name, value=value)
+    if options.bypass or (target.in_place and not options.force) or (origin.upstream and origin.upstream.entry(URLS, target.key)):
+        return origin.open(target, options)
+    version = _Opening(origin, target, options).version()
+    if isinstance(version, Lease):
+        from forebay.origin.files import opened
+
+        return opened(version)
+    if not is_divisible(version) or (version.size or 0) <= size:
+        return origin.open(target, options)
+    return cast(BinaryIO, BlockFile(Blocks(origin, target, version, size, options)))
+
+
+def is_divisible(info: ObjectInfo) -> bool:
+    """Whether parts of an object can be fetched one by one, without mixing versions."""
+    return info.strong and info.validator is not None and info.size is not None
+
+
+def _info_of(index: Entry, url: str) -> ObjectInfo | None:
+    """The version that an index describes; None if another program wrote it. Not ``strong`` where the server knows no ranges."""
+    known = noted(index.meta, size=int, ranges=bool)
+    return None if known is None else ObjectInfo(url, known["size"], index.validator, strong=known["ranges"])
+
+
+class _Opening:
+    """One call that opens an object: finds its version."""
+
+    def __init__(self, origin: Origin, target: Target, options: FetchOptions) -> None:
+        self._origin, self._target, self._options, self._store = origin, target, options, origin.store
+        self._key = index_key(target.key)
+        self._first_stamps: list[tuple[int, int]] | None = None  # of the entries that the first look saw
+        self._began = 0
+        self._is_stored = False  # whether the version that `_ask` returned is that of the index, or of the upstream root's
+
+    def version(self) -> Lease | ObjectInfo:
+        """A lease on the whole object if it is cached, and is the remote's version; else a description of that version. The remote is
+        asked once per ``max_age`` for all processes, whether the whole object or parts of it are cached."""
+        timeout = self._options.timeout
+        return self._origin.get_or_make(URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout)
+
+    def _entries(self) -> tuple[Lease | None, Entry | None]:
+        """The whole object and the index, as far as they exist and are of the version that the caller expects."""
+        whole, index = self._store.lease(URLS, self._target.key), self._store.entry(URLS, self._key)
+        if whole is not None and not is_expected(whole, self._options):
+            whole.close()
+            whole = None
+        is_known = index is not None and _info_of(index, "") is not None and self._is_expected(index.validator)
+        return whole, index if is_known else None
+
+    def _is_expected(self, validator: str | None) -> bool:
+        return self._options.etag is None or is_same_version(validator, self._options.etag)
+
+    def _look(self) -> Lease | ObjectInfo | None:
+        whole, index = self._entries()
+        has_new = self._options.refresh and not self._is_validated_meanwhile(whole, index)
+        index_is_fresh = index is not None and not has_new and self._origin.is_fresh(index, self._options)
+        if whole is not None:
+            is_version = index is not None and index_is_fresh and index.validator == whole.entry.validator
+            if is_version or (not has_new and self._origin.is_fresh(whole.entry, self._options)):
+                self._store.count_hit(whole.entry.size)
+                return whole
+            whole.close()
+        if index is None or not index_is_fresh:
+            return None
+        self._store.touch(index)
+        return _info_of(index, self._target.url)
+
+    def _is_validated_meanwhile(self, whole: Lease | None, index: Entry | None) -> bool:
+        """Whether another call has validated the object since the first look of this one."""
+        stamps = [self._store.stamp(entry) for entry in (whole.entry if whole is not None else None, index) if entry is not None]
+        if self._first_stamps is None:
+            self._first_stamps = stamps
+        return stamps != self._first_stamps
+
+    def _ask(self) -> Lease | ObjectInfo:
+        """Ask the remote whether it still has the version that was validated last, else for its version."""
+        origin, target, options = self._origin, self._target, self._options
+        if (above := self._above()) is not None:
+            self._is_stored = True
+            return above
+        if options.offline:
+            raise errors.Offline.of(target.key)
+        self._began = self._store.now(exact=True)
+        try:
+            whole, index = self._entries()
+        except errors.CacheFault:  # it was met before, and reported
+            whole, index = None, None
+        try:
+            known = max((whole.entry if whole is not None else None, index), key=self._validated)
+            info = self._stat() if known is None else origin.validate(target, options, known)
+            self._is_stored = info is None and known is index
+            if self._is_stored and index is not None:
+                info = _info_of(index, target.url)
+            elif info is None and whole is not None:
+                lease, whole = whole, None
+                self._store.count_hit(lease.entry.size)
+                return lease
+        finally:
+            if whole is not None:
+                whole.close()
+        assert info is not None, "without a known version the remote describes the one that it has"
+        if not self._is_expected(info.validator):
+            raise errors.ChecksumMismatch.of(target.key, options.etag or "", info.validator or "no ETag")
+        return info
+
+    def _above(self) -> ObjectInfo | None:
+        """The version of which the upstream root has blocks, if it was validated lately."""
+        upstream = self._origin.upstream
+        index = upstream.entry(URLS, self._key) if upstream is not None else None
+        if upstream is None or index is None or not self._is_expected(index.validator):
+            return None
+        is_fresh = self._options.offline or self._origin.validated(upstream, index) >= self._options.since
+        return _info_of(index, self._target.url) if is_fresh else None
+
+    def _validated(self, entry: Entry | None) -> int:
+        return -1 if entry is None else self._store.validated(entry)
+
+    def _stat(self) -> ObjectInfo:
+        with self._origin.reaching(self._options):
+            info = self._target.remote.stat(self._target.url)
+        self._origin.count(Transfer(requests=1))
+        assert info is not None, "no version was given as known"
+        return info
+
+    def _keep(self, version: Lease | ObjectInfo) -> Lease | ObjectInfo:
+        if isinstance(version, ObjectInfo) and is_divisible(version) and version.size is not None and not self._is_stored:
+            note = index_meta(version.size)
+            self._store.put(URLS, self._key, b"", meta=note, validator=version.validator, validated=self._began)
+        return version
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------
 
 
 class BlockFile(io.BufferedIOBase):

@@ -25,9 +25,8 @@ from forebay.origin import Origin
 from forebay.origin.spaces import FOREVER, URLS
 from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
 from forebay.prefetch.lazies import PassThrough as PassThrough
-from forebay.prefetch.linked_objects import RemoteObjects
 from forebay.prefetch.loader import Abandoned, Loader, abandon
-from forebay.prefetch.loads import Load, PrefetchConfig
+from forebay.prefetch.loads import Load, PrefetchConfig, RemoteObjects
 from forebay.prefetch.objects import ObjectLoader
 from forebay.reports import OnProgress, Progress, WarmReport
 from forebay.sources import DecodedSource, Source, UrlSource, source_of

@@ -22,9 +22,8 @@ from forebay.origin import Origin
 from forebay.origin.opening import in_memory
 from forebay.origin.request import FetchOptions
 from forebay.origin.spaces import FOREVER, URLS
-from forebay.prefetch.linked_objects import RemoteObjects
 from forebay.prefetch.loader import abandon
-from forebay.prefetch.loads import Load
+from forebay.prefetch.loads import Load, RemoteObjects
 from forebay.prefetch.objects import ObjectLoader
 from forebay.prefetch.retention import NextUses, Retention
 from forebay.remote.urls import Url, as_text

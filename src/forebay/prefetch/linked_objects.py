@@ -16,53 +16,15 @@ from forebay._engine.locks.leases import Lease
 from forebay._logs import logger
 from forebay._model import Buffer
 from forebay.origin.bulk import BulkFetch, Wanted
-from forebay.origin.request import FetchOptions, SpillingSink, Target
-from forebay.prefetch.loads import Scheduled
+from forebay.prefetch.loads import RemoteObjects, Scheduled
 
 if TYPE_CHECKING:
-    from forebay.origin import Origin
     from forebay.prefetch.writer import ItemWriter
 
 log = logger("forebay.prefetch")
 
 TURN = 0.1
 """Seconds until objects, or items, that other calls are fetching are looked for again."""
-
-
-class RemoteObjects:
-    """The objects of a source, as the bound cache fetches them. Callable from any thread."""
-
-    def __init__(self, origin: Origin, target: Callable[[str], Target], *, versioned: bool) -> None:
-        """``target``: the object of a key; it may raise `ConfigError`. ``versioned``: the caller named the version of all objects now, so
-        what is validated after this is of that version, however long ago that will be."""
-        self.origin, self.target = origin, target
-        self._since = origin.store.now(exact=True) if versioned else None
-
-    def options(self) -> FetchOptions:
-        """The options of a fetch that begins now."""
-        options = FetchOptions.of(self.origin)
-        return options if self._since is None or options.offline else options._replace(since=self._since)
-
-    def obtain(self, key: str) -> Lease | Buffer:
-        """A lease on the file of an object, which is fetched if it is missing or may have changed; its bytes where `urls` has no room.
-        Waits for another process that fetches it. Raises what the remote raised, `CacheFault`, `WaitTimeout`."""
-        spilling = SpillingSink(self.origin.most)
-        try:
-            return self.origin.lease(self.target(key), self.options(), spilling=spilling)
-        except errors.CacheFault:
-            data = spilling.take()
-            if data is None:
-                raise
-            return data
-
-    def read(self, key: str) -> Buffer:
-        """The bytes of an object, as `Cache.read` gets them; from the remote once the cache is closed. Raises as that."""
-        target, options = self.target(key), self.options()
-        return self.origin.direct(target, options) if self.origin.closed else self.origin.read(target, options)
-
-    def direct(self, key: str) -> Buffer:
-        """The bytes of an object, from the remote. Raises as `Cache.read`."""
-        return self.origin.direct(self.target(key), self.options())
 
 
 class ObjectFetch:

@@ -16,10 +16,9 @@ from forebay._logs import logger
 from forebay._model import Buffer, Entry
 from forebay.origin.bulk import BulkFetch, Wanted
 from forebay.origin.spaces import URLS
-from forebay.prefetch.linked_objects import RemoteObjects
 from forebay.prefetch.load_queue import REPORT_AFTER
 from forebay.prefetch.loader import WATCH, close_at_exit
-from forebay.prefetch.loads import Load, LoadRef, News, State, live
+from forebay.prefetch.loads import Load, LoadRef, News, RemoteObjects, State, live
 from forebay.remote.base import CallAborted
 
 if TYPE_CHECKING:

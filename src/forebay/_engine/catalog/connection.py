@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from forebay import errors
 from forebay._engine.catalog import schema
 from forebay._engine.catalog.names import Names
-from forebay._engine.catalog.peers import Apart, forget_ancestors, peers_of
+from forebay._engine.catalog.peers import Apart, Peers, forget_ancestors, peers_of
 from forebay._engine.catalog.transactions import CatalogBroken as CatalogBroken
 from forebay._engine.catalog.transactions import DiskFull as DiskFull
 from forebay._engine.catalog.transactions import Rows as Rows
@@ -69,7 +69,7 @@ class Catalog:
         self._pid = os.getpid()
 
     def _join_peers(self) -> threading.RLock:
-        self._peers = peers_of(self._path, self._root.files.open)
+        self._peers: Peers[Catalog] = peers_of(self._path, self._root.files.open)
         with self._peers.mutex:
             self._peers.catalogs.add(self)
             self._guard = self._peers.guard()

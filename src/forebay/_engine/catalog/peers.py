@@ -11,12 +11,11 @@ import sqlite3
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 from forebay._kernel import locks
 
-if TYPE_CHECKING:
-    from forebay._engine.catalog.connection import Catalog
+C = TypeVar("C")
 
 _ASK_AGAIN = 0.01
 
@@ -39,14 +38,14 @@ class Apart:
             return None
 
 
-class Peers:
-    """See the module."""
+class Peers(Generic[C]):
+    """See the module. ``C``: a catalog, of which nothing is called here."""
 
     def __init__(self, path: str, opener: locks.Opener) -> None:
         self._guard: Callable[[], locks.LockFile | None] = lambda: None
         self._path, self._opener = path, opener
         self.mutex = threading.RLock()
-        self.catalogs: weakref.WeakSet[Catalog] = weakref.WeakSet()  # guarded by the mutex
+        self.catalogs: weakref.WeakSet[C] = weakref.WeakSet()  # guarded by the mutex
         self._apart: set[Apart] = set()  # added to under the mutex, removed from by single steps
 
     def guard(self) -> locks.LockFile:
@@ -76,10 +75,10 @@ class Peers:
                 one.ended.wait(_ASK_AGAIN)  # an interrupt before the statement begins is lost
 
 
-_peers: dict[tuple[int, str], Peers] = {}  # by process and path: a forked child has none yet
+_peers: dict[tuple[int, str], Peers[Any]] = {}  # by process and path: a forked child has none yet
 
 
-def peers_of(path: str, opener: locks.Opener) -> Peers:
+def peers_of(path: str, opener: locks.Opener) -> Peers[Any]:
     """Those of this path in this process."""
     return _peers.setdefault((os.getpid(), path), Peers(path, opener))
 
