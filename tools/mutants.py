@@ -308,9 +308,9 @@ MUTANTS = (
     ),
     Mutant(
         1, "the row before the file", "_engine/write/publish.py",
-        "        blobs.publish(self.root, writing.stage.path, reserved.id, label.suffix)\n        named.append(writing)\n",
-        '        txn.run("COMMIT")\n        blobs.publish(self.root, writing.stage.path, reserved.id, label.suffix)\n'
-        '        txn.run("BEGIN IMMEDIATE")\n        named.append(writing)\n',
+        "                blobs.publish(self.root, writing.stage.path, reserved.id, label.suffix)\n                has_name = True\n",
+        '                txn.run("COMMIT")\n                blobs.publish(self.root, writing.stage.path, reserved.id, label.suffix)\n'
+        '                txn.run("BEGIN IMMEDIATE")\n                has_name = True\n',
         f"{STEPS}test_put[blob]",
     ),
     Mutant(

@@ -103,17 +103,6 @@ def test_a_catalog_that_is_almost_empty_becomes_small(tmp_path: Path, left: int)
     assert size < 1 << 20 if left == 1 else size > 16 << 20
 
 
-def test_several_writes_are_published_in_one_transaction(store: Store) -> None:
-    writings = [store.writing("urls", f"http://h/{i}", resume=False).__enter__() for i in range(3)]
-    for number, writing in enumerate(writings):
-        writing.begin(ObjectInfo("", 5))
-        writing.write(0, f"no. {number}".encode())
-    store.publish_many(writings)
-    for writing in writings:
-        writing.__exit__(None, None, None)
-    assert [text_of(store, "urls", f"http://h/{i}") for i in range(3)] == [b"no. 0", b"no. 1", b"no. 2"]
-
-
 SIZES = [0, 5, 50_000, 256 << 10, (256 << 10) + 1, (1 << 20) + 1, None]
 
 

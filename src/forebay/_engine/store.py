@@ -325,14 +325,6 @@ class Store:
         self.engine.counters.add(counters.BYTES_STORED, sum(entry.size for entry in stored))
         return stored
 
-    def publish_many(self, writings: Sequence[Writing]) -> list[Entry]:
-        """Publish several writes in one transaction: all or none."""
-        with faults("several writes"):
-            entries = self.engine.writers.publisher.publish(writings)
-        for writing in writings:
-            writing.published()
-        return entries
-
     @recover_and_retry
     def publish_tree(
         self, space: str, key: str, members: Sequence[tuple[str, Lease]], *, life: str = "cached", meta: str = "",

@@ -284,32 +284,26 @@ class Publisher:
         blobs.write(self.root, id, one.data, one.checksum, one.writing.label.suffix)
         one.writing.named(id)
 
-    def publish(self, writings: Sequence[Writing]) -> list[Entry]:
-        """Publish finished stages: their names and rows, all in one transaction."""
-        for writing in writings:
-            writing.to_disk()
-        ready = [(writing, *writing.finish()) for writing in writings]
-        named: list[Writing] = []
+    def publish(self, writing: Writing) -> Entry:
+        """Publish a finished stage: its name and its row, in one transaction."""
+        writing.to_disk()
+        size, checksum = writing.finish()
+        label, reserved, has_name = writing.label, writing.reserved, False
         try:
             with self._catalog.write() as txn:
-                published = [self._publish_one(txn, writing, size, checksum, named) for writing, size, checksum in ready]
+                if reservations.by_id(txn, reserved.id) is None:
+                    raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was recreated meanwhile")
+                writing.named(reserved.id)
+                entry = self.inserter.insert(txn, label, reserved.id, "blob", size, checksum, writing.validator)
+                reservations.delete(txn, reserved.id)
+                blobs.publish(self.root, writing.stage.path, reserved.id, label.suffix)
+                has_name = True
                 txn.leftovers = entries.any_leftovers(txn)
-                return published
+                return entry
         except BaseException:
-            for writing in named:
-                blobs.unpublish(self.root, writing.stage.path, writing.reserved.id, writing.label.suffix)
+            if has_name:
+                blobs.unpublish(self.root, writing.stage.path, reserved.id, label.suffix)
             raise
-
-    def _publish_one(self, txn: Txn, writing: Writing, size: int, checksum: bytes, named: list[Writing]) -> Entry:
-        label, reserved = writing.label, writing.reserved
-        if reservations.by_id(txn, reserved.id) is None:
-            raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was recreated meanwhile")
-        writing.named(reserved.id)
-        entry = self.inserter.insert(txn, label, reserved.id, "blob", size, checksum, writing.validator)
-        reservations.delete(txn, reserved.id)
-        blobs.publish(self.root, writing.stage.path, reserved.id, label.suffix)
-        named.append(writing)
-        return entry
 
     def build(
         self, label: Label, kind: str, size: int, leases: Leases, make: Callable[[int], object],
@@ -509,7 +503,7 @@ class Writing:
         with faults(self.label.key, (self.info and self.info.size) or 0):
             entry = self._publisher.publish_small(self, self._small) if self._small is not None else None
             if entry is None:
-                (entry,) = self._publisher.publish([self])
+                entry = self._publisher.publish(self)
         self._published = True
         return entry
 
