@@ -34,10 +34,10 @@ from forebay.origin.request import FetchOptions, Target, is_same_version
 from forebay.origin.spaces import DIRECTORIES, POSTPONED, URLS
 
 _DISK_FULL = "the disk is full: free some of it, or lower min_free"
-"""Files that are fetched concurrently."""
 LOOKS = 3
+"""Trees that one call looks up or creates before it fails because all of them were damaged."""
 CHANGES = 2
-"""How often a directory may change while it is fetched, before the call fails."""
+"""How often one call lists a directory again because files changed while it fetched them; then it fails."""
 
 
 class Directories:

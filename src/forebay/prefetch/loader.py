@@ -1,11 +1,13 @@
-"""The threads of a prefetcher: workers, or a feeder, read items ahead of the calls for them; callers take them or read them at once.
+"""The threads of a prefetcher: a writer, and workers that read items before they are needed. Callers take items, or read them at once.
 
 look up    is the item in the cache? then it is leased, and done
 schedule   once room is promised for it, its key is locked; if another process holds the key, no thread waits for it
-read       into memory, by a worker, or by a caller that needs it now and cannot wait; objects of a remote: see `feeder`
+read       into memory, by a worker, or by a caller that needs it now and cannot wait
+fetch      instead of that, objects of a remote, by the thread of the writer: see `linked_objects`
 store      the writer stores several at a time; until then they are served from memory
 
-So at most twice as many items as workers are in memory, and only items that no caller wants yet wait for room.
+Workers start to read while fewer items than twice the number of workers wait in memory to be stored. Only items that no caller wants yet
+wait for room.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ SPACE = "indexes"
 PROBE = 64 << 10
 """Bytes at the beginning of a shard that tell how large its members are."""
 PROBED = 4 << 20
-"""ShardIndexes up to this size are fetched whole, and not probed: that would be more than a hundredth of their bytes."""
+"""Shards up to this size, in bytes, are fetched whole without a probe, which would be more than a hundredth of their bytes."""
 LARGE = 1 << 20
 """Bytes of a member from which on the index skips it."""
 SHARE = 8  # of the budget, the largest part that one shard may have
