@@ -70,7 +70,7 @@ style: $(VENV)/.dev ## puts right what can be put right by machine
 stress: $(VENV)/.dev deps ## minutes of random load, kills and a sampler beside the budget
 	$(PY) -m pytest -m stress --timeout 1800 $(PYTEST_ARGS)
 
-structure: $(VENV)/.dev ## how many rooms, floors and arrows there are, and what one call enters
+structure: $(VENV)/.dev ## the size of the library and of one call: fails when a number exceeds its ceiling
 	$(PY) tools/structure.py
 
 mutants: $(VENV)/.dev deps ## each deliberate breach of the code must turn its test red
