@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
+import pkgutil
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -19,6 +22,7 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
+from tests import parts, starts
 from tests.processes import ProcessGroup
 
 pytest_plugins = ["tests.remote_directories"]  # remote directories, and servers that count
@@ -48,12 +52,35 @@ single tests that are marked ``frameworks`` or use the fixture `torch`."""
 FRAMEWORKS = {"ray", "torch"}
 
 
+MEMORY = Path("/dev/shm")
+ROOM = 4 << 30
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only tests that start no process and no server")
     parser.addoption("--frameworks", choices=("with", "without", "only"), default="with", help="tests of adapters and examples")
+    parser.addoption("--part", default="", help="of what rotates: today, the number of a day, or all; without it all but stress tests")
+    parser.addoption("--on-disk", action="store_true", help="temporary files lie on a disk; else in memory, where there is room for them")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    parts.choose(config.getoption("part"))
+    if config.getoption("quick"):
+        starts.refuse()
+    if not config.getoption("on_disk") and MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= ROOM:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [f"temporary files: {tempfile.gettempdir()}", parts.choose(config.getoption("part"))]
+
+
+def frameworks_wanted(config: pytest.Config) -> str:
+    return "without" if config.getoption("quick") else config.getoption("frameworks")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    wanted = config.getoption("frameworks")
+    wanted = frameworks_wanted(config)
     if wanted == "with" or collection_path.is_dir():
         return None
     is_of_one = any(collection_path.is_relative_to(place) for place in OF_FRAMEWORKS)
@@ -68,8 +95,14 @@ def is_of_frameworks(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if session.config.getoption("frameworks") == "without" and sys.modules.keys() & FRAMEWORKS:
+    if frameworks_wanted(session.config) == "without" and sys.modules.keys() & FRAMEWORKS:
         raise pytest.UsageError("a module of tests imports torch or Ray when it is collected: all that fork would be slow")
+    # What is imported at its first use is imported once, not in each forked child.
+    for module in pkgutil.walk_packages(forebay.__path__, "forebay."):
+        if not module.name.startswith(("forebay.adapters", "forebay.cli.__main__")):
+            importlib.import_module(module.name)
+    if importlib.util.find_spec("cloudpickle"):
+        importlib.import_module("cloudpickle")
     # What was imported stays: neither a collection nor a child's counts touch it any more.
     gc.collect()
     gc.freeze()
@@ -93,13 +126,23 @@ def turn_of(item: pytest.Item) -> int:
     return next((turn for turn, part in enumerate(LONG_FIRST) if path.is_relative_to(part)), len(LONG_FIRST))
 
 
+def is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether the options leave a test in."""
+    frameworks = frameworks_wanted(config)
+    return (
+        (frameworks == "with" or is_of_frameworks(item) == (frameworks == "only"))
+        and (item.get_closest_marker("rotates") is None or parts.takes(item.nodeid))
+        and (item.get_closest_marker("stress") is None or bool(config.getoption("part") and parts.takes(item.nodeid, parts.STRESS)))
+        and not (config.getoption("quick") and starts.one(item))
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     items.sort(key=turn_of)
-    wanted = config.getoption("frameworks")
-    if wanted != "with":
-        other = [item for item in items if is_of_frameworks(item) != (wanted == "only")]
-        config.hook.pytest_deselected(items=other)
-        items[:] = [item for item in items if is_of_frameworks(item) == (wanted == "only")]
+    wanted = [item for item in items if is_wanted(item, config)]
+    config.hook.pytest_deselected(items=list(set(items) - set(wanted)))
+    items[:] = wanted
+    if config.getoption("frameworks") == "only":
         # Some of the single tests fork, too, which a process where Ray was once started does not survive.
         items.sort(key=lambda item: item.path.is_relative_to(HERE / "adapters"))
     if os.geteuid() != 0:
@@ -193,7 +236,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     before = set(threading.enumerate())
     frameworks = sys.modules.keys() & FRAMEWORKS
     yield
-    if request.config.getoption("frameworks") == "without":
+    if frameworks_wanted(request.config) == "without":
         assert sys.modules.keys() & FRAMEWORKS == frameworks, "the test belongs to those that are marked with `frameworks`"
     if not request.node.stash.get(passed, False) or request.node.get_closest_marker("keeps"):
         return

@@ -278,6 +278,18 @@ def fork_to_die(step: int, work: Callable[[], object]) -> Child:
     return talk_to(dying)
 
 
+def steps_of(work: Callable[[], object]) -> list[str]:
+    """The steps of ``work``: before each of them `fork_to_die` can kill it. Runs it in a child."""
+
+    def count() -> list[str]:
+        steps: list[str] = []
+        host.on_step(lambda name, subject: steps.append(f"{name} {os.path.basename(subject)}"))
+        work()
+        return steps
+
+    return list(in_child(count))
+
+
 def death_of(child: Child) -> str | None:
     """Before which step a child of `fork_to_die` died; None if it came to its end."""
     try:

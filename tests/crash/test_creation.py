@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from forebay._engine.store import Store
-from forebay._kernel import host
 from tests.crash.conftest import Scene
 from tests.harness import KiB, MiB, assert_counted, assert_settled, bytes_of, opened
-from tests.processes import death_of, fork_to_die, in_child
+from tests.processes import death_of, fork_to_die, in_child, steps_of
 
 BLOB = os.urandom(100 * KiB)
 AT_ONCE = 8
@@ -37,17 +36,6 @@ def look_at_a_new_one(places: list[Path]) -> None:
         assert_settled(place, MiB)
         assert len(list((place / "blobs").iterdir())) == 256
         shutil.rmtree(place)
-
-
-def steps_of(work: Callable[[], object]) -> list[str]:
-    steps: list[str] = []
-
-    def count() -> list[str]:
-        host.on_step(lambda call, subject: steps.append(f"{call} {os.path.basename(subject)}"))
-        work()
-        return steps
-
-    return list(in_child(count))
 
 
 def test_a_root_is_made(quick_path: Path) -> None:
@@ -88,8 +76,7 @@ def test_a_catalog_is_made_anew(scene: Callable[[int], Scene]) -> None:
         assert all(bytes_of(store, f"k{n}") in (None, BLOB) for n in range(4))
         assert bytes_of(store, "a") in (None, BLOB)
 
-    stage._acting = lambda during: act  # type: ignore[method-assign, assignment]
-    stage.play(before, lambda store: None, after, least=10)
+    stage.act(before, act, after, least=10)
 
 
 def test_a_killed_repair_is_ended_by_the_next(scene: Callable[[int], Scene]) -> None:
@@ -133,14 +120,7 @@ def test_a_killed_repair_is_ended_by_the_next(scene: Callable[[int], Scene]) -> 
         before(store)
         harm(store)
 
-    look = stage._look
-
-    def repair_and_look(after: Callable[[Store], object]) -> None:
-        with opened(stage.place) as store:
-            store.repair()
-        look(after)
-
-    stage._look = repair_and_look  # type: ignore[method-assign]
+    stage.repairs = True
     stage.play(before_and_harm, during, after, least=8)
 
 

@@ -6,8 +6,7 @@ import itertools
 import os
 import select
 import signal
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay.remote import RemoteOptions
 from forebay.reports import Progress
+from tests import parts
 from tests.crash.conftest import MOST, Scene
 from tests.harness import KiB, MiB, assert_counted, data_usage
 from tests.processes import HANG, ProcessGroup
@@ -40,14 +40,6 @@ def has_it_whole(place: Path, shelf: Shelf, files: dict[str, bytes] = FILES, **h
         assert files_of(path) == files
 
 
-sweep = pytest.mark.parametrize("every", [pytest.param(6, id="some"), pytest.param(1, id="all", marks=pytest.mark.stress)])
-"""Some steps, other ones each day; all of them by `make stress`."""
-
-
-def steps(every: int) -> Iterable[int]:
-    return itertools.count(int(time.time()) // 86_400 % every, every)
-
-
 def fetching(there: Scene, shelf: Shelf) -> Callable[[Store], None]:
     return lambda store: has_it_whole(there.place, shelf)
 
@@ -59,17 +51,15 @@ def nothing(store: Store) -> None:
 # -- one process, and those that come after it -------------------------------------------------------------------------
 
 
-@sweep
-def test_a_directory_is_fetched(scene: NewScene, shelf: Shelf, every: int) -> None:
+def test_a_directory_is_fetched(scene: NewScene, shelf: Shelf) -> None:
     shelf.fill(CKPT, FILES)
     there = scene(2 * MiB)
     fetch = fetching(there, shelf)
-    deaths = there.play(nothing, fetch, fetch, least=20 // every, steps=steps(every))
-    assert every > 1 or {"link", "mkdir", "rename", "chmod"} <= {death.split()[0] for death in deaths}
+    deaths = there.play(nothing, fetch, fetch, least=20)
+    assert {"link", "mkdir", "rename", "chmod"} <= {death.split()[0] for death in deaths}
 
 
-@sweep
-def test_files_that_nobody_could_resume_are_fetched(scene: NewScene, shelf: Shelf, every: int) -> None:
+def test_files_that_nobody_could_resume_are_fetched(scene: NewScene, shelf: Shelf) -> None:
     """Without an ETag: those of up to 4 MiB are written and published in one step."""
     files = FILES | {"mid": content("mid", 3 * MiB // 2), "sub/mid": content("sub/mid", 2 * MiB)}
     shelf.fill(CKPT, files)
@@ -79,12 +69,11 @@ def test_files_that_nobody_could_resume_are_fetched(scene: NewScene, shelf: Shel
         with opened_cache(there.place) as cache, cache.directory(CKPT, filesystem=shelf.fsspec(etags=False)) as path:
             assert files_of(path) == files
 
-    deaths = there.play(nothing, fetch, fetch, least=20 // every, steps=steps(every))
+    deaths = there.play(nothing, fetch, fetch, least=20)
     assert not any(".map" in death for death in deaths)
 
 
-@sweep
-def test_a_changed_directory_is_fetched(scene: NewScene, shelf: Shelf, every: int) -> None:
+def test_a_changed_directory_is_fetched(scene: NewScene, shelf: Shelf) -> None:
     """What is handed out is of one version: the one before, or the next."""
     shelf.fill(CKPT, FILES)
     there, next_files = scene(4 * MiB), FILES | {"small": content("next", 21_000)}
@@ -104,11 +93,10 @@ def test_a_changed_directory_is_fetched(scene: NewScene, shelf: Shelf, every: in
     def during(store: Store) -> None:
         has_it_whole(there.place, shelf, next_files, refresh=True)
 
-    there.play(before, during, after, least=8 // every, steps=steps(every))
+    there.play(before, during, after, least=8)
 
 
-@sweep
-def test_room_is_made_for_a_directory(scene: NewScene, shelf: Shelf, every: int) -> None:
+def test_room_is_made_for_a_directory(scene: NewScene, shelf: Shelf) -> None:
     """Another directory goes for it: tree, rows and files."""
     shelf.fill(CKPT, FILES)
     shelf.fill("bucket/old", {name: body[::-1] for name, body in FILES.items()})
@@ -119,11 +107,10 @@ def test_room_is_made_for_a_directory(scene: NewScene, shelf: Shelf, every: int)
             cache.directory("bucket/old", filesystem=shelf.fsspec()).close()
 
     fetch = fetching(there, shelf)
-    there.play(before, fetch, fetch, least=20 // every, small_first=False, steps=steps(every))
+    there.play(before, fetch, fetch, least=20, small_first=False)
 
 
-@sweep
-def test_a_part_and_then_the_rest(scene: NewScene, shelf: Shelf, every: int) -> None:
+def test_a_part_and_then_the_rest(scene: NewScene, shelf: Shelf) -> None:
     shelf.fill(CKPT, FILES)
     there = scene(2 * MiB)
 
@@ -132,14 +119,14 @@ def test_a_part_and_then_the_rest(scene: NewScene, shelf: Shelf, every: int) -> 
             cache.directory(CKPT, filesystem=shelf.fsspec(), include="sub/").close()
 
     fetch = fetching(there, shelf)
-    there.play(before, fetch, fetch, least=8 // every, steps=steps(every))
+    there.play(before, fetch, fetch, least=8)
 
 
-@sweep
-def test_a_copy_of_ones_own(scene: NewScene, shelf: Shelf, tmp_path: Path, every: int) -> None:
+def test_a_copy_of_ones_own(scene: NewScene, shelf: Shelf) -> None:
     """Killed while it is made, it is not there, or is finished by the next call; beside it nothing is left."""
     shelf.fill(CKPT, FILES)
-    there, target = scene(2 * MiB), tmp_path / "copies" / "mine"
+    there = scene(2 * MiB)
+    target = there.folder / "copies" / "mine"
 
     def copy() -> None:
         with opened_cache(there.place) as cache:
@@ -148,10 +135,6 @@ def test_a_copy_of_ones_own(scene: NewScene, shelf: Shelf, tmp_path: Path, every
     def before(store: Store) -> None:
         with opened_cache(there.place) as cache:
             cache.directory(CKPT, filesystem=shelf.fsspec()).close()
-        if target.exists():
-            import shutil
-
-            shutil.rmtree(target)
 
     def after(store: Store) -> None:
         if target.exists():
@@ -160,7 +143,7 @@ def test_a_copy_of_ones_own(scene: NewScene, shelf: Shelf, tmp_path: Path, every
         assert files_of(target) == FILES
         assert sorted(os.listdir(target.parent)) == ["mine"]
 
-    there.play(before, lambda store: copy(), after, least=5 // every, steps=steps(every))
+    there.play(before, lambda store: copy(), after, least=5)
 
 
 # -- three that wait ---------------------------------------------------------------------------------------------------
@@ -222,14 +205,11 @@ class Stage:
             return files_of(path)
 
 
-@sweep
-def test_killed_at_every_step_with_three_waiters(
-    quick_path: Path, shelf: Shelf, children: ProcessGroup, every: int
-) -> None:  # fmt: skip
+def test_killed_at_every_step_with_three_waiters(quick_path: Path, shelf: Shelf, children: ProcessGroup) -> None:
     """Each of them ends with the complete directory, and each byte came twice at most."""
     shelf.fill(CKPT, FILES)
     deaths = []
-    for step in itertools.islice(steps(every), MOST):
+    for step in filter(parts.takes, range(MOST)):
         place = quick_path / f"root-{step}"
         shelf.forget()
         died = Stage(place, shelf, children).run(step)
@@ -243,7 +223,7 @@ def test_killed_at_every_step_with_three_waiters(
         if died is None:
             break
         deaths.append(died)
-    assert len(deaths) >= 20 // every, deaths
+    assert len(deaths) >= parts.share(20), deaths
 
 
 @pytest.mark.parametrize("face", ["fsspec", "arrow"])

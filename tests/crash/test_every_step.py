@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -175,8 +174,6 @@ def test_publish_several_that_were_collected(scene: NewScene, room: int) -> None
 
 
 def test_publish_through_a_writing(scene: NewScene) -> None:
-    found: list[str] = []
-
     def after(store: Store) -> None:
         assert bytes_of(store, "a") in (None, BODY)
 
@@ -363,12 +360,9 @@ def test_open_and_close(scene: NewScene) -> None:
         assert bytes_of(store, "a") == BLOB
 
     stage = scene(MiB)
-    stage._acting = lambda during: lambda: during(None)  # type: ignore[method-assign, assignment, arg-type, return-value]
 
-    def during(_: Any) -> None:
-        from tests.harness import opened
-
-        with opened(stage.place) as store:
+    def during() -> None:
+        with stage.open() as store:
             store.engine.owners.me()  # as the first write does; opening alone registers nobody
 
-    stage.play(before, during, after, least=4)
+    stage.act(before, during, after, least=4)
