@@ -375,7 +375,8 @@ MUTANTS = (
     # 8. A hit takes no lock, no system call, no copy
     Mutant(
         8, "the first read of a process queries the catalog", "_engine.store:Store.first_touch",
-        "engine.known_spaces.get(space) or self.spaces.lookup(space)", "self.spaces.lookup(space)",
+        "row = engine.known_spaces.get(space) or self.spaces.lookup(space)",
+        "row = engine.known_spaces.get(space)\nif row is None:\n    return None",
         "origin/test_first_touch.py::test_the_first_read_of_a_process_asks_the_index_alone[read]",
     ),
     Mutant(
@@ -425,9 +426,9 @@ MUTANTS = (
         "adapters/test_torch_shards.py::test_ranks_that_are_spawned_with_a_dataset_have_parts_of_their_own",
     ),
     Mutant(
-        9, "a lease is closed while the interpreter shuts down", "_engine.locks.leases:Lease.__del__",
-        "not is_finalizing()", "True",
-        "project/test_finalizers.py::test_a_late_reference_prints_nothing[a lease-here]",
+        9, "a child keeps the catalogs of its ancestors", "_engine.catalog.peers:forget_ancestors",
+        "_peers.pop", "_peers.get",
+        "engine/test_forks.py::test_s17_a_child_knows_no_catalogs_of_its_ancestors",
     ),
     # 10. Nobody else's bytes
     Mutant(
@@ -467,9 +468,9 @@ MUTANTS = (
         "remote/test_http_secrets.py::test_netrc_does_not_go_in_clear",
     ),
     Mutant(
-        10, "messages show secrets", "remote.urls:redacted",
+        10, "an error message shows a signature", "remote.urls:redacted",
         "re.sub(_SECRET, '\\\\1...', re.sub(_URL_IN_TEXT, _redacted_url, text))", "text",
-        "cli/test_names.py::test_no_output_gives_a_secret_away[warning]",
+        "remote/test_redaction.py::test_a_url_that_was_taken_for_a_path_holds_no_secret[http:/h/x?sig=SIKRIT]",
     ),
     # 11. Nobody waits in silence
     Mutant(
