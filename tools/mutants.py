@@ -151,11 +151,9 @@ MUTANTS = (
         "cache/test_aio.py::test_a_cancelled_call_cancels_nothing_for_the_others",
     ),
     Mutant(
-        2, "a prefetcher reads again after another process's read", "prefetch.loader:Loader._lock_or_lease",
-        "lease = self._store.take(space, name)\n"
-        "error = self._store.locks.failure(space, name, since) if waited and lease is None else None",
-        "lease, error = None, None",
-        "scenarios/test_prefetch.py::test_s06_thirty_two_want_one_item",
+        2, "a prefetcher does not look again under the locks of its keys", "prefetch.writer:Scheduler._ask_engine",
+        "[load.name for load in lookup.loads]", "[load.name for load in lookup.loads if load not in lookup.needs]",
+        "prefetch/test_prefetch.py::test_each_item_is_read_once_by_two_pools",
     ),
     Mutant(
         2, "the lock of a copy is kept although its directory was replaced", "directories.copying:locked",
