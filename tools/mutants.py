@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         2, "no second look under the lock", "_engine.locks.fill:Fill._look_again",
         "look()", "None",
-        "scenarios/test_s06_one_fetch.py::test_s06_a_function_runs_once_per_node",
+        "tasks/test_cached.py::test_s06_processes_wait_for_one_run",
     ),
     Mutant(
         2, "a bulk call fetches without a second look", "origin.bulk:BulkFetch._begin",
