@@ -49,7 +49,8 @@ class Mutant:
     ``invariant``: its number in the design.
     ``where``: ``module:function``: the module below ``forebay``, and the function by its qualified name, such as
     ``claims.members:Members.leave``. A class stands for all of its body, and ``module:`` for all of the module.
-    ``old``: an expression, or one or more statements, that the function contains exactly once.
+    ``old``: an expression, or one or more statements, that the function contains exactly once. It cannot be a part of an
+    f-string: before Python 3.12, such parts have no positions.
     ``new``: what replaces it; an empty text removes statements.
     ``test``: the test that must fail, from ``tests/`` on.
     """
