@@ -22,8 +22,9 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
-from tests import parts, starts
+from tests import parts
 from tests.processes import ProcessGroup
+from tests.starts import refuse, starts
 
 pytest_plugins = ["tests.remote_directories"]  # remote directories, and servers that count
 
@@ -66,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     parts.choose(config.getoption("part"))
     if config.getoption("quick"):
-        starts.refuse()
+        refuse()
     if not config.getoption("on_disk") and MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= ROOM:
         os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
 
@@ -126,20 +127,21 @@ def turn_of(item: pytest.Item) -> int:
     return next((turn for turn, part in enumerate(LONG_FIRST) if path.is_relative_to(part)), len(LONG_FIRST))
 
 
-def is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
+def is_wanted(item: pytest.Item) -> bool:
     """Whether the options leave a test in."""
+    config = item.config
     frameworks = frameworks_wanted(config)
     return (
         (frameworks == "with" or is_of_frameworks(item) == (frameworks == "only"))
         and (item.get_closest_marker("rotates") is None or parts.takes(item.nodeid))
         and (item.get_closest_marker("stress") is None or bool(config.getoption("part") and parts.takes(item.nodeid, parts.STRESS)))
-        and not (config.getoption("quick") and starts.one(item))
+        and not (config.getoption("quick") and starts(item))
     )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     items.sort(key=turn_of)
-    wanted = [item for item in items if is_wanted(item, config)]
+    wanted = [item for item in items if is_wanted(item)]
     config.hook.pytest_deselected(items=list(set(items) - set(wanted)))
     items[:] = wanted
     if config.getoption("frameworks") == "only":

@@ -1,11 +1,10 @@
-"""Which tests start a process or a server: read from their code, and held against what they do.
+"""Which tests start a process or a server: read from their code. `make quick` leaves these out.
 
-`make quick` leaves these out. A test is one of them if its function, a fixture of it, or a function of the tests that one of these names,
-names something that starts one. What the code does not show is marked ``processes``."""
+A test is one of them if its function, a fixture or a parameter of it, or a function of the tests that one of these names, names something
+that starts one. What the code does not show is marked ``processes``; `refuse` tells of it."""
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -16,37 +15,43 @@ import pytest
 
 _MODULES = ("subprocess", "multiprocessing", "socketserver", "http.server", "tests.processes", "tests.servers", "forebay.testing")
 _NAMES = {"fork", "forkpty", "posix_spawn", "subprocess", "multiprocessing"}
-_EVENTS = {"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen", "socket.bind"}
+_EVENTS = {"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"}
 
 
-def one(item: pytest.Item) -> bool:
+_known: dict[FunctionType, bool] = {}
+
+
+def starts(item: pytest.Item) -> bool:
     """Whether a test starts a process or a server."""
     if item.get_closest_marker("processes") is not None:
         return True
-    fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
-    functions = [getattr(item, "function", None), *(found[-1].func for found in fixtures)]
-    return any(_starts(function) for function in functions if isinstance(function, FunctionType))
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    values = [getattr(item, "function", None), *parameters, *(_fixture(name, item) for name in getattr(item, "fixturenames", ()))]
+    return any(_starts(value, item) for value in values if isinstance(value, FunctionType))
 
 
-@functools.cache
-def _starts(function: FunctionType) -> bool:
-    seen, left = set(), [function]
-    while left:
-        current = left.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        for name in _names(current.__code__):
-            if name in _NAMES:
-                return True
-            value: Any = current.__globals__.get(name)
-            module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
-            if module.startswith(_MODULES):
-                return True
-            if module.startswith("tests"):
-                members = vars(value).values() if isinstance(value, type) else [value]
-                left += [one for one in members if isinstance(one, FunctionType)]
-    return False
+def _fixture(name: str, item: pytest.Item) -> Any:
+    found = item.session._fixturemanager.getfixturedefs(name, item)
+    return found[-1].func if found else None
+
+
+def _starts(function: FunctionType, item: pytest.Item) -> bool:
+    if function not in _known:
+        _known[function] = False  # if it names itself
+        _known[function] = any(_leads(function, name, item) for name in _names(function.__code__))
+    return _known[function]
+
+
+def _leads(function: FunctionType, name: str, item: pytest.Item) -> bool:
+    """Whether a name in a function, or the fixture that a text in it names, starts one."""
+    if name in _NAMES:
+        return True
+    value: Any = function.__globals__.get(name) or _fixture(name, item)
+    module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+    if module.startswith(_MODULES):
+        return True
+    members = vars(value).values() if isinstance(value, type) else [value]
+    return module.startswith("tests") and any(_starts(one, item) for one in members if isinstance(one, FunctionType))
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -54,13 +59,15 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+        elif isinstance(constant, str):
+            yield constant
 
 
 def refuse() -> None:
-    """From now on a test that starts a process or a server in this process fails."""
+    """From now on a test that starts a process in this one fails."""
 
     def refusing(event: str, arguments: tuple[object, ...]) -> None:
         if event in _EVENTS and "PYTEST_CURRENT_TEST" in os.environ:
-            raise AssertionError(f"{event}: a test that starts a process or a server is marked with `processes`")
+            raise AssertionError(f"{event}: a test that starts a process is marked with `processes`")
 
     sys.addaudithook(refusing)

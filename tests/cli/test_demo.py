@@ -14,6 +14,7 @@ from forebay.cli.demo.processes import DemoFailed, DemoWorkers
 from .conftest import Run
 
 
+@pytest.mark.processes
 def test_the_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ran = run("demo", "--size", "4MB", "--rate", "3MB", "--workers", "3", "--json")
@@ -53,6 +54,7 @@ def test_objects_differ_and_have_the_size_that_was_asked_for(tmp_path: Path) -> 
     assert len(contents) == 200
 
 
+@pytest.mark.processes
 def test_a_worker_that_ends_by_itself_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "foreign").touch()

@@ -285,6 +285,7 @@ def test_doctor_shows_no_secret(run: Run, home: Path, monkeypatch: pytest.Monkey
 # -- completion --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts(run: Run, shell: str) -> None:
     ran = run("completion", shell)

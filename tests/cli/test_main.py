@@ -111,6 +111,7 @@ def test_a_wrong_variable_is_a_usage_error(run: Run, cache: Cache, monkeypatch: 
         assert (ran.code, "FOREBAY_OFFLINE" in ran.err) == (2, True), verb
 
 
+@pytest.mark.processes
 def test_limits_that_make_no_sense_keep_nobody_from_looking(run: Run, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.put("key", b"value")
     monkeypatch.setenv("FOREBAY_BUDGET", "plenty")

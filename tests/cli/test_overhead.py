@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sqlite3
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def test_each_part_keeps_its_bound(run: Run, home: Path, count: int) -> None:
     cells = 2 * 4096 + (1 + bool(count)) * 64 * KiB  # where the values lie that were stored
     rest = math.ceil(index / 4096) * 4096 + cells + history.SIZE
     assert overhead["slots"] == slots * (4096 + 65_536 * 32) + rest  # 2.1 MB each, and the index
-    assert 0 < overhead["directories"] <= 1_100_000 + 100 * count
+    folders = [os.path.join(above, name) for above, names, _ in os.walk(home) for name in names]
+    assert overhead["directories"] == sum(os.stat(folder).st_blocks * 512 for folder in folders) <= 1_100_000 + 100 * count
     assert 4 * MiB <= overhead["other"] <= (8 + 4 + 1) * MiB + 4 * KiB * 4
     (line,) = [line for line in run("du").lines if "outside the budget" in line]
     said = ", ".join(f"{name} {format_size(overhead[name])}" for name in PARTS)

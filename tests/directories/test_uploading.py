@@ -211,6 +211,7 @@ def test_a_large_file_goes_in_parts(aws: Any, tmp_path: Path, monkeypatch: pytes
     assert upload(place, tmp_path / "near").sent == ()
 
 
+@pytest.mark.processes
 def test_what_another_tool_brought_to_s3_is_not_sent(near: Path, request: pytest.FixtureRequest) -> None:
     far = s3(request)
     for name, body in FILES.items():
@@ -300,6 +301,7 @@ def test_marks_and_leftovers_are_none_of_its_files(near: Path, tmp_path: Path) -
     assert sorted(files_of(tmp_path / "two")) == sorted([MARKER, *NAMES])
 
 
+@pytest.mark.processes
 def test_objects_for_directories_do_no_harm(request: pytest.FixtureRequest, cache: forebay.Cache, near: Path) -> None:
     far = s3(request)
     for name in ("", "sub/", "sub/deep/"):

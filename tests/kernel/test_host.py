@@ -253,6 +253,7 @@ def small_disk(place: Path, size: int) -> Iterator[None]:
         subprocess.run(["umount", "-l", place], check=True)
 
 
+@pytest.mark.processes
 @pytest.mark.root
 def test_a_full_disk_is_told_before_anything_is_stored(tmp_path: Path) -> None:
     with small_disk(tmp_path, 2 * MiB):

@@ -164,6 +164,7 @@ print("done [0.5, 0.25]", flush=True)
 """
 
 
+@pytest.mark.processes
 def test_the_server_of_epochs_counts_what_each_epoch_requests(epochs_run: ModuleType, tmp_path: Path) -> None:
     with epochs_run.Server(2, item=1_000, latency=0) as server:
         epochs = epochs_run.run(READER, {"url": server.url}, server, tmp_path / "log", 60)
@@ -171,6 +172,7 @@ def test_the_server_of_epochs_counts_what_each_epoch_requests(epochs_run: Module
     assert epochs == [epochs_run.Epoch(0.5, 2, 1_010), epochs_run.Epoch(0.25, 1, 0)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("program", "limit", "reason"),
     [

@@ -377,11 +377,13 @@ def test_urls_find_their_filesystem() -> None:
     assert isinstance(remote.resolve("gs://a/b"), FilesystemRemote)
 
 
+@pytest.mark.processes
 def test_an_unknown_scheme() -> None:
     with pytest.raises(errors.RemoteError, match="Protocol not known"):
         FilesystemRemote(None, OPTIONS).stat("nonsense://a/b")
 
 
+@pytest.mark.processes
 def test_a_package_that_is_missing() -> None:
     pytest.importorskip("fsspec")
     if "gcsfs" in fsspec.available_protocols() and _is_there("gcsfs"):

@@ -152,6 +152,7 @@ def test_through_the_helper_from_parent_and_child(request: pytest.FixtureRequest
         remote.write("x/new", b"", if_none_match="*")
 
 
+@pytest.mark.processes
 def test_a_write_that_is_given_up_ends_in_the_helper(tmp_path: Path) -> None:
     """It copies from a pipe that never ends, until the channel tells that nobody wants it any more."""
     arrow = pytest.importorskip("pyarrow.fs")
@@ -188,6 +189,7 @@ def test_the_chunks_of_a_file_are_no_more_than_a_server_takes() -> None:
     assert memory_limits(fsspec.filesystem("memory"), 1) == {}
 
 
+@pytest.mark.processes
 def test_pyarrow_on_ceph_is_told_plainly(request: pytest.FixtureRequest) -> None:
     place = pyarrow_s3(request)
     with pytest.raises(errors.Unsupported, match="s3:// URL") as caught:

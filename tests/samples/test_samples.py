@@ -490,12 +490,15 @@ def test_a_sample_larger_than_the_budget_evicts_nothing(tmp_path: Path) -> None:
 
 
 def test_s34_bytes_on_disk_are_what_is_counted(cache: forebay.Cache) -> None:
+    def on_disk() -> int:
+        found = usage(cache.path / "packs")
+        assert found <= cache.stats().bytes_used <= found + 4096  # the directory, which takes a block on disks, and none in memory
+        return found
+
     with cache.samples("a", 1000) as samples:
         fill(samples, 10_240)
-        assert usage(cache.path / "packs") == cache.stats().bytes_used
-    on_disk = usage(cache.path / "packs")
-    assert on_disk == cache.stats().bytes_used
-    assert on_disk <= 1.015 * 1000 * 10_240  # half of the rest: the directory and the index of so small an array
+        on_disk()
+    assert on_disk() <= 1.015 * 1000 * 10_240  # half of the rest: the directory and the index of so small an array
 
 
 def test_an_array_that_cannot_be_made_keeps_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -572,6 +575,7 @@ def test_evicting_and_pinning_by_name(cache: forebay.Cache) -> None:
 # -- from PFIO ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.keeps("PFIO leaves a descriptor of its own file open")
 @pytest.mark.parametrize("how", ["a cache", "default"])
 @pytest.mark.parametrize("pickled", [False, True], ids=["raw", "pickle"])

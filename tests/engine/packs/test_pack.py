@@ -485,16 +485,6 @@ def test_two_handles_of_a_process_append_apart(cache: forebay.Cache) -> None:
     assert one.verify() == two.verify() == []
 
 
-def test_what_is_counted_is_what_is_there(cache: forebay.Cache) -> None:
-    before = cache.stats().bytes_used
-    with cache.samples("r", 100) as samples:
-        for slot in range(100):
-            samples.put(slot, body(slot, 100 * KiB))
-        assert cache.stats().bytes_used - before == usage(cache.path / "packs")
-    assert cache.stats().bytes_used - before == usage(cache.path / "packs")
-    assert cache.stats().bytes_reserved == 0
-
-
 def test_no_byte_is_taken_that_is_not_counted(cache: forebay.Cache) -> None:
     """Whenever the disk is about to be given a segment's blocks, the catalog counts them already."""
     samples, seen = cache.samples("r", 100), []

@@ -79,6 +79,7 @@ def test_several_values_query_once(store: Store) -> None:
     assert store.check() == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "change",
     [
@@ -108,6 +109,7 @@ def test_a_put_after_any_other_change_queries(store: Store, change: Callable[[St
     assert {bytes_of(store, f"{name}0") for name in "abc"} == {b"x" * 100}
 
 
+@pytest.mark.processes
 def test_processes_that_take_turns_use_no_slot_twice(store: Store) -> None:
     names = map("there{}-".format, range(3))
     with _another_process(lambda: _puts(store, next(names), 3)) as puts_there:
