@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example example-flow example-claims test retest quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-fsspec bench-epochs bench-policies plots screenshots deps docs clean
+.PHONY: help demo example example-flow example-claims quick test test-all retest quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-fsspec bench-epochs bench-policies plots screenshots deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -27,12 +27,18 @@ $(VENV)/.core: pyproject.toml | $(VENV)/bin/python
 	$(PY) -m pip install --quiet -e .
 	@touch $@
 
+# What `make quick` needs. An environment that has more has it too.
+$(VENV)/.quick: pyproject.toml | $(VENV)/bin/python
+	$(PY) -m pip install --quiet --upgrade 'pip>=25.1'
+	$(PY) -m pip install --quiet --no-compile -e '.[fsspec,arrow,tasks]' --group quick
+	@touch $@ $(VENV)/.core
+
 # Tests, linters, docs and the peers of the benchmarks: one pip command, so that the torch that is pinned is the torch that is taken.
 # The pip of a fresh environment may be older than 25.1, which is the first that knows dependency groups.
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	$(PY) -m pip install --quiet --upgrade 'pip>=25.1'
 	$(PY) -m pip install --quiet --no-compile -e '.[all,examples]' --group dev
-	@touch $@ $(VENV)/.core
+	@touch $@ $(VENV)/.quick $(VENV)/.core
 
 demo: $(VENV)/.core ## offline, about a minute: 4 workers, 2 epochs, one worker killed
 	$(BIN)/forebay demo
@@ -49,10 +55,19 @@ example-claims: $(VENV)/.dev ## two ranks by torchrun that share a counter, a ba
 deps: ## the servers and tools that some tests use (apt, as root; else says what is missing)
 	@.ci/deps
 
-test: $(VENV)/.dev deps ## the whole suite; PYTHON=python3.13: on another interpreter; CHIA=PATH of its source: with a flow of its own functions too
-	@$(if $(CHIA),export TEST_CHIA=$(abspath $(CHIA));) failed=0; for part in without only; do \
-	  $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --frameworks $$part $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed=1; \
-	done; exit $$failed  # 5: none of that part was asked for
+# In two runs, the second with torch and Ray: a process that has imported them forks ten times as slowly. Exit status 5: no test selected.
+RUN_TESTS = $(if $(CHIA),export TEST_CHIA=$(abspath $(CHIA));) failed=0; for part in without only; do \
+  $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --frameworks $$part $(1) $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed=1; \
+done; exit $$failed
+
+quick: $(VENV)/.quick ## while working, 3 minutes: the tests that start no process and no server
+	$(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --quick --part today $(PYTEST_ARGS)
+
+test: $(VENV)/.dev deps ## a quarter of an hour: the suite, with the part of today of what rotates; PYTHON=python3.13: on another interpreter
+	@$(call RUN_TESTS,--part today)
+
+test-all: $(VENV)/.dev deps mutants ## hours: every test, crash point and mutant, on the disk of TMPDIR; CHIA=PATH of its source: with a flow of its own functions
+	@$(call RUN_TESTS,--part all --on-disk --timeout 1800)
 
 retest: $(VENV)/.dev ## what failed, once more, one after the other
 	$(PY) -m pytest --last-failed --last-failed-no-failures=none
@@ -68,7 +83,7 @@ style: $(VENV)/.dev ## puts right what can be put right by machine
 	$(BIN)/ruff format .
 
 stress: $(VENV)/.dev deps ## minutes of random load, kills and a sampler beside the budget
-	$(PY) -m pytest -m stress --timeout 1800 $(PYTEST_ARGS)
+	$(PY) -m pytest -m stress --part all --timeout 1800 $(PYTEST_ARGS)
 
 structure: $(VENV)/.dev ## the size of the library and of one call: fails when a number exceeds its ceiling
 	$(PY) tools/structure.py

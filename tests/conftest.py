@@ -131,9 +131,10 @@ def is_wanted(item: pytest.Item) -> bool:
     """Whether the options leave a test in."""
     config = item.config
     frameworks = frameworks_wanted(config)
+    rotates = item.get_closest_marker("rotates")
     return (
         (frameworks == "with" or is_of_frameworks(item) == (frameworks == "only"))
-        and (item.get_closest_marker("rotates") is None or parts.takes(item.nodeid))
+        and (rotates is None or parts.takes(next(iter(rotates.args), item.nodeid)))
         and (item.get_closest_marker("stress") is None or bool(config.getoption("part") and parts.takes(item.nodeid, parts.STRESS)))
         and not (config.getoption("quick") and starts(item))
     )

@@ -185,6 +185,7 @@ CHIA = os.environ.get("TEST_CHIA")
 of_chia = pytest.mark.skipif(not CHIA, reason="CHIA's source is not given: make test CHIA=PATH")
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("source", [str(HERE / "like_chia"), pytest.param(CHIA, marks=of_chia)], ids=["like CHIA", "CHIA"])
 def test_a_flow_of_chia_s_functions(nodes: Nodes, place: Path, source: str) -> None:
     paths = [source, str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -323,6 +324,7 @@ def provided(state: dict[str, Any], name: str) -> Any:
     return bypass.is_bypassed(name, "iter0_a"), provider("iter0_a", data_path), again
 
 
+@pytest.mark.rotates
 def test_the_state_goes_to_workers_and_files_come_from_the_head(nodes: Nodes, place: Path) -> None:
     (place / "text.txt").write_text("from the head\n")
     bypass = chia.Bypass(written(place, BYPASS.format(path=place / "text.txt")))

@@ -22,6 +22,7 @@ ROOT = str(Path(__file__).parents[2])
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
 
 
+@pytest.mark.rotates
 def test_s01_a_training_that_is_started_again_has_its_directory(registry: Path, tmp_path: Path) -> None:
     env = {**clean(), "PYTHONPATH": os.pathsep.join([ROOT, os.environ["PYTHONPATH"]]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *TORCHRUN, PROGRAM, str(tmp_path)]

@@ -114,6 +114,7 @@ class Carried(Steps):
         yield self.count.get()
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_dataset_carries_them(claim: forebay.Claim, start: str) -> None:
     loader = data.DataLoader(Carried(claim), batch_size=None, num_workers=2, multiprocessing_context=start)

@@ -183,6 +183,7 @@ def taken(loader: Any, count: int) -> list[tuple[str, ...]]:
     return found
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_over_a_crude_dataset(dataset: Path, pool: CachePool, workers: int) -> None:
     found = taken(get_loader(train_dataset(dataset, workers), cache_pool=pool), 20)
@@ -190,6 +191,7 @@ def test_a_loader_over_a_crude_dataset(dataset: Path, pool: CachePool, workers: 
     assert {int(re.match(r"\d+", text)[0]) for texts in found for text in texts} == set(range(ITEMS))  # type: ignore[index]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("pool", ["raw", "pickle", "small"], indirect=True)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_savable_loader_goes_on_where_it_was(dataset: Path, pool: CachePool, workers: int) -> None:

@@ -67,6 +67,7 @@ def test_the_package_registers_the_protocol() -> None:
     assert fsspec.get_filesystem_class("forebay") is ForebayFileSystem
 
 
+@pytest.mark.rotates
 def test_an_object_is_fetched_once_whatever_reads_it(server: Nginx, cache: forebay.Cache, url: str, tmp_path: Path) -> None:
     fs, path = of(cache, url)
     with fs.open(path) as file:
@@ -224,6 +225,7 @@ WRITES = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_goes_to_the_source_and_the_next_reader_asks_it(cache: forebay.Cache, memory: Any, write: str) -> None:
     memory.pipe({"/d/x": b"old", "/d/x y": b"old", "/d/other": b"other"})

@@ -127,6 +127,7 @@ def test_datasets_of_hugging_face(options: dict[str, Any], tmp_path: Path, monke
     assert datasets.load_from_disk(chained, storage_options=options)["a"][:] == [1, 2, 3]
 
 
+@pytest.mark.rotates
 def test_the_snippets_of_the_page_run(server: Nginx, tmp_path: Path) -> None:
     for package in ("dask.dataframe", "duckdb", "polars", "s3fs"):
         pytest.importorskip(package)

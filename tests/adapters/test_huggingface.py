@@ -196,6 +196,7 @@ def go_on(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+@pytest.mark.rotates
 def test_a_model_is_loaded_by_transformers_and_safetensors_also_offline(there: Hub, tmp_path: Path) -> None:
     for package in ("torch", "transformers", "safetensors"):
         if importlib.util.find_spec(package) is None:

@@ -42,6 +42,7 @@ def shard(server: ScriptedServer, number: int) -> str:
     return server.put(f"/shard-{number}.tar", packed.getvalue())
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("which", [(0, 0), (0, 1)])
 def test_webdataset_reads_shards_through_the_cache(server: ScriptedServer, tmp_path: Path, which: tuple[int, ...]) -> None:
     needs("webdataset")

@@ -143,6 +143,7 @@ THRICE = collections.Counter({str(i): 3 for i in range(ITEMS)})
 # -- loaders -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_s17_workers_decode_each_item_once(cache: forebay.Cache, tmp_path: Path, log: Log, method: str) -> None:
     multiprocessing.set_forkserver_preload([__name__])  # PyTorch is imported by the server, not by eight workers
@@ -228,6 +229,7 @@ with forebay.Cache(root, budget="64MiB") as cache:
 """
 
 
+@pytest.mark.rotates
 def test_s17_two_ranks_with_workers(tmp_path: Path, log: Log) -> None:
     command = [sys.executable, "-W", "error::UserWarning", "-c", RANK, str(tmp_path / "root"), str(log.path)]
     place = Path(__file__).parents[2]
@@ -598,6 +600,7 @@ with forebay.Cache(sys.argv[1]) as cache:
 """
 
 
+@pytest.mark.rotates
 def test_a_tensor_may_be_written_to_and_nobody_else_sees_it(tmp_path: Path) -> None:
     data = random.Random(1).randbytes(300_001)
     (tmp_path / "source").write_bytes(data)

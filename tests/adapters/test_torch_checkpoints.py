@@ -88,6 +88,7 @@ class Sent:
         return sent(self._log.read_text()[self._before :])
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("fetch", ["blocks", "file"])
 def test_one_process_loads_what_two_ranks_saved_and_again_without_a_request(served: Nginx, cache: Cache, fetch: Any) -> None:
     since = Sent(served)

@@ -33,6 +33,7 @@ def urls(server: ScriptedServer) -> list[str]:
     return put_objects(server)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("batched", [False, True], ids=["sampler", "batch sampler"])
 @pytest.mark.parametrize(("method", "workers"), [(None, 0), ("fork", 2), ("spawn", 2)])
 def test_s17_it_yields_what_the_sampler_does_and_each_object_is_fetched_once(
@@ -55,6 +56,7 @@ def test_s17_it_yields_what_the_sampler_does_and_each_object_is_fetched_once(
     assert server.gets == len({request.path for request in server.requests})
 
 
+@pytest.mark.rotates
 def test_half_a_budget_serves_almost_half_of_what_workers_read(tmp_path: Path, server: ScriptedServer) -> None:
     total, size = 600, 8_192
     many = [server.put(f"/many/{i}.bin", bytes(size)) for i in range(total)]
@@ -142,6 +144,7 @@ def test_an_object_that_is_missing_is_the_workers_error(cache: forebay.Cache, se
     assert [cache.entry(url) is not None for url in urls[:3]] == [True] * 3
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_s01_a_worker_that_is_killed_in_the_middle_of_a_look_ahead_leaves_nothing(
     cache: forebay.Cache, tmp_path: Path, method: str

@@ -100,6 +100,7 @@ def loaded(dataset: Shards, workers: int, **options: Any) -> Any:
 # -- loaders -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent workers"])
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_s17_workers_read_each_sample_once_and_fetch_each_shard_once(
@@ -228,6 +229,7 @@ def test_shards_that_are_replaced_while_they_are_read_are_each_of_one_version(tm
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 2), (3, 1)])
 def test_s17_ranks_and_their_workers_read_each_sample_once(
@@ -269,6 +271,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
 def test_s17_ranks_that_only_a_process_group_knows(cache: forebay.Cache, urls: str, tmp_path: Path, method: str, workers: int) -> None:
     program = tmp_path / "rank.py"
@@ -358,6 +361,7 @@ def test_whole_shards_are_entries_that_other_calls_find(cache: forebay.Cache, se
     assert server.gets == SHARDS
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     "options",
@@ -414,6 +418,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_shard_is_named_and_the_next_one_follows(cache: forebay.Cache, server: ScriptedServer, damage: str) -> None:
     urls = put(server, lambda shard: DAMAGES[damage](tar(members(shard))) if shard == 1 else tar(members(shard)), count=3)
@@ -452,6 +457,7 @@ def test_impossible_arguments_are_refused(cache: forebay.Cache) -> None:
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("buffer", [0, 1, 15, 1000])
 @pytest.mark.parametrize("stop", [0, 1, SAMPLES, 23, 59, 60])
 def test_a_state_leaves_exactly_the_rest(cache: forebay.Cache, urls: str, buffer: int, stop: int) -> None:
@@ -563,6 +569,7 @@ def shuffled(cache: forebay.Cache, urls: str, **options: Any) -> Shards:
     return Shards(urls, cache=cache, shuffle_shards=True, buffer=9, **options)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_loader_goes_on_where_it_was(cache: forebay.Cache, urls: str, workers: int, every: int) -> None:

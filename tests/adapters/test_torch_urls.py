@@ -68,6 +68,7 @@ def epoch(loader: Any) -> list[int]:
 # -- loaders -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent workers"])
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_s17_workers_fetch_each_object_once(

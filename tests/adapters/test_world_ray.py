@@ -36,6 +36,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return {**json.loads(done.stdout.splitlines()[-1]), "place": place}
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("kind", ["plain", "torch"])
 def test_workers_of_a_training_are_its_ranks(said: Any, kind: str) -> None:
     told = said[kind]

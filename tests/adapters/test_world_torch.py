@@ -46,6 +46,7 @@ def told_by(place: Path, *command: str) -> dict[str, Any]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(place.glob("*.json"))}
 
 
+@pytest.mark.rotates
 def test_torchrun(tmp_path: Path) -> None:
     told = told_by(tmp_path, *TORCHRUN, "--standalone", PROGRAM, "torchrun")
     assert list(told) == [repr(World(1, 2, 1, rank)) for rank in range(2)]
@@ -58,6 +59,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert {(item["job"], item["how"]) for item in everyone} == {(everyone[0]["job"], "torchrun's run")}
 
 
+@pytest.mark.rotates
 def test_two_nodes_of_torchrun_on_one_machine() -> None:
     both = [*TORCHRUN, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     runs = [start(*both, "--node-rank", str(node), LAUNCHED) for node in range(2)]
@@ -68,6 +70,7 @@ def test_two_nodes_of_torchrun_on_one_machine() -> None:
     assert (len(one), len(two), len(one | two)) == (1, 1, 2)
 
 
+@pytest.mark.rotates
 def test_spawned_ranks_ask_each_other(tmp_path: Path) -> None:
     told = told_by(tmp_path, sys.executable, PROGRAM, "spawned")
     for rank in range(2):
@@ -81,6 +84,7 @@ def test_spawned_ranks_ask_each_other(tmp_path: Path) -> None:
     assert told["0"]["first"]["job"] == told["1"]["first"]["job"]
 
 
+@pytest.mark.rotates
 def test_s08_who_is_not_asked_is_named(tmp_path: Path) -> None:
     told = told_by(tmp_path, sys.executable, PROGRAM, "alone")
     assert told["0"]["kind"] == "WaitTimeout"

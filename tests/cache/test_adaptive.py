@@ -51,6 +51,7 @@ def epoch_by_two(root: Path, work: Callable[[forebay.Cache, Sequence[int]], None
         child.close()
 
 
+@pytest.mark.rotates
 def test_half_a_budget_serves_nearly_half_of_each_epoch(server: Nginx, quick_path: Path) -> None:
     root = quick_path / "root"
     forebay.Cache(root, budget=CHARGED // 2, min_free=0).close()
@@ -71,6 +72,7 @@ def test_half_a_budget_serves_nearly_half_of_each_epoch(server: Nginx, quick_pat
         assert cache.check() == []
 
 
+@pytest.mark.rotates
 def test_a_prefetcher_with_half_a_budget_keeps_nearly_half(server: Nginx, quick_path: Path) -> None:
     source = UrlSource(server.url, version="1")
     with forebay.Cache(quick_path / "root", budget="1GB", min_free=0) as cache:

@@ -73,6 +73,7 @@ CALLS: dict[str, Callable[[forebay.Cache, str], object]] = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("name", list(CALLS))
 def test_a_call_names_the_process_that_has_the_connection(name: str, cache: forebay.Cache, server: ScriptedServer) -> None:
     call, url = CALLS[name], server.put("/a", b"a")

@@ -63,6 +63,7 @@ def hits(server: Nginx, root: Path, keys: Sequence[int], capacity: int, *, is_kn
     return len(keys) - (len(requests(server)) - before)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_uses_that_repeat_hit_nearly_as_often_as_the_best_cache(server: Nginx, quick_path: Path, share: float) -> None:
     keys, capacity = zipf(COUNT, 1000, 0.8), int(share * sum(CHARGES))

@@ -74,6 +74,7 @@ def peak(place: Path, *words: str) -> int:
     return int(done.stderr.split()[-2]) << 10
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     "verb", ["ls", "ls -q", "ls -q --filter size>1", "ls --json", "ls -s size", "prune -n", "clear -n", "verify --quick", "doctor"]
 )

@@ -134,6 +134,7 @@ def use(place: Path, *, opens: bool = True) -> None:
             assert cache.budget == BUDGET
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("how", HARMS)
 def test_the_first_call_that_meets_the_damage_goes_on(place: Path, how: str) -> None:
     harm(place / "catalog.sqlite", how)

@@ -106,6 +106,7 @@ def test_a_catalog_that_is_almost_empty_becomes_small(tmp_path: Path, left: int)
 SIZES = [0, 5, 50_000, 256 << 10, (256 << 10) + 1, (1 << 20) + 1, None]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("first", SIZES)
 @pytest.mark.parametrize("then", SIZES)
 def test_an_object_that_changed_is_begun_anew(store: Store, first: int | None, then: int | None) -> None:

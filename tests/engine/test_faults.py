@@ -577,6 +577,7 @@ def test_s35_a_key_is_the_same_whatever_the_hash_seed(quick_path: Path) -> None:
 # -- many --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 def test_s33_a_root_with_100_000_entries(quick_path: Path) -> None:
     """It opens, hits, writes and evicts; a process that died does not make the next one read it all."""
     place, many = quick_path / "root", 100_000

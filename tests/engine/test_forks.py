@@ -104,6 +104,7 @@ def fork_while_threads_work(place: Path, forks: int) -> None:
         assert store.check(deep=True) == []
 
 
+@pytest.mark.rotates
 def test_s17_forks_while_threads_write_and_fetch(quick_path: Path) -> None:
     place = quick_path / "root"
     in_child(lambda: fork_while_threads_work(place, 60))

@@ -233,6 +233,7 @@ def machine(actors: list[Any], place: Path, budget: int) -> type[RuleBasedStateM
     return Machine
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("budget", [TIGHT, AMPLE], ids=["tight", "ample"])
 def test_the_store_is_a_dict_that_may_forget(quick_path: Path, budget: int) -> None:
     place, (near, far) = quick_path / "root", multiprocessing.Pipe()

@@ -58,6 +58,7 @@ def requests(server: Nginx) -> int:
     return len(server.log.read_text().splitlines())
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("options", LIMITED, ids=str)
 @pytest.mark.parametrize("first", ["prefetcher", "read"])
 def test_what_either_fetched_the_other_does_not_fetch(

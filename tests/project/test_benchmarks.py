@@ -15,6 +15,8 @@ import pytest
 
 from tests.harness import require
 
+pytestmark = pytest.mark.rotates
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 

@@ -13,6 +13,8 @@ import pytest
 
 import forebay
 
+pytestmark = pytest.mark.rotates
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "train_images.py"
 IMAGES = 40

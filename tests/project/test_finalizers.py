@@ -105,6 +105,7 @@ PLACES = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("front", FRONTS)
 def test_a_late_reference_prints_nothing(front: str, place: str, tmp_path: Path, server: ScriptedServer) -> None:

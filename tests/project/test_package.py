@@ -18,6 +18,8 @@ import pytest
 
 import forebay
 
+pytestmark = pytest.mark.rotates("package")
+
 REPO = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
 WHOLE_SUITE_RAN_ON = ["3.11"]

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.rotates
+
 REPO = Path(__file__).parents[2]
 
 

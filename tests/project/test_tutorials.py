@@ -10,8 +10,13 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pytest
+
 from forebay.testing import ScriptedServer
 from tests.harness import require
+
+pytestmark = pytest.mark.rotates
+
 
 DOCS = next(folder for folder in Path(__file__).parents if (folder / "mkdocs.yml").exists()) / "docs"
 TUTORIALS = DOCS / "tutorial"

@@ -20,6 +20,8 @@ from typing import assert_type
 import forebay
 from forebay import Cache, Codec, Entries, Entry, Lazy, Lease, Plan, Samples, Stats
 
+pytestmark = pytest.mark.rotates
+
 
 def double(key: str, data: bytes) -> list[int]:
     return [2 * byte for byte in data] + [len(key)]

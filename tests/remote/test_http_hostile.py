@@ -111,6 +111,7 @@ def test_a_claim_alone_evicts_nothing(small: forebay.Cache, raw: RawServer) -> N
         assert [number for number in range(10) if small.get(f"kept {number}") is None] == []
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_a_bomb_is_bounded(small: forebay.Cache, raw: RawServer, encoding: str) -> None:
     body = _bomb(3 * BUDGET, encoding)

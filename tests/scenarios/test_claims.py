@@ -133,6 +133,7 @@ class Job:
         os.close(self._from)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("whom", ["group", "rank 0", "rank 1", "worker 2"])
 def test_s01_a_killed_job_starts_again_at_once_20_times(registry: Path, tmp_path: Path, whom: str) -> None:
     """Who loses one of theirs learns it at the barrier and ends, as ranks do; then the job is started again with the same words."""

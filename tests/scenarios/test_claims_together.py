@@ -202,6 +202,7 @@ def _worker(claim: forebay.Claim, number: int, parties: int) -> None:
     claim.barrier("b").wait(parties, timeout=60)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
 def test_s17_workers_have_their_parents_claim(registry: Path, children: Callable[..., Any], how: str) -> None:
     def parent() -> list[int]:
@@ -282,6 +283,7 @@ def test_s17_a_fork_in_the_middle_of_claims(registry: Path, children: Callable[.
 # -- 18: opened by many ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 def test_s18_sixty_four_processes_of_eight_jobs_at_once(registry: Path, children: Callable[..., Any], barrier: Any) -> None:
     """The registry is not there yet. Every job gets a prefix of its own, every rank its job's claim, in whatever order they come."""
     jobs, ranks, rounds = 8, 8, 3

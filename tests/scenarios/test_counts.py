@@ -49,6 +49,7 @@ def gets(cache: forebay.Cache, url: str) -> None:
 ACTS = [pulls, warms, opens, locals_, reads, gets]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__.rstrip("_"))
 @pytest.mark.parametrize("end", ["close", "exit", "kill", "no close"])
 def test_every_hit_of_every_process_is_counted(

@@ -31,6 +31,7 @@ def put(server: ScriptedServer, count: int, **how: Any) -> str:
     return f"{server.url}/d"
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
 @pytest.mark.parametrize("policy", ["wait", "lru"])
 def test_s30_lazies_of_objects_dropped_at_random_moments(

@@ -78,6 +78,7 @@ def test_s01_killed_with_eight_loads_in_flight(root: Path, children: Start, flag
     assert usage(root / "blobs", root / "tmp") == 0
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("cycles", [4, pytest.param(20, marks=pytest.mark.stress)])
 def test_s01_killed_and_started_again(cycles: int, root: Path, tmp_path: Path, children: Start) -> None:
     """Eight processes, killed at any moment and started again at once: each time it works at once, and nothing grows."""
@@ -153,6 +154,7 @@ def test_s02_what_a_lazy_holds_stays(root: Path, children: Start, flag: Callable
 # -- 5: one limit ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 def test_s05_ranks_and_their_workers_share_one_limit(root: Path, children: Start) -> None:
     """8 ranks with 2 workers each, all of whom say the limit; a pause at any moment finds it held."""
     source = Items(30_000)
@@ -204,6 +206,7 @@ def test_s06_four_processes_read_each_item_once(root: Path, children: Start, bar
     assert source.all_reads() == dict.fromkeys(keys, 1)
 
 
+@pytest.mark.rotates
 def test_s06_thirty_two_want_one_item(root: Path, children: Start, barrier: Callable[[int], Any]) -> None:
     source, start = items_of(root, size=5 * MiB), barrier(32)
     source.delay = 0.3  # so that all others come while it runs
@@ -300,6 +303,7 @@ class Dataset:
         return int(self.pool.get_lazy(self.keys[i]).get() == body(self.keys[i]))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("method", "workers"), [("fork", 8), ("forkserver", 3), ("spawn", 3)])
 def test_s17_the_workers_of_a_loader_share_their_items(root: Path, method: str, workers: int, torch: Any) -> None:
     source = items_of(root)
@@ -419,6 +423,7 @@ def test_s17_forked_while_loads_are_pending(root: Path, children: Start) -> None
     assert source.all_reads() == dict.fromkeys(["done", "r0", "r1", "q0", "q1", "q2", *KEYS], 1)
 
 
+@pytest.mark.rotates
 def test_s17_forked_again_and_again_by_many_threads(root: Path, children: Start) -> None:
     source = Items()
     source.delay = 0.001
@@ -630,6 +635,7 @@ def resident() -> int:
 # -- 30: finalizers ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
 @pytest.mark.parametrize("direct_wait", [0.0, 0.25], ids=["hasty", "patient"])
 @pytest.mark.parametrize("keep", [True, False], ids=["keep", "scratch"])
@@ -691,6 +697,7 @@ EXITS = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("what", EXITS)
 def test_s30_the_interpreter_exits(root: Path, run: Callable[..., Any], what: str) -> None:
     began = time.monotonic()
@@ -719,6 +726,7 @@ HOW = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 @pytest.mark.parametrize("how", HOW)
 def test_s08_a_signal_ends_a_wait(root: Path, how: str, number: signal.Signals) -> None:

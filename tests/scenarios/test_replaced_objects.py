@@ -69,6 +69,7 @@ def test_a_shard_that_is_replaced_behind_its_index_is_read_in_its_new_version(ca
         assert [source[f"{name}/{number}.bin"] for number in range(4)] == [member(1, number, size) for number in range(4)]
 
 
+@pytest.mark.rotates
 @SIZES
 def test_a_shard_that_is_replaced_again_and_again_mixes_no_versions(cache: forebay.Cache, nginx: Nginx, size: int) -> None:
     """A process replaces it while another one reads: each member is of one of the versions, and of no older one than the one before."""

@@ -49,6 +49,7 @@ def run_of_a_job(root: Path, urls: list[str], ready: Any, tmp: Path) -> None:
     assert codes == [0] * 7
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("cycles", [6, pytest.param(20, marks=pytest.mark.stress)])
 def test_s01_killed_in_the_middle_of_downloads_and_started_again(
     cycles: int, root: Path, tmp_path: Path, server: ScriptedServer, children: Callable[..., Any]

@@ -32,6 +32,7 @@ def fill_up(place: Path) -> Path:
     return path
 
 
+@pytest.mark.rotates
 def test_s13_a_budget_larger_than_the_disk(
     tmpfs: Callable[[str], Path], server: ScriptedServer, children: Callable[..., Any], warnings: Any
 ) -> None:

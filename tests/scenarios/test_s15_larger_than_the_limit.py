@@ -60,6 +60,7 @@ WHYS = ["larger than the budget", "all is pinned"]
 SCRIPTS: list[dict[str, Any]] = [{}, {"ranges": False}, {"etag": None}, {"chunked": True, "ranges": False}]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("why", "script"), [*itertools.product(WHYS, SCRIPTS), ("all is pinned", {"gzip": True})], ids=str)
 def test_s15_what_is_not_kept_costs_no_more_than_without_a_cache(
     cache: forebay.Cache, server: ScriptedServer, why: str, script: dict[str, Any]

@@ -166,6 +166,7 @@ LOADER = """
 """
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     "method", ["fork", pytest.param("spawn", marks=pytest.mark.stress), pytest.param("forkserver", marks=pytest.mark.stress)]
 )

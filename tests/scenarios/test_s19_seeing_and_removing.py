@@ -41,6 +41,7 @@ def said(done: Any, *, code: int = 0) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.rotates
 def test_s19_all_verbs_beside_a_running_job(
     root: Path, job: list[str], command: Callable[..., Any], disk_usage: Callable[[Path], int]
 ) -> None:

@@ -265,6 +265,7 @@ def test_s18_many_open_one_new_array_at_once(root: Path, children: Callable[...,
         assert [entry.key for entry in cache.entries("samples")] == ["a"]
 
 
+@pytest.mark.rotates
 def test_32_writers_and_8_readers(root: Path, children: Callable[..., Any]) -> None:
     """32,768 slots; readers look at every byte meanwhile."""
     slots, each = 32_768, 1024

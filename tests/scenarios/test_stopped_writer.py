@@ -164,6 +164,7 @@ CALLS: dict[str, Callable[[forebay.Cache, str], bool]] = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("name", CALLS)
 def test_all_that_a_call_waits_for_shares_its_timeout(root: Path, server: ScriptedServer, stopped: Child, name: str) -> None:
     """Not 10 s for each of a registration, a reservation and a publication. What counts is what it waits for in vain, not what a machine

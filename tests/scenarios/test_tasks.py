@@ -108,6 +108,7 @@ def test_s03_flipped_bytes_are_a_miss_and_run_again(root: Path, size: int) -> No
 FILES = ["FORMAT", "catalog.sqlite", "slots/*", "counters", "blobs/*/*"]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("kind", FILES)
 def test_s03_flipped_bytes_in_any_file_change_no_value(root: Path, tmp_path: Path, kind: str, children: Callable[..., Any]) -> None:
     """A flipped byte may cost a run, an entry, or the root: never a wrong value, and never an error of a call."""
@@ -191,6 +192,7 @@ def inline_place(catalog: sqlite3.Connection, number: int) -> tuple[str, str]:
 # -- 4, 5, 34: one budget ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 def test_s04_the_budget_holds_at_every_moment(root: Path, children: Callable[..., Any]) -> None:
     """Six processes write and read; they are stopped again and again, and the disk is looked at."""
     budget = 3 * MiB

@@ -97,6 +97,7 @@ def under_load(place: Path, seconds: float, *, kills: bool) -> None:
     assert did["broken"] == 0  # who sees one killed is killed next, before he could tell
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("kills", [False, True], ids=["nobody dies", "killed"])
 def test_no_directory_has_two_jobs_for_seconds(registry: Path, tmp_path: Path, kills: bool) -> None:  # noqa: F811
     under_load(tmp_path, 3, kills=kills)

@@ -58,6 +58,7 @@ def open_at_once(place: Path, children: Callable[..., Child], processes: int, ca
     assert_settled(place, 64 * MiB)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("round", range(2))
 def test_s18_64_processes_open_one_new_root(quick_path: Path, children: Callable[..., Child], round: int) -> None:
     open_at_once(quick_path / "root", children, 64, 100)
@@ -197,6 +198,7 @@ def test_s34_orphans_of_a_deleted_index(quick_path: Path) -> None:
 # -- s38 ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("size", [100, 20 * KiB], ids=["values", "blobs"])
 def test_s38_max_entries_is_exact_under_8_writers(quick_path: Path, children: Callable[..., Child], size: int) -> None:
     place, most = quick_path / "root", 100

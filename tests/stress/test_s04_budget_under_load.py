@@ -208,6 +208,7 @@ def brim(place: Path) -> None:
         store.put("v", "brim", bytes(BUDGET - 4096))
 
 
+@pytest.mark.rotates
 def test_s04_the_budget_holds_for_8_seconds(quick_path: Path) -> None:
     under_load(quick_path / "root", 8)
 

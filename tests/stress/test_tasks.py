@@ -131,6 +131,7 @@ def under_load(root: Path, seconds: float, *, kills: bool) -> None:
         assert tasks.size_bytes() <= VALUES * (LARGE + 300)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("kills", [False, True], ids=["nobody dies", "killed"])
 def test_every_value_is_whole_for_seconds(quick_path: Path, kills: bool) -> None:
     under_load(quick_path / "root", 3, kills=kills)

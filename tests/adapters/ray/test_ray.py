@@ -348,6 +348,7 @@ def have_one_copy(seen: dict[str, Any], root: str) -> None:
     assert one["folder"].startswith(root)
 
 
+@pytest.mark.rotates
 @of_a_training
 def test_a_training_that_fails_once_goes_on_from_one_copy(tmp_path: Path) -> None:
     """With its storage on a filesystem object of pyarrow, which counts."""

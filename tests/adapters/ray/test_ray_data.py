@@ -17,6 +17,7 @@ os.environ["TQDM_DISABLE"] = "1"
 """
 
 
+@pytest.mark.rotates
 def test_objects_and_files_of_ray_data_are_fetched_once(server: ScriptedServer, tmp_path: Path) -> None:
     pytest.importorskip("ray.data")
     parquet = pytest.importorskip("pyarrow.parquet")

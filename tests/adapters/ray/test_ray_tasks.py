@@ -106,6 +106,7 @@ def test_each_half_is_imported_alone() -> None:
     assert all(getattr(ours, name) for name in ours.__all__)
 
 
+@pytest.mark.rotates
 def test_start_gives_the_one_that_runs(tasks: ours.RayTasks, root: Path, caplog: pytest.LogCaptureFixture) -> None:
     tasks.write("a", 1)
     again = ours.start(60, root, "MiB")
@@ -582,6 +583,7 @@ class Coroutines:
         return self.n, x + fn
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("actor", [Counter, Coroutines])
 @pytest.mark.parametrize("options", [HEAD, AWAY], ids=["head", "away"])
 def test_a_method_of_an_actor(tasks: ours.RayTasks, actor: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -714,6 +716,7 @@ def test_the_node_that_has_a_value_is_lost(nodes: Nodes, place: Path, log: Log, 
     ours.stop("lost")
 
 
+@pytest.mark.rotates
 def test_without_a_cache_tasks_run(nodes: Nodes, log: Log, caplog: pytest.LogCaptureFixture) -> None:
     squares = ours.remote(square, ignore=("log",), namespace="never", **HEAD)
     assert [ray.get(squares.remote(3, log)) for _ in range(2)] == [9, 9]

@@ -100,6 +100,7 @@ def epochs(say: Say, remote: Path, local: Path, *, count: int = 2, workers: int 
 ALL = list(range(SAMPLES))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("method", "count", "workers"), [("fork", 2, 2), ("spawn", 1, 1)])  # who is spawned loads torch: 5 s each
 def test_epochs_with_workers(remote: Path, tmp_path: Path, node: Node, method: str, count: int, workers: int) -> None:
     with Job(lambda say: epochs(say, remote, tmp_path / "local", count=count, workers=workers, method=method)) as job:

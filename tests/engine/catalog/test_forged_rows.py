@@ -207,6 +207,7 @@ FAR = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("repair", [False, True])
 @pytest.mark.parametrize("what", FAR)
 def test_a_slot_far_away_makes_no_gigabytes_of_slots(place: Path, what: str, repair: bool) -> None:
@@ -254,6 +255,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("what", NUMBERS)
 def test_what_is_no_number_or_no_name_reaches_no_caller(place: Path, what: str) -> None:
     """Neither where it is met at opening nor later."""
@@ -293,6 +295,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("table", TABLES)
 def test_no_value_of_any_column_reaches_a_caller_as_another_error(quick_path: Path, table: str) -> None:
     """The calls go well, or raise what is ours: a `MemoryError` of a length, a `TypeError` of a text are not."""

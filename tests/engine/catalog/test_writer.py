@@ -19,6 +19,7 @@ from tests.harness import MiB, bytes_of, opened
 from tests.processes import Gate, fork
 
 
+@pytest.mark.rotates
 def test_a_process_that_writes_without_end_lets_one_that_waits_long_in(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within some turns of his own after he was told, not within as many as fit into the patience of the other."""
     place, said = quick_path / "root", Gate()

@@ -61,6 +61,7 @@ def test_64_processes_make_one_root(tmp_path: Path, children: Callable[..., obje
     assert whole(root)
 
 
+@pytest.mark.rotates
 def test_a_creation_killed_at_any_step_is_completed_by_the_next_open(quick_path: Path, kill_at: Callable[..., bool]) -> None:
     steps: list[str] = []
     host.on_step(lambda name, subject: steps.append(name))

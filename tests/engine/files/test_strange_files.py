@@ -103,6 +103,7 @@ def value_of(place: Path) -> bytes | None:
         return found and bytes(found)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("thing", THINGS)
 @pytest.mark.parametrize("name", PLACES)
 def test_what_is_no_file_hangs_nobody(place: Path, name: str, thing: str) -> None:

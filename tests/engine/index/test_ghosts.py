@@ -93,6 +93,7 @@ def test_without_the_ghosts_a_permutation_gets_little() -> None:
         assert hits_of_lru(last, sizes, int(share * 100 * COUNT)) < 0.4 * 3 * share * COUNT
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("share", [0.05, 0.2])
 @pytest.mark.parametrize("exponent", [0.6, 0.9, 1.2])
 def test_zipf_like_uses_hit_as_often_as_by_lru(exponent: float, share: float) -> None:
@@ -101,6 +102,7 @@ def test_zipf_like_uses_hit_as_often_as_by_lru(exponent: float, share: float) ->
     assert Node(capacity).hits(keys, sizes) >= 0.98 * hits_of_lru(keys, sizes, capacity)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("fitting", [100, 250, 400])
 @pytest.mark.parametrize("keys", [recent(15_000, 200), drifting(15_000, 400)], ids=["recent", "drifting"])
 def test_recency_friendly_uses_hit_as_often_as_by_lru(keys: list[int], fitting: int) -> None:
@@ -192,6 +194,7 @@ def test_the_sample_is_as_large_as_the_ghosts_can_hold() -> None:
         assert MOST / 4 <= keys <= MOST or (keys == fitting and fitting < MOST)
 
 
+@pytest.mark.rotates
 def test_larger_objects_double_the_sample_again() -> None:
     ghosts = Ghosts(empty())
     ghosts.learn(100 * 50_000, NOW)

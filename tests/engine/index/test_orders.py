@@ -122,6 +122,7 @@ def test_a_forked_child_tells_nothing_and_does_not_end_its_parents_table(store: 
     its.close()
 
 
+@pytest.mark.rotates
 def test_more_than_a_table_holds_keeps_the_nearest(store: Store, mine: Orders) -> None:
     known = hashes(3 * BUCKETS)
     its = announcing(store, known)

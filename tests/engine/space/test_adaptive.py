@@ -72,6 +72,7 @@ def leader(store: Store, name: str = "auto") -> str:
 # -- what it keeps -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_epochs_over_more_than_fits_hit_what_fits(store: Store, share: float) -> None:
     """Each epoch is read by two processes that are new, as the workers of a data loader are."""
@@ -96,6 +97,7 @@ def test_epochs_over_more_than_fits_hit_what_fits(store: Store, share: float) ->
     assert store.spaces.usage("auto")[0] <= quota
 
 
+@pytest.mark.rotates
 def test_lru_keeps_a_part_of_it_only(store: Store) -> None:
     quota = sum(SIZES) // 2
     filled(store, "lru", "lru", quota)
@@ -105,6 +107,7 @@ def test_lru_keeps_a_part_of_it_only(store: Store) -> None:
     assert store.usage().standings == {}
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("keys", "fitting"),
     [(zipf(COUNT, 5000, 0.8), 0.05), (zipf(COUNT, 5000, 1.1), 0.2), (recent(5000, 100), 0.1), (drifting(5000, 200), 0.2)],
@@ -117,6 +120,7 @@ def test_other_uses_hit_as_often_as_by_lru(store: Store, keys: list[int], fittin
     assert found["auto"] >= 0.98 * found["lru"]
 
 
+@pytest.mark.rotates
 def test_scans_through_a_hot_set_cost_no_more_than_by_lru(store: Store) -> None:
     uses = list(scanned(200, 1500, 1000, rounds=2))
     found = {}
@@ -126,6 +130,7 @@ def test_scans_through_a_hot_set_cost_no_more_than_by_lru(store: Store) -> None:
     assert found["auto"] >= 0.98 * found["lru"]
 
 
+@pytest.mark.rotates
 def test_data_that_are_new_and_fit_are_kept_from_their_first_epoch_on(store: Store) -> None:
     filled(store, "auto", "auto", sum(SIZES))
     for epoch in permutations(2 * COUNT, 2):
@@ -340,6 +345,7 @@ def make_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     "damage",
     [Path.unlink, make_empty, make_short, make_noise, make_foreign, make_another_roots, make_directory, make_link, make_pipe],
@@ -356,6 +362,7 @@ def test_whatever_became_of_the_file_the_next_process_goes_on(store: Store, dama
     assert Path("/etc/passwd").read_bytes()
 
 
+@pytest.mark.rotates
 def test_words_of_noise_mislead_for_a_while_only(store: Store) -> None:
     quota = sum(SIZES) // 2
     filled(store, "auto", "auto", quota)

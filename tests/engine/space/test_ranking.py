@@ -73,6 +73,7 @@ def test_a_put_looks_at_few_slots_however_many_there_are(store: Store, monkeypat
     assert sum(looked) >= COUNT  # all were seen
 
 
+@pytest.mark.rotates
 def test_exactly_the_coldest_go_once_all_were_looked_at(store: Store) -> None:
     used = store.used  # type: ignore[attr-defined]
     full(store)

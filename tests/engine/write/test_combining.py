@@ -225,6 +225,7 @@ def test_a_child_that_was_forked_while_others_waited(tmp_path: Path) -> None:
             assert child.result() == "child"
 
 
+@pytest.mark.rotates
 def test_killed_at_every_step_of_a_shared_transaction(quick_path: Path) -> None:
     def after(store: Store) -> None:
         assert all(bytes_of(store, key) in (None, BODY) for key in "abcd")
