@@ -31,7 +31,8 @@ pytest_plugins = ["tests.remote_directories"]  # remote directories, and servers
 SRC = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join([SRC, *filter(None, [os.environ.get("PYTHONPATH")])])  # for interpreters that tests start
 
-os.environ["XDG_CONFIG_HOME"] = "/nonexistent"  # whoever runs the tests may have a forebay.toml
+# The caller may have a forebay.toml. Nobody can create this directory, not even root: Chromium and matplotlib try.
+os.environ["XDG_CONFIG_HOME"] = "/proc/nonexistent"
 
 # Sockets lie there, of multiprocessing and of Ray, and the path of one may have 107 bytes.
 if len(tempfile.gettempdir()) > 40 and os.access("/tmp", os.W_OK):
