@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.rotates
+
 REPO = Path(__file__).parents[2]
 
 PROGRAM = '''\
@@ -19,8 +21,6 @@ from typing import assert_type
 
 import forebay
 from forebay import Cache, Codec, Entries, Entry, Lazy, Lease, Plan, Samples, Stats
-
-pytestmark = pytest.mark.rotates
 
 
 def double(key: str, data: bytes) -> list[int]:
