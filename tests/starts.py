@@ -23,7 +23,7 @@ def one(item: pytest.Item) -> bool:
     """Whether a test starts a process or a server."""
     if item.get_closest_marker("processes") is not None:
         return True
-    fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()
+    fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
     functions = [getattr(item, "function", None), *(found[-1].func for found in fixtures)]
     return any(_starts(function) for function in functions if isinstance(function, FunctionType))
 
