@@ -24,6 +24,7 @@ from forebay import Cache, errors
 from forebay.tasks import Tasks
 from tests.harness import KiB, MiB
 from tests.processes import Gate, fork, in_child
+from tests.remote_directories import checksum_of
 
 
 @pytest.fixture
@@ -342,14 +343,12 @@ def overwrite_in_the_catalog(root: Path, key: str, data: bytes, *, honest: bool)
     """What somebody does who can write to the root: another payload, with its own checksum or not, and no copy of the right one."""
     import sqlite3
 
-    from forebay._engine.files import blobs
-
     con = sqlite3.connect(root / "catalog.sqlite")
     with con:
         (id,) = con.execute("SELECT id FROM entries WHERE key = ?", (key,)).fetchone()
         con.execute("UPDATE payloads SET data = ? WHERE id = ?", (data, id))
         if honest:
-            con.execute("UPDATE entries SET size = ?, checksum = ? WHERE id = ?", (len(data), blobs.checksum_of(data), id))
+            con.execute("UPDATE entries SET size = ?, checksum = ? WHERE id = ?", (len(data), checksum_of(data), id))
     con.close()
     (root / "index" / "values").unlink(missing_ok=True)
 
