@@ -10,7 +10,8 @@ import pytest
 
 from forebay import Cache, RemoteOptions, _config, _config_file
 from forebay._config import EnvironmentSettings
-from forebay.errors import ConfigError
+from forebay.errors import ConfigError, RemoteUnavailable
+from forebay.testing import ScriptedServer
 from tests.cli.conftest import Run, home, run  # noqa: F401 (fixtures)
 
 Write = Callable[[str], Path]
@@ -55,10 +56,13 @@ def test_a_variable_wins_over_the_file(write: Write, monkeypatch: pytest.MonkeyP
     assert RemoteOptions.from_environment().attempts == 3
 
 
-def test_a_cache_follows_it(write: Write, tmp_path: Path) -> None:
-    write(f'home = "{tmp_path}/cache"\nbudget = "70MB"\nattempts = 7\n')
+def test_a_cache_follows_it(write: Write, tmp_path: Path, server: ScriptedServer) -> None:
+    write(f'home = "{tmp_path}/cache"\nbudget = "70MB"\nattempts = 1\n')
     with Cache() as cache:
-        assert (cache.path, cache.budget, cache._origin.options.attempts) == (tmp_path / "cache", 70_000_000, 7)
+        assert (cache.path, cache.budget) == (tmp_path / "cache", 70_000_000)
+        with pytest.raises(RemoteUnavailable):
+            cache.read(server.put("/x", b"x", statuses=[503]))
+    assert server.gets == 1
     write(f'home = "{tmp_path}/cache"\nbudget = "90MB"\n')
     with Cache() as cache:
         assert cache.budget == 70_000_000

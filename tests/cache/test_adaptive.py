@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay._engine.store import Settings, Store
+from forebay.cache import origin_of
 from forebay.sources import UrlSource
 from tests.processes import fork
 from tests.servers.nginx import Nginx, nginx
@@ -119,9 +119,8 @@ def test_what_a_look_ahead_fetched_is_there_at_its_turn(server: Nginx, quick_pat
 
 def test_a_root_whose_urls_were_lru_keeps_its_policy_until_it_is_changed(server: Nginx, quick_path: Path) -> None:
     """Such as the root of an earlier version."""
-    store = Store.open(quick_path / "root", Settings(budget=1 << 30, min_free=0))
-    store.spaces.ensure("urls", policy="lru")
-    store.close()
+    with forebay.Cache(quick_path / "root", budget=1 << 30, min_free=0) as cache:
+        cache.space("urls", policy="lru")
     with forebay.Cache(quick_path / "root") as cache:
         cache.read(f"{server.url}/0000")
         assert cache.stats().leading == {}
@@ -130,16 +129,16 @@ def test_a_root_whose_urls_were_lru_keeps_its_policy_until_it_is_changed(server:
         assert cache.stats().leading == {"urls": "lru"}
 
 
-def test_the_policy_of_urls_survives_the_loss_of_the_catalog(quick_path: Path) -> None:
-    for policy in ("lru", "auto"):
+def test_the_policy_of_urls_survives_the_loss_of_the_catalog(server: Nginx, quick_path: Path) -> None:
+    for policy, leading in {"lru": {}, "auto": {"urls": "lru"}}.items():
         root = quick_path / policy
         with forebay.Cache(root, budget=1 << 30) as cache:
             cache.space("urls", policy=policy)
         for name in ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"):
             (root / name).unlink(missing_ok=True)
-        store = Store.open(root, Settings())
-        assert store.spaces.limits("urls")[1] == policy
-        store.close()
+        with forebay.Cache(root) as cache:
+            cache.read(f"{server.url}/0000")
+            assert cache.stats().leading == leading
 
 
 def test_stats_and_doctor_say_which_leads(server: Nginx, quick_path: Path) -> None:
@@ -164,7 +163,6 @@ def test_a_plan_removes_what_eviction_would_take_first(server: Nginx, quick_path
         for url in urls:
             cache.read(url)
         with forebay.Cache(quick_path / "root") as same:
-            assert same._store.keeps
-            assert not same._store.reservations.dismiss("urls", [urls[15], urls[12]])
+            assert not origin_of(same).store.reservations.dismiss("urls", [urls[15], urls[12]])
         planned = [victim.name for victim in cache.plan(cache.budget).victims]
     assert planned == [urls[15], urls[12], *(url for url in urls if url not in (urls[15], urls[12]))]

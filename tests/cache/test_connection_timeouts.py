@@ -16,10 +16,8 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.cli.hints import hint_for
-from forebay.remote.http.handles import TransferRequest
-from forebay.remote.http.receivers import Incoming
 from forebay.testing import ScriptedServer
-from tests.processes import Child, Line, talk_to
+from tests.processes import HANG, Child, fork
 
 SOON = 0.1
 
@@ -33,16 +31,14 @@ def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
 @contextlib.contextmanager
 def connection_elsewhere(cache: forebay.Cache, server: ScriptedServer) -> Iterator[Child]:
     """Another process has the only connection, until the server goes on."""
-    server.put("/stalls", b"x" * 100, stall_after=1, stalls=1)
+    url = server.put("/stalls", b"x" * 100, stall_after=1, stalls=1)
 
-    def work(line: Line) -> None:
-        incoming = Incoming(TransferRequest("GET", server.url, "/stalls", {}, limits=cache._store.limits))
-        incoming.wait_for_head()
-        line.say("has it")
-        line.hear()
+    def work() -> None:
+        with forebay.Cache(cache.path) as own:
+            own.read(url)
 
-    with talk_to(work) as other:
-        assert other.hear() == "has it"
+    with fork(work) as other:
+        assert server.stalled.wait(HANG)
         yield other
 
 
@@ -91,7 +87,6 @@ def test_a_call_names_the_process_that_has_the_connection(name: str, cache: fore
             assert part in str(error)
         assert "FOREBAY_MAX_CONNECTIONS" in hint_for(error).todo
         assert cache.stats().fallbacks == 0
-        other.say()
         server.go.set()
         other.result()
         assert cache.read(url) == b"a"
@@ -138,9 +133,18 @@ def test_a_copy_that_cannot_be_validated_in_time_is_served(cache: forebay.Cache,
     assert len(server.requests) == 2
 
 
+def is_fetched(cache: forebay.Cache, url: str) -> bool:
+    """Whether another thread has its turn to fetch it."""
+    try:
+        cache.local(url, timeout=0)
+    except errors.WaitTimeout as error:
+        return not isinstance(error, errors.ConnectionsBusy)
+    raise AssertionError("it was fetched")
+
+
 def test_the_time_limit_of_one_call_is_no_failure_of_those_that_wait_for_the_object(cache: forebay.Cache, server: ScriptedServer) -> None:
     url, results = server.put("/a", b"a"), list[bytes]()
-    with connection_elsewhere(cache, server) as other:
+    with connection_elsewhere(cache, server):
         begun = threading.Event()
 
         def impatient() -> None:
@@ -151,12 +155,10 @@ def test_the_time_limit_of_one_call_is_no_failure_of_those_that_wait_for_the_obj
         first = threading.Thread(target=impatient)
         first.start()
         second = threading.Thread(target=lambda: results.append(bytes(cache.read(url))))
-        while (hold := cache._store.locks.try_hold("urls", url)) is not None:
-            hold.release()
+        while not is_fetched(cache, url):
             os.sched_yield()
         second.start()
         first.join()
-        other.say()
         server.go.set()
         second.join()
     assert results == [b"a"]

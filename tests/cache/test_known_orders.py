@@ -6,16 +6,12 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 import forebay
 from forebay import errors
 from forebay._engine.index import orders
-from forebay._engine.store import Store
-from forebay.prefetch.loads import RemoteObjects
-from forebay.prefetch.objects import ObjectLoader
 from tests.items import until
 from tests.processes import Line, talk_to
 from tests.servers.nginx import Nginx, nginx
@@ -95,18 +91,6 @@ def test_what_is_not_used_soon_is_not_stored(server: Nginx, quick_path: Path) ->
         stats = cache.stats()
         assert stats.fills <= 40 + 0.05 * len(keys)
         assert stats.evictions <= 0.05 * len(keys)
-
-
-def test_what_is_not_to_be_stored_is_not_if_its_caller_comes_first(
-    server: Nginx, quick_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    monkeypatch.setattr(ObjectLoader, "start", lambda loader: None)
-    with forebay.Cache(quick_path / "root", budget="100MB", min_free=0) as cache:
-        origin, url = cache._origin, f"{server.url}/0007"
-        loader = ObjectLoader(RemoteObjects(origin, origin.target, versioned=False), cast(Store, origin.current()), 1, waits=True)
-        assert loader.take(loader.submit(url, url, False, stores=False))[:2] == b"\0\7"
-        assert cache.entry(url) is None
-        loader.close()
 
 
 def test_a_large_object_that_is_not_stored_is_fetched_once(server: Nginx, quick_path: Path) -> None:

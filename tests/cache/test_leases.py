@@ -14,7 +14,6 @@ import pytest
 
 import forebay
 from forebay import Cache, Lease, errors
-from forebay._engine.locks import leases
 from forebay.testing import ScriptedServer
 from tests.remote_directories import FILES, files_of, http_directory
 
@@ -96,20 +95,3 @@ def test_another_process_opens_what_it_was_sent(cache: Cache, server: ScriptedSe
         assert pool.apply(what_a_lease_gives, (lease,)) == (lease.path, FILES)
     assert len(server.requests) == asked
     lease.close()
-
-
-def test_what_only_the_engine_gives_says_that_it_does_not_pickle(cache: Cache) -> None:
-    from forebay.cache import origin_of
-
-    cache.space("own").put("k", b"x" * 50_000)
-    lease = origin_of(cache).store.lease("own", "k")
-    assert lease is not None
-    with lease, pytest.raises(TypeError, match=r"own:k.*Cache\.local"):
-        pickle.dumps(lease)
-
-
-def test_what_goes_while_it_is_looked_at_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P1 sees a local file / P2 removes it / P1 asks for its size."""
-    monkeypatch.setattr(os.path, "exists", lambda path: True)
-    with pytest.raises(errors.NotFound, match="gone"):
-        leases.in_place(str(tmp_path / "gone"))

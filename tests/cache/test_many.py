@@ -6,6 +6,8 @@ import contextlib
 import os
 import pickle
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,12 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.cache import many, origin_of
-from forebay.origin import Origin
-from forebay.origin.bulk import SMALL, BulkFetch, Wanted
-from forebay.origin.request import FetchOptions
 from forebay.testing import ScriptedServer
-from tests.processes import Line, in_child, talk_to
+from tests.items import until
+from tests.processes import Line, ProcessGroup, in_child, talk_to
 
+SMALL = 256 << 10
+"""The largest object that a bulk call fetches in one request."""
 SIZES = [1, 100, 5_000, 100_000, SMALL, SMALL + 1, 700_000, 3_000_000]
 
 
@@ -57,40 +58,34 @@ def test_hits_and_misses_in_one_call(cache: forebay.Cache, server: ScriptedServe
     assert server.gets - before == 20
 
 
-def test_a_call_of_hits_sets_up_no_fetch(cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_of_hits_sets_up_no_fetch(cache: forebay.Cache, server: ScriptedServer) -> None:
     urls, bodies = several(server, [20_000] * 4)
     cache.warm(urls)
-    monkeypatch.delattr(many, "BulkFetch")
     for _ in range(3):  # copied, mapped, remembered
         assert as_bytes(cache.read_many([*urls, urls[0]])) == [*bodies, bodies[0]]
 
 
-def test_hits_behind_a_miss_are_read_while_it_is_fetched(
-    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    miss, touch, under_way = server.put("/miss", b"m" * 1_000, stall_after=10), many.first_touch, []
+def test_hits_behind_a_miss_are_read_while_it_is_fetched(cache: forebay.Cache, server: ScriptedServer) -> None:
+    miss, found = server.put("/miss", b"m" * 1_000, stall_after=10), list[Any]()
     hits, bodies = several(server, [20_000] * 2)
     cache.warm(hits)
-
-    def late(origin: Origin, url: str, *, force: bool) -> memoryview | None:
-        if url in hits:
-            under_way.append(server.stalled.wait(10))
-            server.go.set()
-        return touch(origin, url, force=force)
-
-    monkeypatch.setattr(many, "first_touch", late)
-    assert as_bytes(cache.read_many([miss, *hits])) == [b"m" * 1_000, *bodies]
-    assert under_way == [True, True]
+    thread = threading.Thread(target=lambda: found.append(cache.read_many([miss, *hits])))
+    thread.start()
+    assert server.stalled.wait(60)
+    until(lambda: cache.stats().hits == 2, "the hits")
+    server.go.set()
+    thread.join()
+    assert as_bytes(found[0]) == [b"m" * 1_000, *bodies]
     assert server.gets == 3
 
 
-def test_a_hit_that_is_evicted_before_it_is_read_is_fetched(
-    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    urls, bodies = several(server, [20_000] * 5)
-    monkeypatch.setattr(many, "is_there", lambda origin, url: True)  # and it is not, when it is read
+def test_a_hit_whose_file_is_gone_when_it_is_read_is_fetched(cache: forebay.Cache, server: ScriptedServer) -> None:
+    urls, bodies = several(server, [400_000] * 5)
+    cache.warm(urls)
+    for path in (cache.path / "blobs").glob("*/*"):
+        path.unlink()
     assert as_bytes(cache.read_many([*urls, urls[2]])) == [*bodies, bodies[2]]
-    assert server.gets == 5
+    assert server.gets == 10
 
 
 @pytest.mark.parametrize(
@@ -304,18 +299,22 @@ def test_an_error_reaches_the_process_that_waits(tmp_path: Path, server: Scripte
 
 
 def test_a_call_that_is_given_up_releases_its_keys(cache: forebay.Cache, server: ScriptedServer) -> None:
-    urls, _ = several(server, [1_000] * 40)
+    urls, bodies = several(server, [1_000] * 40)
     server.objects["/5.bin"].stall_after = 10
-    origin = origin_of(cache)
-    requests = [Wanted(origin.target(url), FetchOptions.of(origin)) for url in urls]
-    run = BulkFetch(origin).run(requests)
-    next(run)
-    run.close()
-    server.go.set()
-    for url in urls:
-        hold = origin.store.locks.try_hold("urls", url)
-        assert hold is not None
-        hold.release()
+
+    def interrupted(line: Line) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            cache.read_many(urls)
+        line.say("given up")
+        line.hear()
+
+    with talk_to(interrupted) as other:
+        assert server.stalled.wait(60)
+        other.signal(signal.SIGINT)
+        assert other.hear() == "given up"
+        server.go.set()
+        with cache.local_many(urls, timeout=0) as paths:
+            assert [Path(path).read_bytes() for path in paths] == bodies
 
 
 def test_a_key_that_this_process_fetches_already_is_waited_for(cache: forebay.Cache, server: ScriptedServer) -> None:
@@ -325,28 +324,16 @@ def test_a_key_that_this_process_fetches_already_is_waited_for(cache: forebay.Ca
     assert server.gets == 1
 
 
-def test_all_waits_of_a_call_share_its_timeout(cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    urls, bodies = several(server, [1_000] * 3)
-    timeouts: list[float | None] = []
-    get_alone = Wanted.get_alone
-
-    def recorded(request: Wanted, origin: Any, options: FetchOptions) -> Wanted:
-        timeouts.append(options.timeout)
-        return get_alone(request, origin, options)
-
-    monkeypatch.setattr(Wanted, "get_alone", recorded)
-    with contextlib.ExitStack() as holds:
-        for url in urls:
-            hold = origin_of(cache).store.locks.try_hold("urls", url)
-            assert hold is not None
-            holds.enter_context(hold)
-        assert as_bytes(cache.read_many(urls, timeout=0.2)) == bodies  # past the cache
-        first, *others = timeouts
-        assert first is not None
-        assert 0 < first <= 0.2
-        assert others == [0.0, 0.0]
-        results = list(cache.local_many(urls, timeout=0, return_exceptions=True))
-        assert {type(result) for result in results} == {errors.WaitTimeout}
+def test_all_waits_of_a_call_share_its_timeout(cache: forebay.Cache, server: ScriptedServer, children: ProcessGroup) -> None:
+    urls, bodies = several(server, [1_000] * 8, stall_after=10, stalls=1)
+    for url in urls:
+        children(lambda url=url: cache.read(url) and None)
+    until(lambda: server.gets == len(urls), "the requests of the others")
+    began = time.monotonic()
+    assert as_bytes(cache.read_many(urls, timeout=1)) == bodies  # past the cache
+    assert time.monotonic() - began < 6
+    results = list(cache.local_many(urls, timeout=0, return_exceptions=True))
+    assert {type(result) for result in results} == {errors.WaitTimeout}
 
 
 # -- local_many --------------------------------------------------------------------------------------------------------
@@ -457,11 +444,17 @@ def test_a_damaged_copy_is_not_given_out(what: str, tmp_path: Path, server: Scri
 
 
 def test_threads_of_a_call_that_is_given_up_release_their_keys(tmp_path: Path, server: ScriptedServer) -> None:
-    slow, _ = several(server, [1_000] * 3, statuses=[503], latency=0.05)
-    quick = server.put("/quick", b"q")
-    with forebay.Cache(tmp_path / "root", remote_options=forebay.RemoteOptions(backoff=0.2)) as cache:
-        origin = origin_of(cache)
-        run = BulkFetch(origin).run(Wanted(origin.target(url), FetchOptions.of(origin)) for url in [*slow, quick])
-        assert next(run).data == b"q"
-        run.close()
-        assert [bytes(cache.read(url)) for url in slow] == [server.objects[f"/{number}.bin"].body for number in range(3)]
+    urls, bodies = several(server, [1_000] * 3, statuses=[503])
+    with forebay.Cache(tmp_path / "root", remote_options=forebay.RemoteOptions(backoff=60)) as cache:
+
+        def interrupted(line: Line) -> None:
+            with pytest.raises(KeyboardInterrupt):
+                cache.read_many(urls)
+            line.say("given up")
+            line.hear()
+
+        with talk_to(interrupted) as other:
+            until(lambda: server.gets == len(urls), "the failures, after which the threads wait")
+            other.signal(signal.SIGINT)
+            assert other.hear() == "given up"
+            assert as_bytes([cache.read(url) for url in urls]) == bodies

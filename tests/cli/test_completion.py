@@ -18,7 +18,7 @@ from forebay import Cache
 from forebay.cli import completing
 from forebay.testing import ScriptedServer
 
-from .conftest import COMMAND, HANG, Run
+from .conftest import COMMAND, HANG
 
 Bash = Iterator["Shell"]
 
@@ -74,17 +74,17 @@ def test_what_is_wrong_stays_silent(filled: str, home: Path, tmp_path: Path) -> 
     assert completed(f"forebay rm -C {broken} val") == []
 
 
-def test_of_many_names_their_beginnings(run: Run, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completing, "MOST", 3)
-    store = cache._origin.store
-    assert store.keeps
-    for name in ("x/one/1", "x/one/2", "x/two/1", "x/two/2", "y"):
-        cache.put(name, b"v")
-    assert completing._common(store, "") == ["values:x/", "values:y"]
-    assert completing._common(store, "values:x") == ["values:x/one/", "values:x/two/"]
-    assert completing._common(store, "values:x/o") == ["values:x/one/1", "values:x/one/2"]
+def test_of_many_names_their_beginnings(cache: Cache) -> None:
+    for folder in ("one", "two"):
+        for number in range(completing.MOST):
+            cache.put(f"x/{folder}/{number:03}", b"v")
+    cache.put("x/three/1", b"v")
+    cache.put("y", b"v")
+    assert completed("forebay rm val") == ["values:x/", "values:y"]
+    assert completed("forebay rm values:x") == ["values:x/one/", "values:x/three/", "values:x/two/"]
+    assert completed("forebay rm values:x/th") == ["values:x/three/1"]
     cache.space("s").put("z", b"v")
-    assert completing._common(store, "") == ["s:", "values:"]
+    assert completed("forebay rm ") == ["s:", "values:"]
 
 
 def test_verbs_and_options_load_no_engine() -> None:

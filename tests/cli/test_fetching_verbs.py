@@ -142,10 +142,11 @@ def test_names_that_a_directory_cannot_hold(run: Run, server: ScriptedServer, tm
 
 
 def test_a_copy_that_fails_leaves_nothing(run: Run, server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(part: Path, target: Path, **_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr("forebay.cli.fetching._put_in_place", refuse)
+    for name in ("rename", "replace", "link"):
+        monkeypatch.setattr(os, name, refuse)
     ran = run("pull", *urls_of(server, "a"), "--to", f"{tmp_path}/out/")
     assert ran.code == 1
     assert list((tmp_path / "out").iterdir()) == []

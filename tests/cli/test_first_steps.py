@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from forebay import Cache, _config, errors
-from forebay.cli import checkup
 from forebay.testing import ScriptedServer
 from tests.remote_directories import FILES, http_directory
 
@@ -180,5 +179,5 @@ def test_doctor_lists_all_extras(run: Run) -> None:
         line = re.search(rf"^{extra} = \[(.*)\]", text, re.MULTILINE)
         assert line is not None
         assert sorted(re.findall(r'"([\w.-]+(?:\[\w+\])?)', line[1])) == sorted(packages)
-    (line,) = [finding.found for finding in checkup._extras(Path("/"))]
+    (line,) = [finding["found"] for finding in run("doctor", "--json").json if finding["name"] == "extras"]
     assert set(re.findall(r"\w+", line)) >= set(errors.EXTRAS)

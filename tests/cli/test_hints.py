@@ -17,11 +17,12 @@ OURS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issub
 GENERAL = (errors.ForebayError, errors.Closed, errors.FillFailed)  # the command line never meets the last two
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OURS if kind not in GENERAL], ids=lambda kind: kind.__name__)
-def test_each_of_our_errors_says_what_to_do(kind: type[errors.ForebayError]) -> None:
-    hint = hint_for(kind("x"))
-    assert "report it" not in hint.todo
-    assert "\n" not in hint.todo
+def test_each_of_our_errors_says_what_to_do() -> None:
+    for kind in OURS:
+        if kind not in GENERAL:
+            hint = hint_for(kind("x"))
+            assert "report it" not in hint.todo, kind
+            assert "\n" not in hint.todo, kind
 
 
 @pytest.mark.parametrize(

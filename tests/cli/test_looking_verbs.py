@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import subprocess
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from forebay import Cache
-from forebay._engine.index import keys
 from forebay._kernel import host
 from forebay.testing import ScriptedServer
 
@@ -195,9 +195,9 @@ def test_doctor_tells_that_the_index_leads_nowhere(run: Run, filled: Cache) -> N
 
 
 def test_doctor_tells_that_the_index_is_full(run: Run, filled: Cache) -> None:
-    table = filled._store.engine.keys._table  # type: ignore[union-attr]
-    assert table is not None
-    table.words[keys._USED] = table.mask + 1
+    with open(filled.path / "index" / "table", "rb+") as file, mmap.mmap(file.fileno(), 0) as table:
+        words = table[16:24]
+        table[24:32] = words  # so many buckets of so many are in use
     finding = index_finding(run)
     assert (finding["state"], "100% full" in finding["found"]) == ("slow", True)
 

@@ -40,9 +40,9 @@ sys.exit(code)
 def plant(place: Path, count: int) -> None:
     """Sound blobs, quicker than they are put: as values, whose rows and files are made blobs of."""
     with Cache(place, budget=count * 16_384, min_free=0) as cache:
-        cache.space("many")
-        for first in range(0, count, 2000):
-            cache._store.put_many("many", [(f"{n:08}{KEY}", b"x" * 10) for n in range(first, min(first + 2000, count))])
+        space = cache.space("many")
+        for n in range(count):
+            space.put(f"{n:08}{KEY}", b"x" * 10)
     con = sqlite3.connect(place / "catalog.sqlite")
     with con:
         con.execute("UPDATE entries SET kind = 'blob', charge = 4096")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forebay import Cache
+from forebay.testing import ScriptedServer
 
 from .conftest import Run
 
@@ -156,18 +158,18 @@ def test_each_file_of_a_stray_id_is_counted(home: Path, run: Run) -> None:
     assert not any((home / name).exists() for name in names)
 
 
-def test_s19_what_is_being_written_is_no_stray(home: Path, run: Run) -> None:
+def test_s19_what_is_being_written_is_no_stray(home: Path, server: ScriptedServer) -> None:
     """A download in progress, a pack that is filled, and a directory that is held."""
     with Cache(home, budget=64 * MiB, min_free=0) as cache:
         with cache.samples("pack", 100) as samples:
             samples.put(0, b"sample")
-            with cache._store.writing("v", "key") as writing:  # type: ignore[union-attr]
-                from forebay._model import ObjectInfo
-
-                writing.begin(ObjectInfo("", 10 * MiB, '"1"', strong=True))
-                writing.write(0, bytes(MiB))
-                found = cache.strays()
-                assert (found.files, found.foreign) == (0, 0)
-                assert cache.prune().execute().removed == ()
-                assert cache.check() == []
+            reader = threading.Thread(target=cache.read, args=(server.put("/key", bytes(10 * MiB), stall_after=MiB),))
+            reader.start()
+            assert server.stalled.wait(60)
+            found = cache.strays()
+            assert (found.files, found.foreign) == (0, 0)
+            assert cache.prune().execute().removed == ()
+            assert cache.check() == []
+            server.go.set()
+            reader.join()
         assert (cache.strays().files, cache.strays().foreign) == (0, 0)

@@ -651,9 +651,10 @@ def test_too_little_room_is_told_before_anything_is_asked_for(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-@pytest.mark.parametrize("call", ["mkdir", "create", "copy_range"])
-@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize(
+    ("code", "call", "existing"),
+    [*((errno.ENOSPC, call, False) for call in ("mkdir", "create", "copy_range")), (errno.EDQUOT, "copy_range", True)],
+)
 def test_a_disk_that_fills_up_meanwhile_leaves_nothing(source: Path, tmp_path: Path, code: int, call: str, existing: bool) -> None:
     target = tmp_path / "copy"
     if existing:

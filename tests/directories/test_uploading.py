@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay import errors
-from forebay._engine.files.blobs import checksum_of
+from forebay import Checkpoint, errors
 from forebay._engine.passthrough import PassThrough
 from forebay.directories import uploading
 from forebay.directories.location import RemoteDirectory, locate
@@ -37,6 +36,7 @@ from tests.remote_directories import (  # noqa: F401 (fixtures)
     arrow,
     arrow_helper,
     aws,
+    checksum_of,
     files_of,
     fsspec_etags,
     fsspec_helper,
@@ -306,13 +306,13 @@ def test_objects_for_directories_do_no_harm(request: pytest.FixtureRequest, cach
     far = s3(request)
     for name in ("", "sub/", "sub/deep/"):
         far.put(name, b"")
-    upload(locate(cache._origin, far.url), near, delete=True)
+    upload(locate(NO_CACHE, far.url), near, delete=True)
     with cache.directory(far.url) as tree:
         assert files_of(tree) == FILES
     far.put("bad/", b"not empty")
     with pytest.raises(errors.BadListing):
-        upload(locate(cache._origin, far.url), near)
-    assert upload(locate(cache._origin, far.url), near, delete=True).removed == ("bad/",)
+        upload(locate(NO_CACHE, far.url), near)
+    assert upload(locate(NO_CACHE, far.url), near, delete=True).removed == ("bad/",)
 
 
 def test_http(near: Path, server: ScriptedServer) -> None:
@@ -619,8 +619,8 @@ def test_the_first_failure_ends_it(place: RemoteDirectory, near: Path) -> None:
 # -- and the cache ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_kept_is_not_fetched(cache: forebay.Cache, place: RemoteDirectory, far: Remote, near: Path, shelf: Shelf) -> None:  # noqa: F811
-    uploading.push(cache._origin, place, near, keep=True)
+def test_what_is_kept_is_not_fetched(cache: forebay.Cache, far: Remote, near: Path, shelf: Shelf) -> None:  # noqa: F811
+    Checkpoint.upload(near, far.url, cache=cache, keep=True, **far.how)
     shelf.forget()
     with cache.directory(far.url, **far.how) as tree:
         assert files_of(tree) == FILES
@@ -629,7 +629,7 @@ def test_what_is_kept_is_not_fetched(cache: forebay.Cache, place: RemoteDirector
 
 @every_kind
 def test_what_is_kept_is_what_the_remote_has(cache: forebay.Cache, place: RemoteDirectory, far: Remote, near: Path) -> None:
-    uploading.push(cache._origin, place, near, keep=True)
+    Checkpoint.upload(near, far.url, cache=cache, keep=True, **far.how)
     before = cache.stats().bytes_remote
     with cache.directory(far.url, refresh=True, force=True, **far.how) as tree:
         assert {name: body for name, body in files_of(tree).items() if name != MARKER} == FILES
@@ -637,20 +637,21 @@ def test_what_is_kept_is_what_the_remote_has(cache: forebay.Cache, place: Remote
         assert cache.stats().bytes_remote - before < 10_000  # the mark
 
 
-def test_what_was_cached_is_asked_for_again(cache: forebay.Cache, place: RemoteDirectory, far: Remote, near: Path) -> None:
-    uploading.push(cache._origin, place, near)
+def test_what_was_cached_is_asked_for_again(cache: forebay.Cache, far: Remote, near: Path) -> None:
+    Checkpoint.upload(near, far.url, cache=cache, **far.how)
     with cache.directory(far.url, **far.how) as tree:
         assert files_of(tree) == FILES
     change(near, "config.json", b"[]")
-    uploading.push(cache._origin, place, near)
+    Checkpoint.upload(near, far.url, cache=cache, **far.how)
     with cache.directory(far.url, **far.how) as tree:
         assert files_of(tree)["config.json"] == b"[]"
 
 
-def test_what_does_not_fit_is_uploaded_all_the_same(far: Remote, near: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_fit_is_uploaded_all_the_same(
+    far: Remote, place: RemoteDirectory, near: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with forebay.Cache(tmp_path / "small", budget=300_000, min_free=0) as cache:
-        place = locate(cache._origin, far.url, far.filesystem)
-        uploading.push(cache._origin, place, near, keep=True)
+        Checkpoint.upload(near, far.url, cache=cache, keep=True, **far.how)
         assert mark(place)["complete"] is True
     assert "not kept" in caplog.text
 
@@ -658,5 +659,5 @@ def test_what_does_not_fit_is_uploaded_all_the_same(far: Remote, near: Path, tmp
 def test_an_upload_offline(far: Remote, near: Path, tmp_path: Path, shelf: Shelf) -> None:  # noqa: F811
     with forebay.Cache(tmp_path / "offline", budget=8 << 20, min_free=0, offline=True) as cache:
         with pytest.raises(errors.Offline):
-            uploading.push(cache._origin, locate(cache._origin, CKPT, far.filesystem), near)
+            Checkpoint.upload(near, CKPT, cache=cache, **far.how)
     assert shelf.asked("write") == []

@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -281,16 +282,13 @@ def test_preload(cache: forebay.Cache) -> None:
 def test_only_the_maker_may_name(cache: forebay.Cache, call: str) -> None:
     samples = cache.samples(length=10)
 
-    def child() -> None:
-        with pytest.raises(RuntimeError):
-            getattr(samples, call)("kept")
+    for given in (lambda: samples, lambda: pickle.loads(pickle.dumps(samples))):
 
-    in_child(child)
-    arrived = pickle.loads(pickle.dumps(samples))
-    with pytest.raises(RuntimeError):
-        getattr(arrived, call)("kept")
-    arrived.close()
-    arrived._origin.close()
+        def child(given: Callable[[], Any] = given) -> None:
+            with pytest.raises(RuntimeError):
+                getattr(given(), call)("kept")
+
+        in_child(child)
 
 
 def test_frozen_is_for_good_and_for_all(cache: forebay.Cache) -> None:
@@ -356,9 +354,7 @@ def test_a_codec_of_ones_own(cache: forebay.Cache) -> None:
         assert samples.put(0, "hello")
         assert samples.get(0) == "hello"
         assert samples.get_or_put(1, lambda: "made") == "made"
-        arrived = pickle.loads(pickle.dumps(samples))
-        assert arrived.get(0) == "hello"
-        arrived._origin.close()
+        assert in_child(lambda: pickle.loads(pickle.dumps(samples)).get(0)) == "hello"
     with pytest.raises(ValueError, match="codec"):
         cache.samples("b", 10, codec="zip")
 

@@ -13,14 +13,11 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay import errors, prefetch
-from forebay._engine.passthrough import PassThrough
-from forebay._engine.spaces import Spaces
-from forebay._engine.store import Store
+from forebay import errors
 from forebay._kernel import host, waits
-from forebay.origin import Origin, opening
+from forebay.cache import fault_of
 from forebay.testing import ScriptedServer
-from tests.harness import fill_the_disk
+from tests.harness import fill_the_disk, writer_lock
 from tests.processes import HANG, Gate, fork, in_child
 
 BODY = b"body" * 30_000
@@ -38,11 +35,13 @@ class Source:
 
 
 class Disk:
-    """Full until it is said that it is not; and no pause before what failed is tried again."""
+    """Full until it is said that it is not; and no pause before what failed is tried again. ``before`` is called before space is taken."""
 
     full = True
+    before: Callable[[], object] = staticmethod(lambda: None)
 
     def allocate(self, *args: Any) -> None:
+        self.before()
         if self.full:
             raise OSError(errno.ENOSPC, "No space left on device")
         self.real(*args)
@@ -71,7 +70,7 @@ def test_every_front_uses_the_cache_once_it_can_be_used(tmpfs: Callable[[str], P
     url, source, small = server.put("/x", BODY), Source(), tmpfs("64m")
     fill_the_disk(small)
     with forebay.Cache(small / "root", budget=32 << 20, min_free=0) as cache:
-        assert isinstance(cache._store, PassThrough)
+        assert fault_of(cache) is not None
         space, tasks, samples = cache.space("s", quota=1 << 20), cache.tasks("t", budget=1 << 20), cache.samples("array", 4)
         unnamed = cache.samples(length=4, codec="pickle")
         pool = cache.prefetcher(source)
@@ -87,13 +86,12 @@ def test_every_front_uses_the_cache_once_it_can_be_used(tmpfs: Callable[[str], P
             assert not unnamed.put(0, "sample")
             assert pool.get_lazy("a").get() == b"item"
             assert cache.stats().entries == 0
-        copies = pickle.loads(pickle.dumps((samples, pool)))
+        data = pickle.dumps((samples, pool))
 
         (small / "others").unlink()
         assert cache.read(url) == cache.read(url) == BODY
         gets = server.gets
         assert cache.read(url) == BODY
-        assert cache._hit(url, 1 << 62) == BODY, "by the quick way"
         assert server.gets == gets
         assert cache.put("k", b"v")
         assert cache.get("k") == b"v"
@@ -105,18 +103,22 @@ def test_every_front_uses_the_cache_once_it_can_be_used(tmpfs: Callable[[str], P
         calls.clear()
         assert [double(3), double(3)] == [6, 6]
         assert calls == [3]
-        for array, value in ((samples, b"sample"), (unnamed, "sample"), (copies[0], b"sample")):
+        for array, value in ((samples, b"sample"), (unnamed, "sample")):
             array.get(0)  # looks again
-            assert array.put(1, value) or array is copies[0]
+            assert array.put(1, value)
             assert array.get(1) == value
         source.read.clear()
         for _ in range(2):
             assert pool.get_lazy("b").get() == b"item"
         assert source.read == ["b"]
         assert pool.count == 1
-        assert copies[1].get_lazy("b").get() == b"item"
-        copies[0].close(), copies[1].close(), unnamed.close()
-        copies[0]._origin.close()
+
+        def arrived() -> tuple[object, object]:
+            samples, pool = pickle.loads(data)
+            return bytes(samples.get(1)), pool.get_lazy("b").get()
+
+        assert in_child(arrived) == (b"sample", b"item")
+        unnamed.close()
         stats = cache.stats()
         assert (stats.budget, dict(stats.spaces)["s"][0]) == (32 << 20, 1)
         assert cache.path == small / "root"
@@ -130,7 +132,8 @@ def test_a_root_without_a_catalog_while_another_process_writes(tmp_path: Path) -
     place, held, on = tmp_path / "root", Gate(), Gate()
 
     def hold() -> None:
-        with forebay.Cache(place, budget=32 << 20, min_free=0) as cache, cache._store.engine.catalog.writer():  # type: ignore[union-attr]
+        forebay.Cache(place, budget=32 << 20, min_free=0).close()
+        with writer_lock(place):
             (place / "catalog.sqlite").unlink()
             held.open()
             on.wait()
@@ -138,7 +141,7 @@ def test_a_root_without_a_catalog_while_another_process_writes(tmp_path: Path) -
     child = fork(hold)
     held.wait()
     with forebay.Cache(place, timeout=0.3) as cache:
-        assert isinstance(cache._store, PassThrough)
+        assert fault_of(cache) is not None
         assert not cache.put("k", b"v")
         on.open()
         child.result()
@@ -154,7 +157,7 @@ def test_opening_is_not_tried_again_at_each_call(tmp_path: Path, disk: Disk, mon
         disk.full = False
         for n in range(100):
             assert not cache.put(f"k{n}", b"v")
-        assert isinstance(cache._store, PassThrough)
+        assert fault_of(cache) is not None
 
 
 def test_a_cache_that_is_switched_off_stays_so(tmp_path: Path, disk: Disk) -> None:
@@ -168,18 +171,18 @@ def test_a_cache_that_is_switched_off_stays_so(tmp_path: Path, disk: Disk) -> No
 @contextlib.contextmanager
 def passing(root: Path, disk: Disk) -> Iterator[forebay.Cache]:
     with forebay.Cache(root, budget=64 << 20, min_free=0) as cache:
-        assert isinstance(cache._store, PassThrough)
+        assert fault_of(cache) is not None
         disk.full = False
         yield cache
 
 
-def test_a_try_that_was_interrupted_is_made_again(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_try_that_was_interrupted_is_made_again(tmp_path: Path, disk: Disk) -> None:
     with passing(tmp_path / "root", disk) as cache:
         for error in (KeyboardInterrupt(), errors.ConfigError("the root makes no sense now"), OSError(errno.EIO, "no")):
-            with monkeypatch.context() as broken:
-                broken.setattr(opening.RootOptions, "open", raising(error))
-                with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else contextlib.nullcontext():
-                    assert not cache.put("k", b"v")
+            disk.before = raising(error)
+            with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else contextlib.nullcontext():
+                assert not cache.put("k", b"v")
+        disk.before = lambda: None
         assert cache.put("k", b"v")
 
 
@@ -190,108 +193,78 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return call
 
 
-def test_a_child_that_is_forked_while_its_parent_tries_tries_itself(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    entered, go, known = threading.Event(), threading.Event(), opening.RootOptions.open
+@contextlib.contextmanager
+def opened_elsewhere(cache: forebay.Cache, disk: Disk) -> Iterator[None]:
+    """During the block another thread is in the middle of opening the root; afterwards it has opened it."""
+    entered, go = threading.Event(), threading.Event()
 
-    def slow(*args: Any) -> Any:
+    def stop() -> None:
         if threading.current_thread() is not threading.main_thread():
             entered.set()
             go.wait(HANG)
-        return known(*args)
 
-    monkeypatch.setattr(opening.RootOptions, "open", slow)
-    with passing(tmp_path / "root", disk) as cache:
-        thread = threading.Thread(target=cache.put, args=("mine", b"v"))
-        thread.start()
-        assert entered.wait(HANG)
-        assert not cache.put("k", b"v"), "one thread tries at a time"
-        assert in_child(lambda: cache.put("k", b"of the child"))
-        go.set()
-        thread.join()
+    disk.before = stop
+    thread = threading.Thread(target=cache.put, args=("mine", b"v"))
+    thread.start()
+    assert entered.wait(HANG)
+    yield
+    go.set()
+    thread.join()
+    disk.before = lambda: None
+    assert cache.get("mine") == b"v"
+
+
+def test_a_child_that_is_forked_while_its_parent_tries_tries_itself(tmp_path: Path, disk: Disk) -> None:
+    with passing(tmp_path / "root", disk) as cache, forebay.Cache(tmp_path / "other", budget=64 << 20, min_free=0):
+        with opened_elsewhere(cache, disk):
+            assert not cache.put("k", b"v"), "one thread tries at a time"
+            child = fork(lambda: cache.put("k", b"of the child"))
+        assert child.result()
         assert cache.get("k") == b"of the child"
 
 
-def test_spaces_that_cannot_be_made_yet_are_made_by_a_later_call(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spaces_that_cannot_be_made_yet_are_made_by_a_later_call(tmp_path: Path, disk: Disk) -> None:
     with passing(tmp_path / "root", disk) as cache:
         disk.full = True
-        assert isinstance(cache._store, PassThrough)
         some = [cache.space(name, quota=1 << 20) for name in ("a", "b")]
         cache.space("c", policy="nonsense")
         disk.full = False
-        with monkeypatch.context() as broken:
-            broken.setattr(Spaces, "_ensure", raising(errors.NoSpace("no", key="", need=1, free=0, budget=0)))
-            assert cache.get("k") is None
-            assert isinstance(cache._store, Store)
         for space in some:
             assert space.put("k", bytes(1 << 16))
             assert not space.put("large", bytes(2 << 20)), "above its quota"
 
 
-def test_a_space_that_is_asked_for_while_another_thread_opens(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P1 sees no store / P2 opens it, and finds no space noted / P1 notes its space."""
+def test_a_space_that_is_asked_for_while_another_thread_opens(tmp_path: Path, disk: Disk) -> None:
     with passing(tmp_path / "root", disk) as cache:
-        origin, known = cache._origin, Origin.current
-        looks: list[int] = []
-
-        def late(self: Origin) -> Any:
-            looks.append(1)
-            if len(looks) > 1:
-                return known(self)
-            before = self.store
-            assert isinstance(known(self), Store)
-            return before
-
-        with monkeypatch.context() as slow:
-            slow.setattr(Origin, "current", late)
-            origin.open_space("a", quota=1 << 20)
-        assert origin.unset_spaces == {}
+        with opened_elsewhere(cache, disk):
+            space = cache.space("a", quota=1 << 20)
+        assert not space.put("large", bytes(2 << 20))
         assert not cache.space("a").put("large", bytes(2 << 20))
 
 
-def test_a_prefetcher_that_cannot_be_opened_yet_reads_past_the_cache(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefetcher_that_cannot_be_opened_yet_reads_past_the_cache(tmp_path: Path, disk: Disk) -> None:
     disk.full = True
     with forebay.Cache(tmp_path / "root", budget=64 << 20, min_free=0) as cache:
         pool = cache.prefetcher(Source())
         pool.set_limits(max_count=1)
-        disk.full = False
         for error in (errors.NoSpace("no", key="", need=1, free=0, budget=0), errors.WaitTimeout.of("it", 1.0, "me")):
-            with monkeypatch.context() as broken:
-                broken.setattr(Spaces, "ensure", raising(error))
-                assert pool.get_lazy("a").get() == b"item"
+            disk.before = raising(error)
+            assert pool.get_lazy("a").get() == b"item"
+        disk.before, disk.full = lambda: None, False
         assert [pool.get_lazy(key).get() for key in "ab"] == [b"item", b"item"]
-        assert isinstance(cache._store, Store)
-        assert cache._store.spaces.ensure("prefetch").max_count == 1
+        assert fault_of(cache) is None
+        assert pool.count == 1
         pool.close()
 
 
-def test_a_prefetcher_is_opened_by_one_thread() -> None:
-    """P1 opens / P2 wants an item, and P3 closes / P1 has it: it is closed."""
-    entered, go = threading.Event(), threading.Event()
-    opened: list[Opened] = []
-
-    class Opened(Source):
-        closed = False
-
-        def close(self) -> None:
-            self.closed = True
-
-    def reopen(limits: object) -> Any:
-        opened.append(Opened())
-        entered.set()
-        go.wait(HANG)
-        return opened[-1]
-
-    pool: Any = prefetch.PassThrough(Source(), reopen=reopen)
-    pool._turn._backoff._at = 0.0
-    thread = threading.Thread(target=pool._prefetcher)
-    thread.start()
-    assert entered.wait(HANG)
-    pool._turn._backoff._at = 0.0
-    assert pool.get_lazy("a").get() == b"item"
-    pool.close()
-    go.set()
-    thread.join()
-    assert [one.closed for one in opened] == [True]
+def test_a_prefetcher_that_is_closed_while_a_thread_opens_the_root(tmp_path: Path, disk: Disk) -> None:
+    disk.full = True
+    with forebay.Cache(tmp_path / "root", budget=64 << 20, min_free=0) as cache:
+        pool = cache.prefetcher(Source())
+        disk.full = False
+        with opened_elsewhere(cache, disk):
+            assert pool.get_lazy("a").get() == b"item"
+            pool.close()
 
 
 def test_what_makes_no_sense_by_now_is_told_once(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:

@@ -88,7 +88,7 @@ def test_s05_a_lowered_budget_admits_nothing_until_it_is_met(root: Path, childre
         with forebay.Cache(root, budget=16 << 20) as cache:
             for i in range(6):
                 cache.put(f"held-{i}", bytes(2 * MiB))
-            leases = [cache._store.lease("values", f"held-{i}") for i in range(6)]
+            leases = [cache.hold(f"values:held-{i}") for i in range(6)]
             held.set()
             end.wait(60)
             del leases

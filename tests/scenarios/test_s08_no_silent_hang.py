@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay._engine.catalog import writer
 from forebay.testing import ScriptedServer
+from tests.harness import writer_lock
 
 MiB = 1 << 20
 
@@ -104,10 +104,8 @@ def test_s08_a_stopped_function(root: Path, children: Callable[..., Any], flag: 
 
 @pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
 def test_s08_a_process_that_holds_the_writer_lock(
-    root: Path, server: ScriptedServer, children: Callable[..., Any], flag: Callable[[], Any], warnings: Any, end: signal.Signals,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(writer, "LONGEST_WAIT", 2.0)
+    root: Path, server: ScriptedServer, children: Callable[..., Any], flag: Callable[[], Any], warnings: Any, end: signal.Signals
+) -> None:
     inside = flag()
     bodies = [os.urandom(100_000), os.urandom(50_000)]
     old, new = (server.put(f"/{i}.bin", body) for i, body in enumerate(bodies))
@@ -115,11 +113,11 @@ def test_s08_a_process_that_holds_the_writer_lock(
     def hold() -> None:
         with forebay.Cache(root) as cache:
             cache.read(old)
-            with cache._store.engine.catalog.writer():  # type: ignore[union-attr]
+            with writer_lock(root):
                 inside.set()
                 time.sleep(600)
 
-    with forebay.Cache(root) as cache:
+    with forebay.Cache(root, timeout=2) as cache:
         cache.get("nothing")
         holder = children(hold)
         assert inside.wait(60)

@@ -81,8 +81,7 @@ def test_s20_waiting_for_room(root: Path) -> None:
         space = cache.space("queue", policy="wait")
         for i in range(3):
             space.put(str(i), bytes(MiB))
-        leases = [cache._store.lease("queue", str(i)) for i in range(3)]
-        assert leases[0] is not None
+        leases = [cache.hold(f"queue:{i}") for i in range(3)]
         assert space.put("more", bytes(2 * MiB), timeout=0.2) is False
         assert cache.stats().wait_ns_space >= 0.2e9
         del leases

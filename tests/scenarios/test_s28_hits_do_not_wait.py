@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay._engine.catalog import writer as writers
 from forebay.testing import ScriptedServer
+from tests.harness import writer_lock
 
 SCRIPT = """
 import os, sys
@@ -61,18 +61,17 @@ def test_s28_no_system_call(root: Path, tmp_path: Path, server: ScriptedServer, 
 
 
 def test_s28_a_stopped_writer_delays_no_reader(
-    root: Path, server: ScriptedServer, children: Callable[..., Any], flag: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    root: Path, server: ScriptedServer, children: Callable[..., Any], flag: Callable[[], Any]
 ) -> None:
-    monkeypatch.setattr(writers, "LONGEST_WAIT", 600.0)
     url = server.put("/x.bin", os.urandom(100_000))
     inside = flag()
 
     def writer() -> None:
-        with forebay.Cache(root) as cache, cache._store.engine.catalog.writer():  # type: ignore[union-attr]
+        with writer_lock(root):
             inside.set()
             time.sleep(600)
 
-    with forebay.Cache(root, max_age="forever") as cache:
+    with forebay.Cache(root, max_age="forever", timeout=600) as cache:
         cache.put("key", b"value" * 10_000)
         cache.read(url)
         cache.get("key")

@@ -1,11 +1,10 @@
-"""Scenario 29: each error survives pickling with its facts, so that a worker's failure is one and no hang. (A DataLoader: scenario 17.)"""
+"""Scenario 29: each error survives pickling with its facts, so that a worker's failure is one and no hang. (A DataLoader: scenario 17; all
+classes: test_errors.py.)"""
 
 from __future__ import annotations
 
 import concurrent.futures
-import inspect
 import multiprocessing
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,6 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.testing import ScriptedServer
-
-CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.ForebayError)]
-
-
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_s29_every_class_keeps_its_message_and_facts(kind: type[errors.ForebayError]) -> None:
-    error = kind("what happened", key="a key", url="http://h/p", path="/p", done=5)
-    error.__cause__ = OSError(28, "No space left on device")
-    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
-        again = pickle.loads(pickle.dumps(error, protocol))
-        assert type(again) is kind
-        assert str(again) == "what happened"
-        assert again.facts == error.facts
-        assert (again.key, again.url, again.path, again.done) == ("a key", "http://h/p", "/p", 5)
-        assert repr(again) == repr(error)
-
-
-def test_s29_an_error_without_arguments() -> None:
-    for kind in CLASSES:
-        assert type(pickle.loads(pickle.dumps(kind()))) is kind
 
 
 def _read(handle: forebay.Cache, url: str) -> bytes:

@@ -15,9 +15,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.files.root import open_root
 from forebay._engine.index import hosts
-from forebay._engine.index.hosts import PERIOD, SilentHosts
 from forebay.remote import RemoteOptions
 from forebay.sources import UrlSource
 from tests.servers.raw import RawServer
@@ -27,10 +25,6 @@ OPTIONS = RemoteOptions(connect_timeout=10, read_timeout=10, attempts=1)
 IMPATIENT = RemoteOptions(connect_timeout=10, read_timeout=1, attempts=1)
 """For those who are to find a host silent: an answer that comes is waited for as long as a crowded machine may take."""
 WELL = b'HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: "1"\r\nConnection: close\r\n\r\n12345'
-
-
-def test_a_silent_host_is_left_alone_for_seconds() -> None:
-    assert PERIOD == 5.0
 
 
 @pytest.fixture(autouse=True)
@@ -184,51 +178,33 @@ def test_a_host_that_refuses_or_fails_is_not_silent(raw: RawServer, tmp_path: Pa
 # -- the table -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> tuple[SilentHosts, SilentHosts]:
-    """Of two processes."""
-    root = open_root(tmp_path / "root")
-    return SilentHosts(root), SilentHosts(root)
+def is_left_alone(raw: RawServer, root: Path, **how: object) -> bool:
+    """Whether a process that is as impatient as the first one does not ask the host."""
+    before = len(raw.requests)
+    with opened(root, IMPATIENT, **how) as cache, pytest.raises(errors.RemoteTimeout):
+        cache.read(f"{raw.url}/left")
+    return len(raw.requests) == before
 
 
-def test_what_one_process_finds_all_know(pair: tuple[SilentHosts, SilentHosts]) -> None:
-    one, other = pair
-    assert other.silent_since("http://h", 10) is None
-    one.silent("http://h", time.monotonic() - 10, 10)
-    assert (other.silent_since("http://h", 10) or 99) < 60
-    assert other.silent_since("http://g", 10) is None
-    other.heard("http://h")
-    assert one.silent_since("http://h", 10) is None
+def test_an_impatient_process_tells_impatient_ones_only(raw: RawServer, tmp_path: Path) -> None:
+    silent(raw)
+    assert not is_left_alone(raw, tmp_path / "root")
+    assert is_left_alone(raw, tmp_path / "root")
+    well(raw)
+    with opened(tmp_path / "root") as patient:
+        assert patient.read(f"{raw.url}/a") == b"12345"
 
 
-def test_an_impatient_process_tells_impatient_ones_only(pair: tuple[SilentHosts, SilentHosts]) -> None:
-    one, other = pair
-    one.silent("http://h", time.monotonic() - 0.5, 0.5)
-    assert other.silent_since("http://h", 0.5) is not None
-    assert other.silent_since("http://h", 10) is None
-
-
-def test_who_was_heard_meanwhile_is_not_silent(pair: tuple[SilentHosts, SilentHosts]) -> None:
-    one, other = pair
-    other.heard("http://h")
-    one.silent("http://h", time.monotonic() - 10, 10)
-    assert one.silent_since("http://h", 10) is None
-
-
-@pytest.mark.parametrize("what", ["random", "future", "short", "empty", "fifo", "link", "directory"])
-def test_what_lies_there_is_not_believed(pair: tuple[SilentHosts, SilentHosts], tmp_path: Path, what: str) -> None:
-    one, other = pair
-    one.silent("http://h", time.monotonic() - 10, 10)
+@pytest.mark.parametrize("what", ["random", "short", "empty", "fifo", "link", "directory"])
+def test_what_lies_there_is_not_believed(raw: RawServer, tmp_path: Path, what: str) -> None:
+    silent(raw)
+    assert not is_left_alone(raw, tmp_path / "root")
     path = tmp_path / "root" / "hosts"
     data = path.read_bytes()
     path.unlink()
     match what:
         case "random":
             path.write_bytes(os.urandom(len(data)))
-        case "future":
-            place = hosts._place_of("http://h")[1]
-            late = hosts._RECORD.pack(hosts._place_of("http://h")[0], time.monotonic_ns() + 10**18, 10_000, 0)
-            path.write_bytes(data[:place] + late + data[place + len(late) :])
         case "short":
             path.write_bytes(data[:100])
         case "empty":
@@ -240,16 +216,20 @@ def test_what_lies_there_is_not_believed(pair: tuple[SilentHosts, SilentHosts], 
             path.symlink_to(tmp_path / "elsewhere")
         case "directory":
             path.mkdir()
-    assert other.silent_since("http://h", 10) is None
-    other.silent("http://h", time.monotonic() - 10, 10)
-    assert other.silent_since("http://h", 10) is not None
+    with opened(tmp_path / "root", IMPATIENT) as cache:
+        with pytest.raises(errors.RemoteTimeout, match="nothing came"):
+            cache.read(f"{raw.url}/a")
+        with pytest.raises(errors.RemoteTimeout, match="gave no answer"):
+            cache.read(f"{raw.url}/b")
     if what == "link":
         assert (tmp_path / "elsewhere").read_bytes() == data
 
 
-def test_without_a_root_and_in_one_that_is_read_only(tmp_path: Path) -> None:
-    open_root(tmp_path / "root")
-    for each in (SilentHosts(), SilentHosts(open_root(tmp_path / "root", read_only=True))):
-        each.silent("http://h", time.monotonic() - 10, 10)
-        assert each.silent_since("http://h", 10) is not None
+def test_in_a_root_that_is_read_only_a_process_knows_it_by_itself(raw: RawServer, tmp_path: Path) -> None:
+    opened(tmp_path / "root").close()
+    silent(raw)
+    with forebay.Cache(tmp_path / "root", read_only=True, remote_options=IMPATIENT) as cache:
+        for words in ("nothing came", "gave no answer"):
+            with pytest.raises(errors.RemoteTimeout, match=words):
+                cache.read(f"{raw.url}/a")
     assert not (tmp_path / "root" / "hosts").exists()

@@ -17,9 +17,9 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.catalog import writer
 from forebay._kernel import waits
 from forebay.testing import ScriptedServer
+from tests.harness import writer_lock
 from tests.processes import Child, Gate, fork, in_child
 from tests.remote_directories import http_directory
 
@@ -52,7 +52,7 @@ def stopped(root: Path, url: str) -> Iterator[Child]:
     said = Gate()
 
     def hold() -> None:
-        with forebay.Cache(root) as cache, cache._store.engine.catalog.writer():  # type: ignore[union-attr]
+        with writer_lock(root):
             said.open()
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -64,11 +64,9 @@ def stopped(root: Path, url: str) -> Iterator[Child]:
     said.close()
 
 
-def test_a_hit_needs_no_writer_in_a_young_process_either(root: Path, url: str, stopped: Child, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "LONGEST_WAIT", -1.0)  # whoever waits is refused at once
-
+def test_a_hit_needs_no_writer_in_a_young_process_either(root: Path, url: str, stopped: Child) -> None:
     def young() -> None:
-        with forebay.Cache(root) as cache:
+        with forebay.Cache(root, timeout=0.1) as cache:  # a call that waited for the lock would be refused
             assert cache.get("k") == b"value"
             assert cache.read(url) == BODY
             with cache.local(url) as path:
@@ -104,10 +102,10 @@ def test_who_writes_waits_once_and_is_told_who_it_is(root: Path, url: str, stopp
             assert 0.2 < found.value.waited < 10
             assert f"process {stopped.pid} " in found.value.holder
             assert pickle.loads(pickle.dumps(found.value)).holder == found.value.holder
-            writer.LONGEST_WAIT, writer.GRACE = 1000.0, 1000.0  # who waited again would be here for long
             for remove in (lambda: cache.evict(url), lambda: cache.evict("values:k"), cache.reset_stats, cache.clear().execute):
-                with pytest.raises(errors.WriterBusy, match=rf"process {stopped.pid} "):
+                with pytest.raises(errors.WriterBusy, match=rf"process {stopped.pid} ") as found:
                     remove()
+                assert found.value.waited == 0
             assert not cache.put("new", b"x")
             assert cache.get_or_put("newer", lambda: b"made") == b"made"
             tasks = cache.tasks("new tasks", budget=1 << 20)
@@ -121,7 +119,6 @@ def test_who_writes_waits_once_and_is_told_who_it_is(root: Path, url: str, stopp
             assert cache.stats().store_failures >= 4
             os.kill(stopped.pid, signal.SIGCONT)
             _wait_for_end(os.pidfd_open(stopped.pid))
-            writer.LONGEST_WAIT, writer.GRACE = 10.0, 0.2
             assert cache.put("new", b"x")
             assert tasks.write("tag", 1)
             assert tasks.budget == 1 << 20

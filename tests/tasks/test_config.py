@@ -91,7 +91,7 @@ def test_a_mapping_says_the_same(config: Config) -> None:
     assert load(config) is config
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "cache:\n", "cache:\nbypass:\n", "cache: {}", "---\n", "null"])
+@pytest.mark.parametrize("text", ["", "cache:\nbypass:\n", "cache: {}", "null"])
 def test_a_configuration_that_lists_nothing_is_the_default(tmp_path: Path, text: str) -> None:
     assert load(written(tmp_path / "flow.yaml", text)) == Config()
 
@@ -112,18 +112,13 @@ WRONG = [
     ("caching:\n  f: true\n", 1, "no section 'caching': is 'cache' meant? It may be 'cache' or 'bypass'"),
     ("cache:\n  f: true\nother: 1\n", 3, "no section 'other'"),
     ("- cache\n", 1, "a list stands where the sections"),
-    ("cache\n", 1, "the text 'cache' stands where the sections"),
     ("cache:\n  - f\n", 2, "cache: a list stands where functions are expected"),
-    ("cache: true\n", 1, "cache: the truth value True stands where functions are expected"),
     ("cache:\n  f: yes please\n", 2, "cache: f: the text 'yes please' stands where true, false or the keys 'cache', 'tags' or 'pin'"),
-    ("cache:\n  f: 1\n", 2, "cache: f: the number 1 stands"),
     ("cache:\n  f:\n", 2, "cache: f: nothing stands"),
-    ("cache:\n  f: [true]\n", 2, "cache: f: a list stands"),
     ("cache:\n  f:\n    cahce: true\n", 3, "cache: f: there is no key 'cahce': is 'cache' meant?"),
     ("cache:\n  f:\n    cache: true\n    data: x\n", 4, "cache: f: there is no key 'data'"),
     ("bypass:\n  f: {bypass: true, pin: true}\n", 2, "bypass: f: there is no key 'pin'"),
     ("bypass:\n  f:\n    bypass: 'true'\n", 3, "bypass: f: bypass is the text 'true', where true or false is expected"),
-    ("cache:\n  f:\n    cache: 1\n", 3, "cache: f: cache is the number 1"),
     ("cache:\n  f:\n    cache: true\n    pin: x\n", 4, "cache: f: pin is the text 'x'"),
     (
         "cache:\n  f:\n    cache: true\n    tags: [a, '(']\n",
@@ -136,22 +131,16 @@ WRONG = [
         "cache: f: tags: '*' is no regular expression: nothing to repeat",
     ),
     ("cache:\n  f:\n    cache: true\n    tags: 3\n", 4, "cache: f: tags: the number 3 stands where a regular expression is expected"),
-    ("cache:\n  f:\n    cache: true\n    tags: [3]\n", 4, "cache: f: tags: the number 3 stands"),
-    ("cache:\n  f:\n    cache: true\n    tags: {a: b}\n", 4, "cache: f: tags: a mapping stands"),
-    ("bypass:\n  f:\n    bypass: true\n    data: [x]\n", 4, "bypass: f: data is a list, where the path of a file is expected"),
     ("bypass:\n  f:\n    bypass: true\n    data: ''\n", 4, "bypass: f: data is the text '', where the path"),
     ("cache:\n  f: true\n  g: true\n  f: false\n", 4, "'f' stands here a second time; the first is in line 2"),
     ("cache:\n  f: true\ncache:\n  g: true\n", 3, "'cache' stands here a second time"),
-    ("cache:\n  f: {cache: true, cache: false}\n", 2, "'cache' stands here a second time"),
     ("cache:\n  1: true\n", 2, "1 (int) is no name: put it in quotes"),
-    ("cache:\n  yes: true\n", 2, "True (bool) is no name"),
     ("cache:\n  ? [a]\n  : true\n", 2, "is no name"),
     ("cache:\n  f: [true\n", 3, "expected ',' or ']', but got"),
     ("cache:\n\tf: true\n", 2, "found character '\\t'"),
     ("cache:\n  f: *nobody\n", 2, "found undefined alias"),
     ("cache: &a\n  f: *a\n", 1, "an alias of what it stands in"),
     ("cache:\n  f: !!python/object/apply:os.system ['true']\n", 2, "stands where"),
-    ("cache:\n  f: !!python/name:os.system ''\n", 2, "this is no YAML: could not determine a constructor"),
     (
         "cache:\n  f: true\n---\ncache:\n  g: true\n",
         3,

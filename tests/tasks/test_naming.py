@@ -327,10 +327,13 @@ class Named:
         return "a name"
 
 
+SHOWING = ["g-{cfg}", "g-{0}", "{cfg!r}", "{cfg!s:>60}", "{cfg!s:>{step}}", "{step}{cfg}", lambda cfg, step: f"g-{cfg}"]
+
+
 @pytest.mark.parametrize(
-    "rule", ["g-{cfg}", "g-{0}", "{cfg!r}", "{cfg!s:>60}", "{cfg!s:>{step}}", "{step}{cfg}", lambda cfg, step: f"g-{cfg}"]
+    ("rule", "cfg"),
+    [*((rule, object()) for rule in SHOWING), *(("g-{cfg}", cfg) for cfg in (Model(3), lambda: 3, plain, Model(3).fit))],
 )
-@pytest.mark.parametrize("cfg", [object(), Model(3), lambda: 3, plain, Model(3).fit])
 def test_a_tag_that_shows_an_address_is_refused(rule: Any, cfg: Any) -> None:
     naming = Naming(configured, rule)
     for call in (naming.call, naming.quick, naming.tag_of):
