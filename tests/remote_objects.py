@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 from typing import Any
 
 import forebay
@@ -34,3 +35,10 @@ def assert_a_cache_that_fails_fails_no_item(cache: forebay.Cache, pool: Any, on_
     assert cache.stats().fallbacks > 0
     on_step(None)
     assert pool.warm(NAMES).failed == ()
+
+
+def connections(server: ScriptedServer) -> int:
+    """How many clients have a connection to it that they have not closed."""
+    port = f":{int(server.url.rpartition(':')[2]):04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return sum(row[1].endswith(port) and row[3] == "01" for row in rows)

@@ -55,8 +55,7 @@ def requests(server: Nginx) -> int:
     return len(server.log.read_text().splitlines())
 
 
-@pytest.mark.parametrize("options", LIMITED, ids=str)
-@pytest.mark.parametrize("first", ["prefetcher", "read"])
+@pytest.mark.parametrize(("first", "options"), [*(("prefetcher", options) for options in LIMITED), ("read", LIMITED[0])], ids=str)
 def test_what_either_fetched_the_other_does_not_fetch(
     root: Path, real: Nginx, children: Start, options: dict[str, Any], first: str
 ) -> None:
