@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+from pathlib import Path
 from typing import Any
 
-import pytest
-
 import forebay
-from forebay._engine.store import Store
 from forebay.testing import ScriptedServer
 
 NAMES = [f"{number}.bin" for number in range(20)]
@@ -25,13 +23,22 @@ def put(server: ScriptedServer, names: list[str] = NAMES, size: int = SIZE, **ho
     return f"{server.url}/d"
 
 
-def assert_a_cache_that_fails_fails_no_item(
-    cache: forebay.Cache, pool: Any, monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any]
-) -> None:
-    """``broken``: in the place of `Store.take_many`, for a while."""
-    monkeypatch.setattr(Store, "take_many", broken)
+def assert_a_cache_that_fails_fails_no_item(cache: forebay.Cache, pool: Any, on_step: Any) -> None:
+    """The disk refuses all writes, for a while."""
+
+    def broken(call: str, subject: str) -> None:
+        raise OSError(errno.EIO, "the disk went away")
+
+    on_step(broken)
     lazies = [pool.get_lazy(name) for name in NAMES]
     assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
     assert cache.stats().fallbacks > 0
-    monkeypatch.undo()
+    on_step(None)
     assert pool.warm(NAMES).failed == ()
+
+
+def connections(server: ScriptedServer) -> int:
+    """How many clients have a connection to it that they have not closed."""
+    port = f":{int(server.url.rpartition(':')[2]):04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return sum(row[1].endswith(port) and row[3] == "01" for row in rows)

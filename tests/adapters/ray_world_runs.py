@@ -64,7 +64,8 @@ def run(trainer: type[Any], name: str, claims: str = "") -> list[dict[str, Any]]
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False, _temp_dir=place)
+        small: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
+        ray.init(address="local", **small, log_to_driver=False, _temp_dir=place)
         try:
             found = {
                 "plain": run(DataParallelTrainer, "plain", sys.argv[1]), "torch": run(TorchTrainer, "torch"), "driver": told(),

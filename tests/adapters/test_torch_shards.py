@@ -101,8 +101,7 @@ def loaded(dataset: Shards, workers: int, **options: Any) -> Any:
 
 
 @pytest.mark.rotates
-@pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent workers"])
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(("method", "persistent"), [("fork", True), ("forkserver", False)])
 def test_s17_workers_read_each_sample_once_and_fetch_each_shard_once(
     cache: forebay.Cache, server: ScriptedServer, urls: str, method: str, persistent: bool
 ) -> None:
@@ -459,8 +458,8 @@ def test_impossible_arguments_are_refused(cache: forebay.Cache) -> None:
 
 
 @pytest.mark.rotates
-@pytest.mark.parametrize("buffer", [0, 1, 15, 1000])
-@pytest.mark.parametrize("stop", [0, 1, SAMPLES, 23, 59, 60])
+@pytest.mark.parametrize("buffer", [0, 15, 1000])
+@pytest.mark.parametrize("stop", [0, SAMPLES, 23, 60])
 def test_a_state_leaves_exactly_the_rest(cache: forebay.Cache, urls: str, buffer: int, stop: int) -> None:
     def shards() -> Shards:
         return Shards(urls, cache=cache, shuffle_shards=True, buffer=buffer, seed=3)

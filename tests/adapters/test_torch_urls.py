@@ -69,8 +69,7 @@ def epoch(loader: Any) -> list[int]:
 
 
 @pytest.mark.rotates
-@pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent workers"])
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(("method", "persistent"), [("fork", False), ("forkserver", False), ("spawn", True)])
 def test_s17_workers_fetch_each_object_once(
     cache: forebay.Cache, server: ScriptedServer, urls: list[str], method: str, persistent: bool
 ) -> None:  # fmt: skip

@@ -25,11 +25,13 @@ from tests.processes import ProcessGroup, death_of, fork, fork_to_die, in_child
 # -- what is shared ----------------------------------------------------------------------------------------------------
 
 
+SHAPES = [((), ()), (5, (5,)), ([4, 1], (4, 1)), ((3, 0), (3, 0)), (np.int64(3), (3,)), (np.array([2, 2]), (2, 2))]
+TYPES = ["u1", np.float64, ">i4", "M8[ns]", "U7", "S3", bool, [("a", "i2"), ("b", "f8", (2,))]]
+
+
 @pytest.mark.parametrize(
-    ("shape", "expected"),
-    [((), ()), (5, (5,)), ((2, 3), (2, 3)), ([4, 1], (4, 1)), ((3, 0), (3, 0)), (np.int64(3), (3,)), (np.array([2, 2]), (2, 2))],
+    ("shape", "expected", "dtype"), [*((*shape, "f8") for shape in SHAPES), *(((2, 3), (2, 3), dtype) for dtype in TYPES)]
 )
-@pytest.mark.parametrize("dtype", ["u1", np.float64, ">i4", "M8[ns]", "U7", "S3", bool, [("a", "i2"), ("b", "f8", (2,))]])
 def test_an_array_is_zeros_and_shared(place: Path, context: ClaimContext, shape: Any, expected: tuple[int, ...], dtype: Any) -> None:
     ours, zeros = shared.array(context, "a", shape, dtype), np.zeros(expected, dtype)
     assert (ours.shape, ours.dtype) == (zeros.shape, zeros.dtype)

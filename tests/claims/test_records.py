@@ -40,23 +40,23 @@ def with_text(text: Any) -> bytes:
     return records._HEAD.pack(records._MAGIC, 0) + json.dumps(text).encode()
 
 
-@pytest.mark.parametrize("field", Record._fields)
-def test_a_field_that_is_missing_is_damage(field: str) -> None:
-    found = text_of(RECORD)
-    assert load(with_text(found)) == RECORD
-    del found[field]
-    assert load(with_text(found)) is None or field in Record._field_defaults
+def test_a_field_that_is_missing_is_damage() -> None:
+    assert load(with_text(text_of(RECORD))) == RECORD
+    for field in Record._fields:
+        found = text_of(RECORD)
+        del found[field]
+        assert load(with_text(found)) is None or field in Record._field_defaults
 
 
 @pytest.mark.parametrize("value", [None, [], {}, "text", 1.5, [[1]], True])
-@pytest.mark.parametrize("field", Record._fields)
-def test_a_field_of_another_kind_is_damage(field: str, value: Any) -> None:
-    found = load(with_text(text_of(RECORD) | {field: value}))
-    if found is not None:  # then it is as sound as any
-        assert load(found.dump()) == found
-        assert found.user
-        assert found.owner
-        assert isinstance(found.command, str)
+def test_a_field_of_another_kind_is_damage(value: Any) -> None:
+    for field in Record._fields:
+        found = load(with_text(text_of(RECORD) | {field: value}))
+        if found is not None:  # then it is as sound as any
+            assert load(found.dump()) == found
+            assert found.user
+            assert found.owner
+            assert isinstance(found.command, str)
 
 
 @given(st.binary(max_size=200))

@@ -14,14 +14,11 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.store import Store
-from forebay._engine.write.reservations import Item, SpaceReservation
 from forebay._kernel import host
-from forebay.origin.bulk import BulkFetch
 from forebay.sources import UrlSource
 from forebay.testing import ScriptedServer
 from tests.harness import MiB
-from tests.items import until
+from tests.items import files_below, until
 from tests.processes import fork
 from tests.remote_objects import NAMES, SIZE, assert_a_cache_that_fails_fails_no_item, body, put
 from tests.servers.nginx import Nginx, nginx
@@ -36,9 +33,9 @@ def pool_over(cache: forebay.Cache, prefix: str, *, version: str | None = None, 
     return cache.prefetcher(UrlSource(prefix, version=version), **options)
 
 
-def inodes(cache: forebay.Cache, space: str) -> set[int]:
-    blobs = [entry for entry in cache.entries(space) if entry.kind == "blob"]
-    return {os.stat(cache._store.root.blob(entry.id, entry.suffix)).st_ino for entry in blobs}
+def names_of_files(cache: forebay.Cache) -> set[int]:
+    """How many names the files of objects have."""
+    return {os.stat(path).st_nlink for path in files_below(cache.path / "blobs")}
 
 
 @pytest.fixture
@@ -59,8 +56,7 @@ def requests(server: Nginx) -> int:
 
 
 @pytest.mark.rotates
-@pytest.mark.parametrize("options", LIMITED, ids=str)
-@pytest.mark.parametrize("first", ["prefetcher", "read"])
+@pytest.mark.parametrize(("first", "options"), [*(("prefetcher", options) for options in LIMITED), ("read", LIMITED[0])], ids=str)
 def test_what_either_fetched_the_other_does_not_fetch(
     root: Path, real: Nginx, children: Start, options: dict[str, Any], first: str
 ) -> None:
@@ -70,9 +66,8 @@ def test_what_either_fetched_the_other_does_not_fetch(
     def prefetch() -> None:
         with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache, pool_over(cache, real.url, **options) as pool:
             lazies = [pool.get_lazy(name) for name in NAMES]
-            for lazy in lazies:
-                assert pool._loader.wait_until_stored(lazy._load) is None
-            assert inodes(cache, "prefetch") == inodes(cache, "urls")
+            until(lambda: pool.count == len(NAMES), "their names")
+            assert names_of_files(cache) == {2}
             assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
 
     def read() -> None:
@@ -104,18 +99,13 @@ def test_objects_make_way_for_their_second_names_if_a_pool_may_fill_the_cache(ro
             assert {entry.used for entry in cache.entries("urls")} == {0.0}
 
 
-def test_links_are_made_in_groups(cache: forebay.Cache, real: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups: list[int] = []
-    keep = SpaceReservation.keep
-
-    def counted(self: SpaceReservation, items: list[Item], **how: Any) -> Any:
-        groups.append(len(items))
-        return keep(self, items, **how)
-
-    monkeypatch.setattr(SpaceReservation, "keep", counted)
+def test_links_are_made_in_groups(cache: forebay.Cache, real: Nginx, on_step: Any) -> None:
     cache.read_many(f"{real.url}/{name}" for name in NAMES)
+    steps: list[str] = []
+    on_step(lambda call, subject: steps.append(call if call == "commit" or (call == "link" and "/blobs/" in subject) else ""))
     with pool_over(cache, real.url, budget="32MiB", workers=16) as pool:
         assert pool.warm(NAMES).failed == ()
+    groups = [group.count("link") for group in " ".join(steps).split("commit") if "link" in group]
     assert (sum(groups), max(groups) <= 16) == (len(NAMES), True)
     assert len(groups) <= len(NAMES) // 2, groups
 
@@ -129,7 +119,7 @@ def test_small_objects_are_values_of_the_catalog_and_large_ones_are_links(cache:
         kinds = {entry.key.partition("~")[0].rpartition("/")[2]: entry.kind for entry in cache.entries("prefetch")}
         assert kinds == {"small": "value", "large": "blob", "empty": "value"}
         assert pool.get_many(["small", "large", "empty"]) == [body("small", 10_000), body("large", 2 * MiB), b""]
-        assert inodes(cache, "prefetch") <= inodes(cache, "urls")
+        assert names_of_files(cache) == {1, 2}
         assert cache.stats().bytes_stored == 2 * MiB + 2 * 10_000, "a link stores nothing"
 
 
@@ -138,8 +128,7 @@ def test_without_room_in_urls_the_bytes_are_written(cache: forebay.Cache, server
     cache.space("urls", quota=50_000)
     with pool_over(cache, prefix, budget=16 * MiB) as pool:
         lazies = [pool.get_lazy(name) for name in NAMES]
-        for lazy in lazies:
-            assert pool._loader.wait_until_stored(lazy._load) is None
+        until(lambda: pool.count == len(NAMES), "the items")
         assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
         assert pool.get_many(NAMES) == [body(name) for name in NAMES]
         assert (pool.count, cache.entries("urls")) == (len(NAMES), [])
@@ -181,9 +170,8 @@ def test_without_keep_a_link_goes_with_its_last_holder_and_the_object_stays(cach
     prefix = put(server)
     with pool_over(cache, prefix, keep=False) as pool:
         lazies = [pool.get_lazy(name) for name in NAMES]
-        for lazy in lazies:
-            assert pool._loader.wait_until_stored(lazy._load) is None
-        del lazy, lazies
+        until(lambda: pool.count == len(NAMES), "the items")
+        del lazies
         gc.collect()
         until(lambda: cache.entries("prefetch") == [], "their end")
         assert len(cache.entries("urls")) == len(NAMES)
@@ -217,44 +205,38 @@ def test_an_item_of_a_version_is_never_asked_for_again(root: Path, server: Scrip
         server.put("/d/0.bin", b"another version")
 
 
+def is_writer() -> bool:
+    return threading.current_thread().name == "forebay-prefetch-writer"
+
+
 def test_until_it_is_linked_an_object_is_served_from_the_file_of_urls(
-    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+    cache: forebay.Cache, server: ScriptedServer, another_writes: Any
 ) -> None:
     prefix = put(server, ["0.bin", "1.bin"])
-    keep, reached, go = SpaceReservation.keep, threading.Event(), threading.Event()
-
-    def held_up(self: SpaceReservation, items: list[Item], **how: Any) -> Any:
-        reached.set()
-        assert go.wait(60)
-        return keep(self, items, **how)
-
-    monkeypatch.setattr(SpaceReservation, "keep", held_up)
+    cache.read(f"{prefix}/0.bin")
     with pool_over(cache, prefix, version="1") as pool:
+        assert pool.warm(["1.bin"]).failed == ()
+        other = another_writes()
         lazy, same = (pool.get_lazy("0.bin") for _ in range(2))
-        assert reached.wait(60)
         assert lazy.get() == body("0.bin")
-        assert cache.entries("prefetch") == []
+        assert pool.count == 1
         assert fork(same.get).result() == body("0.bin")
-        go.set()
+        other.say("go on")
         assert pool.warm(["0.bin"]).failed == ()
-    assert server.gets == 1
+    assert server.gets == 2
 
 
-def test_a_file_that_is_damaged_before_it_is_linked_is_fetched_again(
-    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_damaged_before_it_is_linked_is_fetched_again(cache: forebay.Cache, server: ScriptedServer, on_step: Any) -> None:
     prefix = put(server, ["0.bin"])
-    keep = SpaceReservation.keep
     harmed: list[str] = []
 
-    def harm(self: SpaceReservation, items: list[Item], **how: Any) -> Any:
-        if not harmed:
-            harmed.append(items[0].data.path)  # type: ignore[union-attr]
+    def harm(call: str, subject: str) -> None:
+        if is_writer() and not harmed and cache.entries("urls"):
+            harmed.extend(files_below(cache.path / "blobs"))
             os.chmod(harmed[0], 0o600)
             os.truncate(harmed[0], 10)
-        return keep(self, items, **how)
 
-    monkeypatch.setattr(SpaceReservation, "keep", harm)
+    on_step(harm)
     with pool_over(cache, prefix, version="1") as pool:
         pool.warm(["0.bin"])
         assert [pool.get_lazy("0.bin").get() for _ in range(2)] == 2 * [body("0.bin")]
@@ -272,9 +254,9 @@ def test_what_another_call_fetches_is_waited_for_and_others_go_on(root: Path, se
         assert pool.warm(["1.bin"]).failed == (), "others go on"
         assert not lazy.done
         server.go.set()
-        assert pool._loader.wait_until_stored(lazy._load) is None
+        until(lambda: pool.count == 2, "its name")
         assert (lazy.get(), other.result()) == (body("0.bin"), body("0.bin"))
-        assert inodes(cache, "prefetch") == inodes(cache, "urls")
+        assert names_of_files(cache) == {2}
     assert server.gets == 2
 
 
@@ -302,6 +284,7 @@ def test_an_item_that_another_process_makes_is_waited_for(root: Path, server: Sc
 
 def test_a_killed_process_leaves_its_objects_to_the_others(root: Path, server: ScriptedServer, children: Start) -> None:
     prefix = put(server, ["0.bin"], stall_after=1000)
+    put(server, ["1.bin"])
 
     def first() -> None:
         pool_over(forebay.Cache(root, budget=64 * MiB, min_free=0), prefix, version="1").get_lazy("0.bin").get()
@@ -310,10 +293,10 @@ def test_a_killed_process_leaves_its_objects_to_the_others(root: Path, server: S
         other = children(first)
         assert server.stalled.wait(60)
         lazy = pool.get_lazy("0.bin")
-        until(lambda: lazy._load.busy_since is not None, "a first look")
+        assert pool.warm(["1.bin"]).failed == (), "those behind it are looked for later"
         other.kill()
         server.go.set()
-        assert pool._loader.wait_until_stored(lazy._load) is None, "no caller needs to take it over"
+        until(lambda: pool.count == 2, "the item: no caller needs to take it over")
         assert lazy.get() == body("0.bin")
 
 
@@ -340,12 +323,12 @@ def test_a_kill_in_the_middle_of_a_group_leaves_nothing(root: Path, real: Nginx,
         assert cache.entries("prefetch") == []
         entries = cache.entries("urls")
         assert len(entries) == len(NAMES)
-        assert {os.stat(cache._store.root.blob(entry.id, entry.suffix)).st_nlink for entry in entries} == {1}
-        assert not any(cache._store.is_leased(entry) for entry in entries)
+        assert names_of_files(cache) == {1}
+        assert not any(entry.leased for entry in entries)
         assert cache.check(deep=True) == []
         with pool_over(cache, real.url, budget="32MiB") as pool:
             assert pool.warm(NAMES).failed == ()
-        assert inodes(cache, "prefetch") == inodes(cache, "urls")
+        assert names_of_files(cache) == {2}
     assert requests(real) == before
 
 
@@ -417,36 +400,10 @@ def test_the_remotes_error_is_raised_for_every_holder(cache: forebay.Cache, serv
         assert pool.get_lazy("none.bin").get() == b"now"
 
 
-def test_a_cache_that_fails_fails_no_item(cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_fails_fails_no_item(cache: forebay.Cache, server: ScriptedServer, on_step: Any) -> None:
     prefix = put(server)
-    take_many = Store.take_many
-
-    def broken(self: Store, space: str, keys: Any) -> Any:
-        if space == "urls":
-            raise errors.CacheFault("the catalog cannot be read")
-        return take_many(self, space, keys)
-
     with pool_over(cache, prefix, version="1") as pool:
-        assert_a_cache_that_fails_fails_no_item(cache, pool, monkeypatch, broken)
-
-
-def test_a_bulk_fetch_that_breaks_leaves_its_objects_to_the_callers(
-    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefix = put(server)
-    publish = BulkFetch._publish
-    broken = [True]
-
-    def breaking(self: BulkFetch) -> Any:
-        if broken:
-            broken.clear()
-            raise RuntimeError("broken")
-        return publish(self)
-
-    monkeypatch.setattr(BulkFetch, "_publish", breaking)
-    with pool_over(cache, prefix, version="1") as pool:
-        assert pool.get_many(NAMES) == [body(name) for name in NAMES]
-        assert pool.warm(NAMES).failed == ()
+        assert_a_cache_that_fails_fails_no_item(cache, pool, on_step)
 
 
 def test_limits_that_come_later_bind_what_comes_later(cache: forebay.Cache, server: ScriptedServer) -> None:

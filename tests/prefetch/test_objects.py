@@ -13,8 +13,8 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.prefetch.objects import ObjectLoader
 from forebay.remote import RemoteOptions
+from forebay.sources import UrlSource
 from forebay.testing import ScriptedServer
 from tests.harness import MiB
 from tests.items import until
@@ -69,9 +69,7 @@ def test_what_changed_is_noticed_once_in_a_period(tmp_path: Path, server: Script
         server.put("/d/0.bin", new)
         assert list(pool.stream(["0.bin"])) == [body("0.bin")]
         assert server.heads + server.gets == 1, "within the period nobody is asked"
-        entry = cache.entry(f"{prefix}/0.bin")
-        assert entry is not None
-        cache._store.set_validated(entry, cache._store.now() - 61 * 10**9)
+        cache.invalidate(f"{prefix}/0.bin")
         assert list(pool.stream(["0.bin"])) == [new]
         asked = server.heads + server.gets
         assert pool.get_many(["0.bin"]) == [new]
@@ -234,8 +232,6 @@ def test_what_nobody_holds_any_more_is_not_fetched(cache: forebay.Cache, server:
 
 
 def test_options_of_the_source_are_those_of_its_requests(cache: forebay.Cache, server: ScriptedServer) -> None:
-    from forebay.sources import UrlSource
-
     server.put("/d/0.bin", b"secret", require={"X-Key": "k"})
     with cache.prefetcher(UrlSource(f"{server.url}/d", options=RemoteOptions(headers={"X-Key": "k"}))) as pool:
         lazy = pool.get_lazy("0.bin")
@@ -243,32 +239,29 @@ def test_options_of_the_source_are_those_of_its_requests(cache: forebay.Cache, s
         assert lazy.get() == b"secret"
 
 
-def test_a_cache_that_fails_fails_no_item(cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_fails_fails_no_item(cache: forebay.Cache, server: ScriptedServer, on_step: Any) -> None:
     prefix = put(server)
-
-    def broken(*args: object) -> object:
-        raise errors.CacheFault("the catalog cannot be read")
-
     with cache.prefetcher(prefix) as pool:
-        assert_a_cache_that_fails_fails_no_item(cache, pool, monkeypatch, broken)
+        assert_a_cache_that_fails_fails_no_item(cache, pool, on_step)
 
 
+@pytest.mark.parametrize("version", [None, "1"])
 def test_a_bulk_fetch_that_breaks_leaves_its_objects_to_the_callers(
-    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+    cache: forebay.Cache, server: ScriptedServer, on_step: Any, version: str | None
 ) -> None:
-    prefix = put(server)
-    came = ObjectLoader._came
-    broken = [True]
+    """With a version the items are links."""
+    prefix, broken = put(server), [True]
 
-    def breaking(self: ObjectLoader, request: Any) -> None:
-        if broken:
+    def breaking(call: str, subject: str) -> None:
+        if broken and threading.current_thread().name.startswith("forebay-prefetch"):
             broken.clear()
             raise RuntimeError("broken")
-        came(self, request)
 
-    monkeypatch.setattr(ObjectLoader, "_came", breaking)
-    with cache.prefetcher(prefix) as pool:
+    on_step(breaking)
+    with cache.prefetcher(UrlSource(prefix, version=version)) as pool:
         assert pool.get_many(NAMES) == [body(name) for name in NAMES]
+        assert pool.warm(NAMES).failed == ()
+    assert not broken
 
 
 def test_a_child_that_was_forked_while_it_waits_for_another_process(root: Path, server: ScriptedServer, children: Start) -> None:

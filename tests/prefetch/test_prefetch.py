@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import pickle
 import random
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +18,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.store import Store
-from forebay._engine.write.reservations import SpaceReservation
 from forebay.prefetch import PassThrough, Prefetcher, loader
-from forebay.prefetch.loads import State
 from forebay.sources import DecodedSource, SourceInfo
 from tests.harness import MiB
 from tests.items import Items, Sized, body, threads_named, until
@@ -48,8 +47,9 @@ def lone(cache: forebay.Cache, source: Items) -> Iterator[Prefetcher]:
         source.go()
 
 
-def in_thread(work: Any) -> Any:
-    """Run it aside; the call that this gives waits for what it gave, or raises what it raised."""
+def in_thread(work: Any, *, waits: bool = False) -> Any:
+    """Run it aside; the call that this gives waits for what it gave, or raises what it raised. ``waits``: return once it waits for
+    another thread."""
     got: list[Any] = []
 
     def run() -> None:
@@ -60,6 +60,7 @@ def in_thread(work: Any) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    until(lambda: not waits or is_waiting(thread))
 
     def result() -> Any:
         thread.join(60)
@@ -70,6 +71,11 @@ def in_thread(work: Any) -> Any:
         return value
 
     return result
+
+
+def is_waiting(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_name == "wait"
 
 
 def kept(cache: forebay.Cache, space: str = "prefetch") -> set[str]:
@@ -210,13 +216,12 @@ def test_done_it_is_read_from_the_cache(cache: forebay.Cache, pool: Prefetcher, 
 
 
 def test_running_it_is_waited_for(pool: Prefetcher, source: Items, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "REPORT_AFTER", 3600.0)  # a waiter wakes by itself too, but not before it says so in the log
+    monkeypatch.setattr(loader, "REPORT_AFTER", 3600.0)  # a waiter wakes by itself too, but later than this test waits
     source.stop("a")
     lazy = pool.get_lazy("a")
     source.wait("a")
     assert not lazy.done
-    waits = in_thread(lazy.get)
-    until(lambda: lazy._load is not None and lazy._load.waiters == 1)
+    waits = in_thread(lazy.get, waits=True)
     source.go("a")
     assert waits() == body("a")
     assert source.reads == ["a"]
@@ -252,8 +257,7 @@ def test_two_threads_want_one_queued_item(lone: Prefetcher, source: Items) -> No
     source.wait("busy")
     first = in_thread(one.get)
     source.wait("a")
-    second = in_thread(two.get)
-    until(lambda: two._load is not None and two._load.waiters == 1)
+    second = in_thread(two.get, waits=True)
     source.go()
     assert first() == second() == body("a")
     assert source.reads == ["busy", "a"]
@@ -313,8 +317,7 @@ def test_not_even_an_exit_ends_a_worker(lone: Prefetcher, source: Items, fault: 
     source.faults["a"] = fault()
     lazy = lone.get_lazy("a")
     source.wait("a")
-    wait = in_thread(lazy.get)
-    until(lambda: lazy._load is not None and lazy._load.waiters == 1)
+    wait = in_thread(lazy.get, waits=True)
     source.go("a")
     with pytest.raises(fault):
         wait()
@@ -436,7 +439,7 @@ def test_a_stream_of_what_the_cache_has_needs_no_thread_and_no_lease(
             assert value == source.body(key)
             assert type(value) is bytes
             if n == 10:
-                assert not any(cache._store.is_leased(entry) for entry in cache.entries("prefetch"))
+                assert not any(entry.leased for entry in cache.entries("prefetch"))
         assert threads_named("forebay-prefetch") == []
     assert source.reads == []
 
@@ -451,30 +454,22 @@ def test_a_forked_child_goes_on_with_a_stream(cache: forebay.Cache, source: Item
     assert source.reads == []
 
 
-@pytest.mark.parametrize("what", ["evicted", "replaced", "damaged"])
+@pytest.mark.parametrize("what", ["evicted", "damaged"])
 def test_what_goes_between_the_look_ahead_and_its_turn_is_read_from_the_source(
     cache: forebay.Cache, source: Items, warmed: list[str], what: str
 ) -> None:
-    store = cache._store
-    assert isinstance(store, Store)
     with cache.prefetcher(source) as pool:
         stream = pool.stream(warmed, ahead=6)
         assert next(stream) == source.body(warmed[0])
         for entry in entries_of(cache, warmed[3], warmed[4]):
             if what == "evicted":
-                assert store.discard(entry)
-            elif what == "replaced":
-                store.put("prefetch", entry.key, b"another version")
+                assert cache.evict(entry).removed
             elif entry.kind == "blob":
-                path = store.root.blob(entry.id, entry.suffix)
+                (path,) = (cache.path / "blobs").glob(f"*/{entry.id:016x}*")
                 path.chmod(0o600)
                 path.write_bytes(b"?" * entry.size)
-        values = list(stream)
-        for at in (3, 4):
-            assert values[at - 1] == (b"another version" if what == "replaced" else source.body(warmed[at]))
-        assert values[4:] == [source.body(key) for key in warmed[5:]]
-    damaged = [warmed[4]]  # of an even number: in a file
-    assert sorted(set(source.reads)) == {"evicted": warmed[3:5], "replaced": [], "damaged": damaged}[what]
+        assert list(stream) == [source.body(key) for key in warmed[1:]]
+    assert sorted(set(source.reads)) == (warmed[3:5] if what == "evicted" else [warmed[4]])  # of an even number: in a file
 
 
 def test_a_stream_goes_on_after_its_prefetcher_was_closed_with_what_it_looked_for(
@@ -484,7 +479,7 @@ def test_a_stream_goes_on_after_its_prefetcher_was_closed_with_what_it_looked_fo
     stream = pool.stream(warmed[:6], ahead=64)
     assert next(stream) == source.body(warmed[0])
     (entry,) = entries_of(cache, warmed[2])
-    assert cache._store.discard(entry)
+    assert cache.evict(entry).removed
     pool.close()
     assert list(stream) == [source.body(key) for key in warmed[1:6]]
     assert source.reads == [warmed[2]]
@@ -559,18 +554,17 @@ def test_warm_of_what_has_no_room(cache: forebay.Cache, source: Items) -> None:
         assert [(key, type(error)) for key, error in report.failed] == [("huge", errors.NoSpace)]
 
 
-def fails(*_: object, **__: object) -> NoReturn:
-    raise errors.CacheFault("the disk went away")
+def fails(call: str, subject: str) -> NoReturn:
+    raise OSError(errno.EIO, "the disk went away")
 
 
 @pytest.mark.parametrize("size", [2000, 400_000], ids=["small", "large"])
-def test_warm_ends_though_the_cache_fails_while_it_stores(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_warm_ends_though_the_cache_fails_while_it_stores(cache: forebay.Cache, on_step: Any, size: int) -> None:
     source = Items(size)
     with cache.prefetcher(source, workers=2) as pool:
-        with monkeypatch.context() as patch:
-            for name in ("keep", "keep_large"):
-                patch.setattr(SpaceReservation, name, fails)
-            report = in_thread(lambda: pool.warm(KEYS[:8]))()
+        on_step(fails)
+        report = in_thread(lambda: pool.warm(KEYS[:8]))()
+        on_step(None)
         assert report.done == ()
         assert [key for key, _ in report.failed] == KEYS[:8]
         assert all(isinstance(error, errors.CacheFault) for _, error in report.failed)
@@ -579,25 +573,36 @@ def test_warm_ends_though_the_cache_fails_while_it_stores(cache: forebay.Cache, 
         assert pool.warm(KEYS[:8]).failed == ()
 
 
+def comes_to_wait_for_room(pool: Any) -> None:
+    """Until the item "grown" was read, and the writer has looked for its room."""
+    pool.source.wait("grown")
+    (writer,) = [thread for thread in threading.enumerate() if thread.name == "forebay-prefetch-writer"]
+    until(lambda: pool.source.at_once == 0 and is_waiting(writer), "the wait for room")
+
+
 def stalled_warm(pool: Any) -> tuple[list[Any], Callable[[], Any]]:
     """Hold eight items, and warm one that waits for their room. Returns their lazies, and what waits for the end of the warm."""
     held = [pool.get_lazy(key) for key in KEYS[:8]]
     until(lambda: pool.count == 8)
     warm = in_thread(lambda: pool.warm(["grown"]))
-    until(lambda: pool._loader.queue._stalled != [], "the stall")
+    comes_to_wait_for_room(pool)
     return held, warm
 
 
-def test_warm_ends_though_the_cache_fails_while_items_wait_for_room(cache: forebay.Cache) -> None:
+def test_warm_ends_though_the_cache_fails_while_items_wait_for_room(cache: forebay.Cache, on_step: Any) -> None:
     source = Items()
     source.sizes["grown"] = 60_000
     with cache.prefetcher(source, budget=70_000, workers=2) as pool:
         held, warm = stalled_warm(pool)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SpaceReservation, "ask", fails)
-            report = warm()
-        assert [(key, str(error)) for key, error in report.failed] == [("grown", "grown cannot be kept: the disk went away")]
-        assert [one.get() for one in held] == [body(key) for key in KEYS[:8]]
+        on_step(fails)
+        held.clear()  # their room is asked for
+        report = warm()
+        on_step(None)
+        ((key, error),) = report.failed
+        assert key == "grown"
+        assert str(error).startswith("grown cannot be kept: ")
+        assert "the disk went away" in str(error)
+        assert pool.get_many(KEYS[:8]) == [body(key) for key in KEYS[:8]]
 
 
 def test_warm_ends_when_nothing_is_evicted_for_what_it_read(cache: forebay.Cache) -> None:
@@ -871,8 +876,7 @@ def test_a_get_takes_the_bytes_that_wait_for_room(cache: forebay.Cache) -> None:
         held = [pool.get_lazy(key) for key in KEYS[:8]]
         until(lambda: pool.count == 8)
         lazy = pool.get_lazy("grown")
-        source.wait("grown")
-        until(lambda: pool._loader.queue._stalled != [], "the stall")
+        comes_to_wait_for_room(pool)
         assert lazy.get() == source.body("grown")
         assert source.reads.count("grown") == 1
         assert [one.get() for one in held] == [body(key) for key in KEYS[:8]]
@@ -1037,17 +1041,6 @@ def test_dropped_while_it_runs_its_room_comes_back(cache: forebay.Cache, source:
     assert cache.entries("prefetch") == []
 
 
-def test_dropped_inside_the_pools_own_lock(pool: Prefetcher, source: Items) -> None:
-    """The collector may run anywhere, also in the middle of the pool's work."""
-    lazy: Any = pool.get_lazy("a")
-    until(lambda: lazy.done)
-    with pool._loader.queue._lock:
-        lazy = None
-        gc.collect()
-    done = in_thread(lambda: pool.get_lazy("b").get())
-    assert done() == body("b")
-
-
 def test_a_lazy_outlives_everything(tmp_path: Path, source: Items) -> None:
     def make() -> list[Any]:
         cache = forebay.Cache(tmp_path / "root", budget=MiB)
@@ -1118,56 +1111,36 @@ def test_memory_is_bounded_by_the_workers(cache: forebay.Cache, size: int) -> No
         held = [pool.get_lazy(key) for key in KEYS[:2]]
         until(lambda: pool.count == 2)
         waiting = [pool.get_lazy(key) for key in KEYS[2:]]
-        until(lambda: bool(pool._loader.queue._full or pool._loader.queue._stalled), "the stop")
+        until(lambda: source.at_once == 0, "the stop")
         assert len(source.reads) <= 2 + 2 * 3
         held.clear()
         assert [lazy.get() for lazy in waiting] == [source.body(key) for key in KEYS[2:]]
 
 
-def test_until_it_is_published_it_is_served_from_memory(cache: forebay.Cache, source: Items, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_until_it_is_published_it_is_served_from_memory(cache: forebay.Cache, source: Items, another_writes: Any, on_step: Any) -> None:
     """The writer stands still: nobody waits for it. Then it stores all that was read meanwhile, together."""
-    groups: list[int] = []
-    writers: set[str] = set()
-    go, begun = threading.Event(), threading.Event()
-    keep = SpaceReservation.keep
-
-    def slow(self: SpaceReservation, items: Any, **how: Any) -> Any:
-        groups.append(len(items))
-        writers.add(threading.current_thread().name)
-        begun.set()
-        assert go.wait(60)
-        return keep(self, items, **how)
-
-    monkeypatch.setattr(SpaceReservation, "keep", slow)
+    commits: list[str] = []
     with cache.prefetcher(source, workers=6) as pool:
-        first = pool.get_lazy("k0")
-        assert begun.wait(60)
-        lazies = [pool.get_lazy(key) for key in KEYS[:10]]
-        assert [lazy.get() for lazy in (first, *lazies)] == [body(key) for key in ["k0", *KEYS[:10]]]
-        assert pool.count == 0
-        go.set()
+        assert pool.warm(["k0"]).failed == ()
+        on_step(lambda call, subject: commits.extend([threading.current_thread().name] * (call == "commit")))
+        other = another_writes()
+        lazies = [pool.get_lazy(key) for key in KEYS[1:10]]
+        assert [lazy.get() for lazy in lazies] == [body(key) for key in KEYS[1:10]]
+        assert (pool.count, commits) == (1, [])
+        other.say("go on")
         until(lambda: pool.count == 10)
     assert sorted(source.reads) == sorted(KEYS[:10])
-    assert sum(groups) == 10
-    assert len(groups) < 10
-    assert writers == {"forebay-prefetch-writer"}
+    assert set(commits) == {"forebay-prefetch-writer"}
+    assert len(commits) < 2 * 9  # each would be one that asks for room, and one that keeps it
 
 
-def test_faults_of_the_cache_reach_nobody(cache: forebay.Cache, source: Items, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the engine raises while it keeps items: they are served, one warning is told, and later ones are kept again."""
-    bad = [True]
-    keep = SpaceReservation.keep
-
-    def broken(self: SpaceReservation, items: Any, **how: Any) -> Any:
-        if bad[0]:
-            raise errors.CacheFault("the disk went away")
-        return keep(self, items, **how)
-
-    monkeypatch.setattr(SpaceReservation, "keep", broken)
+def test_faults_of_the_cache_reach_nobody(cache: forebay.Cache, source: Items, on_step: Any) -> None:
+    """Whatever the disk refuses while items are kept: they are served, and later ones are kept again."""
     with cache.prefetcher(source) as pool:
+        on_step(fails)
         assert pool.get_many(KEYS) == [body(key) for key in KEYS]
         assert pool.count == 0
-        bad[0] = False
+        on_step(None)
         assert pool.get_many(KEYS) == [body(key) for key in KEYS]
         until(lambda: pool.get_many(KEYS) != [] and pool.count == 40, "the recovery")
     assert cache.stats().fallbacks > 0
@@ -1219,24 +1192,17 @@ def test_the_root_is_deleted_meanwhile(tmp_path: Path, source: Items, caplog: py
     assert len(told(caplog)) == len({*told(caplog)}) <= 5  # a recovery may meet a root that is half deleted
 
 
-def test_what_was_read_past_the_cache_is_kept_when_it_is_asked_for_again(
-    cache: forebay.Cache, source: Items, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_read_past_the_cache_is_kept_when_it_is_asked_for_again(cache: forebay.Cache, source: Items, on_step: Any) -> None:
     """Although its first load is held by an error's frames, say."""
-
-    def fault(*_: object) -> NoReturn:
-        raise errors.CacheFault("for once")
-
     with cache.prefetcher(source, workers=1) as pool:
-        with monkeypatch.context() as patch:
-            for part, name in ((pool._store, "take"), (pool._store, "take_many"), (pool._store.locks, "try_hold")):
-                patch.setattr(part, name, fault)
-            lazy = pool.get_lazy("k0")
-            held = lazy._load
-            assert lazy.get() == body("k0")
-        assert held.state is State.DROPPED
+        on_step(fails)
+        held = pool.get_lazy("k0")
+        assert held.get() == body("k0")
+        until(lambda: cache.stats().fallbacks > 0)
+        on_step(None)
         assert pool.get_lazy("k0").get() == body("k0")
         until(lambda: pool.count == 1)
+        del held
 
 
 def test_a_source_that_asks_the_pool(cache: forebay.Cache, source: Items) -> None:

@@ -23,6 +23,7 @@ from forebay.remote.http.handles import TransferRequest
 from forebay.remote.http.receivers import Collected, Incoming, run_many
 from forebay.testing import ScriptedServer
 from tests.processes import ended, forked
+from tests.remote_objects import connections
 from tests.servers.nginx import Nginx
 from tests.servers.nginx import nginx as running
 
@@ -139,7 +140,7 @@ def test_a_child_holds_no_connection_of_its_parent(server: ScriptedServer) -> No
     child = forked(lambda: os.read(reading, 1) == b"x")
     incoming.close()
     server.go.set()
-    while server._open:
+    while connections(server):
         time.sleep(0.01)
     os.write(writing, b"x")
     assert ended(child) == 0

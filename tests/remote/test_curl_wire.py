@@ -20,6 +20,7 @@ from forebay.remote.http.handles import Headers, TransferRequest
 from forebay.remote.http.receivers import Collected, Incoming, run_many
 from forebay.remote.http.transfers import start
 from forebay.testing import ScriptedServer
+from tests.remote_objects import connections
 from tests.servers.nginx import nginx as running
 from tests.servers.raw import RawServer
 from tests.servers.raw import raw as raw
@@ -375,14 +376,14 @@ def test_a_cancelled_transfer_closes_its_connection_and_no_other(server: Scripte
     incoming.wait_for_head()
     assert server.stalled.wait(60)
     assert get(good).body == BODY
-    assert len(server._open) == 2
+    assert connections(server) == 2
     incoming.close()
     assert get(good).body == BODY
     server.go.set()
-    while len(server._open) > 1:
+    while connections(server) > 1:
         time.sleep(0.01)
     assert get(good).body == BODY
-    assert len(server._open) == 1
+    assert connections(server) == 1
 
 
 def test_closing_the_iterator_cancels_what_is_under_way(server: ScriptedServer) -> None:
@@ -449,7 +450,7 @@ def test_many_threads_share_the_loop_and_its_connections(server: ScriptedServer)
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert len(server._open) <= len(bodies)
+    assert connections(server) <= len(bodies)
 
 
 def test_a_receiver_may_begin_the_next_transfer(server: ScriptedServer) -> None:

@@ -20,6 +20,7 @@ from forebay.remote import RemoteOptions
 from forebay.remote.http import HttpRemote, transfers
 from forebay.testing import MemorySink, ScriptedServer
 from tests.processes import ended, forked
+from tests.remote_objects import connections
 
 PART = 64 << 10
 BODIES = [random.Random(n).randbytes(PART * 3 + n) for n in range(8)]
@@ -86,9 +87,9 @@ def test_a_fork_closes_the_parents_connections_in_the_child_only(server: Scripte
 
     assert held()
     assert ended(forked(lambda: held() == [])) == 0
-    connections = len(server._open)
+    before = connections(server)
     http.fetch(url, MemorySink())
-    assert len(server._open) == connections
+    assert connections(server) == before
 
 
 # -- Ctrl-C --------------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from forebay.remote.http.receivers import Collected, Incoming, run_many
 from forebay.testing import MemorySink, ScriptedServer
 from tests.harness import opened
 from tests.processes import Line, talk_to
+from tests.remote_objects import connections
 from tests.servers.nginx import Nginx
 from tests.servers.nginx import nginx as running
 
@@ -254,7 +255,7 @@ def test_a_limit_is_set_while_connections_are_idle(store: Store, server: Scripte
     store.configure(Settings(max_connections=2))
     assert body_of(Incoming(request(server.put("/x", b"12345"), store.limits))) == b"12345"
     deadline = time.monotonic() + 10
-    while len(server._open) > 2:
+    while connections(server) > 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

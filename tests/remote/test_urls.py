@@ -83,9 +83,9 @@ def test_different_objects_have_different_keys() -> None:
         assert canonical(one) != canonical(other)
 
 
-@pytest.mark.parametrize("url", [*ALL_DIFFERENT, "file:///a%20b%2525", "relative/../x y"])
-def test_the_key_of_a_key_is_itself(url: str) -> None:
-    assert canonical(canonical(url)) == canonical(url)
+def test_the_key_of_a_key_is_itself() -> None:
+    for url in (*ALL_DIFFERENT, "file:///a%20b%2525", "relative/../x y"):
+        assert canonical(canonical(url)) == canonical(url)
 
 
 @given(st.text(alphabet=st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
@@ -121,10 +121,11 @@ def test_without_one_of_its_parameters_it_is_no_signature(signed: str) -> None:
         assert canonical(f"https://h/a?{query}") != canonical("https://h/a")
 
 
-@pytest.mark.parametrize("query", ["token=5ec3e7&v=1", *(f"v=1&{signed}" for signed in SIGNED), *SIGNED])
-@pytest.mark.parametrize(
-    "start", ["https://me:5ec3e7@h/a", "https://5ec3e7@h/a", "s3://5ec3e7@h/a", "ftp://me:5ec3e7@h/a", "zip://a::http://5ec3e7@h/a"]
-)
+STARTS = ["https://me:5ec3e7@h/a", "https://5ec3e7@h/a", "s3://5ec3e7@h/a", "ftp://me:5ec3e7@h/a", "zip://a::http://5ec3e7@h/a"]
+SECRET = ["token=5ec3e7&v=1", *(f"v=1&{signed}" for signed in SIGNED), *SIGNED]
+
+
+@pytest.mark.parametrize(("start", "query"), [*((start, SECRET[0]) for start in STARTS), *((STARTS[0], query) for query in SECRET[1:])])
 def test_no_secret_in_a_key(start: str, query: str) -> None:
     assert "5ec3e7" not in canonical(f"{start}?{query}")
 

@@ -125,9 +125,9 @@ def test_what_is_not_there_is_not_found(place: Place) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "/etc/passwd", "../x", "a/../../x", "./a", "a/..", "nul\0", 7])
-def test_no_key_leads_out_of_the_prefix(place: Place, key: Any) -> None:
+def test_no_key_leads_out_of_the_prefix(tmp_path: Path, key: Any) -> None:
     with pytest.raises(errors.ConfigError, match="no key"):
-        place.source[key]
+        UrlSource(tmp_path)[key]
 
 
 def test_a_copy_by_pickle_reads_the_same(place: Place) -> None:
@@ -240,14 +240,19 @@ def test_size_and_version_cost_no_request(server: ScriptedServer) -> None:
 # -- with a cache --------------------------------------------------------------------------------------------------------
 
 
+def bound(cache: forebay.Cache, prefix: Any, **how: Any) -> UrlSource:
+    """One that asks as a cache does: made by a prefetcher of it."""
+    with cache.prefetcher(UrlSource(prefix, **how)) as pool:
+        assert isinstance(pool.source, UrlSource)
+        return pool.source
+
+
 def test_an_object_is_one_request(server: ScriptedServer, cache: forebay.Cache) -> None:
     server.put("/d/a", b"body")
-    source = UrlSource(f"{server.url}/d")
-    source.bind(cache._origin)
+    source = bound(cache, f"{server.url}/d")
     assert source["a"] == b"body"
     assert len(server.requests) == 1
-    counts = cache._store.counts()
-    assert (counts["requests"], counts["bytes_remote"]) == (1, 4)
+    assert (cache.stats().requests, cache.stats().bytes_remote) == (1, 4)
 
 
 def test_a_source_asks_as_its_cache_does(server: ScriptedServer, tmp_path: Path) -> None:
@@ -256,7 +261,7 @@ def test_a_source_asks_as_its_cache_does(server: ScriptedServer, tmp_path: Path)
     with pytest.raises(errors.AccessDenied):
         source["a"]
     with forebay.Cache(tmp_path / "root", budget=MiB, min_free=0, remote_options=RemoteOptions(headers={"X-Key": "k"})) as cache:
-        source.bind(cache._origin)
+        cache.prefetcher(source).close()
         assert source["a"] == b"body"
     assert source["a"] == b"body"  # of a cache that was closed, too
     assert UrlSource(f"{server.url}/d", options=RemoteOptions(headers={"X-Key": "k"}))["a"] == b"body"
@@ -278,9 +283,7 @@ def test_offline_only_local_files_are_read(server: ScriptedServer, cache: foreba
     (tmp_path / "a").write_bytes(b"here")
     server.put("/d/a", b"body")
     with forebay.Cache(cache.path, offline=True) as offline:
-        there, here = UrlSource(f"{server.url}/d"), UrlSource(tmp_path)
-        for source in (there, here):
-            source.bind(offline._origin)
+        there, here = bound(offline, f"{server.url}/d"), bound(offline, tmp_path)
         with pytest.raises(errors.Offline):
             there["a"]
         assert here["a"] == b"here"
@@ -289,11 +292,10 @@ def test_offline_only_local_files_are_read(server: ScriptedServer, cache: foreba
 
 def test_what_fails_is_counted(server: ScriptedServer, cache: forebay.Cache) -> None:
     server.put("/d/a", b"body", statuses=[503] * 9)
-    source = UrlSource(f"{server.url}/d", options=FAST)
-    source.bind(cache._origin)
+    source = bound(cache, f"{server.url}/d", options=FAST)
     with pytest.raises(errors.RemoteUnavailable):
         source["a"]
-    assert cache._store.counts()["requests"] == 3
+    assert cache.stats().requests == 3
 
 
 # -- decoders ------------------------------------------------------------------------------------------------------------

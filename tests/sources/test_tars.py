@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import forebay
 from forebay import errors
 from forebay._model import ObjectInfo, Span
+from forebay.cache import origin_of
 from forebay.origin.prefix import RemoteAccess
 from forebay.remote import RemoteOptions
 from forebay.sources import SourceInfo, TarSource, shards, tar_index
@@ -364,9 +365,13 @@ def test_shards_of_a_web_server(folder: Path, tmp_path_factory: pytest.TempPathF
 
 
 def test_shards_in_several_buckets() -> None:
-    source = TarSource(["s3://one/x.tar", "s3://two/x.tar"])
-    assert source.shards() == ["s3://one/x.tar", "s3://two/x.tar"]
-    assert source._split("s3://two/x.tar/a/b") == ("s3://two/x.tar", "a/b")
+    fsspec = pytest.importorskip("fsspec")
+    shards = ["memory://one/x.tar", "memory://two/x.tar"]
+    for url in shards:
+        fsspec.filesystem("memory").pipe_file(url, tar_of({"a/b": url.encode()}))
+    source = TarSource(shards)
+    assert source.shards() == shards
+    assert [source[f"{url}/a/b"] for url in shards] == [url.encode() for url in shards]
 
 
 def test_no_shards(tmp_path: Path) -> None:
@@ -464,9 +469,10 @@ def test_a_child_that_was_forked_while_an_index_is_made_makes_its_own(server: Sc
 
 
 def bound(cache: forebay.Cache, *shards: str) -> TarSource:
-    source = TarSource(shards)
-    source.bind(cache._origin)
-    return source
+    """One that asks as the cache does: made by a prefetcher of it."""
+    with cache.prefetcher(TarSource(shards)) as pool:
+        assert isinstance(pool.source, TarSource)
+        return pool.source
 
 
 def test_an_index_is_kept_for_all_processes(server: ScriptedServer, cache: forebay.Cache) -> None:
@@ -477,9 +483,7 @@ def test_an_index_is_kept_for_all_processes(server: ScriptedServer, cache: foreb
     assert bound(cache, url)["a.tar/000004.json"] == b'{"label": 4}'
     assert in_child(lambda: bound(cache, url)["a.tar/000005.json"]) == b'{"label": 5}'
     assert (server.gets, server.heads) == (before, heads)  # what is known of the shard was asked for not long ago
-    counts = cache._store.counts()
-    assert counts["requests"] == len(server.requests)
-    assert counts["bytes_remote"] == server.sent
+    assert (cache.stats().requests, cache.stats().bytes_remote) == (len(server.requests), server.sent)
 
 
 def test_processes_that_want_one_shard_index_it_once(server: ScriptedServer, cache: forebay.Cache) -> None:
@@ -652,7 +656,7 @@ def test_a_cache_that_cannot_keep_it_is_done_without(server: ScriptedServer, tmp
             source = bound(cache, url)
             assert source["a.tar/000003.json"] == b'{"label": 3}'
             assert source["a.tar/000004.json"] == b'{"label": 4}'
-    closed = bound(tiny, url)
+        closed = bound(tiny, url)
     assert closed["a.tar/000003.json"] == b'{"label": 3}'
     assert cache.closed
 
@@ -662,9 +666,11 @@ def test_a_root_that_may_only_be_read_gives_its_indexes(server: ScriptedServer, 
     bound(cache, kept).size("a.tar/000003.json")
     before = server.gets
     with forebay.Cache(cache.path, read_only=True) as reader:
-        assert bound(reader, kept).size("a.tar/000003.json") == 12
+        source = TarSource([kept, other])
+        source.bind(origin_of(reader))
+        assert source.size("a.tar/000003.json") == 12
         assert server.gets == before
-        assert bound(reader, other).size("b.tar/000002.json") == 12
+        assert source.size("b.tar/000002.json") == 12
 
 
 def test_an_upstream_root_gives_its_indexes(server: ScriptedServer, cache: forebay.Cache, tmp_path: Path) -> None:

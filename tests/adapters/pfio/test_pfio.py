@@ -351,7 +351,7 @@ def sized(i: int, size: int | None) -> bytes | None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [[None], [0], [None, None, 5], [0, 0, 0], [7], [0, 1 << 20, 4096, 4095, 4097, None, 0], [300_000] * 40, [*range(0, 3000, 7)]],
+    [[None], [0, 0, 0], [7], [0, 1 << 20, 4096, 4095, 4097, None, 0], [*range(0, 3000, 7)]],
     ids=lambda sizes: f"{len(sizes)} of {sizes[-1]}",
 )
 @pytest.mark.parametrize("kernel", [True, False], ids=["in the kernel", "by hand"])
@@ -581,8 +581,7 @@ def spawned(cache: Any, first: int, queue: Any) -> None:
         queue.put((cache.get(first), outcome(lambda: cache.preserve("x")), cache.closed))
 
 
-@pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(("given", "method"), [(True, "spawn"), (False, "forkserver")])
 def test_spawned_workers(given: bool, method: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_BUDGET", "64MiB")  # of the node's cache: not of what lies in `dir`
     context = multiprocessing.get_context(method)

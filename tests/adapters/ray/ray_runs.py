@@ -100,7 +100,7 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
         small: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
-        ray.init(**small, log_to_driver=False, configure_logging=False, _temp_dir=place)
+        ray.init(address="local", **small, log_to_driver=False, configure_logging=False, _temp_dir=place)
         try:
             found = {name: run(name, each) for name, each in told.items()}
         finally:

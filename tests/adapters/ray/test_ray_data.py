@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from tests.pages import run
 
 BEGIN = """
 import os, ray
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=100 << 20)
+node = {{"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 << 20, "_temp_dir": {place!r}}}
+ray.init(address="local", log_to_driver=False, logging_level="ERROR", **node)
 os.environ["TQDM_DISABLE"] = "1"
 """
 
@@ -34,6 +36,7 @@ def test_objects_and_files_of_ray_data_are_fetched_once(server: ScriptedServer, 
         .replace('target_protocol="s3"', 'target_protocol="http"')
         .replace('"cache"', repr(str(tmp_path / "cache")))
     )
-    shown = run(f"{BEGIN}urls, tables = {urls}, {tables}\n{program}", tmp_path)
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:  # the paths of sockets are short
+        shown = run(f"{BEGIN.format(place=place)}urls, tables = {urls}, {tables}\n{program}", tmp_path)
     assert shown == f"{sorted([str(b'%d' % number) for number in range(COUNT)] + ['1', '1', '2', '2'] * (len(which) - 1))}\n"
     assert server.gets == COUNT + len(tables)
