@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +24,7 @@ from forebay import errors
 from forebay.testing import ScriptedServer
 from tests.adapters.test_torch import raised_by
 from tests.harness import KiB, MiB
+from tests.items import until
 from tests.processes import in_child
 from tests.scenarios.test_prefetch import brim
 from tests.servers.nginx import nginx
@@ -343,13 +343,6 @@ def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
     result = pool.submit(work).result
     pool.shutdown(wait=False)
     return result
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_whole_shards_are_entries_that_other_calls_find(cache: forebay.Cache, server: ScriptedServer, urls: str) -> None:

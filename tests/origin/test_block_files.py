@@ -9,7 +9,6 @@ import json
 import os
 import random
 import threading
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from forebay.origin import block_files
 from forebay.origin.block_files import SHARE, BlockFile, ReadAhead
 from forebay.origin.blocks import Blocks
 from forebay.testing import ScriptedServer
+from tests.items import until
 from tests.processes import in_child
 
 SIZE = 64_000
@@ -243,13 +243,6 @@ LONG = os.urandom(SIZE * 60)
 @pytest.fixture
 def long(server: ScriptedServer) -> str:
     return server.put("/long.bin", LONG)
-
-
-def until(is_so: object) -> None:
-    deadline = time.monotonic() + 30
-    while not is_so():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        os.sched_yield()
 
 
 def test_a_sequential_reader_finds_the_next_blocks_fetched(cache: forebay.Cache, server: ScriptedServer, long: str) -> None:

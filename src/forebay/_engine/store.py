@@ -140,7 +140,6 @@ class Store:
         self.engine.after_fork_parent()
 
     def after_fork_child(self) -> None:
-        Store._opening = threading.RLock()
         self.engine.after_fork_child()
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -590,3 +589,11 @@ class Store:
         from forebay._engine import check
 
         check.repair(self.root, self.engine.catalog, self.engine.writers.eviction, self.engine.writers.fill, self.engine.reading, problems)
+
+
+def _renew_lock() -> None:
+    """The parent's thread that was opening a root, perhaps its first, does not exist in the child."""
+    Store._opening = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

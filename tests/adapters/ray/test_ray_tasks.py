@@ -28,6 +28,7 @@ from forebay.adapters import ray as ours
 from forebay.adapters.ray.tasks import size_in
 from forebay.tasks.identity import code_of
 from tests.adapters.ray_cluster import AWAY, HEAD, Log, Nodes, node
+from tests.items import until
 
 SRC = str(Path(__file__).parents[3] / "src")
 
@@ -636,13 +637,6 @@ def waits(x: int, log: Log, gate: str) -> int:
     while not os.path.exists(gate):
         time.sleep(0.02)
     return x * x
-
-
-def until(true: Any, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def head_pid(namespace: str = "forebay") -> int:
