@@ -239,6 +239,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     A test that keeps something on purpose is marked ``@pytest.mark.keeps("why")``."""
     before = set(threading.enumerate())
     frameworks = sys.modules.keys() & FRAMEWORKS
+    gc.freeze()  # the collection at the end then looks at what this test made, not at all that is left of those before it
     yield
     if frameworks_wanted(request.config) == "without":
         assert sys.modules.keys() & FRAMEWORKS == frameworks, "the test belongs to those that are marked with `frameworks`"
@@ -247,12 +248,15 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     place = request.node.funcargs.get("tmp_path")
     request.node.funcargs.clear()  # else the fixtures' values live longer than the fixtures
     deadline = time.monotonic() + 30  # a thread that waits for a remote ends with its request
+    collected = False
     while True:
         left = {"threads": threads_of_forebay(before)}
         if place is not None:
             left |= {"descriptors": descriptors(place), "mappings": mapped(place)}
         if not any(left.values()) or time.monotonic() > deadline:
             break
-        gc.collect()  # only now: it takes 50 ms in a process that has imported what all tests need
-        time.sleep(0.02)
+        if collected:
+            time.sleep(0.01)
+        gc.collect()  # only now: many tests leave nothing
+        collected = True
     assert {what: names for what, names in left.items() if names} == {}

@@ -131,7 +131,7 @@ class ScriptedServer:
         self._open: set[socket.socket] = set()
         self._server = _Server(self)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name="scripted-server", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.005,), name="scripted-server", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:

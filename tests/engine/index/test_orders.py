@@ -124,10 +124,10 @@ def test_a_forked_child_tells_nothing_and_does_not_end_its_parents_table(store: 
 
 @pytest.mark.rotates
 def test_more_than_a_table_holds_keeps_the_nearest(store: Store, mine: Orders) -> None:
-    known = hashes(3 * BUCKETS)
+    known = hashes(2 * BUCKETS)
     its = announcing(store, known)
-    found = [mine.turns_until(hash) < NEVER for hash in known]
-    assert sum(found[: BUCKETS // 2]) >= 0.95 * BUCKETS // 2
+    found = [mine.turns_until(hash) < NEVER for hash in known[: BUCKETS // 2 : 20]]
+    assert sum(found) >= 0.95 * len(found)
     its.close()
 
 
