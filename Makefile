@@ -30,7 +30,7 @@ $(VENV)/.core: pyproject.toml | $(VENV)/bin/python
 # What `make quick` needs. An environment that has more has it too.
 $(VENV)/.quick: pyproject.toml | $(VENV)/bin/python
 	$(PY) -m pip install --quiet --upgrade 'pip>=25.1'
-	$(PY) -m pip install --quiet --no-compile -e '.[fsspec,arrow,tasks]' --group quick
+	$(PY) -m pip install --quiet --no-compile -e '.[s3,fsspec,arrow,tasks]' --group quick
 	@touch $@ $(VENV)/.core
 
 # Tests, linters, docs and the peers of the benchmarks: one pip command, so that the torch that is pinned is the torch that is taken.

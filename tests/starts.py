@@ -46,7 +46,7 @@ def _leads(function: FunctionType, name: str, item: pytest.Item) -> bool:
     """Whether a name in a function, or the fixture that a text in it names, starts one."""
     if name in _NAMES:
         return True
-    value: Any = function.__globals__.get(name) or _fixture(name, item)
+    value: Any = function.__globals__[name] if name in function.__globals__ else _fixture(name, item)
     module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
     if module.startswith(_MODULES):
         return True

@@ -350,6 +350,7 @@ def test_secrets_are_not_told(http: FilesystemRemote, server: ScriptedServer) ->
 
 def test_which_filesystems_are_asked_in_this_process(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow.fs")
+    pytest.importorskip("aiohttp")
     by_url = FilesystemRemote()
     assert isinstance(by_url._access("memory://a"), InProcessClient)
     assert isinstance(by_url._access("zip://a::memory://b"), InProcessClient)

@@ -39,7 +39,7 @@ class Node:
             self._established.move_to_end(key)
         elif size <= self._capacity:
             self._insert(key, size)
-        self.ghosts.use(xxhash.xxh3_64_intdigest(str(key)), size, self._now, is_hit=is_hit)
+        self.ghosts.use(xxhash.xxh3_64_intdigest(str(key).encode()), size, self._now, is_hit=is_hit)
         return is_hit
 
     def _insert(self, key: int, size: int) -> None:
@@ -189,7 +189,7 @@ def test_the_sample_is_as_large_as_the_ghosts_can_hold() -> None:
         ghosts = Ghosts(empty())
         ghosts.learn(100 * fitting, NOW)
         for key in range(2 * fitting):
-            ghosts.use(xxhash.xxh3_64_intdigest(str(key)), 100, NOW + key, is_hit=False)
+            ghosts.use(xxhash.xxh3_64_intdigest(str(key).encode()), 100, NOW + key, is_hit=False)
         keys = fitting / ghosts.standing().share
         assert MOST / 4 <= keys <= MOST or (keys == fitting and fitting < MOST)
 
@@ -200,7 +200,7 @@ def test_larger_objects_double_the_sample_again() -> None:
     ghosts.learn(100 * 50_000, NOW)
     for size, expected in ((100, 128), (10_000, 4)):
         for key in range(60_000):
-            ghosts.use(xxhash.xxh3_64_intdigest(f"{size} {key}"), size, NOW + key, is_hit=False)
+            ghosts.use(xxhash.xxh3_64_intdigest(f"{size} {key}".encode()), size, NOW + key, is_hit=False)
         assert ghosts.standing().share in (expected, expected // 2)
 
 
@@ -218,7 +218,7 @@ def test_a_key_outside_of_the_sample_changes_nothing() -> None:
     ghosts = Ghosts(words)
     ghosts.learn(1000, NOW)
     for key in range(10_000):
-        ghosts.use(xxhash.xxh3_64_intdigest(str(key)), 1, NOW + key, is_hit=False)
+        ghosts.use(xxhash.xxh3_64_intdigest(str(key).encode()), 1, NOW + key, is_hit=False)
     before = bytes(words)
     assert ghosts.standing().share > 1
     ghosts.use((1 << 64) - 1, 1, NOW, is_hit=False)
@@ -264,7 +264,7 @@ def test_a_policy_leads_by_its_hits_of_late() -> None:
     ghosts.learn(200 * 100, NOW)
     for epoch in permutations(400, 3):
         for key in epoch:
-            ghosts.use(xxhash.xxh3_64_intdigest(str(key)), 100, NOW + key, is_hit=False)
+            ghosts.use(xxhash.xxh3_64_intdigest(str(key).encode()), 100, NOW + key, is_hit=False)
     standing = ghosts.standing()
     assert standing.bimodal
     assert standing.hits[BIMODAL] > 1.2 * standing.hits[0]
