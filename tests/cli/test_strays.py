@@ -83,7 +83,9 @@ def test_prune_asks_before_strays_go(planted: dict[str, Path], run: Run) -> None
     assert not any(path.exists() for path in ours)
 
 
-@pytest.mark.parametrize("name", ["blobs/{other}/{id:016x}", "blobs/{other}/{id:016x}.tar", "trees/{id:016x}.tree", "packs/{id:016x}.x/index"])
+@pytest.mark.parametrize(
+    "name", ["blobs/{other}/{id:016x}", "blobs/{other}/{id:016x}.tar", "trees/{id:016x}.tree", "packs/{id:016x}.x/index"]
+)
 @pytest.mark.parametrize("id", [0x1FF, None], ids=["of its own", "an entry's"])
 def test_a_name_of_ours_where_it_does_not_belong_is_somebodys(home: Path, run: Run, name: str, id: int | None) -> None:
     with Cache(home, budget=64 * MiB, min_free=0) as cache:
