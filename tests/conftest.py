@@ -239,7 +239,6 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     A test that keeps something on purpose is marked ``@pytest.mark.keeps("why")``."""
     before = set(threading.enumerate())
     frameworks = sys.modules.keys() & FRAMEWORKS
-    gc.freeze()  # the collection at the end then looks at what this test made, not at all that is left of those before it
     yield
     if frameworks_wanted(request.config) == "without":
         assert sys.modules.keys() & FRAMEWORKS == frameworks, "the test belongs to those that are marked with `frameworks`"
@@ -257,6 +256,6 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
             break
         if collected:
             time.sleep(0.01)
-        gc.collect()  # only now: many tests leave nothing
+        gc.collect()  # only now: it takes 50 ms in a process that has imported what all tests need
         collected = True
     assert {what: names for what, names in left.items() if names} == {}
