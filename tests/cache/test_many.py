@@ -298,17 +298,18 @@ def test_an_error_reaches_the_process_that_waits(tmp_path: Path, server: Scripte
     assert server.gets == 1
 
 
+def read_until_given_up(cache: forebay.Cache, urls: list[str], line: Line) -> None:
+    """Read in a child until Ctrl-C ends the call; the process then lives on until its line closes."""
+    with pytest.raises(KeyboardInterrupt):
+        cache.read_many(urls)
+    line.say("given up")
+    line.hear()
+
+
 def test_a_call_that_is_given_up_releases_its_keys(cache: forebay.Cache, server: ScriptedServer) -> None:
     urls, bodies = several(server, [1_000] * 40)
     server.objects["/5.bin"].stall_after = 10
-
-    def interrupted(line: Line) -> None:
-        with pytest.raises(KeyboardInterrupt):
-            cache.read_many(urls)
-        line.say("given up")
-        line.hear()
-
-    with talk_to(interrupted) as other:
+    with talk_to(lambda line: read_until_given_up(cache, urls, line)) as other:
         assert server.stalled.wait(60)
         other.signal(signal.SIGINT)
         assert other.hear() == "given up"
@@ -446,14 +447,7 @@ def test_a_damaged_copy_is_not_given_out(what: str, tmp_path: Path, server: Scri
 def test_threads_of_a_call_that_is_given_up_release_their_keys(tmp_path: Path, server: ScriptedServer) -> None:
     urls, bodies = several(server, [1_000] * 3, statuses=[503])
     with forebay.Cache(tmp_path / "root", remote_options=forebay.RemoteOptions(backoff=60)) as cache:
-
-        def interrupted(line: Line) -> None:
-            with pytest.raises(KeyboardInterrupt):
-                cache.read_many(urls)
-            line.say("given up")
-            line.hear()
-
-        with talk_to(interrupted) as other:
+        with talk_to(lambda line: read_until_given_up(cache, urls, line)) as other:
             until(lambda: server.gets == len(urls), "the failures, after which the threads wait")
             other.signal(signal.SIGINT)
             assert other.hear() == "given up"
