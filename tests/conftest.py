@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import os
 import pkgutil
 import re
@@ -155,6 +156,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
                 item.add_marker(pytest.mark.skip(reason="needs root"))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What the tests of a file shared can go when it ends."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.unfreeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
@@ -247,15 +255,17 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     place = request.node.funcargs.get("tmp_path")
     request.node.funcargs.clear()  # else the fixtures' values live longer than the fixtures
     deadline = time.monotonic() + 30  # a thread that waits for a remote ends with its request
-    collected = False
-    while True:
+    for look in itertools.count():
         left = {"threads": threads_of_forebay(before)}
         if place is not None:
             left |= {"descriptors": descriptors(place), "mappings": mapped(place)}
         if not any(left.values()) or time.monotonic() > deadline:
             break
-        if collected:
+        if look == 1:
+            gc.unfreeze()
+        if look > 1:
             time.sleep(0.01)
-        gc.collect()  # only now: it takes 50 ms in a process that has imported what all tests need
-        collected = True
+        gc.collect()
+    if look:
+        gc.freeze()  # what lives now lives on: else each test would have its collection look at the objects of all before it
     assert {what: names for what, names in left.items() if names} == {}

@@ -152,6 +152,20 @@ def test_ctrl_c_ends_a_pause_between_attempts(server: ScriptedServer) -> None:
     assert took < SOON
 
 
+def test_ctrl_c_before_the_transfers_are_woken_loses_no_later_wake_up(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, http, write = server.put("/a", b"x"), HttpRemote(OPTIONS), os.eventfd_write
+
+    def interrupted(descriptor: int, number: int) -> None:
+        monkeypatch.setattr(os, "eventfd_write", write)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "eventfd_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        while True:  # until the loop sleeps when one begins
+            http.stat(url)
+    assert http.stat(url).size == 1
+
+
 # -- memory --------------------------------------------------------------------------------------------------------------
 
 SMALL_MEMORY = """

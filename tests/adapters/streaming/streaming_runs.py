@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -65,6 +66,10 @@ class Node:
 
 @contextlib.contextmanager
 def own_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    machine = os.open(
+        "/dev/shm", os.O_RDONLY
+    )  # jobs with Streaming as it is share names of the whole machine: no two test processes at once
+    fcntl.flock(machine, fcntl.LOCK_EX)
     # Not below `tmp_path`: multiprocessing makes a socket there, whose path must not be long, and loses what is sent if it is.
     registry, locks = Path(f"/dev/shm/forebay-test-{secrets.token_hex(6)}"), Path(tempfile.mkdtemp(prefix="fb-"))
     monkeypatch.setattr(tempfile, "tempdir", str(locks))
@@ -76,6 +81,8 @@ def own_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
         claims.prune_claims()  # with what they have outside of it
         shutil.rmtree(registry, ignore_errors=True)
         shutil.rmtree(locks, ignore_errors=True)
+        fcntl.flock(machine, fcntl.LOCK_UN)  # forked children have it too
+        os.close(machine)
 
 
 Say = Callable[[Any], None]

@@ -269,7 +269,7 @@ class _Loop:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._watched: set[int] = set()
         self._commands: deque[Callable[[], None]] = deque()
-        self._awake = False  # whether the loop will look at the commands without being woken; a needless wake-up does no harm
+        self._awake = False  # whether the loop will look at the commands without being woken. Only the loop sets it
         self.sockets: dict[int, int] = {}  # descriptor -> inode of every socket that libcurl opened; it may have closed it since
         self.peers: dict[int, str] = {}  # descriptor -> what it is connected to; without those that were closed here
         self._admission = Admission(self._begin, self._close_idle, self.finish)
@@ -298,7 +298,6 @@ class _Loop:
             self._wake_up()
 
     def _wake_up(self) -> None:
-        self._awake = True
         os.eventfd_write(self._wake, 1)
 
     @property
