@@ -129,16 +129,21 @@ def turn_of(item: pytest.Item) -> int:
     return next((turn for turn, part in enumerate(LONG_FIRST) if path.is_relative_to(part)), len(LONG_FIRST))
 
 
+def is_of_part(item: pytest.Item) -> bool:
+    """Whether a test is of the part that ``--part`` chose."""
+    if item.get_closest_marker("stress") is not None:
+        return bool(item.config.getoption("part")) and parts.takes(item.nodeid, parts.STRESS)
+    rotates = item.get_closest_marker("rotates")
+    return rotates is None or parts.takes(next(iter(rotates.args), item.nodeid))
+
+
 def is_wanted(item: pytest.Item) -> bool:
     """Whether the options leave a test in."""
-    config = item.config
-    frameworks = frameworks_wanted(config)
-    rotates = item.get_closest_marker("rotates")
+    frameworks = frameworks_wanted(item.config)
     return (
         (frameworks == "with" or is_of_frameworks(item) == (frameworks == "only"))
-        and (rotates is None or parts.takes(next(iter(rotates.args), item.nodeid)))
-        and (item.get_closest_marker("stress") is None or bool(config.getoption("part") and parts.takes(item.nodeid, parts.STRESS)))
-        and not (config.getoption("quick") and starts(item))
+        and is_of_part(item)
+        and not (item.config.getoption("quick") and starts(item))
     )
 
 

@@ -47,6 +47,7 @@ def written(place: Path, text: str) -> str:
 # -- the actor ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 def test_values_by_tag(store: Any) -> None:
     assert ray.get(store.write.remote("k", {"v": 42}))
     assert ray.get(store.read.remote("k")) == (True, {"v": 42})
@@ -86,6 +87,7 @@ def test_writing_again_replaces_value_and_size(store: Any) -> None:
     assert ray.get(store.read.remote("k")) == (True, "much longer " * 5)
 
 
+@pytest.mark.rotates
 def test_the_next_actor_goes_on(store: Any, place: Path) -> None:
     for tag in "abc":
         ray.get(store.write.remote(tag, [tag]))
@@ -120,6 +122,7 @@ def from_elsewhere(handle: chia.Handle, tag: str) -> Any:
     return ray.get([handle.read.chia_remote(tag), active.read.options(name="read").remote(tag)])
 
 
+@pytest.mark.rotates
 def test_start_and_stop(nodes: Nodes, place: Path) -> None:
     handle = chia.start_cache(size=4, units="mib", cache_dir_path=str(place / "cache"), namespace="chia-tests")
     try:
@@ -144,6 +147,7 @@ def test_start_and_stop(nodes: Nodes, place: Path) -> None:
         handle.__nothing__  # noqa: B018
 
 
+@pytest.mark.rotates
 def test_what_is_cached_is_said_by_the_file(nodes: Nodes, place: Path) -> None:
     assert chia.is_cached("shorthand") is False
     handle = chia.start_cache(1, str(place / "cache"), "GB", yaml_path=written(place, CACHE))
@@ -237,6 +241,7 @@ class OfChia:
         return 0
 
 
+@pytest.mark.rotates
 def test_a_cache_of_chia_s_own_is_not_taken_for_ours(nodes: Nodes, place: Path) -> None:
     theirs = OfChia.options(name=chia.NAME, namespace="theirs").remote()
     ray.get(theirs.size_bytes.remote())

@@ -57,6 +57,7 @@ def test_webdataset_reads_shards_through_the_cache(server: ScriptedServer, tmp_p
     assert server.gets == 3
 
 
+@pytest.mark.rotates
 def test_litdata_reads_a_directory_in_place(tmp_path: Path) -> None:
     needs("litdata", "torch")
     writer = importlib.import_module("litdata.streaming.writer")

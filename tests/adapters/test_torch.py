@@ -407,6 +407,7 @@ def test_items_that_cannot_be_pickled(cache: forebay.Cache, log: Log) -> None:
     assert len(told) == 1
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("codec", "why"), [("raw", "tuple is not bytes-like"), ("numpy", "stores one numpy.ndarray"), ("json", "is a tuple")]
 )

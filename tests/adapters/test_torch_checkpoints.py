@@ -102,6 +102,7 @@ def test_one_process_loads_what_two_ranks_saved_and_again_without_a_request(serv
         since = Sent(served)
 
 
+@pytest.mark.rotates
 def test_a_plan_that_needs_one_small_tensor_fetches_its_blocks_alone(served: Nginx, cache: Cache, tmp_path: Path) -> None:
     state = {"big": whole(), "small": torch.arange(10)}
     dcp.save(state, checkpoint_id=str(served.files / "mixed"), no_dist=True)

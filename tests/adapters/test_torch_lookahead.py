@@ -99,6 +99,7 @@ def test_the_window_bounds_what_is_drawn(cache: forebay.Cache, server: ScriptedS
     assert server.gets <= OBJECTS
 
 
+@pytest.mark.rotates
 def test_a_horizon_draws_so_far_ahead_and_yields_the_same(cache: forebay.Cache, server: ScriptedServer, urls: list[str]) -> None:
     dataset = UrlDataset(urls, number, cache=cache)
     chosen, drawn = [i % OBJECTS for i in range(5 * OBJECTS)], list[int]()
@@ -115,6 +116,7 @@ def test_a_horizon_draws_so_far_ahead_and_yields_the_same(cache: forebay.Cache, 
     assert server.gets <= OBJECTS
 
 
+@pytest.mark.rotates
 def test_epochs_reach_the_sampler(cache: forebay.Cache, urls: list[str]) -> None:
     dataset = UrlDataset(urls, number, cache=cache)
     sampler = data.DistributedSampler(dataset, num_replicas=1, rank=0)

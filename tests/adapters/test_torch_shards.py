@@ -176,6 +176,7 @@ def test_a_worker_that_is_killed_leaves_the_shards_that_it_has_fetched(
     assert gets["/shard-000.tar"] == gets["/shard-002.tar"] == 1  # they had come, and are kept
 
 
+@pytest.mark.rotates
 def test_s01_a_worker_that_is_killed_while_its_next_shards_come_leaves_nothing(cache: forebay.Cache, tmp_path: Path) -> None:
     mark = tmp_path / "killed"
 

@@ -47,6 +47,7 @@ def test_workers_of_a_training_are_its_ranks(said: Any, kind: str) -> None:
     assert {(item["job"], item["how"]) for item in everyone} == {(told[0]["job"], "the run of Ray Train")}
 
 
+@pytest.mark.rotates
 def test_two_trainings_are_two_jobs(said: Any) -> None:
     assert said["plain"][0]["job"] != said["torch"][0]["job"]
 

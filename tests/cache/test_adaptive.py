@@ -87,6 +87,7 @@ def test_a_prefetcher_with_half_a_budget_keeps_nearly_half(server: Nginx, quick_
     assert max(fetched[2:]) <= COUNT - 0.9 * COUNT / 2, fetched
 
 
+@pytest.mark.rotates
 def test_what_was_warmed_stays_for_its_reader(server: Nginx, quick_path: Path) -> None:
     with forebay.Cache(quick_path / "root", budget=CHARGED // 2, min_free=0, max_age="forever") as cache:
         for epoch in permutations(COUNT, 3):

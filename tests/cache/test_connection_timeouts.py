@@ -111,6 +111,7 @@ def test_all_requests_of_a_call_wait_together(cache: forebay.Cache, server: Scri
         assert asked(server) == {"/stalls"}
 
 
+@pytest.mark.rotates
 def test_a_call_that_has_a_connection_does_not_wait(cache: forebay.Cache, server: ScriptedServer) -> None:
     """Its requests wait for each other, for as long as that takes."""
     urls = [server.put(f"/{number}", b"%d" % number * 100, stall_after=1, stalls=1) for number in range(3)]
@@ -142,6 +143,7 @@ def is_fetched(cache: forebay.Cache, url: str) -> bool:
     raise AssertionError("it was fetched")
 
 
+@pytest.mark.rotates
 def test_the_time_limit_of_one_call_is_no_failure_of_those_that_wait_for_the_object(cache: forebay.Cache, server: ScriptedServer) -> None:
     url, results = server.put("/a", b"a"), list[bytes]()
     with connection_elsewhere(cache, server):

@@ -104,6 +104,7 @@ def test_a_cache_that_is_switched_off_has_none(tmp_path: Path) -> None:
     assert not os.path.exists(tmp_path / "root")
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("budget", [BUDGET, 1 << 20], ids=["with room", "past the cache"])
 def test_a_copy_of_a_directory_stays_within_them(budget: int, tmp_path: Path, server: ScriptedServer) -> None:
     bodies = {f"f{number}": bytes([number]) * 200_000 for number in range(12)}

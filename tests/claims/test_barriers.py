@@ -359,6 +359,7 @@ def test_ranks_that_join_later_are_told_of_no_earlier_death(place: Path, context
     assert sorted(child.result()[0] for child in new) == [0, 1, 2]
 
 
+@pytest.mark.rotates
 def test_survivors_that_go_on_at_once(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     """The first to be told comes again before the others woke: nobody is told twice of one death."""
 
@@ -606,6 +607,7 @@ def test_ctrl_c_takes_the_arrival_back(place: Path, context: ClaimContext, child
     assert Barrier(context, NAME).wait(1) == 0
 
 
+@pytest.mark.rotates
 def test_a_barrier_logs_for_whom_it_waits(
     place: Path, context: ClaimContext, children: ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -310,6 +310,7 @@ def test_a_killed_leader_is_waited_for_until_the_last_of_it_is_gone(node: Regist
     killing.join()
 
 
+@pytest.mark.rotates
 def test_what_does_not_end_in_time_is_a_conflict(node: Registry, children: ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
     leader = held(children, "/local", world=rank(0, 2), job="job")
     follower = held(children, "/local", world=rank(1, 2), job="job")

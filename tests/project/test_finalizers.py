@@ -56,6 +56,7 @@ def breaches(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.rotates
 def test_no_finalizer_relies_on_its_module() -> None:
     assert {module: found for module, path in MODULES.items() if (found := breaches(path.read_text()))} == {}
 

@@ -73,6 +73,7 @@ def test_a_row_of_several_lines_cannot_be_lowered(tool: ModuleType) -> None:
         tool.lowered("[lines]\nmost = 50_000\n", {"lines": 49_000})
 
 
+@pytest.mark.rotates
 def test_the_file_of_the_repository_can_be_read_and_lowered(tool: ModuleType) -> None:
     text = tool.CEILINGS.read_text()
     ceilings = tool.ceilings_of(text)

@@ -248,6 +248,7 @@ def test_the_helper_writes_no_file(server: ScriptedServer, tmp_path: Path) -> No
 # -- what takes too long -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 def test_s26_a_stall_ends_in_time(server: ScriptedServer) -> None:
     pytest.importorskip("aiohttp")
     options = RemoteOptions(part=PART, backoff=0.01, read_timeout=1.5, attempts=2)

@@ -404,6 +404,7 @@ def test_an_address_with_a_zone() -> None:
     assert f"\r\nHost: [{address.partition('%')[0]}]:{port}\r\n".encode() in heads[0]  # a zone means nothing to the host
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("host", ["[fe80::1%lo]", "[fe80::1%25lo]", "[fe80::1%no-such.0]"])
 def test_an_address_with_a_zone_that_leads_nowhere(host: str) -> None:
     options = RemoteOptions(attempts=1, connect_timeout=5)

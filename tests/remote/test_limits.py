@@ -260,6 +260,7 @@ def test_a_limit_is_set_while_connections_are_idle(store: Store, server: Scripte
         time.sleep(0.01)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("partial", [False, True])
 def test_an_object_in_ranges_needs_one_connection_only(server: ScriptedServer, store: Store, partial: bool) -> None:
     url = server.put("/a", BODY)
@@ -419,6 +420,7 @@ def test_an_idle_connection_goes_when_another_process_wants_one(server: Scripted
         assert child.result(1.5) == b"12345"  # before it would be closed anyway
 
 
+@pytest.mark.rotates
 def test_processes_stay_within_the_rate_together(server: ScriptedServer, tmp_path: Path) -> None:
     """Three seconds' bytes: of the first tenth of a second, and of a piece for each process, nothing is waited for."""
     with forebay.Cache(tmp_path / "root", budget=1 << 26, min_free=0, max_rate="1MB/s") as cache:

@@ -23,6 +23,7 @@ from tests.claiming import REMOTE, alone, rank, text_of
 # -- 8: nobody waits in silence ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 def test_s08_ranks_whose_leader_does_not_come(registry: Path, children: Callable[..., Any], warnings: Any) -> None:
     def follow() -> tuple[list[str], str]:
         with warnings() as said:
@@ -43,6 +44,7 @@ def await_stop(child: Any) -> None:
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
 
 
+@pytest.mark.rotates
 def test_s08_a_stopped_participant_is_named(registry: Path, children: Callable[..., Any], warnings: Any) -> None:
     def take_part(number: int) -> tuple[list[str], int]:
         with warnings() as said:
@@ -89,6 +91,7 @@ def test_s08_a_time_out_names_who_is_stopped(registry: Path, children: Callable[
     born[1].result()
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
 def test_s08_a_stopped_holder_of_a_lock(
     registry: Path, children: Callable[..., Any], warnings: Any, flag: Any, end: signal.Signals

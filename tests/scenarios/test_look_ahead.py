@@ -48,6 +48,7 @@ class Objects:
         return list(self._nginx.gets(f"{self._name}-").values())
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("size", "place"), [(150_000, "/slow"), (4_000_000, "/medium")], ids=["collected", "reserved"])
 def test_s01_a_look_ahead_that_is_killed_leaves_nothing_and_the_others_go_on(root: Path, nginx: Nginx, size: int, place: str) -> None:
     count, workers, budget = 12, 4, 80 * MiB

@@ -14,6 +14,7 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
+from tests import parts
 from tests.harness import MiB
 from tests.items import drop_lazies, until
 
@@ -32,7 +33,7 @@ def put(server: ScriptedServer, count: int, **how: Any) -> str:
 
 
 @pytest.mark.rotates
-@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("seconds", [4, pytest.param(parts.share(60), marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
 @pytest.mark.parametrize("policy", ["wait", "lru"])
 def test_s30_lazies_of_objects_dropped_at_random_moments(
     seconds: int, policy: str, root: Path, server: ScriptedServer, collecting: None

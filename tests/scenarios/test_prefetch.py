@@ -21,6 +21,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.testing import ScriptedServer
+from tests import parts
 from tests.harness import fill_the_disk, usage
 from tests.items import Items, Sized, body, drop_lazies, files_below, until
 
@@ -549,6 +550,7 @@ def test_s26_cut_off_it_is_resumed(root: Path, server: ScriptedServer) -> None:
     assert server.sent < 1.5 * len(data)
 
 
+@pytest.mark.rotates
 def test_s26_a_source_that_stalls_for_ever(root: Path, server: ScriptedServer) -> None:
     from forebay.remote import RemoteOptions
 
@@ -635,7 +637,7 @@ def resident() -> int:
 
 
 @pytest.mark.rotates
-@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("seconds", [4, pytest.param(parts.share(60), marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
 @pytest.mark.parametrize("keep", [True, False], ids=["keep", "scratch"])
 def test_s30_lazies_dropped_at_random_moments(seconds: int, keep: bool, root: Path, collecting: None) -> None:
     """By many threads, while others get and evict: no deadlock, and what nobody holds takes nothing."""

@@ -15,6 +15,7 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
+from tests import parts
 
 MiB = 1 << 20
 KEYS = 24
@@ -41,7 +42,8 @@ def write_for_ever(root: Path, seed: int, urls: list[str], begun: Any) -> None:
                 cache.evict(f"values:{key}") if cache.entry(f"values:{key}") else None
 
 
-@pytest.mark.parametrize("kills", [40, pytest.param(500, marks=[pytest.mark.stress, pytest.mark.timeout(1200)])])
+@pytest.mark.rotates
+@pytest.mark.parametrize("kills", [40, pytest.param(parts.share(500), marks=[pytest.mark.stress, pytest.mark.timeout(1200)])])
 def test_s03_a_writer_killed_at_random_points(
     kills: int, root: Path, server: ScriptedServer, children: Callable[..., Any], flag: Callable[[], Any]
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
+from tests import parts
 
 MiB = 1 << 20
 BUDGET = 24 * MiB
@@ -67,7 +68,8 @@ def samples(pids: list[int], root: Path, disk_usage: Callable[[Path], int], unti
                 os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
+@pytest.mark.rotates
+@pytest.mark.parametrize("seconds", [6, pytest.param(parts.share(60), marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
 def test_s04_a_sampler_beside_eight_processes(
     seconds: int, root: Path, server: ScriptedServer, children: Callable[..., Any], disk_usage: Callable[[Path], int]
 ) -> None:

@@ -16,6 +16,7 @@ import forebay
 MiB = 1 << 20
 
 
+@pytest.mark.rotates
 def test_s05_eight_ranks_with_four_workers_each(root: Path, children: Callable[..., Any], disk_usage: Callable[[Path], int]) -> None:
     def rank(number: int) -> int:
         workers = []

@@ -26,6 +26,7 @@ def names(said: list[str], key: str, pid: int) -> bool:
     return any(key in line and f"{pid} on {socket.gethostname()}" in line and " s" in line for line in said)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
 def test_s08_a_stopped_download(
     root: Path, server: ScriptedServer, children: Callable[..., Any], flag: Callable[[], Any], warnings: Any, end: signal.Signals
@@ -138,6 +139,7 @@ def test_s08_a_process_that_holds_the_writer_lock(
         assert cache.put("key", b"value") is True
 
 
+@pytest.mark.rotates
 def test_s08_the_command_line_shows_who_is_waited_for(root: Path, server: ScriptedServer, children: Callable[..., Any]) -> None:
     url = server.put("/x.bin", os.urandom(2 * MiB), stall_after=MiB, stalls=1)
 

@@ -21,6 +21,7 @@ from tests.harness import require
 MiB = 1 << 20
 
 
+@pytest.mark.rotates
 def test_s17_a_handle_that_was_used_works_on_both_sides_of_a_fork(root: Path, server: ScriptedServer, children: Callable[..., Any]) -> None:
     bodies = [os.urandom(200_000 + i) for i in range(16)]
     urls = [server.put(f"/{i}.bin", body) for i, body in enumerate(bodies)]
@@ -50,6 +51,7 @@ def test_s17_a_handle_that_was_used_works_on_both_sides_of_a_fork(root: Path, se
         del lease, file, buffer
 
 
+@pytest.mark.rotates
 def test_s17_forks_while_threads_fetch_and_store(root: Path, server: ScriptedServer, children: Callable[..., Any]) -> None:
     bodies = [os.urandom(100_000 + i) for i in range(60)]
     urls = [server.put(f"/{i}.bin", body, latency=0.01) for i, body in enumerate(bodies)]

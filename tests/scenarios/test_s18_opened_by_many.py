@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 import forebay
+from tests import parts
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(50, marks=[pytest.mark.stress, pytest.mark.timeout(1800)])])
+@pytest.mark.rotates
+@pytest.mark.parametrize("rounds", [1, pytest.param(parts.share(50), marks=[pytest.mark.stress, pytest.mark.timeout(1800)])])
 def test_s18_64_processes_and_a_new_root(
     rounds: int, tmp_path: Path, children: Callable[..., Any], barrier: Callable[..., Any], warnings: Any, disk_usage: Callable[[Path], int]
 ) -> None:

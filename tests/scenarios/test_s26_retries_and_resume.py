@@ -32,6 +32,7 @@ def test_s26_two_refusals_a_stall_then_it_works(root: Path, server: ScriptedServ
     assert last.headers["Range"].startswith(f"bytes={4 * MiB}-")
 
 
+@pytest.mark.rotates
 def test_s26_a_permanent_stall_raises_with_the_facts(root: Path, server: ScriptedServer) -> None:
     url = server.put("/x.bin", os.urandom(3 * MiB), stall_after=100_000)
     options = forebay.RemoteOptions(read_timeout=1, attempts=3, backoff=0.02)

@@ -12,12 +12,14 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
+from tests import parts
 from tests.items import Ring, by_threads
 
 MiB = 1 << 20
 
 
-@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
+@pytest.mark.rotates
+@pytest.mark.parametrize("seconds", [4, pytest.param(parts.share(60), marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
 def test_s30_leases_dropped_by_many_threads(seconds: int, root: Path, server: ScriptedServer, collecting: None) -> None:
     bodies = [os.urandom(200_000 + i) for i in range(12)]
     urls = [server.put(f"/{i}.bin", body) for i, body in enumerate(bodies)]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import forebay
+from tests import parts
 
 SCRIPT = """
 import json, os, sys, time
@@ -50,7 +51,8 @@ print(json.dumps({"at_open": blobs, "at_hit": len(hit), "size": len(data), "seco
 """
 
 
-@pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=[pytest.mark.stress, pytest.mark.timeout(900)])])
+@pytest.mark.rotates
+@pytest.mark.parametrize("count", [3000, pytest.param(parts.share(100_000), marks=[pytest.mark.stress, pytest.mark.timeout(900)])])
 @pytest.mark.parametrize("clean", [True, False])
 def test_s33_open_and_first_hit(count: int, clean: bool, root: Path, children: Callable[..., Any], run: Callable[..., Any]) -> None:
     def fill() -> None:

@@ -12,8 +12,10 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
+from tests import parts
 
 
+@pytest.mark.rotates
 def test_s38_max_entries_under_eight_writers(
     root: Path, server: ScriptedServer, children: Callable[..., Any], barrier: Callable[..., Any]
 ) -> None:
@@ -47,7 +49,7 @@ def test_s38_a_lower_number_is_applied_at_once(root: Path) -> None:
         assert sorted(int(entry.key) for entry in cache.entries()) == list(range(30, 50))
 
 
-@pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=[pytest.mark.stress, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("count", [3000, pytest.param(parts.share(100_000), marks=[pytest.mark.stress, pytest.mark.timeout(900)])])
 def test_s38_small_values_need_no_inodes(count: int, root: Path) -> None:
     with forebay.Cache(root, budget="4GiB") as cache:
         for i in range(10):

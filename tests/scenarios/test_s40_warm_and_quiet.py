@@ -95,6 +95,7 @@ def at_a_terminal(arguments: list[str], **environ: str) -> str:
     return shown.decode()
 
 
+@pytest.mark.rotates
 def test_s40_bars_only_where_somebody_looks(root: Path, server: ScriptedServer, command: Callable[..., Any]) -> None:
     urls = [server.put(f"/shard-{i}.bin", os.urandom(300_000)) for i in range(5)]
     assert "━" in at_a_terminal(["pull", "--root", str(root), urls[0]])

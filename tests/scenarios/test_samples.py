@@ -57,6 +57,7 @@ def test_s02_an_array_in_use_is_not_evicted(root: Path, children: Callable[..., 
         assert cache.entries("samples") == []  # nobody has it any more
 
 
+@pytest.mark.rotates
 def test_s03_kills_at_random_moments(root: Path, children: Callable[..., Any]) -> None:
     """Twelve generations of writers, killed whenever: what is there is exact, and the next generation goes on."""
     chance = random.Random(3)

@@ -138,6 +138,7 @@ def test_attempts_of_one_call_go_on(raw: RawServer, tmp_path: Path) -> None:
         assert cache.read(f"{raw.url}/b") == b"12345"
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("who", ["thread", "process"])
 def test_a_slow_object_does_not_make_its_host_silent(raw: RawServer, tmp_path: Path, who: str) -> None:
     well(raw)

@@ -348,6 +348,7 @@ def test_s06_who_is_killed_is_followed(root: Path, children: Callable[..., Any],
     assert len(lines(log)) == 2
 
 
+@pytest.mark.rotates
 def test_s08_who_waits_says_for_whom(root: Path, children: Callable[..., Any], flag: Callable[[], Any], warnings: Any) -> None:
     runs, go_on = flag(), flag()
 
@@ -586,6 +587,7 @@ def test_s32_a_planted_pickle_is_not_loaded(root: Path, tmp_path: Path, command:
 # -- 33: opening -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 def test_s33_opening_costs_the_same_with_many(root: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     script = """if True:
         import sys, time, forebay.cache, forebay.tasks

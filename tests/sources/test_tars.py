@@ -786,6 +786,7 @@ def test_a_server_that_is_busy_for_a_moment(server: ScriptedServer) -> None:
         TarSource(url, options=FAST)["a.tar/000001.json"]
 
 
+@pytest.mark.rotates
 def test_keys_end_when_nobody_wants_more(server: ScriptedServer) -> None:
     urls = [server.put(f"/{i:02d}.tar", tar_of(samples(2))) for i in range(40)]
     keys = TarSource(urls).keys()

@@ -14,6 +14,7 @@ import pytest
 import forebay
 import forebay.claims  # here, so that forked children need not
 from forebay import errors
+from tests import parts
 from tests.claiming import REMOTE, claims_in, rank, registry  # noqa: F401 (a fixture)
 from tests.processes import Child, fork
 
@@ -109,6 +110,6 @@ def test_no_directory_has_two_jobs_for_seconds(registry: Path, tmp_path: Path, k
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kills", [False, True], ids=["nobody dies", "killed"])
 def test_no_directory_has_two_jobs_for_a_minute(registry: Path, tmp_path: Path, kills: bool) -> None:  # noqa: F811
-    under_load(tmp_path, 60, kills=kills)
+    under_load(tmp_path, parts.share(60), kills=kills)
     forebay.claim("/after", REMOTE, job="after").close()
     assert claims_in(registry) == []

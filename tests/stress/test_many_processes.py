@@ -18,6 +18,7 @@ import pytest
 from forebay import errors
 from forebay._engine.catalog import processes as owner_rows
 from forebay._engine.store import Settings, Store
+from tests import parts
 from tests.harness import KiB, MiB, assert_counted, assert_settled, audit, bytes_of, data_usage, opened
 from tests.processes import HANG, Child, Gate, in_child
 
@@ -67,7 +68,7 @@ def test_s18_64_processes_open_one_new_root(quick_path: Path, children: Callable
 @pytest.mark.stress
 @pytest.mark.timeout(1800)
 def test_s18_50_times(tmp_path: Path, children: Callable[..., Child]) -> None:
-    for round in range(50):
+    for round in range(parts.share(50)):
         open_at_once(tmp_path / f"root-{round}", children, 64, 100)
 
 
@@ -263,6 +264,7 @@ def collect_all_the_time(place: Path, seconds: float) -> None:
         assert [entry.key for entry in store.entries()] == ["brim"]
 
 
+@pytest.mark.rotates
 def test_s30_finalizers_never_block(quick_path: Path) -> None:
     in_child(lambda: collect_all_the_time(quick_path / "root", 3))
     assert_settled(quick_path / "root", MiB)
@@ -271,7 +273,7 @@ def test_s30_finalizers_never_block(quick_path: Path) -> None:
 @pytest.mark.stress
 @pytest.mark.timeout(300)
 def test_s30_finalizers_never_block_for_a_minute(quick_path: Path) -> None:
-    collect_all_the_time(quick_path / "root", 60)
+    collect_all_the_time(quick_path / "root", parts.share(60))
 
 
 # -- s02 ---------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim
+from tests import parts
 from tests.harness import KiB, MiB, assert_counted, assert_settled, bytes_of, data_usage, opened
 from tests.processes import Child, fork, in_child
 
@@ -216,4 +217,4 @@ def test_s04_the_budget_holds_for_8_seconds(quick_path: Path) -> None:
 @pytest.mark.stress
 @pytest.mark.timeout(300)
 def test_s04_the_budget_holds_for_a_minute(tmp_path: Path) -> None:
-    under_load(tmp_path / "root", 60)
+    under_load(tmp_path / "root", parts.share(60))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import forebay
+from tests import parts
 from tests.processes import Child, fork
 
 WORKERS, TAGS, VALUES = 16, 60, 20
@@ -141,4 +142,4 @@ def test_every_value_is_whole_for_seconds(quick_path: Path, kills: bool) -> None
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kills", [False, True], ids=["nobody dies", "killed"])
 def test_every_value_is_whole_for_a_minute(tmp_path: Path, kills: bool) -> None:
-    under_load(tmp_path / "root", 60, kills=kills)
+    under_load(tmp_path / "root", parts.share(60), kills=kills)

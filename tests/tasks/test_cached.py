@@ -884,6 +884,7 @@ def calls_at_random(tasks: Tasks, seed: int, seconds: float) -> int:
     return count
 
 
+@pytest.mark.rotates
 def test_whatever_happens_the_output_is_right(cache: forebay.Cache) -> None:
     tasks = cache.tasks("flow", budget=200_000)
     children = [fork(functools.partial(calls_at_random, tasks, seed, 3.0)) for seed in range(4)]

@@ -119,6 +119,7 @@ def test_start_gives_the_one_that_runs(tasks: ours.RayTasks, root: Path, caplog:
     assert str(root) in repr(other)
 
 
+@pytest.mark.rotates
 def test_what_is_kept_stays_when_it_is_stopped(tasks: ours.RayTasks, root: Path) -> None:
     tasks.write("a", [1, 2])
     ours.stop()
@@ -150,6 +151,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.rotates
 def test_two_drivers_start_it_at_once(nodes: Nodes, place: Path) -> None:
     command = [sys.executable, "-c", DRIVER, nodes.cluster.address, str(place / "cache")]
     drivers = [subprocess.Popen([*command, str(n)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for n in (20, 30)]
@@ -239,6 +241,7 @@ def test_another_node_keeps_a_copy_while_it_is_current(tasks: ours.RayTasks) -> 
     assert ray.get(reader.read.remote("copied"))[:2] == (False, None)
 
 
+@pytest.mark.rotates
 def test_a_damaged_copy_is_fetched_again(tasks: ours.RayTasks, nodes: Nodes) -> None:
     tasks.write("a", np.arange(1_000_000))
     assert ray.get(Reader.options(**AWAY).remote().read.remote("a"))[:2] == (True, 999_999)
@@ -328,6 +331,7 @@ def total(parts: list[Any], log: Log) -> int:
     return sum(ray.get(parts))
 
 
+@pytest.mark.rotates
 def test_references_count_by_what_is_behind_them(tasks: ours.RayTasks, log: Log) -> None:
     squares = task(tasks)
     assert ray.get(squares.remote(ray.put(3), log)) == 9
@@ -346,6 +350,7 @@ def leads_elsewhere(what: str, log: Log) -> Any:
     return [ray.put(1) if what == "reference" else Counter.remote()]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("what", ["reference", "actor"])
 def test_what_leads_to_the_program_itself_is_not_kept(tasks: ours.RayTasks, log: Log, what: str) -> None:
     calls = task(tasks, leads_elsewhere)
@@ -497,6 +502,7 @@ def test_nested_calls_are_of_the_same_namespace(nodes: Nodes, place: Path, log: 
         ours.stop("other")
 
 
+@pytest.mark.rotates
 def test_a_file_is_read_where_the_cache_was_started(
     tasks: ours.RayTasks, root: Path, place: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,6 +533,7 @@ def test_conditions_are_asked_last_and_by_the_caller(tasks: ours.RayTasks, root:
     assert tasks.keys() == []
 
 
+@pytest.mark.rotates
 def test_a_rule_over_references_is_followed_by_the_worker(tasks: ours.RayTasks, root: Path, log: Log) -> None:
     restart(root, config={"cache": {"square": {"cache": True, "tags": "x-3", "pin": True}}})
     squares = task(tasks, tag="x-{x}")
@@ -538,6 +545,7 @@ def test_a_rule_over_references_is_followed_by_the_worker(tasks: ours.RayTasks, 
     assert tasks.evict(squares.tag_of(3, log))
 
 
+@pytest.mark.rotates
 def test_replay_mode_keeps_and_reads_only_by_bypass(tasks: ours.RayTasks, root: Path, log: Log) -> None:
     tasks = restart(root, config={"cache": {"square": True}, "bypass": {"square": True}}, mode="replay")
     tasks.set_provider("square", tasks.from_cache)
@@ -601,6 +609,7 @@ def test_a_method_of_an_actor(tasks: ours.RayTasks, actor: Any, options: dict[st
     assert caplog.text.count("runs uncached without a tag") <= 1
 
 
+@pytest.mark.rotates
 def test_several_returns_of_a_method_and_its_replay(tasks: ours.RayTasks, root: Path) -> None:
     tasks = restart(root, config={"cache": {"two": True}, "bypass": {"add": True}})
     handle = Counter.remote()
@@ -611,6 +620,7 @@ def test_several_returns_of_a_method_and_its_replay(tasks: ours.RayTasks, root: 
     assert ray.get(tasks.remote(Coroutines.remote().add).remote(1, fn=5)) == ("provided", 1, 5)
 
 
+@pytest.mark.rotates
 def test_cached_methods_of_an_actor_class(tasks: ours.RayTasks, log: Log) -> None:
     @ray.remote(num_cpus=0)
     class Worker:
@@ -644,6 +654,7 @@ def head_pid(namespace: str = "forebay") -> int:
     return found
 
 
+@pytest.mark.rotates
 def test_the_actor_is_killed_while_tasks_run(tasks: ours.RayTasks, log: Log, place: Path) -> None:
     gate = place / "gate"
     calls = [task(tasks, waits, ignore=("log", "gate"), **options) for options in (HEAD, AWAY)]
@@ -681,6 +692,7 @@ class Elsewhere:
         return ours.start(10, path, "MB", namespace="lost").write("a", 1)
 
 
+@pytest.mark.rotates
 def test_the_node_that_has_a_value_is_lost(nodes: Nodes, place: Path, log: Log, caplog: pytest.LogCaptureFixture) -> None:
     third = nodes.add("third", place / "home-third")
     try:

@@ -110,6 +110,7 @@ def test_epochs_with_workers(remote: Path, tmp_path: Path, node: Node, method: s
     assert (node.claims(), node.things(prefix)) == ([], [])
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.stress)])
 def test_a_killed_job_blocks_nothing(remote: Path, tmp_path: Path, node: Node, times: int) -> None:
     """Killed whole and started again at once with the same directory, again and again: it goes on, and nothing grows."""
@@ -190,6 +191,7 @@ def test_streaming_as_it_is_sees_whose_a_directory_is(remote: Path, tmp_path: Pa
             assert WORDS.search(other.said())
 
 
+@pytest.mark.rotates
 def test_a_main_process_that_is_killed_alone(remote: Path, tmp_path: Path, node: Node) -> None:
     """Its workers notice after some seconds: until they are gone, who starts again waits."""
     with Job(lambda say: epochs(say, remote, tmp_path / "local", count=1, hang=True)) as job:

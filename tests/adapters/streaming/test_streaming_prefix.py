@@ -88,6 +88,7 @@ def test_a_registry_that_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
     assert (taken(prefix), taken(another)) == (False, False)
 
 
+@pytest.mark.rotates
 def test_garbage_is_given_back(node: Node) -> None:
     _, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
     ring: list[Any] = [memory]
@@ -351,6 +352,7 @@ def ask_and_give_back() -> None:
     get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)[1].cleanup()
 
 
+@pytest.mark.rotates
 def test_killed_at_every_step_it_leaves_nothing(node: Node) -> None:
     ask_and_give_back()
     step = 0

@@ -161,6 +161,7 @@ def test_a_scan_as_heavy_as_the_uses_of_the_hot_set_costs_two_percent_of_its_hit
     assert sum(node.use(key, 100) and is_hot for key, is_hot in uses[10 * hot :]) >= 0.98 * hot
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_another_data_set_takes_the_place_of_the_first(share: float) -> None:
     """What is established and never used again must not keep the epochs of a new job out."""

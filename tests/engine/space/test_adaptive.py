@@ -147,6 +147,7 @@ def test_a_scan_between_the_uses_of_a_hot_set_costs_two_percent_of_its_hits_at_m
     assert sum(use(store, "auto", key, 4000) and is_hot for key, is_hot in uses[3000:]) >= 0.98 * 400
 
 
+@pytest.mark.rotates
 def test_a_prefetchers_space_chooses_its_victims_in_the_same_order(store: Store) -> None:
     quota = sum(SIZES) // 2
     filled(store, "auto", "wait", quota)
@@ -155,6 +156,7 @@ def test_a_prefetchers_space_chooses_its_victims_in_the_same_order(store: Store)
     assert count >= 0.9 * best_of_permutation(SIZES, quota)
 
 
+@pytest.mark.rotates
 def test_the_budget_of_the_root_is_shared_with_other_spaces(store: Store) -> None:
     """The adaptive space has no quota: what it may hold is what the others leave."""
     sizes = [32 * KiB] * 500
