@@ -139,11 +139,13 @@ def _run(body: Callable[[Say], None], write: int) -> None:
         out.write(json.dumps(value) + "\n")
         out.flush()
 
+    code = 1
     try:
         body(say)
+        atexit._run_exitfuncs()
+        code = 0
     except BaseException:
         traceback.print_exc()
         say({"error": traceback.format_exc()})
-        os._exit(1)
-    atexit._run_exitfuncs()
-    os._exit(0)
+    finally:  # also where PyTorch's handler of SIGCHLD raises in the lines above
+        os._exit(code)

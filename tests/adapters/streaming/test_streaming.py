@@ -209,9 +209,9 @@ def lose_a_worker(say: Say, remote: Path, local: Path) -> None:
     data = data_set(remote, local)
     batches = iter(DataLoader(data, batch_size=4, num_workers=2))
     next(batches)
-    os.kill(batches._workers[1].pid, signal.SIGKILL)
     try:
-        list(batches)
+        os.kill(batches._workers[1].pid, signal.SIGKILL)
+        time.sleep(60)  # until its handler of SIGCHLD raises. To take what the dead one sent may raise an OSError instead
     except RuntimeError as error:
         say(str(error))
     del batches
