@@ -574,54 +574,6 @@ def test_s35_a_key_is_the_same_whatever_the_hash_seed(quick_path: Path) -> None:
     assert [missing for _, missing in found] == ["True", "False", "False"]
 
 
-# -- many --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.rotates
-def test_s33_a_root_with_100_000_entries(quick_path: Path) -> None:
-    """It opens, hits, writes and evicts; a process that died does not make the next one read it all."""
-    place, many = quick_path / "root", 100_000
-
-    def build() -> None:
-        with opened(place, 1 << 30) as store:
-            space = store.spaces.ensure("v").id
-            with store.engine.catalog.write() as txn:
-                first = txn.take("next_id")
-                txn.run("UPDATE meta SET value = value + ? WHERE name = 'next_id'", many)
-                txn.run("UPDATE meta SET value = ? WHERE name = 'next_slot'", many)
-                from forebay._engine.files.blobs import checksum_of
-
-                body = b"body" * 8
-                rows = (
-                    (first + n, space, f"k{n}", "value", 0, n, 32, 288, checksum_of(body), None, 0.0, host.boot_id(), "cached", "", "")
-                    for n in range(many)
-                )
-                txn._con.executemany("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
-                txn._con.executemany("INSERT INTO payloads VALUES (?, ?)", ((first + n, body) for n in range(many)))
-                for slot in (0, 65_536):
-                    store.engine.slots.ensure(slot)
-                for n in range(many):
-                    store.engine.slots.set_id(n, first + n)
-                    store.engine.slots.touch(n, n + 1)
-
-    def use() -> int:
-        read = int(Path("/proc/self/io").read_text().split()[1])
-        with opened(place) as store:
-            assert bytes_of(store, "k70000") == b"body" * 8
-            looked = int(Path("/proc/self/io").read_text().split()[1]) - read
-            store.configure(Settings(max_entries=99_000))
-            assert bytes_of(store, "k999") is None
-            assert bytes_of(store, "k1001") == b"body" * 8
-            store.put("v", "new", SMALL)
-            assert store.check() == []
-            assert len(store.entries()) == 99_000
-        return looked
-
-    in_child(build)
-    assert in_child(use) < 2 * MiB
-    assert_settled(place, 1 << 30)
-
-
 # -- a face on it ------------------------------------------------------------------------------------------------------
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -15,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import forebay
 from forebay import errors
 from forebay._engine.catalog import peers, writer
 from forebay._engine.space import budget
@@ -23,7 +20,7 @@ from forebay._engine.store import Store
 from forebay._engine.write import publish
 from forebay._kernel import host
 from forebay._model import ObjectInfo
-from tests.harness import KiB, MiB, assert_counted, assert_settled, bytes_of, opened
+from tests.harness import KiB, MiB, assert_settled, bytes_of, opened
 from tests.processes import HANG, Child, Gate, fork, in_child
 
 BLOB = os.urandom(60 * KiB)
@@ -247,25 +244,6 @@ def test_s17_a_child_knows_no_catalogs_of_its_ancestors(quick_path: Path) -> Non
     assert len({pid for pid, _ in known}) == 1
 
 
-def test_s17_a_child_uses_the_store_while_the_parent_does(quick_path: Path) -> None:
-    place = quick_path / "root"
-
-    def parent() -> None:
-        with opened(place, 8 * MiB) as store:
-            store.put("v", "before", BLOB)
-            use(store, 0)
-            children = [fork(lambda n=n: [use(store, n) for _ in range(5)]) for n in range(1, 5)]  # type: ignore[misc]
-            for _ in range(20):
-                use(store, 0)
-            for child in children:
-                child.result()
-            assert {entry.key for entry in store.entries()} == {"before", *(f"child{n}" for n in range(5))}
-            assert store.check(deep=True) == []
-
-    in_child(parent)
-    assert_settled(place, 8 * MiB)
-
-
 def test_a_fork_by_c_code_is_passed_by(quick_path: Path) -> None:
     """It runs no hook: calls fail as faults of the cache, and neither the parent's lease nor its catalog is harmed."""
     place = quick_path / "root"
@@ -342,29 +320,3 @@ threading.Thread(target=lambda: store.lease("v", "k1"), daemon=True).start()
 
     in_child(look)
     assert_settled(place, MiB)
-
-
-def work_with_a_cache(cache: forebay.Cache, number: int) -> bytes:
-    assert cache.put(f"from {number}", b"%d" % number)
-    found = cache.get("before")
-    assert found is not None
-    return bytes(found)
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_s17_a_cache_travels_to_workers(quick_path: Path, method: str) -> None:
-    place = quick_path / "root"
-    with forebay.Cache(place, budget=MiB, min_free=0) as cache:
-        cache.put("before", BLOB)
-        context = multiprocessing.get_context(method)
-        with context.Pool(3) as pool:
-            found = pool.starmap(work_with_a_cache, [(cache, n) for n in range(6)])
-            pool.close()
-            pool.join()
-        assert found == [BLOB] * 6
-        assert [bytes(cache.get(f"from {n}") or b"") for n in range(6)] == [b"%d" % n for n in range(6)]
-        assert cache.check(deep=True) == []
-        again = pickle.loads(pickle.dumps(cache))
-        assert (again.path, again.budget) == (cache.path, cache.budget)
-        again.close()
-    assert_counted(place, MiB)
