@@ -63,7 +63,7 @@ done; exit $$failed
 quick: $(VENV)/.quick ## while working, 3 minutes: the tests that start no process and no server
 	$(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --quick --part today $(PYTEST_ARGS)
 
-test: $(VENV)/.dev deps ## about 20 minutes: the suite, with the part of today of what rotates; PYTHON=python3.13: on another interpreter
+test: $(VENV)/.dev deps ## about 15 minutes: the suite, with the part of today of what rotates; PYTHON=python3.13: on another interpreter
 	@$(call RUN_TESTS,--part today)
 
 test-all: $(VENV)/.dev deps mutants ## hours: every test, crash point and mutant, on the disk of TMPDIR; CHIA=PATH of its source: with a flow of its own functions
