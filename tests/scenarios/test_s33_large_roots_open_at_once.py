@@ -70,7 +70,7 @@ def test_s33_open_and_first_hit(count: int, clean: bool, root: Path, children: C
     if clean:
         child.result(600)
     else:
-        assert child.wait() == -signal.SIGKILL
+        assert child.wait(600) == -signal.SIGKILL
     done = run(SCRIPT, root, count // 2)
     found = json.loads(done.stdout)
     assert found["at_open"] == []

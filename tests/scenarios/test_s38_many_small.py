@@ -57,7 +57,7 @@ def test_s38_small_values_need_no_inodes(count: int, root: Path) -> None:
         before = sum(1 for _ in root.rglob("*"))
         for i in range(count):
             cache.put(str(i), bytes(1000))
-        assert sum(1 for _ in root.rglob("*")) <= before + 2 + count // 65_536
+        assert sum(1 for _ in root.rglob("*")) <= before + 2 + count // 65_536 + count // 8192  # tables of slots, and of keys
         assert cache.stats().entries == count
         assert cache.get(str(count - 1)) == bytes(1000)
 

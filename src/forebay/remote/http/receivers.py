@@ -16,6 +16,7 @@ from forebay.remote.http.transfers import HttpTransfer, start
 
 LAST_MOMENT = 0.2  # seconds
 _NOTHING = 1 << 62  # bytes that no thread waits for: to notify none takes as long as to take a piece
+_LOOK = 1.0  # seconds of one wait: a signal that comes just before the kernel begins to wait is handled when the wait ends
 
 
 class Incoming:
@@ -27,9 +28,8 @@ class Incoming:
 
     def __init__(self, request: TransferRequest, limit: int = 1 << 20, on_ready: Callable[[], None] | None = None) -> None:
         self.status, self.reason, self.headers = 0, "", Headers()
-        self._limit, self._wanted = limit, _NOTHING
+        self._limit, self._wanted, self._size = limit, _NOTHING, 0
         self._pieces: deque[bytes] = deque()
-        self._size = 0
         self._refused = self._has_head = self._ended = False
         self._error: Exception | None = None
         self._on_ready = on_ready
@@ -79,7 +79,7 @@ class Incoming:
         self._check_process()
         with self._lock:
             while not (self._has_head or self._ended):
-                self._changed.wait()
+                self._changed.wait(_LOOK)
             if not self._has_head and self._error is not None:
                 raise self._error
 
@@ -114,7 +114,7 @@ class Incoming:
         wanted = min(size, self._limit)
         while self._size < wanted and not self._ended:
             self._wanted = wanted
-            self._changed.wait()
+            self._changed.wait(_LOOK)
         self._wanted = _NOTHING
         return wanted
 
