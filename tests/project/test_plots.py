@@ -103,6 +103,7 @@ def test_the_plots_are_of_the_measurements(tool: ModuleType, stored: dict[str, A
     assert {path.stem for path in tool.PICTURES.glob("*.json")} <= set(stored)
 
 
+@pytest.mark.processes  # matplotlib asks fc-list for fonts when it is first loaded
 @pytest.mark.parametrize("how", ["plot", "ratios"])
 def test_a_plot_is_made_again_without_a_difference(tool: ModuleType, how: str) -> None:
     pytest.importorskip("matplotlib")
