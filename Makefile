@@ -67,8 +67,8 @@ test: $(VENV)/.dev deps ## about 15 minutes: the suite, with the part of today o
 	@$(call RUN_TESTS,--part today)
 
 test-all: $(VENV)/.dev deps mutants ## an hour and a half: every test, crash point and mutant, on the disk of TMPDIR; CHIA=PATH of its source: with a flow of its own functions
-	@$(call RUN_TESTS,--part all --on-disk --timeout 1800 -m "not stress")
-	$(PY) -m pytest -m stress --part all --on-disk --timeout 1800 $(PYTEST_ARGS)
+	@failed=0; ($(call RUN_TESTS,--part all --on-disk --timeout 1800 -m "not stress")) || failed=1; \
+	$(PY) -m pytest -m stress --part all --on-disk --timeout 1800 $(PYTEST_ARGS) || failed=1; exit $$failed
 
 retest: $(VENV)/.dev ## what failed, once more, one after the other
 	$(PY) -m pytest --last-failed --last-failed-no-failures=none

@@ -266,9 +266,8 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
             left |= {"descriptors": descriptors(place), "mappings": mapped(place)}
         if not any(left.values()) or time.monotonic() > deadline:
             break
-        if look == 1:
+        if look:
             gc.unfreeze()
-        if look > 1:
             time.sleep(0.01)
         gc.collect()
     if look:

@@ -591,8 +591,7 @@ class Store:
         check.repair(self.root, self.engine.catalog, self.engine.writers.eviction, self.engine.writers.fill, self.engine.reading, problems)
 
 
-def _renew_lock() -> None:
-    """The parent's thread that was opening a root, perhaps its first, does not exist in the child."""
+def _renew_lock() -> None:  # the parent's thread that was opening a root, perhaps its first, does not exist in the child
     Store._opening = threading.RLock()
 
 

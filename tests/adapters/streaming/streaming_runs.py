@@ -65,24 +65,31 @@ class Node:
 
 
 @contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """No two test processes at once: jobs with Streaming as it is share names of the whole machine."""
+    machine = os.open("/dev/shm", os.O_RDONLY)
+    try:
+        fcntl.flock(machine, fcntl.LOCK_EX)
+        yield
+    finally:
+        fcntl.flock(machine, fcntl.LOCK_UN)  # forked children have it too
+        os.close(machine)
+
+
+@contextlib.contextmanager
 def own_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    machine = os.open(
-        "/dev/shm", os.O_RDONLY
-    )  # jobs with Streaming as it is share names of the whole machine: no two test processes at once
-    fcntl.flock(machine, fcntl.LOCK_EX)
     # Not below `tmp_path`: multiprocessing makes a socket there, whose path must not be long, and loses what is sent if it is.
     registry, locks = Path(f"/dev/shm/forebay-test-{secrets.token_hex(6)}"), Path(tempfile.mkdtemp(prefix="fb-"))
     monkeypatch.setattr(tempfile, "tempdir", str(locks))
     monkeypatch.setenv("TMPDIR", str(locks))
     monkeypatch.setenv("FOREBAY_CLAIMS", str(registry))
-    try:
-        yield Node(registry)
-    finally:
-        claims.prune_claims()  # with what they have outside of it
-        shutil.rmtree(registry, ignore_errors=True)
-        shutil.rmtree(locks, ignore_errors=True)
-        fcntl.flock(machine, fcntl.LOCK_UN)  # forked children have it too
-        os.close(machine)
+    with alone():
+        try:
+            yield Node(registry)
+        finally:
+            claims.prune_claims()  # with what they have outside of it
+            shutil.rmtree(registry, ignore_errors=True)
+            shutil.rmtree(locks, ignore_errors=True)
 
 
 Say = Callable[[Any], None]

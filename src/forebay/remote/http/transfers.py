@@ -285,8 +285,6 @@ class _Loop:
         self._multi.setopt(pycurl.M_MAXCONNECTS, MAX_IDLE)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="http-transfers")
-
-    def start_thread(self) -> None:
         self._thread.start()
 
     def submit(self, command: Callable[[], None]) -> None:
@@ -556,7 +554,6 @@ def _loop() -> _Loop:
                 if not loop.is_of_this_process():  # forked by C code, which runs no fork hook
                     loop.leave_to_parent()
             loop = _Loop()
-            loop.start_thread()
             atexit.register(loop.stop)
             _current = loop
     return loop
