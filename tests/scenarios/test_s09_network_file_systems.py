@@ -11,6 +11,7 @@ import pytest
 
 import forebay
 from forebay._kernel import host, locks
+from forebay.origin import files
 from forebay.testing import ScriptedServer
 
 
@@ -87,3 +88,19 @@ def test_s09_locks_that_exclude_nobody_mix_no_bytes(
         child.result()
     with forebay.Cache(root) as cache:
         cache.repair()
+
+
+def test_s09_a_leased_file_that_is_removed_before_it_is_opened(root: Path, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process evicts it: where locks exclude nobody, the lease does not hinder that."""
+    url = server.put("/x.bin", b"data" * 100_000)
+    opened = files.opened
+    with forebay.Cache(root) as cache:
+        cache.read(url)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "opened", lambda lease: [os.unlink(lease), opened(lease)][1])
+            with cache.open(url) as file:
+                assert file.read() == b"data" * 100_000
+        assert cache.stats().fallbacks == 1
+        with cache.open(url) as file:
+            assert file.read() == b"data" * 100_000
+        assert cache.evict(url).removed

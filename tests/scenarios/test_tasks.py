@@ -26,6 +26,7 @@ import forebay
 from forebay import errors
 from forebay.testing import ScriptedServer  # noqa: F401  # imported here, so that forked children need not
 from tests.harness import fill_the_disk, kill_whenever, usage
+from tests.items import until
 
 KB, MiB = 1000, 1 << 20
 SIZES = [50, 3 * KB, 30 * KB, 300 * KB]
@@ -363,10 +364,10 @@ def test_s08_who_waits_says_for_whom(root: Path, children: Callable[..., Any], f
 
     def second() -> tuple[int, list[str]]:
         with warnings() as said, forebay.Cache(root) as cache:
-            asked = threading.Timer(7, go_on.set)
-            asked.start()
+            listener = threading.Thread(target=lambda: (until(lambda: bool(said)), go_on.set()))
+            listener.start()
             found = cache.tasks("t").cached(tag="one")(slow)()
-            asked.join()
+            listener.join()
             return found, said
 
     forebay.Cache(root, budget=64 * MiB, min_free=0).close()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from forebay import errors
 from forebay._engine.locks.leases import Lease
@@ -18,14 +17,6 @@ if TYPE_CHECKING:
 
 RANGE = 4 << 20
 """Bytes of one read ahead where an object is not cached."""
-
-
-class Watcher(Protocol):
-    """Counts requests, and knows which hosts recently did not answer."""
-
-    def count(self, transfer: Transfer) -> None: ...
-
-    def reaching(self) -> AbstractContextManager[None]: ...
 
 
 class LeasedFile(io.FileIO):
@@ -41,18 +32,23 @@ class LeasedFile(io.FileIO):
 
 
 def opened(lease: Lease) -> BinaryIO:
-    """A buffered file object on a cached copy, which closes the lease."""
-    return cast(BinaryIO, io.BufferedReader(LeasedFile(lease)))
+    """A buffered file object on a cached copy, which closes the lease. Raises `CacheFault` if the copy is gone all the same, as where
+    locks exclude nobody."""
+    try:
+        return cast(BinaryIO, io.BufferedReader(LeasedFile(lease)))
+    except FileNotFoundError as error:
+        lease.close()
+        raise errors.CacheFault(f"the file of {lease.entry.name} was removed while it was leased", key=lease.entry.name) from error
 
 
 class RangeFile(io.RawIOBase):
     """An object that is not cached: each read requests a range from the remote, of the version that was opened.
 
-    ``watcher`` counts each request. Raises `RemoteChanged` once the remote has another version."""
+    ``origin`` counts each request. Raises `RemoteChanged` once the remote has another version."""
 
-    def __init__(self, remote: Remote, url: str, key: str, info: ObjectInfo, watcher: Watcher) -> None:
+    def __init__(self, remote: Remote, url: str, key: str, info: ObjectInfo, origin: Origin) -> None:
         assert info.size is not None
-        self._remote, self._url, self._key, self._size, self._at, self._watcher = remote, url, key, info.size, 0, watcher
+        self._remote, self._url, self._key, self._size, self._at, self._origin = remote, url, key, info.size, 0, origin
         self._info = info
 
     def readable(self) -> bool:
@@ -78,9 +74,9 @@ class RangeFile(io.RawIOBase):
         size = min(len(buffer), self._size - self._at)
         if size <= 0:
             return 0
-        with self._watcher.reaching():
+        with self._origin.reaching():
             data = self._remote.read(self._url, Span(self._at, size), info=self._info)
-        self._watcher.count(Transfer(requests=1, received=len(data)))
+        self._origin.count(Transfer(requests=1, received=len(data)))
         if len(data) < size:
             message = f"{self._key} is shorter than the {self._size:,} bytes that it had when it was opened"
             raise errors.RemoteChanged(message, url=self._key)

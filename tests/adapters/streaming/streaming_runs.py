@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -66,10 +67,16 @@ class Node:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """No two test processes at once: jobs with Streaming as it is share names of the whole machine."""
+    """No two test processes at once: jobs with Streaming as it is share names of the whole machine.
+
+    A job that was killed between the creation of its memory and its sizing leaves it empty, and Streaming cannot map that."""
     machine = os.open("/dev/shm", os.O_RDONLY)
     try:
         fcntl.flock(machine, fcntl.LOCK_EX)
+        for path in itertools.chain.from_iterable(map(names.paths_of, names.prefixes())):
+            with contextlib.suppress(FileNotFoundError):
+                if path.startswith("/dev/shm/") and os.path.getsize(path) == 0:
+                    os.unlink(path)
         yield
     finally:
         fcntl.flock(machine, fcntl.LOCK_UN)  # forked children have it too
@@ -131,6 +138,8 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.kill()
+        if error is not None:
+            print(f"job {self.pid} ended with {self.code}")
         self._said.close()
 
 
