@@ -407,7 +407,7 @@ def test_an_address_with_a_zone() -> None:
 @pytest.mark.rotates
 @pytest.mark.parametrize("host", ["[fe80::1%lo]", "[fe80::1%25lo]", "[fe80::1%no-such.0]"])
 def test_an_address_with_a_zone_that_leads_nowhere(host: str) -> None:
-    options = RemoteOptions(attempts=1, connect_timeout=5)
+    options = RemoteOptions(attempts=1, connect_timeout=0.5)
     for scheme in ("http", "https"):
         with pytest.raises((errors.RemoteUnavailable, errors.RemoteTimeout)):
             HttpRemote(options).stat(f"{scheme}://{host}:9/a")
