@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests import parts
+from tests.conftest import is_of_part
 from tests.processes import ProcessGroup, in_child
 from tests.starts import refuse, starts
 
@@ -46,6 +47,17 @@ def test_a_part_is_named_so_that_it_can_be_repeated() -> None:
     assert "--part 20000 repeats it" in parts.choose("20000")
     assert parts.share(44) == 9
     assert "repeats it" in parts.choose("today")
+
+
+def test_a_stress_test_that_also_rotates_is_drawn_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    request.node.add_marker(pytest.mark.stress)
+    request.node.add_marker(pytest.mark.rotates)
+    monkeypatch.setattr(request.config.option, "part", "today")
+    taken = []
+    for day in range(20_000, 20_000 + parts.STRESS):
+        parts.choose(str(day))
+        taken.append(is_of_part(request.node))
+    assert taken.count(True) == 1
 
 
 def forks() -> int:
