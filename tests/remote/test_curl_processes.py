@@ -233,6 +233,7 @@ def test_libcurls_objects_of_the_parent_are_never_freed_in_a_child() -> None:
     def work() -> bool:
         loop = transfers._Loop()
         freed = weakref.finalize(loop, list)
+        loop.stop()  # a child has no thread of its parent's, which would hold the loop
         loop.leave_to_parent()
         del loop
         gc.collect()
