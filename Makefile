@@ -66,8 +66,9 @@ quick: $(VENV)/.quick ## while working, 3 minutes: the tests that start no proce
 test: $(VENV)/.dev deps ## about 15 minutes: the suite, with the part of today of what rotates; PYTHON=python3.13: on another interpreter
 	@$(call RUN_TESTS,--part today)
 
-test-all: $(VENV)/.dev deps mutants ## an hour and a half: every test, crash point and mutant, on the disk of TMPDIR; CHIA=PATH of its source: with a flow of its own functions
-	@failed=0; ($(call RUN_TESTS,--part all --on-disk --timeout 1800 -m "not stress")) || failed=1; \
+test-all: $(VENV)/.dev deps ## an hour and a half: every test, crash point and mutant, on the disk of TMPDIR; CHIA=PATH of its source: with a flow of its own functions
+	@failed=0; $(MAKE) mutants || failed=1; \
+	($(call RUN_TESTS,--part all --on-disk --timeout 1800 -m "not stress")) || failed=1; \
 	$(PY) -m pytest -m stress --part all --on-disk --timeout 1800 $(PYTEST_ARGS) || failed=1; exit $$failed
 
 retest: $(VENV)/.dev ## what failed, once more, one after the other
