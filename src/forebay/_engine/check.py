@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -136,9 +136,8 @@ def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
     rows = {(row.pack, row.number) for row in segments.every(catalog)}
     charged = segments.sums(catalog)
     for id, key, size in catalog.all("SELECT id, key, size FROM entries WHERE kind = 'pack'"):
-        for number, path in pack_files.list_segments(root, id):
-            if (id, number) not in rows:
-                yield Problem("segment", str(path), "a segment that no row names", key)
+        for _, path, _ in _unnamed_segments(root, id, rows):
+            yield Problem("segment", str(path), "a segment that no row names", key)
         try:
             index = PAGE + root.files.lstat(root.pack(id) / "index").st_size
         except FileNotFoundError:
@@ -260,18 +259,29 @@ def repair(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill, reading
 
 
 def _repair_segments(root: Root, catalog: Catalog) -> None:
-    """Remove segments without a row, and set the sizes of packs to those of their files and rows."""
+    """Count the segments that no row names, and set the sizes of packs to those of their files and rows."""
     with catalog.write() as txn:
-        rows = {(row.pack, row.number) for row in segments.every(txn)}
+        adopt_segments(root, txn)
         for (id,) in txn.all("SELECT id FROM entries WHERE kind = 'pack'"):
-            for number, path in pack_files.list_segments(root, id):
-                if (id, number) not in rows:
-                    root.files.unlink(path)
             try:
                 index = PAGE + root.files.lstat(root.pack(id) / "index").st_size
             except FileNotFoundError:
                 continue
             segments.recount(txn, id, index)
+
+
+def adopt_segments(root: Root, txn: Txn) -> None:
+    """Give a row to each segment without one: a crash of the machine lost it. Its records are read, and nothing is appended."""
+    rows = {(row.pack, row.number) for row in segments.every(txn)}
+    for (id,) in txn.all("SELECT id FROM entries WHERE kind = 'pack'"):
+        for number, _, status in _unnamed_segments(root, id, rows):
+            segments.put(txn, segments.Segment(id, number, None, status.st_size, status.st_blocks * 512, status.st_size))
+
+
+def _unnamed_segments(root: Root, id: int, rows: Container[tuple[int, int]]) -> Iterator[tuple[int, Path, os.stat_result]]:
+    for number, path in pack_files.list_segments(root, id):
+        if (id, number) not in rows and stat.S_ISREG((status := root.files.lstat(path)).st_mode):
+            yield number, path, status
 
 
 def empty_lost_slots(txn: Txn, slots: Slots) -> None:

@@ -183,7 +183,7 @@ class Engine:
             self._limits.close()
         self._limits = None
         self.words = waits.Words(root.words, root.files.open, writable=not root.read_only)
-        self._has_slots = False
+        self._has_slots = self._epoch_began = False
         self.catalog = Catalog(
             root, self.words, immutable=root.read_only and not host.is_local(host.fs_kind(root.path)),
             recover=self._finish_intent, sweep=self._sweep,
@@ -272,7 +272,7 @@ class Engine:
             if self.slots.intent() or self.owners.any_dead():
                 with self.catalog.write(0) as txn:  # one that writes now has seen to it
                     self.owners.reap(txn)
-            self._clean_after_reboot()
+            self.begin_epoch()
             if entries.held(self.catalog, 0, 1):  # perhaps of processes that are dead
                 with waits.time_limit(0):
                     self.writers.eviction.sweep()
@@ -311,20 +311,30 @@ class Engine:
     def _sweep(self) -> None:
         self.writers.eviction.sweep()
 
-    def _clean_after_reboot(self) -> None:
-        """Before the first reservation after a reboot: remove files that the machine's crash left without a row."""
-        boot = spaces.setting(self.catalog, "boot")
-        if boot == host.boot_id():
+    def begin_epoch(self) -> None:
+        """Before the first write in a new epoch: give no id again that a crash of the machine made the catalog forget, remove files that it
+        left without a row, and let nothing be appended to old segments. Does nothing later."""
+        if self._epoch_began:
             return
-        from forebay._engine import check
-        from forebay._engine.catalog import processes
+        epoch = spaces.setting(self.catalog, "boot")
+        if epoch != self.root.epoch:
+            from forebay._engine import check
+            from forebay._engine.catalog import processes
 
-        check.remove_strays(self.root, self.catalog, self.writers.eviction, self.writers.fill)
-        with self.catalog.write() as txn:
-            if not boot:  # a new catalog
-                check.empty_lost_slots(txn, self.slots)
-            processes.forget_failures(txn)
-            spaces.set_setting(txn, "boot", host.boot_id())
+            if epoch:
+                with self.catalog.write() as txn:
+                    txn.skip_ids()
+                self.catalog.sync()
+            check.remove_strays(self.root, self.catalog, self.writers.eviction, self.writers.fill)
+            with self.catalog.write() as txn:
+                if spaces.setting(txn, "boot") != self.root.epoch:  # else another process was first, and may append already
+                    if not epoch:  # a new catalog
+                        check.empty_lost_slots(txn, self.slots)
+                    self.writers.tails.close_all(txn)
+                    check.adopt_segments(self.root, txn)
+                    processes.forget_failures(txn)
+                    spaces.set_setting(txn, "boot", self.root.epoch)
+        self._epoch_began = True
 
     # -- settings --------------------------------------------------------------------------------------------------
 
@@ -377,6 +387,7 @@ class Engine:
         if host.forked_unseen():
             raise errors.CacheFault("this process was forked by C code, which ran no hook: it reads past the cache")
         if writing:
+            self.begin_epoch()
             self.history.note(self.slots.clock.now())
             if self._unset is not None or self._lower:
                 self._set_late()

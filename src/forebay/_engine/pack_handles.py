@@ -68,10 +68,10 @@ class Packs:
         return self.engine.writers.linker.name(pack.id, Label(row.id, row.name, key), overwrite=overwrite)
 
     @recover_and_retry
-    def take_segment(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> TakenSegment:
+    def take_segment(self, room: SegmentRequest, need: int, full: tuple[int, int] | None) -> TakenSegment:
         """See `Packing.take`."""
         self.engine.check_usable(writing=True)
-        return self.engine.writers.packing.take(room, need, words, full)
+        return self.engine.writers.packing.take(room, need, full)
 
     @recover_and_retry
     def leave_segment(self, pack: int, number: int, tail: int) -> None:

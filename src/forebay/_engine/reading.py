@@ -259,7 +259,7 @@ class Reading:
         except (FileNotFoundError, LinkInTheWay):
             self.set_aside(tree, f"{tree.name}: it is gone")
             return False
-        if tree.boot == host.boot_id() and self._trees.get(tree.id) == _fingerprint(files):
+        if tree.boot == self._root.epoch and self._trees.get(tree.id) == _fingerprint(files):
             return True
         changed = self._changed_in(lease.path, tree, files)
         if changed:
@@ -306,9 +306,9 @@ class Reading:
             self._supersede(member)
 
     def _needs_no_look(self, entry: Entry, status: os.stat_result | None) -> bool:
-        """Whether a file was published or checked since the boot, by any process, and not written to since. ``status``: None for a small
+        """Whether a file was published or checked in this epoch, by any process, and not written to since. ``status``: None for a small
         value, which is compared whenever it is read: that takes a microsecond."""
-        if status is None or entry.boot != host.boot_id():
+        if status is None or entry.boot != self._root.epoch:
             return False
         return blobs.is_sealed(status, entry.checksum) or self._unsealed.get(entry.id) == status.st_mtime_ns
 
@@ -348,10 +348,10 @@ class Reading:
                 os.close(own)
 
     def note_sound(self, entry: Entry) -> None:
-        """Note that an entry need not be checked again until the machine boots."""
-        if entry.boot != host.boot_id() and not self._root.read_only:
+        """Note that an entry need not be checked again in this epoch."""
+        if entry.boot != self._root.epoch and not self._root.read_only:
             with contextlib.suppress(errors.WriterBusy, errors.ReadOnly, DiskFull), self._catalog.write(0) as txn:  # else by the next
-                entries.set_boot(txn, entry.id, host.boot_id())
+                entries.set_boot(txn, entry.id, self._root.epoch)
 
     def note_tree(self, lease: Lease, files: dict[str, tuple[int, int, int]] | None = None) -> None:
         """Note that a tree is sound as it is: later checks of this process compare sizes and times."""

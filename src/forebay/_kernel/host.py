@@ -284,6 +284,17 @@ def boot_id() -> str:
         return file.read().strip()
 
 
+def mount_number(path: Path) -> int:
+    """A number that the file system of a disk gets anew at each mount; the same for its bind mounts, and in all containers. 0 where it
+    cannot be seen: on an overlay, on file systems without one device, without /sys."""
+    device = os.stat(path).st_dev
+    try:
+        name = os.path.basename(os.readlink(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
+        return os.stat(f"/sys/fs/{fs_kind(path)}/{name}").st_ino
+    except OSError:
+        return 0
+
+
 def process_start(pid: int) -> float | None:
     """When a process started, in seconds since 1970; None if there is none."""
     try:

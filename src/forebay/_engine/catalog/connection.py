@@ -371,6 +371,14 @@ class Catalog:
         `WriterLock.holding`."""
         return self._writer.holding(timeout)
 
+    def sync(self) -> None:
+        """Have on the disk what was committed. Only the log: to close a descriptor of the catalog would release SQLite's locks on it."""
+        fd = self._root.files.open_write(self._wal.log)
+        try:
+            host.sync(fd)
+        finally:
+            os.close(fd)
+
     def still(self) -> Holding:
         """See `WriterLock.still`."""
         return self._writer.still()

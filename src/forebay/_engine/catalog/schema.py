@@ -81,7 +81,7 @@ def create(con: sqlite3.Connection, root_id: int) -> None:
     Ids start at a random number, so that an id that an older catalog of this root gave is not given again."""
     import random
 
-    first = random.SystemRandom().randrange(1 << 32, 1 << 61)
+    first = random.SystemRandom().randrange(1 << 32, 1 << 60)
     con.executescript(f"BEGIN IMMEDIATE; {TABLES}")
     con.executemany(
         "INSERT INTO meta VALUES (?, ?)",

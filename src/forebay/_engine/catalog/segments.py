@@ -63,6 +63,11 @@ def put(txn: Txn, segment: Segment) -> None:
     )  # fmt: skip
 
 
+def close(txn: Txn) -> None:
+    """Nothing more is appended to any segment."""
+    txn.run("UPDATE segments SET owner = NULL, tail = capacity")
+
+
 def remove(txn: Txn, pack: int, number: int) -> None:
     """Nothing is left of a segment; the charge of its pack follows."""
     _charge(txn, pack, number, 0)

@@ -15,6 +15,8 @@ from forebay._logs import logger
 log = logger("forebay.catalog")
 
 IDS = 64
+SKIPPED = 1 << 32
+
 KINDS = ("blob", "value", "tree", "pack", "session")
 NUMBERS, SLOTS = 1 << 62, 1 << 32
 """Ids and hashes of keys, and slots, lie below these."""
@@ -241,6 +243,11 @@ class Txn:
             first = end - taken
         self._ids[:] = first + count, end
         return range(first, first + count)
+
+    def skip_ids(self) -> None:
+        """Give no id that a transaction gave which a crash of the machine lost. Sessions of less than four billion ids are lost at most."""
+        self.take("next_id", SKIPPED)
+        self._ids[:] = 0, 0
 
     def new_id(self) -> int:
         id, end = self._ids

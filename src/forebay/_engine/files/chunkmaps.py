@@ -22,7 +22,7 @@ from forebay._model import Span
 
 CHUNK = 1 << 20
 _HEADER = 512
-_FIELDS = struct.Struct("<8sQQQ36sH")  # magic, root id, total, chunk size, boot id, length of the validator
+_FIELDS = struct.Struct("<8sQQQ36sH")  # magic, root id, total, chunk size, epoch, length of the validator
 _MAGIC = b"FBCHUNK2"
 _SUM = 16
 _LONGEST = _HEADER - _FIELDS.size - 8  # of a validator, before the header's own xxh3-64
@@ -103,7 +103,7 @@ class ChunkMap:
         """A new map with no chunk marked. Without a validator, or with one that is too long, it only shows progress."""
         name = validator.encode()
         name = name if len(name) <= _LONGEST else b""
-        header = _FIELDS.pack(_MAGIC, root.id, total, CHUNK, host.boot_id().encode(), len(name)) + name
+        header = _FIELDS.pack(_MAGIC, root.id, total, CHUNK, root.epoch.encode(), len(name)) + name
         fd = root.files.create(path, root.file_mode)
         try:
             host.chmod(fd, root.file_mode)

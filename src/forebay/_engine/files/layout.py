@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import xxhash
+
 from forebay._kernel import host
 from forebay._kernel.below import Below
 
@@ -119,6 +121,18 @@ class Root:
     def files(self) -> Below:
         """The files of the root; no symbolic link in it is followed."""
         return Below(self.path)
+
+    @cached_property
+    def epoch(self) -> str:
+        """Names this boot of the machine and this mount of the disk, in as many characters as a boot id has. What was written in another
+        epoch may be less than what was stored: the power was cut, or the file system shut itself down."""
+        boot = host.boot_id()
+        return f"{boot[:24]}{int(boot[24:], 16) ^ host.mount_number(self.path):012x}"
+
+    @cached_property
+    def epoch_tag(self) -> int:
+        """The epoch in 32 bits."""
+        return xxhash.xxh32_intdigest(self.epoch.encode())
 
     @cached_property
     def _blobs(self) -> str:

@@ -1,7 +1,7 @@
 """The files of a pack, an array of samples: one index of fixed length, and segments that writers append records to.
 
-``packs/<id>/index``: a page of header (magic, root, pack, length, frozen, quota), then a word for each slot, then another one for each
-slot, a hint of the length of its record: see `pack_records.length_hint`. Allocated completely.
+``packs/<id>/index``: a page of header (magic, root, pack, length, frozen, quota, number), then a word for each slot, then another one for
+each slot, a hint of the length of its record: see `pack_records.length_hint`. Allocated completely.
 ``packs/<id>/<number>``: a segment, of one writer; blocks are allocated before they are written, and the rest is punched at the end."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from forebay.errors import Damaged
 
 HEADER_WORDS = PAGE // 8
 _MAGIC = int.from_bytes(b"FBPACK01", "little")
-_LENGTH, FROZEN, QUOTA = 3, 4, 5
-"""Words of the header. Two may change: whether the pack is closed to new records; the most bytes it may have, 0 for no limit. The last
-word of the page is reserved for the caller."""
+_LENGTH, FROZEN, QUOTA, _NUMBER = 3, 4, 5, 6
+"""Words of the header. Three may change: whether the pack is closed to new records; the most bytes it may have, 0 for no limit; the tag of
+the epoch and the number of the last segment that was begun in it. The last word of the page is reserved for the caller."""
 
 
 def index_size(length: int) -> int:
@@ -105,7 +105,25 @@ def list_segments(root: Root, id: int) -> list[tuple[int, Path]]:
         names = root.files.names_in(root.pack(id))
     except (FileNotFoundError, LinkInTheWay):
         return []
-    return [(int(name), root.pack(id) / name) for name in names if name.isdecimal()]
+    found = [(int(name), root.pack(id) / name) for name in names if name.isdecimal()]
+    return [(number, path) for number, path in found if 0 < number <= pack_records.MAX_SEGMENT and path == segment_path(root, id, number)]
+
+
+def last_number(root: Root, id: int, words: memoryview) -> int:
+    """The highest number that a segment has or had, as far as the files tell: a crash of the machine may have lost rows. Looks at all
+    names, and at all words of the index, at the first call in an epoch. Caller: is inside a transaction."""
+    epoch, number = divmod(words[_NUMBER], 1 << 24)
+    if epoch == root.epoch_tag:
+        return number
+    named = max((segment for segment, _ in list_segments(root, id)), default=0)
+    cells = cells_of(words)
+    parts = (cells[at : at + PAGE].tolist() for at in range(0, len(cells), PAGE))  # all at once would take four times the index
+    return max(named, number, max(map(max, parts), default=0) >> 40)
+
+
+def note_number(root: Root, words: memoryview, number: int) -> None:
+    """Have `last_number` return this in the present epoch. Caller: is inside the transaction that begins the segment."""
+    host.set_word(words, _NUMBER, root.epoch_tag << 24 | number)
 
 
 def empty_slot(cells: memoryview, claims: locks.Claims, slot: int, word: int) -> None:
@@ -167,28 +185,24 @@ def punch_segment(root: Root, id: int, number: int, tail: int, capacity: int) ->
         os.close(fd)
 
 
-def find_tail(root: Root, id: int, number: int, words: memoryview) -> int | None:
-    """The end of the last record of a segment that the index names; None if it is unknown: then nothing more is appended.
-
-    ``words``: of the index, including its header. The segment's writer is dead, so nothing changes meanwhile."""
+def find_tail(root: Root, id: int, number: int, words: memoryview) -> int:
+    """The end of the last record of a segment that the index names and that is there. ``words``: of the index. The segment's writer is
+    dead, so nothing changes meanwhile."""
     low, high = number << 40, (number + 1) << 40
-    slots = cells_of(words).tolist()
-    last, slot = max(((word, at) for at, word in enumerate(slots) if low <= word < high), default=(0, 0))
-    if not last:
-        return pack_records.START
-    _, offset = pack_records.place_of(last)
+    named = sorted((word, slot) for slot, word in enumerate(cells_of(words).tolist()) if low <= word < high)
     try:
         fd = open_segment(root, id, number)
     except FileNotFoundError:
-        return None
+        return pack_records.START
     try:
-        head = os.pread(fd, pack_records.HEADER, offset)
+        for word, slot in reversed(named):  # the last, unless a crash of the machine lost it
+            _, offset = pack_records.place_of(word)
+            length = pack_records.length_in(os.pread(fd, pack_records.HEADER, offset), pack_records.seed_of(id), slot)
+            if length is not None:
+                return offset + pack_records.footprint(length)
     finally:
         os.close(fd)
-    length = int.from_bytes(head[8:16], "little")
-    if pack_records.is_header(head, pack_records.seed_of(id), slot):
-        return offset + pack_records.footprint(length)
-    return None
+    return pack_records.START
 
 
 def bad_slots(root: Root, id: int, words: memoryview) -> list[int]:
@@ -201,7 +215,7 @@ def bad_slots(root: Root, id: int, words: memoryview) -> list[int]:
             by_segment.setdefault(number, []).append((offset, slot))
     for number, places in by_segment.items():
         view, seed = _map_whole(root, id, number), pack_records.seed_of(id)
-        bad += [slot for offset, slot in sorted(places) if pack_records.length_of(view, offset, seed, slot, verify=True) is None]
+        bad += [slot for offset, slot in sorted(places) if pack_records.length_of(view, offset, seed, slot) is None]
     return sorted(bad)
 
 

@@ -102,7 +102,7 @@ class Stage:
     @classmethod
     def resume(cls, root: Root, keyhash: int, id: int) -> Self | None:
         """Go on with what an earlier write left; None if there is nothing. Its ``partial`` is set where the bytes can be trusted:
-        a sane map, a strong validator, no reboot since. Caller: holds the key's lock. Raises OSError."""
+        a sane map, a strong validator, the same epoch. Caller: holds the key's lock. Raises OSError."""
         path = root.tmp(keyhash, id)
         if root.shared:
             root.files.unlink(root.tmp(keyhash, id, ".old"))  # a process was killed while it took the file over
@@ -133,7 +133,7 @@ class Stage:
     def _go_on(self, status: os.stat_result) -> None:
         self._has_map = True
         seen = chunkmaps.read(self._map_path, self.root)
-        if seen and seen.validator and seen.boot == host.boot_id() and status.st_size == seen.total:
+        if seen and seen.validator and seen.boot == self.root.epoch and status.st_size == seen.total:
             self._coverage = self._what_the_disk_kept(seen)
             self.partial = Partial(seen.total, seen.validator, self._coverage.missing(seen.total))
         if status.st_uid != os.geteuid() and os.geteuid() != 0:

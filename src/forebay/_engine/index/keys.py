@@ -9,7 +9,7 @@ table of slots, where only the holder of the writer lock stores an id, still has
 it alone decides whose bytes are served. A bucket or a record that is stale, torn, full or missing sends the reader to the catalog, and the
 reader writes it again: no protocol depends on it, so any process may store to it without a lock, and it can be deleted at any time.
 
-A record also says that the entry was published or verified since the machine booted: one process of the node verifies it, not each."""
+A record also says that the entry was published or verified in this epoch: one process of the node verifies it, not each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ import xxhash
 
 from forebay._engine.files.blobs import mark_of, seal_of
 from forebay._engine.files.layout import PAGE, Root, is_suffix
-from forebay._engine.index.clock import boot_number
 from forebay._engine.index.slots import ID, Slots
 from forebay._engine.index.values import ValueCells
 from forebay._kernel import host, locks, mappings
@@ -88,10 +87,10 @@ class KeyIndex:
         self._table: _Table | None = None
         self._records: dict[int, memoryview] = {}
         self._suffixes: dict[tuple[int, int], str | None] = {(0, 0): ""}
-        self._boot = boot_number()
+        self._epoch = int(root.epoch.replace("-", "")[-15:], 16)
 
     def find(self, space: int, key: str) -> EntryHint | None:
-        """What is known of the current entry of a key, if it is a file or a small value that was sound since the boot."""
+        """What is known of the current entry of a key, if it is a file or a small value that was sound in this epoch."""
         table = self._table or self._open()
         if table is None:
             return None
@@ -143,7 +142,7 @@ class KeyIndex:
         else:
             suffix, more = _halves(entry.suffix.encode("ascii").ljust(16, b"\0")[:16]) if entry.suffix else (0, 0)
         content = id, entry.size, number | mark << 8, suffix, more
-        record = (first, second ^ hash(content) & _MASK, *content, self._boot ^ id)
+        record = (first, second ^ hash(content) & _MASK, *content, self._epoch ^ id)
         at = (_HEADER + slot % RECORDS * _WORDS) * 8
         if _record_in(words, at) != record:
             host.step("note", self._root.index_dir)
@@ -165,7 +164,7 @@ class KeyIndex:
             return None
         record = _record_in(records, (_HEADER + slot % RECORDS * _WORDS) * 8)
         whole, proof, id, size, kind, suffix, more, sound = record
-        if whole != first or proof != second ^ hash(record[_ID:_SOUND]) & _MASK or sound != self._boot ^ id or not id:
+        if whole != first or proof != second ^ hash(record[_ID:_SOUND]) & _MASK or sound != self._epoch ^ id or not id:
             return None
         try:
             words, base = self._slots.record(slot)

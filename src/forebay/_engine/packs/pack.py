@@ -44,10 +44,10 @@ class Pack:
         """Raises FileNotFoundError, `Damaged`, or OSError."""
         self.lease, self.id, self.length = lease, lease.entry.id, length
         self._segments, self._slots, self._counters, self._space = segments, slots, counters, space
-        self._root, self._seed = root, pack_records.seed_of(self.id)
+        self._root, self._epoch, self._seed = root, root.epoch_tag, pack_records.seed_of(self.id)
         words = pack_files.map_index(self._root, self.id, length, writable=not self._root.read_only)
         self._words, self._cells, self._hints = words, pack_files.cells_of(words), pack_files.hints_of(words)
-        self._hint_key = pack_records.hint_key(self.id)
+        self._hint_key = pack_records.hint_key(self._epoch, self.id)
         self._starts, self._ends = mappings.words_of_process(length), mappings.words_of_process(length)
         self._mapped = Mapped(root, self.id)
         self._view = self._mapped.view
@@ -150,7 +150,7 @@ class Pack:
             self._view = self._mapped.view
             self.finder().show(self._view)
         begin, length = placed
-        size = pack_records.length_of(self._view[begin : begin + length], offset, self._seed, slot) if length else None
+        size = pack_records.length_of(self._view[begin : begin + length], offset, self._seed, slot, trusted=self._epoch) if length else None
         if size is None:
             self._empty(slot, word)
             return False
@@ -220,7 +220,8 @@ class Pack:
             if appender is None:
                 return False
         tail, claims = appender.tail, appender.claims
-        host.pwritev(appender.fd, (pack_records.header_of(self._seed, slot, parts, length), *parts), pack_records.HEADER + length, tail)
+        header = pack_records.header_of(self._epoch, self._seed, slot, parts, length)
+        host.pwritev(appender.fd, (header, *parts), pack_records.HEADER + length, tail)
         # The record is written; the writer that has the slot's byte stores it. P1 sees it empty / P2 sees it empty, stores /
         # P1 has the byte: look again. A writer that finds the byte taken is second, and does not wait.
         if not claims.try_claim(slot):
@@ -262,10 +263,10 @@ class Pack:
         if self._is_refused(need):
             return None
         self.flush_counts()
-        room = SegmentRequest(self.id, self._space, self._words[pack_files.QUOTA] or None)
+        room = SegmentRequest(self.id, self._space, self._words, self._words[pack_files.QUOTA] or None)
         full, self._appender = self._appender, None
         try:
-            taken = self._segments.take_segment(room, need, self._words, (full.number, full.tail) if full is not None else None)
+            taken = self._segments.take_segment(room, need, (full.number, full.tail) if full is not None else None)
         except errors.NoSpace:
             self._refuse(need)
             raise
@@ -322,7 +323,7 @@ class Pack:
         word = self._cells[slot]
         number, offset = pack_records.place_of(word)
         begin, length = self._mapped.where(number, offset) or (0, 0)
-        if not word or pack_records.length_of(self._view[begin : begin + length], offset, self._seed, slot, verify=True) is not None:
+        if not word or pack_records.length_of(self._view[begin : begin + length], offset, self._seed, slot) is not None:
             return False
         self._ends[slot] = 0
         self._empty(slot, word)

@@ -38,10 +38,12 @@ _FAR = 1 << 62
 
 
 class SegmentRequest(NamedTuple):
-    """The pack that needs a segment, the space of its entry, and the bytes that it may have in all (None: no limit)."""
+    """The pack that needs a segment, the space of its entry, the words of its index, and the bytes that it may have in all (None: no
+    limit)."""
 
     pack: int
     space: int
+    words: memoryview
     quota: int | None = None
 
 
@@ -76,15 +78,15 @@ class Packing:
 
     # -- segments --------------------------------------------------------------------------------------------------
 
-    def take(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> TakenSegment:
+    def take(self, room: SegmentRequest, need: int, full: tuple[int, int] | None) -> TakenSegment:
         """Take a segment with ``need`` free bytes at its end, with this process as its only writer: one of a dead writer, one that its
-        writer left, else a new one. ``words``: of the index. ``full``: the number and the tail of a segment that this process leaves in
-        any case. Raises `NoSpace` or another `CacheFault`."""
+        writer left, else a new one. ``full``: the number and the tail of a segment that this process leaves in any case. Raises `NoSpace`
+        or another `CacheFault`."""
         me = self._owners.me()
         self._tails.reclaim()  # what dead writers left is given back by the next that takes more
         with faults(f"pack {room.pack:x}", need):
             left = self._punched(room.pack, full, me) if full is not None else None
-            spare = self._spare(room.pack, need, words)
+            spare = self._spare(room, need)
             segment = self._enter(room, need, spare, left, me)
             try:
                 fd = pack_files.make_segment(self.root, room.pack, segment.number, segment.capacity)
@@ -114,46 +116,45 @@ class Packing:
         """Note that nothing appends by this ticket any more. Never waits, for finalizers; others find the tail in the index."""
         self._tails.forget(ticket)
 
-    def _spare(self, pack: int, need: int, words: memoryview) -> tuple[Segment, Segment] | None:
+    def _spare(self, room: SegmentRequest, need: int) -> tuple[Segment, Segment] | None:
         """A segment that no process appends to and that has space: its row as it is stored, and as it should be."""
-        for row in segments.roomy(self._catalog, pack, need):
+        for row in segments.roomy(self._catalog, room.pack, need):
             if row.owner is not None and not self._tails.is_left(row):
                 continue
-            real = row if row.owner is None else self._tails.with_tail(row, words)
+            real = row if row.owner is None else self._tails.with_tail(row, room.words)
             if real.capacity - real.tail >= need:
                 return row, real
         return None
 
     def _enter(self, room: SegmentRequest, need: int, spare: tuple[Segment, Segment] | None, left: Segment | None, me: int) -> Segment:
         """Enter the row of a segment for this process; where none fits, entries are evicted."""
-        keyhash = hash_of(room.space, f"{room.pack:x}")
         with self._catalog.write() as txn:
             if left is not None:
                 self._tails.put_left(txn, left)
-            self._drop_promises(txn, keyhash)
+            self._drop_promises(txn, _keyhash(room))
             choices = list(self._choices(txn, room, need, spare))
             for segment in choices:
-                request = _request(room, segment, keyhash)
+                request = _request(room, segment)
                 if not request.size or self._budget.room.fits(txn, request):
-                    return self._own(txn, segment, me)
+                    return self._own(txn, segment, room, me)
         for segment in choices[:-1]:
             try:
-                return self._enter_reserved(segment, spare, _request(room, segment, keyhash), me)
+                return self._enter_reserved(segment, spare, room, me)
             except errors.NoSpace:
                 continue  # a smaller one may fit
-        return self._enter_reserved(choices[-1], spare, _request(room, choices[-1], keyhash), me)
+        return self._enter_reserved(choices[-1], spare, room, me)
 
-    def _enter_reserved(self, segment: Segment, spare: tuple[Segment, Segment] | None, request: SpaceRequest, me: int) -> Segment:
-        reserved = self._budget.reserve(request)
+    def _enter_reserved(self, segment: Segment, spare: tuple[Segment, Segment] | None, room: SegmentRequest, me: int) -> Segment:
+        reserved = self._budget.reserve(_request(room, segment))
         try:
             with self._catalog.write() as txn:
                 reservations.delete(txn, reserved.id)
                 if not segment.size:  # others may have created some meanwhile
-                    segment = replace(segment, number=segments.last(txn, segment.pack) + 1)
+                    segment = replace(segment, number=self._next_number(txn, room))
                 elif spare is None or not self._tails.is_as_seen(txn, spare[0]):
                     # P1 sees it left / P2 takes it over, appends, leaves it / P1: its tail is another one now.
                     raise errors.CacheFault(f"segment {segment.number} of pack {segment.pack:x} was taken by another process meanwhile")
-                return self._own(txn, segment, me)
+                return self._own(txn, segment, room, me)
         except BaseException:
             self._budget.cancel(reserved.id)
             raise
@@ -176,13 +177,18 @@ class Packing:
         free = min(short.free, -short.disk)
         step = min(max(free // 256, SMALLEST), LARGEST, max(EASY, entry.size // 8))
         allowed = min(free // 4, left)
-        number = segments.last(txn, room.pack) + 1
+        number = self._next_number(txn, room)
         if number > pack_records.MAX_SEGMENT:
             raise errors.CacheFault(f"the pack {room.pack:x} has {number:,} segments: no more can be named")
         for size in dict.fromkeys(_rounded(max(min(step // part, allowed), need + pack_records.START)) for part in (1, 4, 16, LARGEST)):
             yield Segment(room.pack, number, None, size, 0, pack_records.START)
 
-    def _own(self, txn: Txn, segment: Segment, me: int) -> Segment:
+    def _next_number(self, txn: Txn, room: SegmentRequest) -> int:
+        return max(segments.last(txn, room.pack), pack_files.last_number(self.root, room.pack, room.words)) + 1
+
+    def _own(self, txn: Txn, segment: Segment, room: SegmentRequest, me: int) -> Segment:
+        if not segment.size:
+            pack_files.note_number(self.root, room.words, segment.number)
         self._tails.take(segment)  # before the commit: another thread would take it for one that was left
         taken = replace(segment, owner=me, size=segment.capacity)
         segments.put(txn, taken)
@@ -197,8 +203,12 @@ class Packing:
                     reservations.delete(txn, reservation.id)
 
 
-def _request(room: SegmentRequest, segment: Segment, keyhash: int) -> SpaceRequest:
-    return SpaceRequest(room.space, f"{room.pack:x}", keyhash, segment.capacity - segment.size)
+def _keyhash(room: SegmentRequest) -> int:
+    return hash_of(room.space, f"{room.pack:x}")
+
+
+def _request(room: SegmentRequest, segment: Segment) -> SpaceRequest:
+    return SpaceRequest(room.space, f"{room.pack:x}", _keyhash(room), segment.capacity - segment.size)
 
 
 def _rounded(size: int) -> int:

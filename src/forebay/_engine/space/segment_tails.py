@@ -6,6 +6,7 @@ next process that needs room.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import replace
 
@@ -73,8 +74,7 @@ class SegmentTails:
 
     def with_tail(self, segment: Segment, words: memoryview) -> Segment:
         """The segment with its tail as its records have it. ``words``: of the pack's index."""
-        tail = pack_files.find_tail(self._root, segment.pack, segment.number, words)
-        return replace(segment, tail=segment.capacity if tail is None else tail)
+        return replace(segment, tail=pack_files.find_tail(self._root, segment.pack, segment.number, words))
 
     def leave(self, segment: Segment, was: Segment | None = None) -> None:
         """Punch the tail, then write the row. ``was``: the row as it was read; nothing is done if the row has changed since."""
@@ -91,6 +91,17 @@ class SegmentTails:
             segments.put(txn, replace(segment, owner=None))
         else:
             segments.remove(txn, segment.pack, segment.number)
+
+    def close_all(self, txn: Txn) -> None:
+        """In a new epoch: give back all tails, and let nothing be appended to any segment. Its row may be older than its records and the
+        words that lead to them: a writer that began where the row ends would overwrite what readers have found."""
+        for segment in segments.owned(txn):
+            with contextlib.suppress(FileNotFoundError, errors.Damaged):  # the pack is lost
+                words = pack_files.map_index(self._root, segment.pack, None, writable=False)
+                left = self.with_tail(segment, words)
+                kept = pack_files.punch_segment(self._root, left.pack, left.number, left.tail, left.capacity)
+                self.put_left(txn, replace(left, size=kept))
+        segments.close(txn)
 
     def is_as_seen(self, txn: Txn, seen: Segment) -> bool:
         """Whether no process has taken a segment over since its row was read, and none appends to it."""

@@ -26,7 +26,6 @@ from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.slots import Slots
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.free_space import SpaceRequest
-from forebay._kernel import host
 from forebay._model import Entry
 
 
@@ -59,8 +58,8 @@ class New(NamedTuple):
 class Inserter:
     """Inserts the rows of entries into one root. Callable from any thread that is inside a transaction."""
 
-    def __init__(self, slots: Slots, keys: KeyIndex, adaptive: AdaptiveSpaces, budget: Budget) -> None:
-        self._slots, self._keys, self._adaptive, self.budget = slots, keys, adaptive, budget
+    def __init__(self, root: Root, slots: Slots, keys: KeyIndex, adaptive: AdaptiveSpaces, budget: Budget) -> None:
+        self._root, self._slots, self._keys, self._adaptive, self.budget = root, slots, keys, adaptive, budget
 
     def insert(
         self, txn: Txn, label: Label, id: int, kind: str, size: int, checksum: bytes, validator: str | None, data: bytes | None = None,
@@ -77,7 +76,7 @@ class Inserter:
         charge = self.budget.room.charge(size, inline=True) if kind == "value" else self.budget.room.charge_published(size)
         life = "pinned" if old is not None and old.life == "pinned" else label.life
         entry = Entry(
-            id, label.space_name, label.key, kind, size, charge, slot, checksum, validator, created, host.boot_id(), life,
+            id, label.space_name, label.key, kind, size, charge, slot, checksum, validator, created, self._root.epoch, life,
             label.suffix, label.meta,
         )  # fmt: skip
         entries.insert(txn, label.space, entry, data)
@@ -91,7 +90,7 @@ class Inserter:
         now, size = self._slots.clock.now(), len(data)
         entry = Entry(
             id, label.space_name, label.key, "value", size, self.budget.room.charge(size, inline=True),
-            entries.free_slot(txn) if slot is None else slot, checksum, validator, time.time(), host.boot_id(), label.life, label.suffix,
+            entries.free_slot(txn) if slot is None else slot, checksum, validator, time.time(), self._root.epoch, label.life, label.suffix,
             label.meta,
         )  # fmt: skip
         if not entries.add(txn, label.space, entry, data):
@@ -126,7 +125,7 @@ class Inserter:
     def insert_many(self, txn: Txn, several: Sequence[New], replaced: Sequence[Entry] | None = None) -> list[Entry]:
         """`insert` for several entries of one space. ``replaced``: the previous versions, if the caller has just asked for them."""
         space, room = several[0].label.space, self.budget.room
-        now, created, boot = self._slots.clock.now(), time.time(), host.boot_id()
+        now, created, boot = self._slots.clock.now(), time.time(), self._root.epoch
         if replaced is None:
             replaced = entries.find_many(txn, space, [new.label.key for new in several])
         for old in replaced:

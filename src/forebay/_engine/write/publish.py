@@ -69,7 +69,7 @@ class Publisher:
         inline_eviction: InlineEviction, intent: Intent,
     ) -> None:  # fmt: skip
         self.root, self.rows, self._catalog, self.budget = root, catalog, catalog, budget
-        self.inserter = Inserter(slots, keys, adaptive, budget)
+        self.inserter = Inserter(root, slots, keys, adaptive, budget)
         self._owners, self._inline_eviction, self._intent = owners, inline_eviction, intent
         self._together = Combiner(self._publish_if_fits, shared=WriterBusy)
 

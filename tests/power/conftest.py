@@ -1,0 +1,1 @@
+from tests.servers.counting import shelf as shelf
