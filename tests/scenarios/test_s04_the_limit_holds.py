@@ -113,3 +113,21 @@ def test_s04_a_burst_of_reservations_at_once(
             return stats.bytes_used + stats.bytes_reserved
 
     assert max(child.result() for child in [children(lambda i=i: fetch(i)) for i in range(16)]) <= BUDGET
+
+
+def test_s04_files_after_values(root: Path, server: ScriptedServer, disk_usage: Callable[[Path], int]) -> None:
+    """What the values leave in the catalog is free for other values, and is given back to the disk where files need it."""
+    with forebay.Cache(root, budget=60 * MiB, min_free=0) as cache:
+        for number in range(6_500):
+            cache.put(f"value {number}", number.to_bytes(4) * 2048)
+        assert disk_usage(root) > 50 * MiB
+        for number in range(56):
+            cache.read(server.put(f"/{number}.bin", bytes([number]) * MiB))
+            if number % 8 == 7:
+                assert disk_usage(root) <= 60 * MiB + 28 * MiB  # the catalog's first 8 MiB, its journal, the ballast, the slots
+        assert sum(entry.kind == "blob" for entry in cache.entries()) > 45
+        for number in range(1_000):
+            cache.put(f"again {number}", number.to_bytes(4) * 2048)
+            assert cache.get(f"again {number}") is not None
+        assert disk_usage(root) <= 60 * MiB + 28 * MiB
+        assert cache.check(deep=True) == []

@@ -17,6 +17,7 @@ from forebay import errors
 from forebay._engine.catalog import CatalogBroken, DiskFull, entries
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import SCARCE, faults
+from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root, foreign, open_root
 from forebay._engine.index import counters
 from forebay._engine.index.hosts import SilentHosts
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from forebay._engine.write.insert import Label
     from forebay._engine.write.publish import Writing
 
+WORTH = 1024
+"""Free pages of the catalog that a removal gives back to the disk."""
 log = logger("forebay.store")
 
 
@@ -392,15 +395,19 @@ class Store:
                 else:
                     spared.append(victim.name)
         if removed:
-            self._compact()
+            self._give_back()
         return Report(tuple(removed), tuple(spared), freed)
 
     @recover_and_retry
-    def _compact(self) -> None:
+    def _give_back(self) -> None:
+        """Shrink the catalog, once it is worth a transaction. Waits for nobody where it is not."""
+        catalog = self.engine.catalog
         try:
-            self.engine.catalog.compact()
+            while catalog.one("PRAGMA freelist_count")[0] >= WORTH:
+                with catalog.write() as txn:
+                    txn.give_back(WORTH * PAGE)
         except (errors.WriterBusy, DiskFull) as error:
-            log.info("the catalog of %s keeps its free pages: %s", self.root.path, str(error))
+            log.info("the catalog of %s keeps its free pages: %s", self.engine.root.path, str(error))
 
     @recover_and_retry
     def _has_trees(self) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from forebay import errors
 from forebay._engine.catalog import writer as module
 from forebay._engine.store import Store
-from forebay._kernel import host, waits
+from forebay._kernel import host
 from tests.harness import MiB, bytes_of, opened
 from tests.processes import Gate, fork
 
@@ -240,13 +240,3 @@ def module_ids() -> int:
     from forebay._engine.catalog import transactions
 
     return transactions.IDS
-
-
-def test_compacting_looks_before_it_takes_the_writer_lock(tmp_path: Path) -> None:
-    """There is nothing to compact: a removal does not wait for a process that writes."""
-    with opened(tmp_path / "root", MiB) as store:
-        store.put("v", "k", b"x")
-        other = module.WriterLock(store.root, store.engine.words)
-        with other.holding(), waits.time_limit(0):
-            store.engine.catalog.compact()
-        other.close()

@@ -33,8 +33,6 @@ from forebay._logs import logger
 log = logger("forebay.catalog")
 T = TypeVar("T")
 
-WORTH, LIVE = 1024, 1024
-"""The catalog is compacted when at least ``WORTH`` pages are free and at most ``LIVE`` in use: the log has room for that many."""
 TRIES, LOOKS = 3, 8
 """How often a statement that other processes' writes have overtaken is repeated: before it takes the writer lock; where it cannot."""
 _RESERVED = 0x4000_0001  # https://www.sqlite.org/lockingv3.html: a writer with a rollback journal has this byte of the database locked
@@ -146,6 +144,7 @@ class Catalog:
         host.step("catalog-create", draft)
         with translated(), contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as con:
             con.execute(f"PRAGMA page_size = {PAGE}")
+            con.execute("PRAGMA auto_vacuum = INCREMENTAL")  # can only be set before there is a page
             con.execute("PRAGMA journal_mode = WAL")
             schema.create(con, self._root.id)
         self.ballast.make()
@@ -416,27 +415,6 @@ class Catalog:
                 raise
         with self.write(timeout) as txn:
             return work(txn)
-
-    def compact(self) -> None:
-        """Shrink the file where almost all of its pages are free: SQLite only lets it grow. Other processes may read meanwhile.
-
-        Raises `WriterBusy`, `DiskFull`."""
-        if not self._is_worth_compacting():  # a look without the writer lock: almost always there is nothing to do
-            return
-        with self._writer.holding(None):
-            self.check_same()
-            if not self._is_worth_compacting():
-                return
-            with self._mutex, translated():
-                self._make_way_locked()
-                con = self._connection_locked()
-                host.step("compact", self._path)
-                con.execute("VACUUM")
-                self._try_to_bound_locked(self._wal.size())
-
-    def _is_worth_compacting(self) -> bool:
-        free, pages = self.one("SELECT freelist_count, page_count FROM pragma_freelist_count, pragma_page_count")
-        return bool(free >= WORTH and pages - free <= LIVE)
 
     def _begin_locked(self) -> sqlite3.Connection:
         """Caller: holds the writer lock."""

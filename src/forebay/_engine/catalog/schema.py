@@ -7,7 +7,7 @@ import sqlite3
 from forebay._engine.files.settings_file import NAMES
 from forebay._engine.index.slots import RECORDS
 
-FORMAT = 2
+FORMAT = 3
 LIVE, SUPERSEDED, DOOMED = 0, 1, 2
 """States of an entry: served; replaced, its bytes go when the last lease does; being unlinked."""
 

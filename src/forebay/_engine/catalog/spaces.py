@@ -38,17 +38,18 @@ class SpaceRow(NamedTuple):
 
 class Totals(NamedTuple):
     """What is used and what limits it, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being
-    unlinked; ``granted`` and ``pending``: of reservations; ``over``: of the catalog beside small values, above `ALLOWANCE`; ``rows``:
-    of entries and reservations; ``space``: of the live entries of one space, ``rows_here`` their number, ``quota`` and
-    ``max_count`` its own limits. ``leftovers``: something waits to be swept, see `entries.any_leftovers`.
-    ``any_promised``: there are reservations. Where a key was given, ``replaces`` is the id of its live entry, or None, and ``slots`` are a
-    free slot, or None, and the next new one: see `entries.usable_slot`."""
+    unlinked; ``granted`` and ``pending``: of reservations; ``over``: of the catalog beside small values, above `ALLOWANCE`; ``spare``: of
+    these, free pages, which new values use; ``rows``: of entries and reservations; ``space``: of the live entries of one space,
+    ``rows_here`` their number, ``quota`` and ``max_count`` its own limits. ``leftovers``: something waits to be swept, see
+    `entries.any_leftovers`. ``any_promised``: there are reservations. Where a key was given, ``replaces`` is the id of its live entry, or
+    None, and ``slots`` are a free slot, or None, and the next new one: see `entries.usable_slot`."""
 
     entries: int
     leaving: int
     granted: int
     pending: int
     over: int
+    spare: int
     rows: int
     budget: int
     min_free: int
@@ -175,10 +176,11 @@ def totals(txn: Rows, before: int | None = None, space: int = 0, key: str | None
     if any_promised:
         granted, pending, waiting = txn.one(_PROMISED, NEWEST if before is None else before)
     over = pages * PAGE - inline - ALLOWANCE
-    over = max(0, over - PAGE * txn.one("PRAGMA freelist_count")[0]) if over > 0 else 0
+    spare = min(over, PAGE * txn.one("PRAGMA freelist_count")[0]) if over > 0 else 0
     return Totals(
-        charge, leaving, granted, pending, over, rows - left + waiting, budget or 0, min_free or 0, max_entries, used, count - left_here,
-        quota, row[13], bool(any_leaving or any_held), bool(any_promised), row[14] if key is not None else None, tuple(row[15:]),
+        charge, leaving, granted, pending, max(over, 0), spare, rows - left + waiting, budget or 0, min_free or 0, max_entries, used,
+        count - left_here, quota, row[13], bool(any_leaving or any_held), bool(any_promised), row[14] if key is not None else None,
+        tuple(row[15:]),
     )  # fmt: skip
 
 

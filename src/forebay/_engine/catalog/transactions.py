@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from forebay import errors
+from forebay._engine.files.layout import PAGE
 from forebay._engine.index.slots import RECORDS
 from forebay._logs import logger
 
@@ -16,6 +17,8 @@ log = logger("forebay.catalog")
 
 IDS = 64
 SKIPPED = 1 << 32
+AT_ONCE = 1024
+"""Pages that one transaction gives back: the log has room for that many."""
 
 KINDS = ("blob", "value", "tree", "pack", "session")
 NUMBERS, SLOTS = 1 << 62, 1 << 32
@@ -243,6 +246,14 @@ class Txn:
             first = end - taken
         self._ids[:] = first + count, end
         return range(first, first + count)
+
+    def give_back(self, size: int) -> bool:
+        """Give free pages of the file back to the disk: ``size`` bytes, but at most `AT_ONCE` pages. False if there are none: then only
+        evictions make room. Others move to their places, so this is worth its work where files need the room: values use free pages."""
+        free = self.one("PRAGMA freelist_count")[0]
+        for _ in range(min(-(-size // PAGE), free, AT_ONCE)):
+            self.run("PRAGMA incremental_vacuum(1)")  # of a larger number Python takes the first step only
+        return bool(free)
 
     def skip_ids(self) -> None:
         """Give no id that a transaction gave which a crash of the machine lost. Sessions of less than four billion ids are lost at most."""

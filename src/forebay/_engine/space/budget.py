@@ -57,6 +57,7 @@ class _Reserving:
     wait_until: float = 0.0
     full: int = 0  # how often the disk was full
     contended: bool = False  # whether others write into this space
+    gave_back: bool = False  # free pages of the catalog: there is room for a part of the request
     tails: bool | None = None  # whether segment tails of dead writers are to be reclaimed; None: not checked yet
 
 
@@ -172,7 +173,7 @@ class Budget:
                 self._unlink(attempt)
                 if attempt.tails:
                     self._tails.reclaim()
-                elif not (attempt.doomed or attempt.partials or attempt.pick):
+                elif not (attempt.doomed or attempt.partials or attempt.pick or attempt.gave_back):
                     self._wait_for_others(until)
         except BaseException:
             self._withdraw(attempt, fresh)
@@ -209,6 +210,9 @@ class Budget:
                 if short.fits:
                     return self._grant(txn, request, attempt)
                 if not self._enter_pending(txn, request, attempt, short):
+                    return None
+                attempt.gave_back = short.bytes > 0 and txn.give_back(short.bytes)
+                if attempt.gave_back:
                     return None
                 attempt.tails = attempt.tails is None and self._tails.any_left(txn)
                 if not attempt.tails:

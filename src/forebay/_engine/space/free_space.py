@@ -145,6 +145,8 @@ class FreeSpace:
     def _short(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
         charge = self.charge_of(request) if request is not None else 0
         used = totals.entries + totals.granted + totals.pending + totals.over
+        if request is not None and request.inline:
+            used -= totals.spare
         floor = totals.min_free + self._catalog.ballast.owed + charge
         floor -= self._free_bytes(floor)
         quota = rows_over = count = -NO_LIMIT
