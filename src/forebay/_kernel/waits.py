@@ -94,10 +94,11 @@ class time_limit:
         self._seconds, self._afresh = math.inf if seconds is None else seconds, afresh
 
     @classmethod
-    def remaining(cls) -> float:
-        """Seconds that the current call may still wait; infinite where no limit was set."""
+    def remaining(cls, grace: float = 0.0) -> float:
+        """Seconds that the current call may still wait; infinite where no limit was set. ``grace``: seconds more, for all such waits of the
+        call together."""
         current = cls._current.get()
-        return math.inf if current is None else max(current.left, 0.0)
+        return math.inf if current is None else max(current.left + grace, 0.0)
 
     @classmethod
     def spend(cls, seconds: float) -> None:

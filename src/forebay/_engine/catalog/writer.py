@@ -6,9 +6,9 @@ eight that write in long bursts need far less CPU than eight that take turns.
 A process that has waited for `HUNGRY` seconds, or for half of its timeout, announces it; the next one that releases the lock then lets it
 go first.
 
-A holder that is stopped (Ctrl-Z, a debugger, a frozen container) holds the lock as long as it is stopped. A process whose wait has timed
-out once does not wait again: it tries, and otherwise continues without the cache at once, until it gets the lock or sees that the holder
-has changed."""
+A holder that is stopped (Ctrl-Z, a debugger, a frozen container) holds the lock as long as it is stopped. A process that has waited for
+`LONG` in vain does not wait again: it tries, and otherwise continues without the cache at once, until it gets the lock or sees that the
+holder has changed. A shorter wait in vain says nothing of the holder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from forebay.errors import WriterBusy as WriterBusy
 
 LONGEST_WAIT = 10.0
 GRACE = 0.2
-"""The shortest wait for the lock, even where a call's timeout is used up: it may be released any moment."""
+"""For so long a call waits for the lock even where its timeout is used up: it may be released any moment."""
+LONG = 1.0
+"""A wait that tells that the holder is stopped. To find out who that is takes a look at the descriptors of many processes."""
 HUNGRY = 0.25
 PAUSE, LONGEST_PAUSE = 0.002, 0.032
 """Seconds, at most, before the first try again, and before any."""
@@ -112,13 +114,15 @@ class WriterLock:
         late: errors.WaitTimeout | None = None
         with waits.time_limit(timeout, afresh=True):  # what is left of the call's may be less than the grace
             try:
-                waits.wait_for(self._ask_hungry, self._words, WRITER_WORD, what=self._describe, timeout=left)
+                waits.wait_for(self._ask_hungry, self._words, WRITER_WORD, what=lambda: self._describe(began), timeout=left)
             except errors.WaitTimeout as error:
                 late = error
         waits.time_limit.spend(time.monotonic() - began)
         if late is not None:
-            self._stuck[self._path] = self._words.value(WRITER_WORD), late.holder
             waited = timeout - left + late.waited  # without the time it took to find the holder
+            if waited < LONG:
+                raise WriterBusy(f"the catalog is busy: waited {waited:.1f} s for its writer lock", waited=waited, holder="") from late
+            self._stuck[self._path] = self._words.value(WRITER_WORD), late.holder
             message = f"the catalog is busy: waited {waited:.1f} s for {late.what}, held by {late.holder}: continue that process, or end it"
             raise WriterBusy(message, waited=waited, holder=late.holder) from late
 
@@ -129,8 +133,9 @@ class WriterLock:
     def _try(self) -> bool:
         return self._file.try_lock(0, exclusive=not self._root.read_only)
 
-    def _describe(self) -> tuple[str, str]:
-        return "the writer lock of the catalog", locks.describe_holders(self._root.lock("writer"), 0)
+    def _describe(self, began: float) -> tuple[str, str]:
+        is_long = time.monotonic() - began >= LONG
+        return "the writer lock of the catalog", locks.describe_holders(self._root.lock("writer"), 0) if is_long else "another process"
 
     def release(self) -> None:
         self._thread = 0
@@ -172,7 +177,7 @@ class WriterLock:
 
 def _limited(timeout: float | None) -> float:
     """How long to wait: by default what is left of the call's timeout."""
-    return min(LONGEST_WAIT, max(waits.time_limit.remaining(), GRACE)) if timeout is None else timeout
+    return min(LONGEST_WAIT, waits.time_limit.remaining(GRACE)) if timeout is None else timeout
 
 
 class Holding:
