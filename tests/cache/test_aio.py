@@ -15,6 +15,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.testing import ScriptedServer
+from tests.items import until
 from tests.processes import Line, in_child, talk_to
 
 
@@ -37,21 +38,22 @@ def test_what_is_awaited_together_is_fetched_side_by_side_and_once(cache: foreba
 
 
 def test_a_cancelled_call_cancels_nothing_for_the_others(cache: forebay.Cache, server: ScriptedServer) -> None:
-    url = server.put("/slow", b"x" * 50_000, stall_after=100, stalls=1)
+    """Neither for one that waits for the same object, nor for one that waits for another."""
+    urls = [server.put(f"/{name}", name.encode() * 50_000, stall_after=100, stalls=1) for name in "xy"]
 
-    async def main() -> bytes:
-        first = asyncio.create_task(cache.aread(url))
+    async def main() -> list[memoryview]:
+        first = asyncio.create_task(cache.aread(urls[0]))
         await asyncio.to_thread(server.stalled.wait, 60)
-        second = asyncio.create_task(cache.aread(url))
-        await asyncio.sleep(0)
+        others = [asyncio.create_task(cache.aread(url)) for url in urls]
+        await asyncio.to_thread(until, lambda: server.gets == 2, "the second request")
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
         server.go.set()
-        return bytes(await second)
+        return await asyncio.gather(*others)
 
-    assert asyncio.run(main()) == b"x" * 50_000
-    assert server.gets == 1
+    assert asyncio.run(main()) == [b"x" * 50_000, b"y" * 50_000]
+    assert server.gets == 2
 
 
 def test_what_nobody_awaits_any_more_is_kept_all_the_same(cache: forebay.Cache, server: ScriptedServer) -> None:

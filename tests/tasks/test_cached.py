@@ -26,6 +26,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.tasks import Tasks
+from tests.items import until
 from tests.processes import Gate, fork
 
 HERE = __name__
@@ -623,12 +624,13 @@ def test_s06_threads_wait_for_one_run(tasks: Tasks, journal: Journal) -> None:
     assert len(journal) == 1
 
 
-def test_s06_processes_wait_for_one_run(tasks: Tasks, journal: Journal) -> None:
+def test_s06_processes_wait_for_one_run(cache: forebay.Cache, tasks: Tasks, journal: Journal) -> None:
     gate = Gate()
 
     @tasks.cached(tag="x{x}")
     def work(x: int) -> int:
         journal.note(os.getpid())
+        until(lambda: cache.stats().waits >= 7, "the wait of the others")
         return x * 2
 
     def one() -> int:

@@ -48,8 +48,8 @@ def check_marks(root: Root) -> None:
     """No marked chunk may differ from what was to be written."""
     content = root.tmp(KEY, ID).read_bytes()
     for chunk in marked(root):
-        there = content[chunk * CHUNK : (chunk + 1) * CHUNK]
-        assert there == DATA[chunk * CHUNK :][: len(there)], chunk
+        is_right = DATA.startswith(content[chunk * CHUNK : (chunk + 1) * CHUNK], chunk * CHUNK)
+        assert is_right, chunk  # pytest would compare the bytes for longer than a test may take
 
 
 @pytest.fixture
