@@ -16,6 +16,7 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._kernel import locks
 from forebay.testing import ScriptedServer
 from tests.items import until
 from tests.processes import Line, ProcessGroup, in_child, talk_to
@@ -325,7 +326,9 @@ def test_a_key_that_this_process_fetches_already_is_waited_for(cache: forebay.Ca
     assert server.gets == 1
 
 
-def test_all_waits_of_a_call_share_its_timeout(cache: forebay.Cache, server: ScriptedServer, children: ProcessGroup) -> None:
+def test_all_waits_of_a_call_share_its_timeout(
+    cache: forebay.Cache, server: ScriptedServer, children: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     urls, bodies = several(server, [1_000] * 8, stall_after=10, stalls=1)
     for url in urls:
         children(lambda url=url: cache.read(url) and None)
@@ -333,8 +336,12 @@ def test_all_waits_of_a_call_share_its_timeout(cache: forebay.Cache, server: Scr
     began = time.monotonic()
     assert as_bytes(cache.read_many(urls, timeout=3)) == bodies  # past the cache
     assert time.monotonic() - began < 3 * len(urls) / 2
+    look, looks = locks.holders_by_byte, []
+    monkeypatch.setattr(locks, "holders_by_byte", lambda path: looks.append(path) or look(path))
     results = list(cache.local_many(urls, timeout=0, return_exceptions=True))
     assert {type(result) for result in results} == {errors.WaitTimeout}
+    assert all("process " in str(result) for result in results)
+    assert len(looks) <= 2  # each goes through the descriptors of all processes
 
 
 # -- local_many --------------------------------------------------------------------------------------------------------

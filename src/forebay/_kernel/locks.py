@@ -427,6 +427,15 @@ def _locks_of(pid: int, file: os.stat_result) -> list[str]:
     return lines
 
 
+def holders_by_byte(path: str | os.PathLike[str]) -> dict[int, int]:
+    """The process that holds each byte, as `holders` finds them; of several one."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return {}
+    return {int(line.split()[-2]): pid for pid in _numbers("/proc") for line in _locks_of(pid, status)}
+
+
 def _covers(line: str, inode: str, offset: int, length: int = 1) -> bool:
     # lock: 1: OFDLCK ADVISORY  WRITE -1 08:01:1234 7 7
     if inode not in line:

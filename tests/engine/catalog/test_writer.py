@@ -14,8 +14,9 @@ import pytest
 from forebay import errors
 from forebay._engine.catalog import writer as module
 from forebay._engine.store import Store
-from forebay._kernel import host
+from forebay._kernel import host, locks, waits
 from tests.harness import MiB, bytes_of, opened
+from tests.items import until
 from tests.processes import Gate, fork
 
 
@@ -240,3 +241,37 @@ def module_ids() -> int:
     from forebay._engine.catalog import transactions
 
     return transactions.IDS
+
+
+def test_a_short_wait_in_vain_says_nothing_of_the_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be done in 10 ms is a hint: the next write waits, and nobody looks through the machine for a name."""
+    monkeypatch.setattr(locks, "holders", lambda *_, **__: pytest.fail("it looks for the holder"))
+    with opened(tmp_path / "root", MiB) as store:
+        store.put("v", "k", b"x")
+        words, other = store.engine.words, module.WriterLock(store.root, store.engine.words)
+        with other.holding():
+            with pytest.raises(errors.WriterBusy), store.engine.catalog.writer(0.01):
+                pytest.fail("two have the lock")
+            hungry = words.value(module.HUNGRY_WORD)
+            writing = threading.Thread(target=store.put, args=("v", "k", b"y"))
+            writing.start()
+            until(lambda: words.value(module.HUNGRY_WORD) != hungry or not writing.is_alive(), "its wait")
+            assert writing.is_alive()
+        writing.join()
+        assert bytes_of(store, "k") == b"y"
+        other.close()
+
+
+def test_a_call_waits_beyond_its_time_once(tmp_path: Path) -> None:
+    """Not for each of its objects."""
+    with opened(tmp_path / "root", MiB) as store:
+        other = module.WriterLock(store.root, store.engine.words)
+        with other.holding(), waits.time_limit(0):
+            waited = []
+            for _ in range(4):
+                with pytest.raises(errors.WriterBusy) as caught:
+                    store.put("v", "k", b"x")
+                waited.append(caught.value.waited)
+            assert waited[0] > module.GRACE / 2
+            assert waited[1:] == [0.0] * 3
+        other.close()
