@@ -29,8 +29,7 @@ class KeyLocks:
         timeout: float | None = None, on_wait: OnWait | None = None, on_hold: Callable[[KeyHold], None] | None = None,
     ) -> T:  # fmt: skip
         """See `Fill.single`. ``make`` runs once: a catalog that breaks meanwhile is recovered for the next call."""
-        self.engine.check_usable(writing=True)
-        number = self._spaces.ensure(space).id
+        number = self._number(space, key)
         with self.engine.reopening():
             return self.engine.writers.fill.single(number, key, look, make, timeout=timeout, on_wait=on_wait, on_hold=on_hold)
 
@@ -38,10 +37,14 @@ class KeyLocks:
         self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], *, timeout: float | None = None
     ) -> T:
         """See `Fill.single_async`."""
-        self.engine.check_usable(writing=True)
-        number = self._spaces.ensure(space).id
+        number = self._number(space, key)
         with self.engine.reopening():
             return await self.engine.writers.fill.single_async(number, key, look, make, timeout=timeout)
+
+    def _number(self, space: str, key: str) -> int:
+        with faults(key):
+            self.engine.check_usable(writing=True)
+            return self._spaces.ensure(space).id
 
     @recover_and_retry
     def hold(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
@@ -50,24 +53,20 @@ class KeyLocks:
 
     def try_hold(self, space: str, key: str) -> KeyHold | None:
         """Take the lock of a key if it is free."""
-        self.engine.check_usable(writing=True)
         with faults(key):
-            return self.engine.writers.fill.try_hold(self._spaces.ensure(space).id, key)
+            return self.engine.writers.fill.try_hold(self._number(space, key), key)
 
     @contextlib.contextmanager
     def holding_free(self, space: str, keys: Sequence[str]) -> Iterator[list[str]]:
         """See `Fill.holding_free`."""
-        self.engine.check_usable(writing=True)
-        number = self._spaces.ensure(space).id
         with contextlib.ExitStack() as stack:
             with faults(keys[0]):  # not of what is made
-                held = stack.enter_context(self.engine.writers.fill.holding_free(number, keys))
+                held = stack.enter_context(self.engine.writers.fill.holding_free(self._number(space, keys[0]), keys))
             yield held
 
     async def hold_async(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
         """`hold` for a coroutine: the event loop goes on."""
-        self.engine.check_usable(writing=True)
-        return await self.engine.writers.fill.hold_async(self._spaces.ensure(space).id, key, timeout=timeout)
+        return await self.engine.writers.fill.hold_async(self._number(space, key), key, timeout=timeout)
 
     @recover_and_retry
     def named(self, name: str, *, timeout: float | None = None, on_wait: OnWait | None = None) -> KeyHold:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from forebay import errors
 from forebay._engine.catalog import CatalogBroken, DiskFull, entries
 from forebay._engine.engine import Engine, recover_and_retry
-from forebay._engine.files.faults import SCARCE, faults
+from forebay._engine.files.faults import faults
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root, foreign, open_root
 from forebay._engine.index import counters
@@ -88,14 +88,9 @@ class Store:
     def open(cls, path: str | os.PathLike[str], settings: Settings, *, shared: bool = False, read_only: bool = False) -> Store:
         """The store of this root in this process, created by the first call. Each call needs a `close`.
 
-        Raises `RootRefused`, `NewerFormat`, or `CacheFault` where the root cannot be used at all."""
+        Raises `RootRefused`, `NewerFormat`, `CacheFault` where the root cannot be used for now, or OSError."""
         with cls._opening:
-            try:
-                root = open_root(path, shared=shared, read_only=read_only)
-            except OSError as error:
-                if error.errno in SCARCE:
-                    raise errors.CacheFault(f"the cache in {os.fspath(path)} cannot be opened: {error.strerror}") from error
-                raise
+            root = open_root(path, shared=shared, read_only=read_only)
             name = f"{root.path}{':ro' if root.read_only else ''}"
             store = cls._opened.get(name)
             if store is None or not root.is_same() or store.root.id != root.id:

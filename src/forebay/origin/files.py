@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from forebay import errors
+from forebay._engine.files.faults import faults
 from forebay._engine.locks.leases import Lease
 from forebay._model import ObjectInfo, Remote, Span, Transfer
 from forebay.origin.request import is_same_version
@@ -32,13 +33,14 @@ class LeasedFile(io.FileIO):
 
 
 def opened(lease: Lease) -> BinaryIO:
-    """A buffered file object on a cached copy, which closes the lease. Raises `CacheFault` if the copy is gone all the same, as where
-    locks exclude nobody."""
+    """A buffered file object on a cached copy, which closes the lease. Raises `CacheFault` if it cannot be opened: on a dead disk, without
+    descriptors; and where locks exclude nobody it may be gone."""
     try:
-        return cast(BinaryIO, io.BufferedReader(LeasedFile(lease)))
-    except FileNotFoundError as error:
+        with faults(lease.entry.name):
+            return cast(BinaryIO, io.BufferedReader(LeasedFile(lease)))
+    except errors.CacheFault:
         lease.close()
-        raise errors.CacheFault(f"the file of {lease.entry.name} was removed while it was leased", key=lease.entry.name) from error
+        raise
 
 
 class RangeFile(io.RawIOBase):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from forebay import _config, errors
-from forebay._engine.files.faults import FULL
+from forebay._engine.files.faults import faults
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host, waits
 from forebay._kernel.below import LinkInTheWay
@@ -16,6 +17,8 @@ from forebay._logs import logger
 
 if TYPE_CHECKING:
     from forebay._engine.passthrough import PassThrough
+
+_REFUSALS = FileNotFoundError, NotADirectoryError, PermissionError, LinkInTheWay
 
 log = logger("forebay.cache")
 
@@ -78,6 +81,17 @@ class RootOptions(NamedTuple):
 
     def open(self) -> Store:
         """The store. Raises `RootRefused`, `NewerFormat`, `ConfigError`, and `CacheFault` where the root cannot be used for now."""
+        with faults(str(self.path)):
+            try:
+                return self._open()
+            except OSError as error:
+                if isinstance(error, errors.ForebayError) or not (isinstance(error, _REFUSALS) or error.errno == errno.EROFS):
+                    raise
+                expected, problem = "a directory that can be created and written to", error.strerror or type(error).__name__
+                message = f"{self.path}: expected {expected}, found '{problem}': choose another directory"
+                raise errors.RootRefused(message, path=str(self.path), wanted=expected, found=problem) from error
+
+    def _open(self) -> Store:
         total = None
         if isinstance(self.budget, str) or isinstance(self.min_free, str) or self.first_budget is not None:
             existing = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
@@ -91,12 +105,7 @@ class RootOptions(NamedTuple):
             self.max_connections,
             first,
         )
-        try:
-            store = Store.open(self.path, settings, shared=self.shared, read_only=self.read_only)
-        except (FileNotFoundError, NotADirectoryError, PermissionError, LinkInTheWay) as error:
-            expected, problem = "a directory that can be created and written to", error.strerror or type(error).__name__
-            message = f"{self.path}: expected {expected}, found '{problem}': choose another directory"
-            raise errors.RootRefused(message, path=str(self.path), wanted=expected, found=problem) from error
+        store = Store.open(self.path, settings, shared=self.shared, read_only=self.read_only)
         if self.first_budget is not None and not self.read_only:
             there = store.spaces.root_limits()["budget"]
             if there is not None and there != first:
@@ -107,9 +116,7 @@ class RootOptions(NamedTuple):
         """The store, or a `PassThrough` where the root cannot be used for now. Raises for a root that can never be used."""
         try:
             return self.open()
-        except (errors.CacheFault, OSError) as error:
-            if isinstance(error, errors.RootError) or not (isinstance(error, errors.CacheFault) or error.errno in FULL):
-                raise
+        except errors.CacheFault as error:
             # as text: the error itself would keep its frames
             log.warning("the cache in %s cannot be used, reading past it: %s", self.path, str(error))
             return no_store(str(error))

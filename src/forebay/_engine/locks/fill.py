@@ -19,6 +19,7 @@ import xxhash
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, CatalogBroken, Txn, processes, reservations
+from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.files.stages import progress_of
 from forebay._engine.index.counters import WAIT_NS_LOCK, WAITS, Counters
@@ -230,8 +231,12 @@ class Fill:
 
     def _lock(self, key: str, keyhash: int, timeout: float | None, on_wait: OnWait | None) -> int | None:
         """Take the key's lock. Returns when the wait began, on the clock of failures; None if there was none."""
-        if self._is_free(keyhash):
-            return None
+        with faults(key):
+            if self._is_free(keyhash):
+                return None
+            return self._wait_for(key, keyhash, timeout, on_wait)
+
+    def _wait_for(self, key: str, keyhash: int, timeout: float | None, on_wait: OnWait | None) -> int:
         began = time.monotonic()
 
         def tell(waited: float) -> None:
@@ -251,9 +256,10 @@ class Fill:
 
     async def _lock_async(self, key: str, keyhash: int, timeout: float | None) -> int | None:
         """`_lock` for a coroutine."""
-        if self._is_free(keyhash):
-            return None
-        with self._waiting(key, keyhash) as since:
+        with faults(key):
+            if self._is_free(keyhash):
+                return None
+        with faults(key), self._waiting(key, keyhash) as since:
             await waits.wait_for_async(
                 lambda: self._keys.try_lock(keyhash, exclusive=True) or None,
                 self._words,

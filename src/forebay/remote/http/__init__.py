@@ -112,7 +112,7 @@ class HttpRemote:
         call = Call(url, self.options)
         try:
             opened = self._exchange.begin(call, url, self._first_headers, on_ready)
-        except errors.RemoteError as error:  # `fetch` meets it too
+        except (errors.RemoteError, AttemptFailed) as error:  # `fetch` meets it too
             log.debug("%s", error)
             return None
         return None if opened is None else OpenedFetch(self, call, url, opened)

@@ -225,7 +225,10 @@ def run_many(work: Iterable[tuple[TransferRequest, R]], side_by_side: int) -> It
                 request, receiver = item
                 number += 1
                 report = _report_to(ended, number, receiver)
-                running[number] = start(request, _Reported(receiver, report))
+                try:
+                    running[number] = start(request, _Reported(receiver, report))
+                except AttemptFailed as refused:
+                    yield receiver, refused
             if not running:
                 return
             key, receiver, error = ended.get()

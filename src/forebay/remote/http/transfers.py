@@ -264,9 +264,7 @@ class _Loop:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
-        self._epoll.register(self._wake, select.EPOLLIN)
+        self._multi, self._epoll = pycurl.CurlMulti(), select.epoll()
         self._watched: set[int] = set()
         self._commands: deque[Callable[[], None]] = deque()
         self._awake = False  # whether the loop will look at the commands without being woken. Only the loop sets it
@@ -279,13 +277,18 @@ class _Loop:
         self._next_check: float | None = None  # when the time of a transfer may be over
         self._running: dict[pycurl.Curl, HttpTransfer] = {}
         self._spare: list[CurlHandle] = []
-        self._multi = pycurl.CurlMulti()
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._watch)
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
         self._multi.setopt(pycurl.M_MAXCONNECTS, MAX_IDLE)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="http-transfers")
-        self._thread.start()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._epoll.register(self._wake, select.EPOLLIN)
+            self._thread.start()
+        except BaseException:
+            os.close(self._wake)
+            raise
 
     def submit(self, command: Callable[[], None]) -> None:
         """Have the loop run ``command`` soon. Drops it in a process that was forked meanwhile, and after the end of the loop."""
@@ -553,7 +556,10 @@ def _loop() -> _Loop:
                 atexit.unregister(loop.stop)
                 if not loop.is_of_this_process():  # forked by C code, which runs no fork hook
                     loop.leave_to_parent()
-            loop = _Loop()
+            try:
+                loop = _Loop()
+            except (OSError, RuntimeError, pycurl.error) as error:  # no more descriptors, or threads, for this process
+                raise AttemptFailed(f"this process cannot begin a request: {error}") from error
             atexit.register(loop.stop)
             _current = loop
     return loop
