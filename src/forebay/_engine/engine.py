@@ -313,9 +313,7 @@ class Engine:
 
     def begin_epoch(self) -> None:
         """Before the first write in a new epoch: give no id again that a crash of the machine made the catalog forget, remove files that it
-        left without a row, and let nothing be appended to old segments. Does nothing later."""
-        if self._epoch_began:
-            return
+        left without a row, and let nothing be appended to old segments."""
         epoch = spaces.setting(self.catalog, "boot")
         if epoch != self.root.epoch:
             from forebay._engine import check
@@ -387,7 +385,8 @@ class Engine:
         if host.forked_unseen():
             raise errors.CacheFault("this process was forked by C code, which ran no hook: it reads past the cache")
         if writing:
-            self.begin_epoch()
+            if not self._epoch_began:
+                self.begin_epoch()
             self.history.note(self.slots.clock.now())
             if self._unset is not None or self._lower:
                 self._set_late()

@@ -29,7 +29,9 @@ class KeyLocks:
         timeout: float | None = None, on_wait: OnWait | None = None, on_hold: Callable[[KeyHold], None] | None = None,
     ) -> T:  # fmt: skip
         """See `Fill.single`. ``make`` runs once: a catalog that breaks meanwhile is recovered for the next call."""
-        number = self._number(space, key)
+        with faults(key):
+            self.engine.check_usable(writing=True)
+            number = self._spaces.ensure(space).id
         with self.engine.reopening():
             return self.engine.writers.fill.single(number, key, look, make, timeout=timeout, on_wait=on_wait, on_hold=on_hold)
 
@@ -54,7 +56,8 @@ class KeyLocks:
     def try_hold(self, space: str, key: str) -> KeyHold | None:
         """Take the lock of a key if it is free."""
         with faults(key):
-            return self.engine.writers.fill.try_hold(self._number(space, key), key)
+            self.engine.check_usable(writing=True)
+            return self.engine.writers.fill.try_hold(self._spaces.ensure(space).id, key)
 
     @contextlib.contextmanager
     def holding_free(self, space: str, keys: Sequence[str]) -> Iterator[list[str]]:
