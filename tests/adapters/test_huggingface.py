@@ -138,6 +138,13 @@ def test_a_gated_repository_says_what_to_do(there: Hub, cache: Cache) -> None:
         snapshot_download(MODEL, cache=cache)
 
 
+@pytest.mark.parametrize("name", ["../x", "x/..", ".", "a/b/c", "/a", "a/", "a@b", "a b", "a?b", ""])
+def test_what_names_no_repository_is_not_asked_for(there: Hub, cache: Cache, name: str) -> None:
+    with pytest.raises(errors.ConfigError, match="is no repository"):
+        snapshot_download(name, cache=cache)
+    assert there.asked == []
+
+
 @pytest.mark.parametrize("keyword", ["local_dir", "cache_dir", "proxies", "endpoint"])
 def test_keywords_that_must_not_be_ignored_are_refused(there: Hub, cache: Cache, keyword: str) -> None:
     with pytest.raises(errors.ConfigError, match=keyword):

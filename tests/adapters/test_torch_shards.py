@@ -523,6 +523,30 @@ def test_a_state_of_another_dataset_or_rank_is_refused(cache: forebay.Cache, url
         Shards(**here | other, cache=cache).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"turn": -1},
+        {"turn": "x"},
+        {"drawn": None},
+        {"epoch": 0.5},
+        {"rank": []},
+        {"buffered_turns": [1]},
+        {"buffered_turns": None},
+        {"buffered_turns": [1 << 70], "buffered_samples": [0]},
+        {"buffered_turns": [0], "buffered_samples": [-1]},
+    ],
+    ids=repr,
+)
+def test_what_is_no_state_is_refused(cache: forebay.Cache, urls: str, wrong: dict[str, Any]) -> None:
+    dataset = Shards(urls, cache=cache, world=forebay.World(1, 1, 1, 0))
+    state = dataset.state_dict()
+    for other in (None, [], "state", {}, state | wrong, {name: value for name, value in state.items() if name not in wrong}):
+        with pytest.raises(errors.ConfigError):
+            dataset.load_state_dict(other)  # type: ignore[arg-type]
+    dataset.load_state_dict(state)
+
+
 def test_a_state_of_this_process_is_refused_in_several_workers(cache: forebay.Cache, urls: str) -> None:
     dataset = Shards(urls, cache=cache)
     dataset.load_state_dict(dataset.state_dict())

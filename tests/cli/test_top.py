@@ -56,6 +56,13 @@ def test_who_fetches_and_who_waits_for_whom(run: Run, home: Path, cache: Cache, 
     assert (seen["fetches"], seen["waiters"], seen["leased"]) == ([], [], 0)
 
 
+@pytest.mark.parametrize("interval", ["nan", "inf", "0", "x"])
+def test_an_interval_that_is_none(run: Run, home: Path, cache: Cache, interval: str) -> None:
+    ran = run("top", "--once", "--interval", interval)
+    assert ran.code == 2
+    assert "--interval" in ran.err
+
+
 def test_a_killed_process_neither_fetches_nor_waits(run: Run, home: Path, cache: Cache, server: ScriptedServer, stalling: str) -> None:
     with Terminal("pull", stalling) as first:
         assert server.stalled.wait(HANG)

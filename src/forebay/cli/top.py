@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -51,6 +52,8 @@ class Table(NamedTuple):
 @json_option
 def top(once: bool, interval: float, root: Path | None, as_json: bool) -> None:
     """Watch what all processes of the node do with this cache: hits, bytes a second, fetches, waits, leases, evictions. Ctrl-C ends it."""
+    if not math.isfinite(interval):
+        raise click.BadParameter(f"{interval} is no time in seconds", param_hint="'--interval'")
     before = _look(root)
     try:
         if once or as_json:

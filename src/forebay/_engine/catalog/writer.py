@@ -139,15 +139,17 @@ class WriterLock:
 
     def release(self) -> None:
         self._thread = 0
-        self._file.unlock(0)
-        hungry = self._words.value(HUNGRY_WORD)
-        if hungry != self._fed:
-            self._fed = hungry
-            self._words.bump(
-                WRITER_WORD, 1
-            )  # the first sleeper; when it releases the lock, it finds the word changed too, and wakes the next
-            time.sleep(YIELD)  # else this thread has the lock again before the woken one runs
-        self._turn.release()
+        try:
+            self._file.unlock(0)
+            hungry = self._words.value(HUNGRY_WORD)
+            if hungry != self._fed:
+                self._fed = hungry
+                self._words.bump(
+                    WRITER_WORD, 1
+                )  # when the first sleeper releases the lock, it finds the word changed too, and wakes the next
+                time.sleep(YIELD)  # else this thread has the lock again before the woken one runs
+        finally:
+            self._turn.release()
 
     def is_same(self) -> bool:
         """Whether this is still the lock that other processes take."""

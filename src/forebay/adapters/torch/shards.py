@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing.context
+import operator
 import os
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -97,8 +98,10 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next iteration return exactly the samples that were left when this state was saved.
 
-        Raises `ConfigError` if it was saved with other shards, another seed, buffer or order, by another rank or worker, or with another
-        number of ranks or workers."""
+        Raises `ConfigError` if it is no such state, or was saved with other shards, another seed, buffer or order, by another rank or
+        worker, or with another number of ranks or workers."""
+        if not isinstance(state, Mapping):
+            raise _no_state("state", state)
         for name, value in self._recipe.identity().items():
             if state.get(name) != value:
                 raise _mismatch(name, state.get(name), value)
@@ -169,6 +172,11 @@ def _mismatch(name: str, saved: object, here: object) -> errors.ConfigError:
     return errors.ConfigError(f"this state was saved with {name}={saved!r}, and here it is {here!r}", name=name, value=saved)
 
 
+def _no_state(name: str, value: object) -> errors.ConfigError:
+    message = f"this is no state of `Shards`, as `state_dict` returns it: {name}={value!r:.100}"
+    return errors.ConfigError(message, name=name, value=f"{value!r:.100}")
+
+
 class _Share(NamedTuple):
     """Whose part of the shards: the ``worker``-th of ``num_workers`` of the ``rank``-th of ``num_ranks``."""
 
@@ -211,9 +219,21 @@ class _Position:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> _Position:
-        share = _Share(*(int(state[name]) for name in _Share._fields))
-        epoch, turn, sample, drawn = (int(state[name]) for name in ("epoch", "turn", "sample", "drawn"))
-        return cls(share, epoch, turn, sample, drawn, array("q", state["buffered_turns"]), array("q", state["buffered_samples"]))
+        """Raises `ConfigError` for what `state` does not return."""
+        numbers: list[int] = []
+        for name in (*_Share._fields, "epoch", "turn", "sample", "drawn"):
+            value = state.get(name)
+            numbers.append(operator.index(value) if isinstance(value, SupportsIndex) else -1)
+            if numbers[-1] < 0:
+                raise _no_state(name, value)
+        try:
+            turns, samples = array("q", state["buffered_turns"]), array("q", state["buffered_samples"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise _no_state("buffered_turns", state.get("buffered_turns")) from error
+        if len(turns) != len(samples) or min((*turns, *samples), default=0) < 0:
+            raise _no_state("buffered_turns", state["buffered_turns"])
+        epoch, turn, sample, drawn = numbers[4:]
+        return cls(_Share(*numbers[:4]), epoch, turn, sample, drawn, turns, samples)
 
 
 class _Pass(Iterator[dict[str, Any]]):
