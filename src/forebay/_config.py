@@ -193,6 +193,12 @@ def unused_budget(given: GivenSetting, path: Path, budget: int) -> str:
     return f"{message}; `forebay budget {given.text}` changes it for all processes"
 
 
+def budget_beyond_disk(path: Path, budget: int, disk: int) -> str:
+    """The message about a budget that the disk cannot hold."""
+    message = f"the budget of the cache in {path}, {format_size(budget)}, is larger than its disk, {format_size(disk)}"
+    return f"{message}: the disk will be full first; set less, or a share of it, such as budget='80%'"
+
+
 def given_by_variables(environ: Mapping[str, str]) -> dict[str, GivenSetting]:
     """The settings in variables that are not empty."""
     names = [name for name, text in environ.items() if name.startswith("FOREBAY_") and text.strip()]

@@ -172,6 +172,15 @@ def test_a_scheme_that_nobody_knows_is_refused_at_once(tmp_path: Path) -> None:
         cache.read("foo://bar/x")
 
 
+def test_a_budget_that_the_disk_cannot_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with forebay.Cache(tmp_path / "root", budget=1 << 60, min_free=0) as cache:
+            cache.put("k", b"x")
+    (record,) = caplog.records
+    assert "is larger than its disk" in record.message
+    assert "budget='80%'" in record.message
+
+
 def test_a_cache_that_was_switched_off_says_nothing_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a").write_bytes(b"bytes")
     with forebay.Cache(tmp_path / "root", enabled=False) as cache:

@@ -106,6 +106,8 @@ class RootOptions(NamedTuple):
             first,
         )
         store = Store.open(self.path, settings, shared=self.shared, read_only=self.read_only)
+        if settings.budget is not None and settings.budget > (size := host.disk(store.root.path).total):
+            _config.warn_once(_config.budget_beyond_disk(store.root.path, settings.budget, size))
         if self.first_budget is not None and not self.read_only:
             there = store.spaces.root_limits()["budget"]
             if there is not None and there != first:
