@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,3 +104,15 @@ def test_an_evicted_entry_is_unmapped_though_it_stood_in_the_order(store: Store)
     assert store.discard(entry)
     memo.drop_dead()
     assert mapping() is None
+
+
+def test_what_was_read_once_takes_no_memory_for_ever(store: Store) -> None:
+    memo = store.engine.memo
+    assert [memo.is_again(1 << 60, 1), memo.is_again(1 << 60, 1)] == [False, True]
+    tracemalloc.start()
+    try:
+        for id in range(1, 300_000):
+            memo.is_again(id, 1)
+        assert tracemalloc.get_traced_memory()[0] < 100_000
+    finally:
+        tracemalloc.stop()

@@ -16,9 +16,8 @@ from forebay._kernel import mappings
 from forebay._model import Entry
 
 MAX_BYTES = 256 << 20
-_MANY = 1_000_000
-
-
+_READ = 1 << 16
+"""How many entries a process knows that it has read: four times as many as it may have mapped on most machines, in half a megabyte."""
 _NO_WINDOW = 0, 0, 0
 
 
@@ -79,7 +78,7 @@ def finds_nothing(name: str) -> Remembered | None:
 class Memo:
     """Per process: (space, name) to `MappedEntry`. Several names may lead to one entry: a URL as written, and its key.
 
-    It keeps two things apart: which entries the process has read, a number each; and their mappings, of which it keeps ``max_bytes``."""
+    It keeps two things apart: which entries the process has read lately, a word each; and their mappings, ``max_bytes`` of them."""
 
     def __init__(
         self, slots: Slots, adaptive: AdaptiveSpaces, max_bytes: int = MAX_BYTES, max_count: int | None = None, *,
@@ -92,7 +91,7 @@ class Memo:
         self._mutex = threading.Lock()  # guards what follows; the hit path reads the dicts without it
         self._known: dict[str, dict[str, MappedEntry]] = {}
         self._coldest: list[tuple[int, str, str]] = []
-        self._read: set[int] = set()
+        self._read = mappings.words_of_process(_READ)
         self._passed = 0
         self._bytes = 0
         self._count = 0
@@ -163,10 +162,8 @@ class Memo:
 
         Where there is none, one in 64 takes the place of the coldest: of more than fits, a part stays, instead of each being dropped
         before it is needed again, and mapping costs no more than a fiftieth of the reads."""
-        if id not in self._read:
-            if len(self._read) >= _MANY:
-                self._read.clear()
-            self._read.add(id)
+        if self._read[id % _READ] != id:
+            self._read[id % _READ] = id
             return False
         if self._bytes + size <= self._max_bytes and self._count < self._max_count:
             return True
@@ -241,7 +238,7 @@ class Memo:
                 for item in known.values():
                     item.names = []
                 known.clear()
-            self._read.clear()
+            self._read = mappings.words_of_process(_READ)
             self._coldest.clear()
             self._slots, self._bytes, self._count, self._evictions = slots, 0, 0, -1
 
