@@ -16,6 +16,7 @@ import pytest
 import forebay
 from forebay.origin.request import SpillingSink
 from forebay.testing import ScriptedServer
+from tests.items import until
 
 MiB = 1 << 20
 BUDGET = 8 * MiB
@@ -186,3 +187,24 @@ def test_s15_warming_it_holds_nothing_up(root: Path, server: ScriptedServer, tmp
     assert large in done.stderr
     outcomes = {outcome["url"]: outcome["state"] for outcome in json.loads(done.stdout)}
     assert outcomes == {large: "past"} | dict.fromkeys(urls, "fetched")
+
+
+def test_s15_a_value_that_cannot_be_kept_is_made_by_all_who_waited_at_once(
+    cache: forebay.Cache, children: Callable[..., Any], tmp_path: Path
+) -> None:
+    """One after the other they would wait for each other's runs."""
+    journal = tmp_path / "journal"
+
+    def make() -> bytes:
+        with open(journal, "a") as file:
+            first = file.tell() == 0
+            file.write("x")
+        if first:
+            until(lambda: cache.stats().waits >= 3, "the others")
+        else:
+            until(lambda: journal.stat().st_size == 4, "all of the others at once")
+        return bytes(2 * BUDGET)
+
+    workers = [children(lambda: len(cache.get_or_put("k", make))) for _ in range(4)]
+    assert [worker.result() for worker in workers] == [2 * BUDGET] * 4
+    assert journal.stat().st_size == 4

@@ -90,11 +90,17 @@ class Space:
             return memoryview(bytes(as_bytes(fn())))
 
         def keep(data: memoryview) -> memoryview:
-            self.put(key, data)
+            self._keep(key, data)
             return data
 
         timeout = self._origin.timeout if timeout is None else timeout
         return self._origin.get_or_make(self.name, key, look, make, keep, timeout=timeout, counts_miss=True)
+
+    def _keep(self, key: str, data: memoryview) -> None:
+        """Those that wait for what cannot be stored make it themselves: all at once, instead of one after the other."""
+        if not self.put(key, data):
+            error = errors.CacheFault(f"another process has made {key!r}, and could not store it", key=key)
+            self._store().locks.note_failure(self.name, key, error)
 
     async def aget_or_put(
         self, key: str, fn: Callable[[], Buffer | Awaitable[Buffer]], *, timeout: float | None = None
@@ -127,7 +133,7 @@ class Space:
         async def fill() -> memoryview:
             store.count("misses")
             data = await make()
-            await in_thread(self.put, key, data)
+            await in_thread(self._keep, key, data)
             return data
 
         try:
