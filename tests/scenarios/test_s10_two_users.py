@@ -253,3 +253,33 @@ def test_s10_what_another_user_left_and_cannot_be_gone_on_from(project: Path, se
     server.objects["/x.bin"].stall_after = None
     server.go.set()
     assert children(as_user(B, read)).result()
+
+
+def test_s10_a_root_that_is_given_away_while_a_job_has_it_open(public: Path, server: ScriptedServer) -> None:
+    """The job goes on without it."""
+    place = public / "as-home"
+    place.mkdir()
+    os.chown(place, A, A)
+    urls = [server.put(f"/{number}.bin", bytes([number]) * 300_000) for number in range(4)]
+
+    def job(line: Any) -> None:
+        with forebay.Cache(place / "root", budget=64 * MiB) as cache:
+            samples = cache.samples("samples", 10)
+            compute = cache.tasks("tasks").cached(lambda x: x + 1, version="1")
+            assert (cache.read(urls[0]), samples.get_or_put(0, lambda: b"0"), compute(0)) == (b"\0" * 300_000, b"0", 1)
+            line.say("open")
+            line.hear()
+            for _ in range(2):
+                assert cache.read(urls[1]) == b"\1" * 300_000
+                assert cache.get_or_put("k", lambda: b"v") == b"v"
+                assert samples.get_or_put(1, lambda: b"1") == b"1"
+                assert compute(1) == 2
+                with cache.open(urls[2]) as file:
+                    assert file.read(1) == b"\2"
+
+    with processes.talk_to(lambda line: as_user(A, lambda: job(line))()) as child:
+        assert child.hear() == "open"
+        for path in [place / "root", *(place / "root").rglob("*")]:
+            os.chown(path, B, B, follow_symlinks=False)
+        child.say("go")
+        child.result()

@@ -160,7 +160,10 @@ class Engine:
             if self.recoveries != recoveries:
                 return
             (log.info if error.damaged else log.warning)("%s: opening it again", str(error))
-            root = open_root(self.root.path, shared=self.root.shared)
+            try:
+                root = open_root(self.root.path, shared=self.root.shared)
+            except errors.RootError as refused:  # given to another user, say: the job that has it open goes on without
+                raise errors.CacheFault(f"the cache in {self.root.path} cannot be used any more: {refused}") from refused
             if root.id != self.root.id or not self.slots.is_same() or not self.catalog.has_its_lock():
                 for part in (self._writers, self.leases, self.catalog):
                     if part is not None:
