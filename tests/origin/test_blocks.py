@@ -229,6 +229,14 @@ def test_a_server_without_ranges_is_asked_for_the_whole_object_and_never_again_f
     assert (server.gets, server.heads) == (gets, 1)
 
 
+def test_a_server_that_refuses_ranges_is_asked_for_the_whole_object(cache: forebay.Cache, server: ScriptedServer, url: str) -> None:
+    """With 416, as for one that lies beyond the end."""
+    server.on_request = lambda request: server.objects["/a.bin"].statuses.extend([416] if "Range" in request.headers else [])
+    with cache.open(url, block_size=SIZE) as file:
+        assert piece(file, 5, 3)
+        assert piece(file, 0)
+
+
 def test_a_server_that_forgets_ranges_and_changes_mixes_no_versions(cache: forebay.Cache, server: ScriptedServer, url: str) -> None:
     with cache.open(url, block_size=SIZE) as file:
         assert piece(file, 0)

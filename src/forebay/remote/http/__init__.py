@@ -27,6 +27,7 @@ from forebay.remote.http.exchange import (
     is_etag,
     is_other_version,
     is_same_validator,
+    is_shorter,
 )
 from forebay.remote.urls import canonical
 
@@ -133,6 +134,8 @@ class HttpRemote:
         with self._exchange.send(call, "GET", url, headers, ok=(200, 206, 412, 416)) as response:
             if response.status == 416:
                 response.drain()
+                if exact and known.size is not None and span.end <= known.size and not is_shorter(response.headers, span):
+                    raise errors.Unsupported(f"{call.url}: the server refuses a range that the object has", url=call.url)
                 if validator is not None and not ends_before(known, response.headers, span):
                     raise _changed(call.url)
                 return b""

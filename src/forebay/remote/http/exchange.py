@@ -397,6 +397,12 @@ def ends_before(known: ObjectInfo, headers: Mapping[str, str], span: Span) -> bo
     return not is_other_version(known, headers, None) and size.isdecimal() and int(size) <= span.start
 
 
+def is_shorter(headers: Mapping[str, str], span: Span) -> bool:
+    """Whether a response 416 says that the object ends before ``span``."""
+    size = headers.get("Content-Range", "").rpartition("*/")[2].strip()
+    return size.isdecimal() and int(size) <= span.start
+
+
 def is_etag(validator: str) -> bool:
     return validator.startswith(('"', 'W/"'))
 
