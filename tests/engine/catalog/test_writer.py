@@ -136,7 +136,8 @@ def test_a_killed_writer_lets_go(quick_path: Path) -> None:
     said.close()
 
 
-def test_a_busy_writer_lock_names_its_holder(tmp_path: Path) -> None:
+def test_a_busy_writer_lock_names_its_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONG", 0.04)
     with opened(tmp_path / "root", MiB) as store:
         other = module.WriterLock(store.root, store.engine.words)
         with store.engine.catalog.writer(), pytest.raises(errors.CacheFault, match=rf"busy.*{os.getpid()}"):

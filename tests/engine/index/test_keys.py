@@ -217,9 +217,9 @@ def test_a_bucket_that_leads_elsewhere_is_not_believed(store: Store) -> None:
     assert touched(store, "large") == LARGE
 
 
-def test_soundness_of_another_boot_is_not_believed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soundness_of_another_epoch_is_not_believed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     assert touched(store, "large") == LARGE
-    monkeypatch.setattr(store.engine.keys, "_boot", 12345)
+    monkeypatch.setattr(store.engine.keys, "_epoch", 12345)
     assert touched(store, "large") is None
 
 
