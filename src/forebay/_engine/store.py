@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from forebay._engine.write.publish import Writing
 
 WORTH = 1024
-"""Free pages of the catalog that a removal gives back to the disk."""
+"""From so many free pages on, a removal gives those of the catalog back to the disk; so many in a transaction."""
 log = logger("forebay.store")
 
 
@@ -398,9 +398,10 @@ class Store:
         """Shrink the catalog, once it is worth a transaction. Waits for nobody where it is not."""
         catalog = self.engine.catalog
         try:
-            while catalog.one("PRAGMA freelist_count")[0] >= WORTH:
+            more = catalog.one("PRAGMA freelist_count")[0] >= WORTH
+            while more:
                 with catalog.write() as txn:
-                    txn.give_back(WORTH * PAGE)
+                    more = txn.give_back(WORTH * PAGE)
         except (errors.WriterBusy, DiskFull) as error:
             log.info("the catalog of %s keeps its free pages: %s", self.engine.root.path, str(error))
 

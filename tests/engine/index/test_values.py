@@ -160,7 +160,7 @@ def test_values_that_are_read_in_turn_do_not_replace_each_other(quick_path: Path
         entry = store.entry("v", late)
         assert entry is not None
         assert store.discard(entry)
-        store.engine.memo._read.clear()
+        store.engine.memo.restart(store.engine.slots)
         assert touched(store, early) == bodies[early]
         assert by_its_cell(store, early) == bodies[early]
 
@@ -233,7 +233,7 @@ def _reads(store: Store) -> None:
         assert touched(mine, "small") == SMALL
         for body in (OTHER, b"n" * 900):
             mine.put("v", "next", body)
-            mine.engine.memo._read.clear()
+            mine.engine.memo.restart(mine.engine.slots)
             assert touched(mine, "next") == body
         assert mine.check() == []
 
@@ -260,7 +260,7 @@ def test_on_a_full_disk_a_value_has_no_cell(store: Store, there: bool) -> None:
         host.on_step(None)
     assert "pwrite" in steps
     assert "set_bytes" not in steps
-    store.engine.memo._read.clear()
+    store.engine.memo.restart(store.engine.slots)
     assert touched(store, "new") == OTHER
     assert by_its_cell(store, "new") == OTHER
 

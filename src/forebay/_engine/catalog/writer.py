@@ -26,8 +26,9 @@ from forebay.errors import WriterBusy as WriterBusy
 LONGEST_WAIT = 10.0
 GRACE = 0.2
 """For so long a call waits for the lock even where its timeout is used up: it may be released any moment."""
-LONG = 1.0
-"""A wait that tells that the holder is stopped. To find out who that is takes a look at the descriptors of many processes."""
+LONG = 0.25
+"""A wait that tells that the holder is stopped: one that runs lets those go first that have announced that they wait. To find out who it is
+takes a look at the descriptors of many processes."""
 HUNGRY = 0.25
 PAUSE, LONGEST_PAUSE = 0.002, 0.032
 """Seconds, at most, before the first try again, and before any."""
