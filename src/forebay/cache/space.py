@@ -89,18 +89,15 @@ class Space:
         def make() -> memoryview:
             return memoryview(bytes(as_bytes(fn())))
 
-        def keep(data: memoryview) -> memoryview:
-            self._keep(key, data)
-            return data
-
         timeout = self._origin.timeout if timeout is None else timeout
-        return self._origin.get_or_make(self.name, key, look, make, keep, timeout=timeout, counts_miss=True)
+        return self._origin.get_or_make(self.name, key, look, make, functools.partial(self._keep, key), timeout=timeout, counts_miss=True)
 
-    def _keep(self, key: str, data: memoryview) -> None:
-        """Those that wait for what cannot be stored make it themselves: all at once, instead of one after the other."""
+    def _keep(self, key: str, data: memoryview) -> memoryview:
+        """Store what was made. Where that fails, those that wait make it themselves: all at once, instead of one after the other."""
         if not self.put(key, data):
             error = errors.CacheFault(f"another process has made {key!r}, and could not store it", key=key)
             self._store().locks.note_failure(self.name, key, error)
+        return data
 
     async def aget_or_put(
         self, key: str, fn: Callable[[], Buffer | Awaitable[Buffer]], *, timeout: float | None = None
