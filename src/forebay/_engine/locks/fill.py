@@ -271,12 +271,15 @@ class Fill:
 
     def _is_free(self, keyhash: int) -> bool:
         """Whether the key's lock was free; then it is taken."""
-        if not self._keys.try_lock(keyhash, exclusive=True):
-            return False
-        if not self._keys.is_same():
+        try:
+            if not self._keys.try_lock(keyhash, exclusive=True):
+                return False
+            if self._keys.is_same():
+                return True
             self._keys.unlock(keyhash)
-            raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
-        return True
+        except FileNotFoundError as error:  # at the first lock
+            log.debug("%s", error)
+        raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
 
     @contextlib.contextmanager
     def _waiting(self, key: str, keyhash: int) -> Iterator[int]:
