@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -485,18 +486,31 @@ def test_an_index_outside_is_an_error(cache: forebay.Cache, log: Log, index: int
     assert [item[2] for item in dataset] == list(range(ITEMS))
 
 
-def test_tensors_may_be_written_to_and_arrays_only_if_copied(cache: forebay.Cache, log: Log) -> None:
+def test_items_may_be_written_to(cache: forebay.Cache, log: Log) -> None:
     dataset = cached(cache, Pictures(log))
     for _ in range(2):
         picture, tensor, _ = dataset[1]
-        assert not picture.flags.writeable
+        picture[:] = 0
         tensor.zero_()
+    assert np.array_equal(dataset[1][0], image(1, 32))
     assert torch.equal(dataset[1][1], torch.from_numpy(image(1, 4)).float())
-    copied = CachedDataset(dataset.dataset, cache.samples("pictures", codec="pickle", copy=True))
-    for _ in range(2):
-        copied[1][0][:] = 0
-    assert np.array_equal(copied[1][0], image(1, 32))
     assert log.take() == {"1": 1}
+
+
+@pytest.mark.parametrize("size", [1_000, 2_000_000])
+@pytest.mark.parametrize("codec", ["numpy", "pytree"])
+def test_pytorch_warns_of_nothing(cache: forebay.Cache, codec: str, size: int) -> None:
+    """Its collate function has tensors share the memory of arrays, and warns where that cannot be written to."""
+    arrays = [np.full(size, number, np.uint8) for number in range(4)]
+    samples = cache.samples("arrays", 4, codec=codec)
+    dataset = CachedDataset(arrays, samples)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            (batch,) = data.DataLoader(dataset, batch_size=4)
+            assert [int(row.sum()) for row in batch] == [size * number for number in range(4)]
+            batch[:] = 9
+    assert [int(samples.get(number)[0]) for number in range(4)] == [0, 1, 2, 3]  # type: ignore[index]
 
 
 def test_counters_come_from_workers(cache: forebay.Cache, log: Log) -> None:

@@ -83,7 +83,7 @@ def test_the_next_write_needs_what_the_dead_replacer_left(scene: NewScene) -> No
 
 
 def test_a_catalog_becomes_small(scene: NewScene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "WORTH", 10)
+    monkeypatch.setattr(store_module, "AT_ONCE", 10)
 
     def before(store: Store) -> None:
         store.put_many("v", [(f"k{number}", bytes(10_000)) for number in range(30)])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forebay import errors
 from forebay._engine.catalog import CatalogBroken, DiskFull, entries
+from forebay._engine.catalog.transactions import AT_ONCE
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
 from forebay._engine.files.layout import PAGE
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from forebay._engine.write.insert import Label
     from forebay._engine.write.publish import Writing
 
-WORTH = 1024
-"""From so many free pages on, a removal gives those of the catalog back to the disk; so many in a transaction."""
 log = logger("forebay.store")
 
 
@@ -398,10 +397,10 @@ class Store:
         """Shrink the catalog, once it is worth a transaction. Waits for nobody where it is not."""
         catalog = self.engine.catalog
         try:
-            more = catalog.one("PRAGMA freelist_count")[0] >= WORTH
+            more = catalog.one("PRAGMA freelist_count")[0] >= AT_ONCE
             while more:
                 with catalog.write() as txn:
-                    more = txn.give_back(WORTH * PAGE)
+                    more = txn.give_back(AT_ONCE * PAGE)
         except (errors.WriterBusy, DiskFull) as error:
             log.info("the catalog of %s keeps its free pages: %s", self.engine.root.path, str(error))
 

@@ -18,6 +18,8 @@ from forebay._logs import logger
 if TYPE_CHECKING:
     from forebay._engine.passthrough import PassThrough
 
+NO_LIMIT = 1 << 50
+"""A budget of so much means none."""
 _REFUSALS = FileNotFoundError, NotADirectoryError, PermissionError, LinkInTheWay
 
 log = logger("forebay.cache")
@@ -106,7 +108,7 @@ class RootOptions(NamedTuple):
             first,
         )
         store = Store.open(self.path, settings, shared=self.shared, read_only=self.read_only)
-        if settings.budget is not None and settings.budget > (size := host.disk(store.root.path).total):
+        if settings.budget is not None and NO_LIMIT > settings.budget > (size := host.disk(store.root.path).total):
             _config.warn_once(_config.budget_beyond_disk(store.root.path, settings.budget, size))
         if self.first_budget is not None and not self.read_only:
             there = store.spaces.root_limits()["budget"]

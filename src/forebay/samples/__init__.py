@@ -47,12 +47,17 @@ class Samples(Generic[Item]):
         self.name = name
         self._attach(pack)
         if isinstance(pack, _LatePack):
-            pack.comes = weakref.WeakMethod(self._attach)
+            pack.comes.append(weakref.WeakMethod(self._attach))
 
     def _attach(self, pack: Pack | NoPack) -> None:
         self._pack, self._find = pack, pack.finder()
         if self._codec.name == "raw" and not self._copy and not isinstance(pack, _LatePack):
             self.get = self._find  # type: ignore[method-assign, assignment]  # saves a call on the path that runs a million times a second
+
+    def writable(self) -> Samples[Item]:
+        """The same array, whose items have arrays that are private to the caller and may be written to. What closes one handle closes
+        both. With the codec ``raw``, whose items have no arrays, this handle."""
+        return self if self._copy or self._codec.name == "raw" else Samples(self._origin, self._pack, self._codec, self.name, copy=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._pack, _LatePack):
@@ -411,7 +416,7 @@ class _LatePack(NoPack):
     def __init__(self, length: int, find_pack: Callable[[], Pack | NoPack | None], fingerprint: str | bytes | None) -> None:
         super().__init__(length)
         self._find_pack, self.fingerprint, self._turn = find_pack, fingerprint, waits.Turn()
-        self.comes: Callable[[], Callable[[Pack], None] | None] = lambda: None
+        self.comes: list[weakref.WeakMethod[Callable[[Pack], None]]] = []  # of the handles that wait for it
 
     def has(self, slot: int) -> bool:
         super().has(slot)
@@ -424,9 +429,10 @@ class _LatePack(NoPack):
         try:
             with waits.time_limit(0):
                 pack = self._find_pack()
-            attach = self.comes()
-            if isinstance(pack, Pack) and attach is not None:
-                attach(pack)
+            handles = [attach for come in self.comes if (attach := come()) is not None]
+            if isinstance(pack, Pack) and handles:
+                for attach in handles:
+                    attach(pack)
                 may_try = False
         except errors.ConfigError as error:  # another array of this name was created meanwhile: no `get` may fail because of it
             may_try = False

@@ -29,6 +29,8 @@ from forebay._engine.packs.segments import GONE, MANY_HITS, Appender, Finder, Ma
 from forebay._kernel import host, locks, mappings
 from forebay._model import Buffer
 
+MAPPED = 1 << 20
+"""From this size on a private mapping costs less than a copy; pages are copied once they are written to."""
 ASK_AGAIN = 2.0
 """Seconds after which a writer that got no space asks again, even if nothing was evicted meanwhile."""
 
@@ -116,6 +118,9 @@ class Pack:
         if not self._ends[slot] and not self._locate(slot):
             return None
         payload = self._view[self._starts[slot] : self._ends[slot]]
+        if copy and len(payload) >= MAPPED:
+            with contextlib.suppress(OSError):  # the process has as many mappings, or files, as it may have
+                return self.private(slot)
         return memoryview(bytearray(payload)) if copy else payload
 
     def has(self, slot: int) -> bool:

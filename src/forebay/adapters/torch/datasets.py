@@ -100,8 +100,8 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
     ``samples``: an open array of ``len(dataset)`` slots, as returned by ``cache.samples(name, len(dataset), codec="pytree")``.
     ``transform``: applied to the item at each access, and its result is never stored: for random augmentations.
 
-    Items are those of `Samples.get`: tensors are writable, arrays are read-only unless the array was opened with ``copy=True``; with the
-    codec ``raw`` the transform gets a view, and without a transform the items are bytes. Errors of ``dataset`` and ``transform`` reach
+    Items are those of `Samples.get`, and the caller's own: tensors and arrays may be written to. With the codec ``raw`` the transform gets
+    a read-only view, and without a transform the items are bytes. Errors of ``dataset`` and ``transform`` reach
     the caller; faults of the cache do not, as ``dataset[i]`` runs instead. Picklable, usable in both processes after a fork, callable from
     any thread if ``dataset`` is. Raises `ConfigError` if ``samples`` is no such array, or has another length; `Closed`."""
 
@@ -115,7 +115,8 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
         if length != len(samples):
             message = f"the dataset has {length:,} items, but the array of samples {len(samples):,} slots: open one of the same length"
             raise errors.ConfigError(message, name="samples", value=len(samples), wanted=length)
-        self.dataset, self.samples, self.transform = dataset, samples, transform
+        self.dataset, self.transform = dataset, transform
+        self.samples = samples.writable()  # PyTorch warns of other arrays
         self._level = logging.WARNING
 
     def __len__(self) -> int:
