@@ -256,7 +256,7 @@ class Txn:
         return bool(free)
 
     def skip_ids(self) -> None:
-        """Give no id that a transaction gave which a crash of the machine lost. Sessions of less than four billion ids are lost at most."""
+        """Give no id again that a lost transaction gave. A crash of the machine loses fewer than `SKIPPED`."""
         self.take("next_id", SKIPPED)
         self._ids[:] = 0, 0
 

@@ -145,9 +145,8 @@ class WriterLock:
             hungry = self._words.value(HUNGRY_WORD)
             if hungry != self._fed:
                 self._fed = hungry
-                self._words.bump(
-                    WRITER_WORD, 1
-                )  # when the first sleeper releases the lock, it finds the word changed too, and wakes the next
+                # Wakes the first sleeper. When that one releases the lock, it finds the word changed too, and wakes the next.
+                self._words.bump(WRITER_WORD, 1)
                 time.sleep(YIELD)  # else this thread has the lock again before the woken one runs
         finally:
             self._turn.release()
