@@ -22,6 +22,7 @@ import pytest
 
 from tests.adapters.conftest import load_streaming
 from tests.adapters.streaming.streaming_runs import SAMPLES, Job, Node, Say, make_shards, own_node
+from tests.items import until
 
 load_streaming()
 
@@ -205,10 +206,14 @@ def test_a_main_process_that_is_killed_alone(remote: Path, tmp_path: Path, node:
 
 
 def lose_a_worker(say: Say, remote: Path, local: Path) -> None:
+    from streaming.base.dataset import _ShardState
+
     streaming.install()
     data = data_set(remote, local)
     batches = iter(DataLoader(data, batch_size=4, num_workers=2))
     next(batches)
+    # A worker that dies while it fetches a shard leaves it "being fetched", as with Streaming alone: the next epoch would wait for it.
+    until(lambda: set(data._shard_states.numpy().tolist()) == {int(_ShardState.LOCAL)}, "all shards")
     try:
         os.kill(batches._workers[1].pid, signal.SIGKILL)
         time.sleep(60)  # until its handler of SIGCHLD raises. To take what the dead one sent may raise an OSError instead
