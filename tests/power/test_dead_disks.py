@@ -1,4 +1,4 @@
-"""A disk that dies, or becomes read-only, under a job: every call of every front is served from the source."""
+"""A disk that dies under a job: every call of every front is served from the source. And one that is mounted read-only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import forebay
 from forebay import errors
 from forebay.testing import ScriptedServer
 from tests.harness import MiB
-from tests.power.disks import NOTHING_FLUSHED, Disk, disk
-from tests.processes import talk_to
+from tests.power.disks import NOTHING_FLUSHED, Disk, disk, run
+from tests.processes import in_child, talk_to
 from tests.remote_directories import files_of
 from tests.servers.counting import Shelf
 
@@ -52,7 +52,7 @@ def calls(cache: forebay.Cache, urls: list[str], shelf: Shelf, number: int) -> d
         "get": lambda: cache.get(f"none {number}") is None,
         "samples": lambda: samples.get_or_put(number, lambda: body(3)) == body(3),
         "task": lambda: compute(number) == body(number),
-        "evict": lambda: cache.space("v").put("k", b"x") in (None, True, False),
+        "a space": lambda: cache.space("v").put("k", b"x") in (None, True, False),
         "stats": lambda: cache.stats().hits >= 0,
         "directory": lambda: isinstance(directory(), dict),
     }  # fmt: skip
@@ -110,3 +110,20 @@ def test_a_root_on_a_dead_disk(server: ScriptedServer, kind: str) -> None:
         for there in (root, place.place / "new"):
             with talk_to(lambda _, there=there: use(there)) as child:
                 assert child.result()
+
+
+def test_a_disk_that_is_mounted_read_only(server: ScriptedServer) -> None:
+    """What is there is served; a root that would have to be created there is refused."""
+    url = server.put("/a", body(1))
+    with disk("ext4") as place:
+
+        def use(there: Path) -> bytes:
+            with forebay.Cache(there, budget="100MB") as cache:
+                return bytes(cache.read(url))
+
+        assert in_child(lambda: use(place.place / "root")) == body(1)
+        run("mount", "-o", "remount,ro", place.place)
+        assert in_child(lambda: use(place.place / "root")) == body(1)
+        assert server.gets == 1
+        with pytest.raises(errors.RootRefused, match=r"Read-only file system.*choose another directory"):
+            in_child(lambda: use(place.place / "new"))

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -238,6 +239,26 @@ def test_libcurls_objects_of_the_parent_are_never_freed_in_a_child() -> None:
         del loop
         gc.collect()
         return freed.alive
+
+    assert ended(forked(work)) == 0
+
+
+def test_a_process_without_descriptors_is_told_so(base: str) -> None:
+    asked = TransferRequest("GET", base, "/1", {})
+
+    def work() -> bool:
+        own = transfers._current
+        transfers._current = None  # as in a process that has requested nothing yet
+        most = max(map(int, os.listdir("/proc/self/fd")))
+        taken = [os.dup(0) for _ in range(most)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        try:
+            with pytest.raises(AttemptFailed, match="cannot begin a request"):
+                Incoming(asked)
+            ((_, error),) = run_many([(asked, Collected())], 1)
+            return isinstance(error, AttemptFailed)
+        finally:
+            transfers._current = own
 
     assert ended(forked(work)) == 0
 

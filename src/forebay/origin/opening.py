@@ -95,7 +95,7 @@ class RootOptions(NamedTuple):
 
     def _open(self) -> Store:
         total = None
-        if isinstance(self.budget, str) or isinstance(self.min_free, str) or self.first_budget is not None:
+        if self.budget is not None or isinstance(self.min_free, str) or self.first_budget is not None:
             existing = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
             total = host.disk(existing).total
         first = _config.parse_budget(self.first_budget.text, total=total, name=self.first_budget.name) if self.first_budget else None
@@ -108,8 +108,8 @@ class RootOptions(NamedTuple):
             first,
         )
         store = Store.open(self.path, settings, shared=self.shared, read_only=self.read_only)
-        if settings.budget is not None and NO_LIMIT > settings.budget > (size := host.disk(store.root.path).total):
-            _config.warn_once(_config.budget_beyond_disk(store.root.path, settings.budget, size))
+        if total is not None and settings.budget is not None and NO_LIMIT > settings.budget > total:
+            _config.warn_once(_config.budget_beyond_disk(store.root.path, settings.budget, total))
         if self.first_budget is not None and not self.read_only:
             there = store.spaces.root_limits()["budget"]
             if there is not None and there != first:

@@ -276,3 +276,19 @@ def test_a_call_waits_beyond_its_time_once(tmp_path: Path) -> None:
             assert waited[0] > module.GRACE / 2
             assert waited[1:] == [0.0] * 3
         other.close()
+
+
+def test_an_unlock_that_fails_lets_the_next_thread_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path / "root", MiB) as store:
+        unlock = locks.LockFile.unlock
+
+        def failing(file: locks.LockFile, offset: int) -> None:
+            unlock(file, offset)
+            raise OSError(5, "the disk is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(locks.LockFile, "unlock", failing)
+            with pytest.raises(OSError, match="the disk is gone"), store.engine.catalog.writer():
+                pass
+        with store.engine.catalog.writer(1):
+            assert store.engine.catalog._writer.is_mine()

@@ -259,15 +259,15 @@ class Fill:
         with faults(key):
             if self._is_free(keyhash):
                 return None
-        with faults(key), self._waiting(key, keyhash) as since:
-            await waits.wait_for_async(
-                lambda: self._keys.try_lock(keyhash, exclusive=True) or None,
-                self._words,
-                _word_of(keyhash),
-                what=lambda: (key, self._owners.holder_of(keyhash)),
-                timeout=timeout,
-            )
-        return since
+            with self._waiting(key, keyhash) as since:
+                await waits.wait_for_async(
+                    lambda: self._keys.try_lock(keyhash, exclusive=True) or None,
+                    self._words,
+                    _word_of(keyhash),
+                    what=lambda: (key, self._owners.holder_of(keyhash)),
+                    timeout=timeout,
+                )
+            return since
 
     def _is_free(self, keyhash: int) -> bool:
         """Whether the key's lock was free; then it is taken."""

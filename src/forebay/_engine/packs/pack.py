@@ -140,6 +140,9 @@ class Pack:
     def private(self, slot: int) -> memoryview:
         """The payload of a slot that `find` returned, mapped privately: stores to it are not seen elsewhere, and never kept."""
         number, offset = pack_records.place_of(self._cells[slot])
+        begin, _ = self._mapped.where(number, offset) or (0, 0)
+        if begin + offset + pack_records.HEADER != self._starts[slot]:  # it was damaged, and filled again
+            raise FileNotFoundError(f"sample {slot} is another record by now")
         return self._mapped.private(number, offset + pack_records.HEADER, self._ends[slot] - self._starts[slot])
 
     def _locate(self, slot: int) -> bool:
