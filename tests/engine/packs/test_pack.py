@@ -110,6 +110,16 @@ def test_what_another_epoch_wrote_is_compared_with_its_checksum(cache: forebay.C
         assert samples.put(1, body(1))
 
 
+def test_one_repair_counts_a_segment_without_a_row(cache: forebay.Cache, samples: forebay.Samples) -> None:
+    """Its samples stay."""
+    with cache._store.engine.catalog.write() as txn:  # type: ignore[union-attr]
+        txn.run("DELETE FROM segments")
+    assert {problem.kind for problem in cache.check()} == {"segment", "total"}
+    cache.repair()
+    assert cache.check(deep=True) == []
+    assert samples.get(2) == body(2)
+
+
 @pytest.mark.parametrize("lost", ["a segment's growth", "a segment"])
 def test_after_a_lost_transaction_no_record_is_overwritten(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     """The catalog is older than the index and the segments, as after a power cut: its log is not synced."""
