@@ -256,6 +256,16 @@ def test_damage_is_seen_and_mended(cache: forebay.Cache, remote: Remote, shelf: 
     assert shelf.opens == ([f"{CKPT}/sub/deep/optim.pt"] if harm in ("flipped", "cut") else [])
 
 
+def test_one_repair_mends_a_tree_with_a_file_that_lost_its_other_name(cache: forebay.Cache, remote: Remote) -> None:
+    with cache.directory(remote.url, **remote.how) as path:
+        file = Path(path) / "sub" / "deep" / "optim.pt"
+        next(name for name in cache.path.glob("blobs/*/*") if name.samefile(file)).unlink()
+    cache.repair()
+    assert cache.check(deep=True) == []
+    with cache.directory(remote.url, **remote.how) as path:
+        assert files_of(path) == FILES
+
+
 # -- local directories -------------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,6 @@ import contextlib
 import mmap
 import os
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -16,89 +14,36 @@ import forebay
 from forebay import errors
 from forebay.testing import ScriptedServer
 from tests import parts
-from tests.harness import KiB, MiB
+from tests.fronts import Fronts
+from tests.harness import MiB
 from tests.items import until
 from tests.power.disks import KINDS, LOG_FLUSHED, NOTHING_FLUSHED, Disk, disk, reboot
 from tests.processes import fork, in_child
-from tests.remote_directories import files_of
 from tests.servers.counting import Shelf
 
 pytestmark = [pytest.mark.root, pytest.mark.stress]
 
 KEYS, SLOTS, WORKERS, CUTS = 30, 200, 5, 16
 BUDGET = 48 * MiB
-SIZES = [10, 700, 9 * KiB, 70 * KiB, 400 * KiB, 1100 * KiB, 2 * MiB + 5]
 
 
-def content(name: str) -> bytes:
-    chance = random.Random(name)
-    return chance.randbytes(chance.choice(SIZES))
+def live(it: Fronts, number: int, done: mmap.mmap) -> None:
+    """Until the power goes."""
+    chance = random.Random(os.urandom(8))
+    with forebay.Cache(it.place, budget=BUDGET, min_free=0) as cache:
+        acts = it.acts(cache)
+        while True:
+            with contextlib.suppress(errors.ForebayError, OSError):
+                chance.choice(acts)(chance.randrange(KEYS))
+            done[number] = min(done[number] + 1, 255)
 
 
-class Fronts:
-    """What a process does with a root. Each act compares what it gets with what is right."""
-
-    def __init__(self, place: Path, server: ScriptedServer, shelf: Shelf) -> None:
-        self.place, self.shelf = place, shelf
-        self.urls = [server.put(f"/{key}.bin", content(f"object {key}")) for key in range(KEYS)]
-        for number in range(3):
-            shelf.fill(f"bucket/{number}", {name: content(f"{number} {name}") for name in ("a", "b/c", "d")})
-
-    def acts(self, cache: forebay.Cache) -> list[Callable[[int], None]]:
-        samples = cache.samples("samples", SLOTS)
-        compute = cache.tasks("tasks").cached(task)
-
-        def object_(key: int) -> None:
-            assert cache.read(self.urls[key]) == content(f"object {key}")
-
-        def block(key: int) -> None:
-            wanted, start = content(f"object {key}"), key * 1000
-            with cache.open(self.urls[key], block_size=64 * KiB) as file:
-                file.seek(start)
-                assert file.read(5000) == wanted[start : start + 5000]
-
-        def value(key: int) -> None:
-            assert cache.get_or_put(f"value {key}", lambda: content(f"value {key}")) == content(f"value {key}")
-
-        def sample(key: int) -> None:
-            for slot in range(key % SLOTS, SLOTS, KEYS):
-                right = content(f"sample {slot}")[: 100 * KiB]
-                assert samples.get_or_put(slot, lambda right=right: right) == right
-
-        def output(key: int) -> None:
-            assert compute(key) == content(f"task {key}")
-
-        def directory(key: int) -> None:
-            with cache.directory(f"bucket/{key % 3}", filesystem=self.shelf.fsspec()) as path:
-                assert files_of(path) == {name: content(f"{key % 3} {name}") for name in ("a", "b/c", "d")}
-
-        def eviction(key: int) -> None:
-            with contextlib.suppress(errors.NotCached):
-                cache.evict(self.urls[key])
-
-        return [object_, block, value, sample, output, directory, eviction]
-
-    def look_at_all(self) -> None:
-        with forebay.Cache(self.place) as cache:
-            for act in self.acts(cache):
-                for key in range(KEYS):
-                    act(key)
-            cache.repair()
-            assert cache.check(deep=True) == []
-
-    def live(self, number: int, done: mmap.mmap) -> None:
-        """Until the power goes."""
-        chance = random.Random(os.urandom(8))
-        with forebay.Cache(self.place, budget=BUDGET, min_free=0) as cache:
-            acts = self.acts(cache)
-            while True:
-                with contextlib.suppress(errors.ForebayError, OSError):
-                    chance.choice(acts)(chance.randrange(KEYS))
-                done[number] = min(done[number] + 1, 255)
-
-
-def task(key: int) -> bytes:
-    return content(f"task {key}")
+def look(it: Fronts) -> None:
+    """The disk may have lost any of what was written."""
+    with forebay.Cache(it.place) as cache:
+        it.all_is_right(cache)
+        cache.repair()
+        assert cache.check(deep=True) == []
 
 
 def live_and_die(it: Fronts, place: Disk, how: int, is_reboot: bool, chance: random.Random) -> None:
@@ -107,7 +52,7 @@ def live_and_die(it: Fronts, place: Disk, how: int, is_reboot: bool, chance: ran
     def together() -> None:
         if is_reboot:
             reboot()
-        for child in [fork(lambda number=number: it.live(number, done)) for number in range(WORKERS)]:
+        for child in [fork(lambda number=number: live(it, number, done)) for number in range(WORKERS)]:
             child.result(600)
 
     with fork(together, group=True) as group:
@@ -123,16 +68,16 @@ def live_and_die(it: Fronts, place: Disk, how: int, is_reboot: bool, chance: ran
 def test_power_cuts(server: ScriptedServer, shelf: Shelf, kind: str, is_reboot: bool) -> None:
     chance = random.Random()
     with disk(kind) as place:
-        it = Fronts(place.place / "root", server, shelf)
+        it = Fronts(place.place / "root", server, shelf, keys=KEYS, slots=SLOTS)
         for _ in range(parts.share(CUTS)):
             live_and_die(it, place, chance.choice([LOG_FLUSHED, NOTHING_FLUSHED]), is_reboot, chance)
 
-            def look() -> None:
+            def after() -> None:
                 if is_reboot:
                     reboot()
-                it.look_at_all()
+                look(it)
 
-            in_child(look)
+            in_child(after)
 
 
 @pytest.mark.parametrize("how", [LOG_FLUSHED, NOTHING_FLUSHED])

@@ -212,7 +212,10 @@ def _check_tree(root: Root, catalog: Catalog, entry: Entry) -> Iterator[Problem]
 
 
 def _is_one_file(root: Root, one: str, other: str) -> bool:
-    return os.path.samestat(root.files.lstat(one), root.files.lstat(other))
+    try:
+        return os.path.samestat(root.files.lstat(one), root.files.lstat(other))
+    except FileNotFoundError:
+        return False
 
 
 def _check_samples(root: Root, entry: Entry) -> Iterator[Problem]:

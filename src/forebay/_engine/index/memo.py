@@ -238,7 +238,6 @@ class Memo:
                 for item in known.values():
                     item.names = []
                 known.clear()
-            self._read = mappings.words_of_process(_READ)
             self._coldest.clear()
             self._slots, self._bytes, self._count, self._evictions = slots, 0, 0, -1
 
