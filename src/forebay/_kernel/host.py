@@ -319,10 +319,13 @@ def read_small(path: Path, largest: int) -> bytes | None:
         os.close(fd)
 
 
+UNCOUNTED = 1 << 62
+
+
 class Disk(NamedTuple):
     """A file system, in bytes. ``block``: its allocation unit; ``free``: bytes available to this user.
 
-    ``inodes_free``: 0 also where the file system does not count them."""
+    ``inodes_free``: `UNCOUNTED` where the file system has as many as it has room for."""
 
     block: int
     total: int
@@ -333,7 +336,7 @@ class Disk(NamedTuple):
 def disk(path: Path) -> Disk:
     """The capacity of the file system that holds ``path``."""
     status = os.statvfs(path)
-    return Disk(status.f_frsize, status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize, status.f_favail)
+    return Disk(status.f_frsize, status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize, status.f_favail if status.f_files else UNCOUNTED)
 
 
 def free_bytes(path: Path) -> int:

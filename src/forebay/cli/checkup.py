@@ -141,9 +141,9 @@ def _disk(path: Path) -> Iterator[Finding]:
     share = disk.free / disk.total if disk.total else 0.0
     todo = "" if share > 0.05 else "the cache keeps 5 % of the disk free: make room, or use another disk"
     yield Finding("free space", "slow" if todo else "ok", f"{format_size(disk.free)} of {format_size(disk.total)} ({share:.0%})", todo)
-    few = 0 < disk.inodes_free < ENOUGH_INODES
-    todo = "each object takes one: few more can be stored" if few else ""
-    yield Finding("free inodes", "slow" if few else "ok", f"{disk.inodes_free:,}", todo)
+    few = disk.inodes_free < ENOUGH_INODES
+    todo = "each object takes one, and objects are evicted to free some: store larger ones, or use another disk" if few else ""
+    yield Finding("free inodes", "slow" if few else "ok", "no limit" if disk.inodes_free == host.UNCOUNTED else f"{disk.inodes_free:,}", todo)
 
 
 def _limits(path: Path) -> Iterator[Finding]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 log = logger("forebay.origin")
 T = TypeVar("T")
 
+_CLOSE_WITHIN = 1.0
+
 
 class Origin:
     """The state that the fronts of one cache share: its store, its remotes, and the defaults of its calls. Reads objects through the store.
@@ -39,6 +44,8 @@ class Origin:
 
     Callable from any thread and after a fork. Pickles as the arguments that opened it: unpickling opens it again, once for all handles of
     one pickle, and leaves the limits of the root as they are."""
+
+    closed = True  # until it is opened
 
     def __init__(
         self, store: Store | PassThrough, options: remote.RemoteOptions | None = None, upstream: Store | None = None, *,
@@ -128,10 +135,23 @@ class Origin:
             return
         for handle in list(self._handles):
             handle.close()
+        self._release()
+
+    def _release(self) -> None:
         self.closed = True
         self.store.close()
         if self.upstream is not None:
             self.upstream.close()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Release the root of a cache that was dropped. By another thread, since a collection may begin where this one holds any lock;
+        then that thread is not waited for long."""
+        if self.closed or is_finalizing():
+            return
+        thread = threading.Thread(target=self._release, name="forebay-close", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter ends
+            thread.start()
+            thread.join(_CLOSE_WITHIN)
 
     def check_open(self) -> None:
         """Raises `Closed`."""

@@ -56,7 +56,7 @@ class Catalog:
         self._seen: tuple[int, int] | None = None
         self._index: tuple[int, int] | None = None
         self._log_size = 0  # before the transaction that runs
-        self.free = 0  # bytes of the disk that were free when a transaction last looked
+        self.free = self.inodes_free = 0  # of the disk, when a transaction last looked
         self._copied_at = 0  # the size of the log when this process last copied it into the database
         self._unreadable = UnreadableRows()
         self._ids, self._number = [0, 0], 0  # ids from, to, that this process has taken and not used yet; see `Txn`

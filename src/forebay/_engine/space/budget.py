@@ -51,7 +51,9 @@ class _Reserving:
     picks: Counter[Scope] = field(default_factory=Counter)  # since the last victim of the scope
     pick: set[Scope] = field(default_factory=set)
     given: int = 0  # bytes of victims, while the disk was short
+    given_files: int = 0
     needed: int = 0  # what the disk lacked at first
+    needed_files: int = 0
     stuck: SpaceDeficit | None = None
     hopeless: bool = False
     wait_until: float = 0.0
@@ -63,17 +65,19 @@ class _Reserving:
 
 @dataclass(slots=True)
 class _Freed:
-    """What the victims of one transaction free: bytes of the quota, bytes of the budget, entries."""
+    """What the victims of one transaction free: bytes of the quota, bytes of the budget, entries, files."""
 
     size: int = 0
     charge: int = 0
     count: int = 0
+    files: int = 0
 
-    def add(self, candidate: EvictionCandidate) -> None:
-        self.size, self.charge, self.count = self.size + candidate.size, self.charge + candidate.charge, self.count + 1
+    def add(self, victim: EvictionCandidate | Reservation, *, is_file: bool) -> None:
+        self.size, self.charge, self.count = self.size + victim.size, self.charge + victim.charge, self.count + 1
+        self.files += is_file
 
     def meets(self, need: _Freed) -> bool:
-        return self.size >= need.size and self.charge >= need.charge and self.count >= need.count
+        return self.size >= need.size and self.charge >= need.charge and self.count >= need.count and self.files >= need.files
 
 
 class Budget:
@@ -289,17 +293,23 @@ class Budget:
                 self._stuck_unless(bool(doomed or partials), attempt, short)
                 return
         lacking = short.bytes - short.leaving
+        # Evicting an entry that another process has mapped frees nothing on the disk; then more victims would not help either.
         if 0 < short.disk == short.bytes:
-            # Evicting an entry that another process has mapped frees no disk space; then more victims would not help either.
             attempt.needed = attempt.needed or lacking + _FOR_THE_JOURNAL
             if attempt.given >= attempt.needed:
                 attempt.stuck = short
-                return
-        self._take_partials(txn, _Freed(charge=lacking, count=short.rows), freed, partials)
+        if short.files > 0:
+            attempt.needed_files = attempt.needed_files or short.files
+            if attempt.given_files >= attempt.needed_files:
+                attempt.stuck = short
+        if attempt.stuck is not None:
+            return
+        need = _Freed(charge=lacking, count=short.rows, files=short.files)
+        self._take_partials(txn, need, freed, partials)
         scope = Scope() if evicts_own or space is None else Scope(but=space.id)
-        self._doom(txn, scope, request, attempt, freed, doomed, _Freed(charge=lacking, count=short.rows))
-        attempt.given += freed.charge
-        if freed.charge < lacking or freed.count < short.rows:
+        self._doom(txn, scope, request, attempt, freed, doomed, need)
+        attempt.given, attempt.given_files = attempt.given + freed.charge, attempt.given_files + freed.files
+        if not freed.meets(need):
             self._stuck_unless(bool(doomed or partials) or short.leaving > 0, attempt, short)
 
     def _stuck_unless(self, moving: bool, attempt: _Reserving, short: SpaceDeficit) -> None:
@@ -323,7 +333,7 @@ class Budget:
             for candidate in self._ranking.coldest(scope, exact=attempt.picks[scope] < PICKS):
                 if (request is None or candidate.id != request.replaces) and self._eviction.lock(candidate.id):
                     locked.append(candidate)
-                    planned.add(candidate)
+                    planned.add(candidate, is_file=candidate.kind != "value")
                     if planned.meets(need) or len(locked) >= left:
                         break
             if not locked:
@@ -334,7 +344,7 @@ class Budget:
             for victim in self._eviction.doom_many(txn, locked):
                 attempt.picks[scope] = 0
                 doomed.append(EvictionVictim(victim.id, victim.kind, victim.suffix))
-                freed.add(victim)
+                freed.add(victim, is_file=victim.kind != "value")
 
     def _take_partials(
         self, txn: Txn, need: _Freed, freed: _Freed, partials: list[Reservation], *, only: int | None = None
@@ -347,11 +357,11 @@ class Budget:
                 break
             if only in (None, partial.space) and self._keys.try_lock(partial.keyhash, exclusive=True):
                 partials.append(partial)
-                freed.size, freed.charge, freed.count = freed.size + partial.size, freed.charge + partial.charge, freed.count + 1
+                freed.add(partial, is_file=True)
 
     def _unlink(self, attempt: _Reserving) -> None:
         self._eviction.unlink(attempt.doomed)
-        if attempt.needed:
+        if attempt.needed or attempt.needed_files:
             self._memo.drop_dead()  # what this process has mapped of victims
         for partial in attempt.partials:
             stages.remove_partial(self._root, partial.keyhash, partial.id)
@@ -399,6 +409,9 @@ class Budget:
             todo = "it can never be kept: raise the quota" if hopeless else "raise the quota, or remove what is pinned or in use"
             free = min(short.of_space, request.size - short.quota)
             return errors.NoSpace.of(request.key, request.size, free, short.of_space, todo, hopeless=hopeless, limit="quota")
+        if short.files > 0 and short.bytes <= 0:
+            message = f"no room for {request.key!r}: the disk has no inodes for more files: remove some, or use another disk"
+            return errors.NoSpace(message, key=request.key, need=request.size, free=short.free, budget=short.budget, limit="disk")
         charge = self.room.charge_of(request)
         if hopeless:
             todo = "it can never be kept: raise the budget or the quota"

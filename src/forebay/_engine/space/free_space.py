@@ -17,6 +17,8 @@ RECENT, MANY = 0.1, 64
 COUNT_AGAIN = 0.01
 """Seconds after which the free bytes of a disk are counted again, even if there were `EASY` more than needed."""
 NO_LIMIT = 1 << 62
+FEW_FILES, MANY_FILES = 64, 1024
+"""Where the disk has fewer inodes, files are evicted until there are twice as many; more than these are counted less often."""
 GROWTH = 64 << 10
 """More bytes than the catalog grows by for a small value, beside its charge and its key, which lies in two places."""
 
@@ -41,7 +43,7 @@ class SpaceRequest(NamedTuple):
 class SpaceDeficit(NamedTuple):
     """What is lacking: ``quota`` and ``bytes`` in bytes, ``here`` (of the space) and ``rows`` in entries; positive where something must
     be evicted. ``leaving``: bytes that are being evicted already. ``disk``: bytes below ``min_free``. ``leftovers``: see
-    `spaces.Totals`. ``of_space``: the quota itself."""
+    `spaces.Totals`. ``of_space``: the quota itself. ``files``: how many files must go before the disk takes another one."""
 
     quota: int
     bytes: int
@@ -53,10 +55,11 @@ class SpaceDeficit(NamedTuple):
     leftovers: bool = False
     here: int = -NO_LIMIT
     of_space: int | None = None
+    files: int = -NO_LIMIT
 
     @property
     def fits(self) -> bool:
-        return self.quota <= 0 and self.bytes <= 0 and self.rows <= 0 and self.here <= 0
+        return self.quota <= 0 and self.bytes <= 0 and self.rows <= 0 and self.here <= 0 and self.files <= 0
 
 
 class KnownSpace(NamedTuple):
@@ -153,14 +156,20 @@ class FreeSpace:
         if totals.quota is not None or totals.max_count is not None or totals.max_entries is not None:
             quota, rows_over, count = self._over_limits(rows, totals, request, id)
         lacking, budget = max(used + charge - totals.budget, floor), totals.budget
-        return SpaceDeficit(quota, lacking, rows_over, totals.leaving, budget - used, budget, floor, totals.leftovers, count, totals.quota)
+        files = -NO_LIMIT
+        if request is not None and not request.inline and self._catalog.inodes_free < FEW_FILES:
+            files = 2 * FEW_FILES - self._catalog.inodes_free
+        return SpaceDeficit(
+            quota, lacking, rows_over, totals.leaving, budget - used, budget, floor, totals.leftovers, count, totals.quota, files
+        )
 
     def _free_bytes(self, floor: int) -> int:
-        """The bytes that are free on the disk. If there are many more than ``floor`` they are counted again some milliseconds later: no
-        program fills that much meanwhile."""
+        """The bytes that are free on the disk. If there are many more than ``floor``, and many inodes, they are counted again some
+        milliseconds later: no program fills that much meanwhile."""
         now, catalog = time.monotonic(), self._catalog
-        if now >= self._count_at or catalog.free < floor + EASY:
-            catalog.free, self._count_at = host.free_bytes(self._path), now + COUNT_AGAIN
+        if now >= self._count_at or catalog.free < floor + EASY or catalog.inodes_free < MANY_FILES:
+            disk = host.disk(self._path)
+            catalog.free, catalog.inodes_free, self._count_at = disk.free, disk.inodes_free, now + COUNT_AGAIN
         return catalog.free
 
     def _over_limits(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> tuple[int, int, int]:
@@ -198,6 +207,7 @@ class FreeSpace:
             and short.bytes + sum(self.charge(request.size) for request in others) <= 0
             and short.rows + len(others) <= 0
             and short.here + len(others) <= 0
+            and short.files <= 0
         )
 
     def has_ample(self, request: SpaceRequest) -> bool:
@@ -206,6 +216,7 @@ class FreeSpace:
         space, until, seen = self._seen
         ample = (
             max(seen.quota + MANY * request.size, seen.bytes + MANY * self.charge(request.size), seen.rows + MANY, seen.here + MANY) <= 0
+            and seen.files <= 0
         )
         if space == request.space and time.monotonic() < until and ample:
             return True
