@@ -507,7 +507,9 @@ class Incomplete(RemoteError):
 
 def to_wire(error: BaseException) -> dict[str, Any]:
     """Return the error as plain JSON values, for other processes. Nothing that is read back from it runs code."""
-    wire: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
+    # Of a class that is not of this module the nearest one that is.
+    own = (base.__name__ for base in type(error).__mro__ if globals().get(base.__name__) is base)
+    wire: dict[str, Any] = {"kind": next(own, type(error).__name__), "message": str(error)}
     if isinstance(error, ForebayError):
         return wire | {"facts": {name: value for name, value in error.facts.items() if _is_plain(value)}}
     whole = type(error).__module__ == "builtins" and _is_plain(list(error.args))

@@ -22,7 +22,9 @@ cache:
   square:
     cache: true
     tags: ["iter.*"]
+  build: true
 bypass:
+  build: true
   square:
     bypass: true
     tags: ["iter.*"]
@@ -37,6 +39,14 @@ def square(x: int, log: str) -> int:
     with open(log, "a") as file:
         file.write(f"{x}\n")
     return x * x
+
+
+class Builder:
+    @ChiaFunction()
+    def build(self, x: int, log: str) -> int:
+        with open(log, "a") as file:
+            file.write(f"{x}\n")
+        return 2 * x
 
 
 @ChiaFunction()
@@ -80,12 +90,17 @@ def main(address: str, place: Path) -> dict[str, Any]:
         seen["first"] = get(square.chia_remote(7, log, _chia_tag="iter7"))
         seen["nested"] = get(nested.chia_remote(8, log))
         seen["kept"] = ray.get(get_active_cache().keys.remote())
+        builder = Builder()
+        built = get(builder.build.chia_remote(builder, 5, log, _chia_tag="built"))
         bypass = Bypass(str(rules))
         assert get_active_bypass() is bypass
+        kept = ray.get(get_active_cache().keys.remote())
+        bypass.set_provider("build", served)
         bypass.set_provider("square", served)
         bypass.set_cond("square", is_kept)
         seen["again"] = [get(square.chia_remote(x, log, _chia_tag=f"iter{x}")) for x in (7, 8, 9)]
         seen["nested again"] = get(nested.chia_remote(8, log))
+        seen["method"] = [built, kept, get(builder.build.chia_remote(builder, 5, log, _chia_tag="built"))]
         seen["text"] = get(text.chia_remote())
         Bypass()
         seen["by a worker"] = get(with_a_bypass.chia_remote(str(rules), 7, log))

@@ -53,6 +53,22 @@ def test_fetches_are_told_with_their_size_and_failures_with_their_error(cache: C
     assert all(event.seconds > 0 and event.began > 1e9 and event.root == str(cache.path) for event in seen)
 
 
+def test_blocks_and_ranges_are_told_as_they_come(cache: Cache, seen: list[Event], server: ScriptedServer) -> None:
+    url = server.put("/large", bytes(1_000_000))
+    with cache.open(url, block_size="100KB") as file:
+        file.seek(150_000)
+        file.read(1000)
+        file.seek(850_000)
+        file.read(100_000)
+    assert {(event.kind, event.key, event.error) for event in seen} == {("fetch", url, "")}
+    assert sum(event.size for event in seen) == cache.stats().bytes_remote >= 300_000
+    del server.objects["/large"]
+    seen.clear()
+    with cache.open(url, block_size="100KB", max_age="forever") as file, pytest.raises(errors.RemoteError):
+        file.read(1000)
+    assert [(event.kind, event.key, bool(event.error)) for event in seen] == [("fetch", url, True)]
+
+
 def test_a_read_past_the_cache_is_a_fetch_too(cache: Cache, seen: list[Event], server: ScriptedServer) -> None:
     cache.read(server.put("/a", bytes(1000)), bypass=True)
     assert [(event.kind, event.size) for event in seen] == [("fetch", 1000)]

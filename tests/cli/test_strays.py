@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -53,13 +54,19 @@ def test_s19_strays_are_counted_told_and_removed(planted: dict[str, Path], home:
     told = run("verify", "--quick")
     assert told.code == 1
     assert all(str(path.parent if path.name in ("file", "index") else path) in told.out for path in planted.values())
-    assert run("doctor").code == 1
+    doctor = run("doctor")
+    assert doctor.code == 1
+    assert re.search("foreign files: move them away", doctor.out)
     assert strays_of(run("prune", "--dry-run", "--json")) == (5, 3)
     assert all(path.exists() for path in planted.values())  # who looks removes nothing
     done = run(*by, *(["--yes"] if by == ["prune"] else []))
     assert done.code == (0 if by == ["prune"] else 1)  # what is not ours is left, and told
     if by == ["prune"]:
         assert "0 entries and 5 stray files removed, 5.2" in done.out
+    else:
+        assert ("5 problems repaired" in done.out, "3 problems left" in done.out) == (True, True)
+    doctor = run("doctor")
+    assert ("foreign files" in doctor.out, "--repair" in doctor.out) == (True, False)
     for name, path in planted.items():
         assert path.exists() is name.startswith("others"), name
     assert strays_of(run("du", "--json")) == (0, 3)

@@ -35,6 +35,16 @@ def test_a_bar_for_each_object_and_a_total(home: Path, server: ScriptedServer) -
     assert "\x1b[?25h" in terminal.seen  # the cursor is back
 
 
+def test_an_object_that_failed_has_an_empty_bar_and_counts_as_failed(home: Path, server: ScriptedServer) -> None:
+    """Whether bytes of it came or not."""
+    good, bad = server.put("/good.bin", bytes(MiB)), server.put("/bad.bin", bytes(MiB), truncate_at=MiB // 2, truncations=100)
+    urls = [good, bad, f"{server.url}/missing.bin"]
+    with Terminal("pull", *urls) as terminal:
+        assert terminal.end() != 0
+        last = {line.split()[0]: line for line in COLOUR.sub("", terminal.seen).replace("\r", "\n").splitlines() if "━" in line}
+    assert "1 of 3, 2 failed" in last["total"]
+
+
 def test_s40_the_second_terminal_waits_and_says_for_whom(home: Path, server: ScriptedServer, stalling: str) -> None:
     with Terminal("pull", stalling) as first:
         assert server.stalled.wait(HANG)

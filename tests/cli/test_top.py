@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
 import re
 import signal
 import subprocess
+import termios
+import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from forebay import Cache
-from forebay._engine.activity import Now
+from forebay._config import format_age
+from forebay._engine.activity import Fetch, Now, Waiter
 from forebay.cli import top
 from forebay.reports import Stats
 from forebay.testing import ScriptedServer
@@ -94,6 +100,30 @@ def test_in_a_terminal_it_is_live_and_ctrl_c_ends_it_quietly(home: Path, cache: 
     assert "\x1b[?25h" in terminal.seen  # the cursor is back
 
 
+def test_q_ends_it_and_the_terminal_is_as_it_was(home: Path, cache: Cache) -> None:
+    with Terminal("top", "--interval", "50") as terminal:
+        before = termios.tcgetattr(terminal._screen)
+        terminal.read(until="q ends")
+        os.write(terminal._screen, b"xq")
+        assert terminal.end() == 0
+        assert termios.tcgetattr(terminal._screen) == before
+
+
+def test_columns_of_numbers_are_not_cut() -> None:
+    """Names are."""
+    stats, now = Stats(budget=1000), Now(
+        (Fetch("urls", "https://host/" + "name/" * 30, "process 123 of a user with a long name", 1, 1000, time.time() - 3720),),
+        (Waiter("process 123 of a user with a long name", "https://host/" + "name/" * 30, "process 77", time.time() - 3720),),
+    )  # fmt: skip
+    look = top.Look(1.0, "/x", stats, now)
+    screen = Console(width=110, file=io.StringIO())
+    screen.print(top._screen(look, look))
+    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [("FOR" in line, "PROCESS" in line) for line in lines if "PROCESS" in line] == [(True, True)] * 2
+    assert [line.count(format_age(3720)) for line in lines if "process 123" in line] == [1, 1]
+    assert max(map(len, lines)) <= 110
+
+
 def test_in_a_pipe_it_prints_plain_lines_until_ctrl_c(home: Path, cache: Cache) -> None:
     with subprocess.Popen([*COMMAND, "top", *QUICK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -112,6 +142,18 @@ def test_rates_are_differences_and_counters_that_were_zeroed_count_nothing() -> 
     assert (rates["hits"], rates["misses"], rates["bytes_remote"], rates["hit_rate"]) == (15, 5, 500, 0.75)
     rates = top.rates(look(1.0, hits=10), look(2.0, hits=3))
     assert (rates["hits"], rates["hit_rate"]) == (0, 0)
+
+
+def test_bytes_of_fetches_count_when_they_come() -> None:
+    """Not when the fetch ends, which the counters tell."""
+
+    def look(at: float, counted: int, **done: int) -> top.Look:
+        return top.Look(at, "/x", Stats(bytes_remote=counted), Now(tuple(Fetch("urls", key, "p", n, None, 0.0) for key, n in done.items())))
+
+    looks = [look(0.0, 100), look(1.0, 100, a=30), look(2.0, 100, a=50, b=7), look(3.0, 160, b=8), look(4.0, 168)]
+    came = [top.rates(before, after)["bytes_remote"] for before, after in itertools.pairwise(looks)]
+    assert came == [30, 27, 11, 0]
+    assert sum(came) == 68
 
 
 def test_no_cache_is_an_error_and_none_is_created(run: Run, home: Path) -> None:

@@ -274,6 +274,35 @@ def test_s13_a_full_tmpfs(tmpfs: Callable[[str], Path], size: int) -> None:
     assert_counted(place, 1 << 30)
 
 
+@pytest.mark.root
+def test_s13_on_a_disk_without_a_block_what_gives_a_path_raises_no_space(tmpfs: Callable[[str], Path], tmp_path: Path) -> None:
+    """Also where it is the catalog that cannot grow; what gives bytes gives them."""
+    place, source = tmpfs("size=32m") / "root", tmp_path / "source"
+    (source / "folder").mkdir(parents=True)
+    files = [source / "folder" / f"{n}" for n in range(30)]
+    for file in files:
+        file.write_bytes(os.urandom(100 * KiB))
+
+    def work() -> None:
+        with forebay.Cache(place, budget=1 << 30, min_free=0) as cache:
+            for _ in range(4):
+                with open(place.parent / "hog", "ab") as hog, contextlib.suppress(OSError):
+                    while True:
+                        hog.write(bytes(4 * KiB))
+                        hog.flush()
+                for file in files:
+                    assert cache.read(file, force=True) == file.read_bytes()
+                    with contextlib.suppress(errors.NoSpace), cache.local(file, force=True) as path:
+                        assert Path(path).read_bytes() == file.read_bytes()
+            with pytest.raises(errors.NoSpace), cache.directory(source / "folder", force=True):
+                raise AssertionError("there was no room")
+            (place.parent / "hog").unlink()
+            with cache.directory(source / "folder", force=True) as path:
+                assert len(os.listdir(path)) == 30
+
+    in_child(work)
+
+
 def put_next(place: Path) -> None:
     with opened(place) as store:
         store.put("v", "next", SMALL)

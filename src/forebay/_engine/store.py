@@ -264,7 +264,7 @@ class Store:
             try:
                 entry = self.engine.writers.publisher.put(label, data, validator=validator)
             except errors.NoSpace as error:
-                if self.spaces.ensure(space).policy != Policy.WAIT or error.hopeless:
+                if self.spaces.ensure(space).policy != Policy.WAIT or error.hopeless or isinstance(error, DiskFull):
                     raise
                 self._wait_for_room(label, memoryview(data).nbytes, timeout, error)
                 continue
@@ -584,7 +584,7 @@ class Store:
             self.engine.rebuild_slots()
             problems += self.check(deep=deep)
         self._repair(problems)
-        return [*before, *problems]
+        return [*before, *(problem for problem in problems if problem.kind != "foreign")]
 
     @recover_and_retry
     def _repair(self, problems: list[Problem]) -> None:

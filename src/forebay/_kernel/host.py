@@ -336,7 +336,12 @@ class Disk(NamedTuple):
 def disk(path: Path) -> Disk:
     """The capacity of the file system that holds ``path``."""
     status = os.statvfs(path)
-    return Disk(status.f_frsize, status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize, status.f_favail if status.f_files else UNCOUNTED)
+    return Disk(
+        status.f_frsize,
+        status.f_blocks * status.f_frsize,
+        status.f_bavail * status.f_frsize,
+        status.f_favail if status.f_files else UNCOUNTED,
+    )
 
 
 def free_bytes(path: Path) -> int:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import forebay.cache
 from forebay import errors
@@ -39,6 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 log = logger("forebay.chia")
+V = TypeVar("V")
 
 NAME = "ChiaCacheStore"
 """The name of the actor, which is CHIA's own: every process of the cluster finds the running cache by it, with or without `install`."""
@@ -202,13 +203,18 @@ def is_cached(func_name: str, tag: str | None = None) -> bool:
     if key not in _configs:
         _configs.clear()
         _configs[key] = ray.get(handle.get_config.remote())  # constant during the life of an actor
-    rule = _configs[key].get(func_name)
+    rule = _of(_configs[key], func_name)
     if isinstance(rule, list):
         return tag is not None and any(re.fullmatch(pattern, tag) for pattern in rule)
     return bool(rule)
 
 
 _configs: dict[Any, dict[str, Any]] = {}
+
+
+def _of(rules: Mapping[str, V], func_name: str) -> V | None:
+    """The rule of a function: of its qualified name, which ``chialoops`` passes, else of its last part, which older CHIA passes."""
+    return rules.get(func_name, rules.get(func_name.rpartition(".")[2]))
 
 
 def _load_cache_config(yaml_path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -288,21 +294,22 @@ class Bypass:
 
     def is_bypassed(self, func_name: str, tag: str | None = None, *args: Any, **kwargs: Any) -> bool:
         """Whether this call is replayed: the function is listed, has a provider or data, the tag matches, and the condition holds."""
-        if not self._bypass.get(func_name):
+        if not _of(self._bypass, func_name):
             return False
-        if func_name not in self._providers and func_name not in self._data_paths:
+        data = _of(self._data_paths, func_name)
+        if data is None and _of(self._providers, func_name) is None:
             if func_name not in self._warned:
                 self._warned.add(func_name)
                 log.warning("%s is to be bypassed, but has neither a provider nor data: it runs", func_name)
             return False
-        patterns, cond = self._tag_patterns.get(func_name), self._conds.get(func_name)
+        patterns, cond = _of(self._tag_patterns, func_name), _of(self._conds, func_name)
         if patterns is not None and (tag is None or not any(re.fullmatch(pattern, tag) for pattern in patterns)):
             return False
-        return cond is None or bool(cond(tag, self._data_paths.get(func_name), *args, **kwargs))
+        return cond is None or bool(cond(tag, data, *args, **kwargs))
 
     def get_provider_info(self, func_name: str) -> tuple[Callable[..., Any], str | None]:
         """The provider of a function, and the path of its data. Raises KeyError if it has neither."""
-        provider, data = self._providers.get(func_name), self._data_paths.get(func_name)
+        provider, data = _of(self._providers, func_name), _of(self._data_paths, func_name)
         if provider is None and data is None:
             raise KeyError(f"{func_name!r} has neither a provider nor data: set_provider({func_name!r}, ...), or `data:` in the YAML file")
         return provider or _text_of_file, data
@@ -374,8 +381,8 @@ def install() -> None:
         if (error.name or "").partition(".")[0] != "chia":
             raise
         message = (
-            f"adapters.chia.install() needs CHIA, and {error.name} is not installed: add its source to PYTHONPATH "
-            "(it is on no package index; the packages of that name there are other projects)"
+            f"adapters.chia.install() needs CHIA, and {error.name} is not installed: pip install chialoops, or add its source to "
+            "PYTHONPATH (the packages called chia are other projects)"
         )
         raise errors.MissingExtra(message, extra="chia") from error
     replaced = {

@@ -42,7 +42,7 @@ class Bars:
             console=self._console, disable=quiet or not wants_bars(),
         )  # fmt: skip
         self._lock, self._tasks, self._ended, self._over, self._done, self._sizes = threading.Lock(), {}, deque(), set(), {}, {}
-        self._objects, self._bytes, self._known = objects, 0, 0
+        self._objects, self._failed, self._bytes, self._known = objects, 0, 0, 0
         self._total = self._progress.add_task("", label="total", total=None, empty=False, visible=objects > 1, state=f"0 of {objects}")
 
     def __enter__(self) -> Self:
@@ -65,10 +65,12 @@ class Bars:
         """Report the end of an object; ``outcome``: one or two words."""
         with self._lock:
             self._over.add(url)
-            done = self._done.get(url, 0)
+            failed = outcome == "failed"
+            self._failed += failed
+            done = 0 if failed else self._done.get(url, 0)
             self._count(url, done, done)
             bar = self._bar(url)
-            self._progress.update(bar, completed=done or 1, total=done or 1, state=outcome, empty=not done)
+            self._progress.update(bar, completed=0 if failed else done or 1, total=done or 1, state=outcome, empty=not done)
             self._ended.append(url)
             while len(self._ended) > SHOWN:
                 self._progress.remove_task(self._tasks.pop(self._ended.popleft()))
@@ -85,7 +87,8 @@ class Bars:
             self._known += size - self._sizes.get(url, 0)
             self._sizes[url] = size
         known = self._known if len(self._sizes) == self._objects else None
-        self._progress.update(self._total, completed=self._bytes, total=known, state=f"{len(self._over)} of {self._objects}")
+        state = f"{len(self._over) - self._failed} of {self._objects}" + (f", {self._failed} failed" if self._failed else "")
+        self._progress.update(self._total, completed=self._bytes, total=known, state=state)
 
 
 def _label(url: str, width: int = 24) -> str:

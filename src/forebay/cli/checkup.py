@@ -143,7 +143,8 @@ def _disk(path: Path) -> Iterator[Finding]:
     yield Finding("free space", "slow" if todo else "ok", f"{format_size(disk.free)} of {format_size(disk.total)} ({share:.0%})", todo)
     few = disk.inodes_free < ENOUGH_INODES
     todo = "each object takes one, and objects are evicted to free some: store larger ones, or use another disk" if few else ""
-    yield Finding("free inodes", "slow" if few else "ok", "no limit" if disk.inodes_free == host.UNCOUNTED else f"{disk.inodes_free:,}", todo)
+    count = "no limit" if disk.inodes_free == host.UNCOUNTED else f"{disk.inodes_free:,}"
+    yield Finding("free inodes", "slow" if few else "ok", count, todo)
 
 
 def _limits(path: Path) -> Iterator[Finding]:
@@ -219,8 +220,12 @@ def _content(path: Path) -> Iterator[Finding]:
         yield Finding("fallbacks", "slow", f"{stats.fallbacks:,} calls bypassed the cache", "the logs of those jobs say why")
     if stats.store_failures:
         yield Finding("lost stores", "slow", f"{stats.store_failures:,} values could not be stored", "the logs of those jobs say why")
-    if problems:
-        yield Finding("soundness", "wrong", "; ".join(str(p) for p in problems[:3]), "`forebay verify --repair`")
+    for name, some, todo in (
+        ("soundness", [p for p in problems if p.kind != "foreign"], "`forebay verify --repair`"),
+        ("foreign files", [p for p in problems if p.kind == "foreign"], "move them away, or remove them: nobody counts them"),
+    ):
+        if some:
+            yield Finding(name, "wrong", "; ".join(map(str, some[:3])), todo)
 
 
 def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import select
 import sys
+import termios
 import time
-from collections.abc import Sequence
+import tty
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,7 +56,8 @@ class Table(NamedTuple):
 @root_option
 @json_option
 def top(once: bool, interval: float, root: Path | None, as_json: bool) -> None:
-    """Watch what all processes of the node do with this cache: hits, bytes a second, fetches, waits, leases, evictions. Ctrl-C ends it."""
+    """Watch what all processes of the node do with this cache: hits, bytes a second, fetches, waits, leases, evictions. q or Ctrl-C ends
+    it."""
     if not math.isfinite(interval):
         raise click.BadParameter(f"{interval} is no time in seconds", param_hint="'--interval'")
     before = _look(root)
@@ -81,15 +87,39 @@ def _seen(cache: Cache) -> Look:
 
 
 def _watch(before: Look, root: Path | None, interval: float) -> None:
-    """Draw on the terminal until Ctrl-C."""
+    """Draw on the terminal until Ctrl-C, or the key q."""
     from rich.live import Live
 
-    with Live(_screen(before, before), console=console(), screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval)
+    with _keys() as is_pressed, Live(_screen(before, before), console=console(), screen=True, auto_refresh=False) as live:
+        while not is_pressed("q", interval):
             after = _look(root)
             live.update(_screen(before, after), refresh=True)
             before = after
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[str, float], bool]]:
+    """Gives a function that waits for some seconds, and tells whether this key was pressed meanwhile."""
+    fds = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+
+    def is_pressed(key: str, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while select.select(fds, [], [], max(end - time.monotonic(), 0))[0]:
+            pressed = os.read(fds[0], 64)
+            if key.encode() in pressed:
+                return True
+            if not pressed:  # the terminal is gone
+                fds.clear()
+        return False
+
+    before = {fd: termios.tcgetattr(fd) for fd in fds}
+    for fd in fds:
+        tty.setcbreak(fd)
+    try:
+        yield is_pressed
+    finally:
+        for fd in fds:
+            termios.tcsetattr(fd, termios.TCSADRAIN, before[fd])
 
 
 def _print_once(before: Look, after: Look, as_json: bool) -> None:
@@ -117,17 +147,21 @@ def _print_lines(before: Look, after: Look) -> Look:
 
 
 def rates(before: Look, after: Look) -> dict[str, float]:
-    """What was counted between two looks, by the second; ``hit_rate``: of these calls, 0.0 where there were none."""
+    """What was counted between two looks, by the second; ``hit_rate``: of these calls, 0.0 where there were none. Bytes of a fetch are
+    counted when it ends: of those under way what came since the look before is added, and of others what was seen before is not."""
     seconds = max(after.at - before.at, 1e-9)
     names = ("hits", "misses", "fallbacks", "evictions", "waits", "bytes_hit", "bytes_remote", "requests", "retries")
     counts = {name: max(getattr(after.stats, name) - getattr(before.stats, name), 0) for name in names}  # less: they were zeroed
     calls = counts["hits"] + counts["misses"] + counts["fallbacks"]
+    came = sum(one.done - _done_before(one, before) for one in after.now.fetches if one.space == "urls")
+    under_way = {_identity(one) for one in after.now.fetches}
+    ended = sum(one.done for one in before.now.fetches if one.space == "urls" and _identity(one) not in under_way)
+    counts["bytes_remote"] = max(counts["bytes_remote"] - ended, 0) + max(came, 0)
     return {name: count / seconds for name, count in counts.items()} | {"hit_rate": counts["hits"] / calls if calls else 0.0}
 
 
 def _facts(before: Look, after: Look) -> dict[str, str]:
     stats, per_second = after.stats, rates(before, after)
-    waiting = sum(getattr(after.stats, name) - getattr(before.stats, name) for name in ("wait_ns_remote", "wait_ns_lock", "wait_ns_space"))
     share = (stats.bytes_used + stats.bytes_reserved) / stats.budget if stats.budget else 0.0
     reserved = f" + {format_size(stats.bytes_reserved)} reserved" if stats.bytes_reserved else ""
     calls = per_second["hits"] + per_second["misses"] + per_second["fallbacks"]
@@ -139,7 +173,7 @@ def _facts(before: Look, after: Look) -> dict[str, str]:
         "from remotes": f"{format_size(per_second['bytes_remote'])}/s in {per_second['requests']:,.0f} requests/s",
         "evictions": f"{per_second['evictions']:,.1f}/s",
         "fallbacks": f"{per_second['fallbacks']:,.1f}/s",
-        "waits": f"{per_second['waits']:,.1f}/s, {max(waiting, 0) / 1e9 / max(after.at - before.at, 1e-9):,.1f} waiting on average",
+        "waits": f"{per_second['waits']:,.1f}/s, {len(after.now.waiters):,} waiting now",
         "in use": f"{after.now.leased:,} entries",
     }
 
@@ -169,9 +203,15 @@ def _since(moment: float) -> str:
 
 def _speed(one: Fetch, before: Look, after: Look) -> float:
     """Bytes a second of a fetch between two looks; of a new one since its first byte."""
-    seconds = max(after.at - before.at, 1e-9)
-    done = next((other.done for other in before.now.fetches if (other.space, other.key, other.since) == (one.space, one.key, one.since)), 0)
-    return max(one.done - done, 0) / seconds
+    return max(one.done - _done_before(one, before), 0) / max(after.at - before.at, 1e-9)
+
+
+def _done_before(one: Fetch, before: Look) -> int:
+    return next((other.done for other in before.now.fetches if _identity(other) == _identity(one)), 0)
+
+
+def _identity(one: Fetch) -> tuple[str, str, float]:
+    return one.space, one.key, one.since
 
 
 def _screen(before: Look, after: Look) -> RenderableType:
@@ -187,11 +227,11 @@ def _screen(before: Look, after: Look) -> RenderableType:
         table = tables.Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
         for name in each.columns:
             right = name.endswith(">")
-            table.add_column(name.rstrip(">"), justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+            table.add_column(name.rstrip(">"), justify="right" if right else "left", no_wrap=right)  # of others rich makes narrower ones
         for row in each.rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in row))
         parts += [Text(""), table]
-    parts.append(Text("\nCtrl-C ends", style="dim"))
+    parts.append(Text("\nq ends", style="dim"))
     return Group(*parts)
 
 

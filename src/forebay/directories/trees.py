@@ -8,6 +8,7 @@ tree       links to the files, under the directory's key         a crash leaves 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import tempfile
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from forebay import errors, remote
-from forebay._engine.files.faults import FULL
 from forebay._engine.files.trees import remove_whole
 from forebay._engine.locks.leases import Lease, in_place
 from forebay._engine.store import Store
@@ -63,14 +63,8 @@ class Directories:
         store = self._origin.store
         if not store.keeps:
             raise errors.NoSpace(f"{location.key} cannot be kept: {store.why}", key=location.key, need=0, free=0, budget=0)
-        try:
-            with waits.time_limit(options.timeout):
-                return _Tree(self._origin, self._listings, store, location, part, options).lease()
-        except errors.CacheFault as error:
-            if isinstance(error, errors.NoSpace) or error.errno not in FULL:
-                raise
-            need, usage = self.chosen(location, part, options).size, store.usage()
-            raise errors.NoSpace.of(self.key_of(location, part), need, 0, usage.budget, _DISK_FULL, limit="disk") from error
+        with waits.time_limit(options.timeout):
+            return _Tree(self._origin, self._listings, store, location, part, options).lease()
 
     def chosen(self, location: RemoteDirectory, part: Part, options: FetchOptions) -> Manifest:
         """The files of a part as they are now. Raises as `lease` does."""
@@ -498,8 +492,8 @@ def _fetch(
     origin: Origin, location: RemoteDirectory, files: Sequence[File], target: Path, options: FetchOptions, *, overwrite: bool
 ) -> None:
     def fetch(file: File, sink: copying.FileSink) -> None:
-        with origin.reaching(options):
-            origin.count(location.remote.fetch(location.object(file.name), sink))
+        name = location.object(file.name)
+        origin.receive(location.target(file.name).key, functools.partial(location.remote.fetch, name, sink), options)
 
     def report(done: int, total: int) -> None:
         if options.on_progress is not None:

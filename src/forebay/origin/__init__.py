@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logger("forebay.origin")
 T = TypeVar("T")
+A = TypeVar("A", bytes, Transfer)
 
 _CLOSE_WITHIN = 1.0
 
@@ -420,7 +422,10 @@ class Origin:
             sink: Sink = writing
             if spilling is not None and writing.partial is None:
                 writing.spills, sink = True, spilling.over(writing)
-            self._receive(target, options, sink, begun)
+            if options.etag:
+                sink = VersionCheckSink(sink, target.key, options.etag)
+            ask = partial(target.remote.fetch, target.url, sink, listed=options.listed) if begun is None else partial(begun.fetch, sink)
+            self.receive(target.key, ask, options)
             if spilling is not None and spilling.fault is not None:
                 spilling.came = self._read_only(target, options, spilling.data, spilling.info)
                 raise spilling.fault
@@ -438,26 +443,26 @@ class Origin:
             on_progress=options.on_progress, collect=collect, ahead=options.ahead,
         )  # fmt: skip
 
-    def _receive(self, target: Target, options: FetchOptions, sink: Sink, begun: BegunFetch | None) -> None:
-        """Bring the object into the sink, and count what came."""
-        if options.etag:
-            sink = VersionCheckSink(sink, target.key, options.etag)
+    def receive(self, key: str, ask: Callable[[], A], options: FetchOptions | None = None) -> A:
+        """What ``ask`` brings from a remote: bytes of ``key``, or a report on those that it wrote. Counts them, and tells the listeners."""
         began = time.monotonic_ns()
         try:
             with self.reaching(options):
-                transfer = target.remote.fetch(target.url, sink, listed=options.listed) if begun is None else begun.fetch(sink)
+                answer = ask()
         except errors.RemoteError as error:
             self.count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
-            events.emit("fetch", self.path, target.key, size=getattr(error, "done", 0), since=began, error=error)
+            events.emit("fetch", self.path, key, size=getattr(error, "done", 0), since=began, error=error)
             raise
         except errors.CacheFault:
             self.count(Transfer(requests=1))  # the first answer shows that there is no room
             raise
         finally:
             self.store.count("wait_ns_remote", time.monotonic_ns() - began)
+        transfer = answer if isinstance(answer, Transfer) else Transfer(requests=1, received=len(answer))
         self.count(transfer)
-        events.emit("fetch", self.path, target.key, size=transfer.received, since=began)
-        log.debug("%s: fetched %d bytes, by %d requests", target.key, transfer.received, transfer.requests)
+        events.emit("fetch", self.path, key, size=transfer.received, since=began)
+        log.debug("%s: fetched %d bytes, by %d requests", key, transfer.received, transfer.requests)
+        return answer
 
     def _check_sha256(self, target: Target, options: FetchOptions, writing: Writing) -> None:
         """Check the bytes against what the caller expects, and what the remote says."""
@@ -509,12 +514,12 @@ class Origin:
             return memoryview(above[0].view)
         self.refuse_offline(target, options)
         sink = BufferSink(self.most)
-        checked, started = VersionCheckSink(sink, target.key, options.etag) if options.etag else sink, time.monotonic_ns()
-        with self.reaching(options):
-            transfer = target.remote.fetch(target.url, checked) if begun is None else begun.fetch(checked)
+        checked = VersionCheckSink(sink, target.key, options.etag) if options.etag else sink
+        ask = partial(target.remote.fetch, target.url, checked) if begun is None else partial(begun.fetch, checked)
         if target.in_place is None:
-            self.count(transfer)
-            events.emit("fetch", self.path, target.key, size=transfer.received, since=started)
+            self.receive(target.key, ask, options)
+        else:
+            ask()
         return self._read_only(target, options, sink.data, sink.info)
 
     def _read_only(self, target: Target, options: FetchOptions, data: bytearray, info: ObjectInfo | None) -> memoryview:

@@ -11,7 +11,7 @@ from forebay import _config, errors
 from forebay._kernel import waits
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
-from forebay._model import ObjectInfo, Span, Transfer
+from forebay._model import ObjectInfo, Span
 from forebay.origin.request import FetchOptions, Target
 from forebay.origin.spaces import URLS, block_key, index_key
 
@@ -211,14 +211,13 @@ class Blocks:
             raise errors.Offline.of(target.key)
         wait = None if self._timeout is None else waits.SharedLimit(self._timeout)
         try:
-            with origin.reaching(FetchOptions(wait=wait)):
-                data = target.remote.read(target.url, span, info=self.info, exact=True)
+            ask = partial(target.remote.read, target.url, span, info=self.info, exact=True)
+            data = origin.receive(target.key, ask, FetchOptions(wait=wait))
             if len(data) != span.length:
                 raise errors.RemoteChanged(f"{target.key} is shorter than the {self.length:,} bytes that it had", url=target.key)
         except (errors.RemoteChanged, errors.Unsupported) as error:
             self._note_in_index(error)
             raise
-        origin.count(Transfer(requests=1, received=len(data)))
         return memoryview(data)
 
     def _note_in_index(self, error: errors.RemoteError) -> None:

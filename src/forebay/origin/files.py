@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from forebay import errors
@@ -76,9 +77,7 @@ class RangeFile(io.RawIOBase):
         size = min(len(buffer), self._size - self._at)
         if size <= 0:
             return 0
-        with self._origin.reaching():
-            data = self._remote.read(self._url, Span(self._at, size), info=self._info)
-        self._origin.count(Transfer(requests=1, received=len(data)))
+        data = self._origin.receive(self._key, partial(self._remote.read, self._url, Span(self._at, size), info=self._info))
         if len(data) < size:
             message = f"{self._key} is shorter than the {self._size:,} bytes that it had when it was opened"
             raise errors.RemoteChanged(message, url=self._key)

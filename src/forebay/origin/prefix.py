@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from forebay import errors, remote
 from forebay._engine.locks.leases import Lease
 from forebay._model import BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
-from forebay.origin import Origin
+from forebay.origin import A, Origin
 from forebay.origin.opening import in_memory
 from forebay.origin.request import Target
 from forebay.origin.spaces import URLS
@@ -167,7 +167,8 @@ class RemoteAccess:
         """The remote's description of an object. Raises `RemoteError`."""
         with self._reaching():
             info = self.remote(url).stat(url)
-        self._count(url, Transfer(requests=1))
+        if self.origin is not None and not self.is_local(url):
+            self.origin.count(Transfer(requests=1))
         assert info is not None  # only a known version is answered with None
         return info
 
@@ -178,13 +179,7 @@ class RemoteAccess:
             info = self.stat(url)
             return served_by.read(url, Span(0, info.size or 0), info=info)
         sink = BufferSink(self.origin.most if self.origin is not None else in_memory)
-        try:
-            with self._reaching():
-                transfer = served_by.fetch(url, sink)
-            self._count(url, transfer)
-        except errors.RemoteError as error:
-            self._count(url, Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
-            raise
+        self._receive(url, partial(served_by.fetch, url, sink))
         return bytes(sink.data)
 
     def bytes_of(self, lease: Lease) -> bytes | None:
@@ -203,10 +198,7 @@ class RemoteAccess:
         kept = self.kept_part(url, span, info.validator) if info.validator is not None else None
         if kept is not None:
             return kept
-        with self._reaching():
-            data = self.remote(url).read(url, span, info=info)
-        self._count(url, Transfer(requests=1, received=len(data)))
-        return data
+        return self._receive(url, partial(self.remote(url).read, url, span, info=info))
 
     def kept_part(self, url: str, span: Span, validator: str) -> bytes | None:
         """Some bytes of an object, where the cache has the whole of it in this version; asks no remote."""
@@ -236,6 +228,5 @@ class RemoteAccess:
     def _reaching(self) -> AbstractContextManager[None]:
         return nullcontext() if self.origin is None else self.origin.reaching()
 
-    def _count(self, url: str, transfer: Transfer) -> None:
-        if self.origin is not None and not self.is_local(url):
-            self.origin.count(transfer)
+    def _receive(self, url: str, ask: Callable[[], A]) -> A:
+        return ask() if self.origin is None or self.is_local(url) else self.origin.receive(self.key(url), ask)

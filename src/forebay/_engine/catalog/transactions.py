@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sqlite3
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -41,10 +40,9 @@ class CatalogBroken(errors.CacheFault):
     damaged: bool = False
 
 
-class DiskFull(errors.CacheFault):
+class DiskFull(errors.NoSpace):
     """SQLite ran out of disk space, or the disk quota is used up. ``relieved``: there is room now, since the ballast was released."""
 
-    errno = errno.ENOSPC
     relieved: bool = False
 
 
@@ -137,7 +135,8 @@ class translated:
         code = getattr(error, "sqlite_errorcode", 0)
         name = getattr(error, "sqlite_errorname", type(error).__name__)
         if code in _FULL:
-            raise DiskFull(f"the catalog cannot grow: {error} ({name})") from error
+            todo = "free some of the disk"
+            raise DiskFull(f"the catalog cannot grow: {error} ({name}): {todo}", need=0, free=0, budget=0, limit="disk") from error
         # Python's own error: text that is not UTF-8
         undecodable = not code and isinstance(error, sqlite3.OperationalError)
         if code & 0xFF in _DAMAGE or code in _DAMAGE_EXACTLY or undecodable:

@@ -126,7 +126,7 @@ class Budget:
         """Give a reservation back, if the catalog is busy by the next call that makes space. Caller: has removed its files."""
         try:
             self._give_back(id)
-        except errors.WriterBusy as error:
+        except (errors.WriterBusy, DiskFull) as error:
             log.info("%s: the reservation %x is given back later: %s", self._root.path, id, str(error))
         else:
             self._words.bump(SPACE_WORD)
