@@ -386,7 +386,7 @@ class Engine:
         if writing and self.root.read_only:
             raise errors.ReadOnly.of(self.root.path)
         if host.forked_unseen():
-            raise errors.CacheFault("this process was forked by C code, which ran no hook: it reads past the cache")
+            raise errors.CacheFault("this process was forked by C code, which ran no hook: it cannot use the cache")
         if writing:
             if not self._epoch_began:
                 self.begin_epoch()

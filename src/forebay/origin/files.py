@@ -32,6 +32,9 @@ class LeasedFile(io.FileIO):
         super().close()
         self._lease.close()
 
+    def _dealloc_warn(self, source: object) -> None:
+        """Nothing: as a lease, the file may be dropped instead. pyarrow never closes one that it has asked for its schema."""
+
 
 def opened(lease: Lease) -> BinaryIO:
     """A buffered file object on a cached copy, which closes the lease. Raises `CacheFault` if it cannot be opened: on a dead disk, without

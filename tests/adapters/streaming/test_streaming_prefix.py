@@ -223,6 +223,14 @@ def test_a_rank_with_other_directories_is_told(node: Node) -> None:
         assert B in message
 
 
+def test_a_rank_without_a_leader_is_told(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.adapters.streaming.prefix.LEADER_WITHIN", 0.5)
+    with Job(lambda say: ask(say, World(1, 2, 1, 1))) as alone:
+        kind, message = alone.said()
+    assert (kind, "nobody yet" in message, "127.0.0.1" in message) == ("ClaimMismatch", True, True)
+    assert node.claims() == []
+
+
 def test_all_ranks_are_told_of_a_conflict() -> None:
     _, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
     with Job(lambda say: ask(say, World(1, 2, 1, 1))) as other, Job(lambda say: ask(say, World(1, 2, 1, 0))) as leader:

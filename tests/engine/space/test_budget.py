@@ -331,12 +331,17 @@ def test_what_was_to_be_replaced_is_gone_by_now(tmp_path: Path) -> None:
         assert store.spaces.usage("q") == (100 * KiB, 2)
 
 
-@pytest.mark.parametrize(("free", "looks"), [(free_space.EASY // 2, 3), (1 << 40, 0)])
-def test_a_disk_with_little_room_is_looked_at_by_each_put(store: Store, monkeypatch: pytest.MonkeyPatch, free: int, looks: int) -> None:
+MUCH = 1 << 40
+
+
+@pytest.mark.parametrize(("free", "inodes", "looks"), [(free_space.EASY // 2, MUCH, 3), (MUCH, 500, 3), (MUCH, MUCH, 0)])
+def test_a_disk_with_little_room_is_looked_at_by_each_put(
+    store: Store, monkeypatch: pytest.MonkeyPatch, free: int, inodes: int, looks: int
+) -> None:  # fmt: skip
     """Where there is much no other program can have filled it since."""
     monkeypatch.setattr(free_space, "COUNT_AGAIN", 1000)
     asked: list[object] = []
-    monkeypatch.setattr(host, "free_bytes", lambda path: asked.append(path) or free)
+    monkeypatch.setattr(host, "disk", lambda path: asked.append(path) or host.Disk(4096, MUCH, free, inodes))
     store.engine.writers.budget.room._count_at = 0
     store.put("v", "first", b"x")
     asked.clear()

@@ -248,7 +248,7 @@ class Catalog:
 
     def _connection_locked(self) -> sqlite3.Connection:
         if self._pid != os.getpid():  # forked behind Python's back: SQLite's state here is the parent's, not to be used nor closed
-            raise errors.CacheFault("this process was forked by C code: it reads past the cache")
+            raise errors.CacheFault("this process was forked by C code: it cannot use the cache")
         if self._still and not self._immutable and self._wal.exists():
             self._close_locked()  # another process writes now
         if self._con is None:

@@ -137,7 +137,7 @@ def any_trees(rows: Rows) -> bool:
 
 def page(rows: Rows, space: int, after: str | None, limit: int, *, backwards: bool = False) -> list[Entry]:
     """The live entries of one space after the key ``after``, in order of keys; empty at the end."""
-    columns = _COLUMNS.replace("s.name", "(SELECT name FROM spaces WHERE id = ?1)")
+    columns = _COLUMNS.replace("s.name", "(SELECT name FROM spaces WHERE id = e.space)")
     return _page(rows, columns, space, after, limit, backwards, lambda page_rows: checked.entries(rows, page_rows))
 
 
@@ -160,12 +160,15 @@ def _page(
 ) -> list[T]:  # fmt: skip
     """Empty where no sound row is left: a page of damaged ones is passed by, whatever their keys are."""
     sign, order = ("<", "DESC") if backwards else (">", "ASC")
-    beyond = "?2 IS NULL" if after is None else f"e.key {sign} ?2"
-    sql = f"SELECT {columns} FROM entries e WHERE e.space = ?1 AND e.state = {LIVE} AND {{}} ORDER BY e.key {order} LIMIT ?3"
-    page_rows = rows.all(sql.format(beyond), space, after, limit)
+    sql = f"SELECT {columns} FROM entries e WHERE e.space = ? AND e.state = {LIVE} {{}} ORDER BY e.key {order} LIMIT ?"
+    if after is None:
+        page_rows = rows.all(sql.format(""), space, limit)
+    else:
+        page_rows = rows.all(sql.format(f"AND e.key {sign} ?"), space, after, limit)
     while page_rows and not (ours := sound(page_rows)):
-        last = f"coalesce((SELECT key FROM entries WHERE id = ?4 AND state = {LIVE}), ?2)"  # it may have been set aside meanwhile
-        page_rows = rows.all(sql.format(f"({last} IS NULL OR e.key {sign} {last})"), space, after, limit, page_rows[-1][0])
+        last = f"coalesce((SELECT key FROM entries WHERE id = ? AND state = {LIVE}), ?)"  # it may have been set aside meanwhile
+        twice = [page_rows[-1][0], after] * 2
+        page_rows = rows.all(sql.format(f"AND ({last} IS NULL OR e.key {sign} {last})"), space, *twice, limit)
     return ours if page_rows else []
 
 
@@ -351,7 +354,7 @@ def is_doomed(rows: Rows, id: int) -> bool:
 
 def is_known(rows: Rows, id: int) -> bool:
     """Whether a row or a reservation names this id."""
-    return bool(rows.all("SELECT 1 FROM entries WHERE id = ?1 UNION ALL SELECT 1 FROM reservations WHERE id = ?1", id))
+    return bool(rows.all("SELECT 1 FROM entries WHERE id = ? UNION ALL SELECT 1 FROM reservations WHERE id = ?", id, id))
 
 
 def known(rows: Rows, ids: Sequence[int]) -> set[int]:

@@ -89,7 +89,7 @@ def record_failure(txn: Txn, space: int, key: str, error: dict[str, Any], at: in
     import json
 
     txn.run(
-        "INSERT INTO failures VALUES (?1, ?2, ?3, ?4) ON CONFLICT(space, key) DO UPDATE SET error = ?3, at = ?4",
+        "INSERT INTO failures VALUES (?, ?, ?, ?) ON CONFLICT(space, key) DO UPDATE SET error = excluded.error, at = excluded.at",
         space, key, json.dumps(error), at,
     )  # fmt: skip
     txn.run("DELETE FROM failures WHERE at < (SELECT at FROM failures ORDER BY at DESC LIMIT 1 OFFSET ?)", KEEP_FAILURES)

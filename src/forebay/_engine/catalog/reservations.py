@@ -80,8 +80,8 @@ def reserved_in(rows: Rows, space: int, before: int) -> tuple[int, int]:
     itself does not count."""
     bytes, count = rows.one(
         "SELECT coalesce(sum(size), 0), coalesce(sum(rows), 0) FROM reservations"
-        " WHERE space = ?1 AND id IS NOT ?2 AND (granted OR ?2 = 0 OR id < ?2)",
-        space, before,
+        " WHERE space = ? AND id IS NOT ? AND (granted OR ? = 0 OR id < ?)",
+        space, before, before, before,
     )  # fmt: skip
     return bytes, count
 

@@ -76,9 +76,9 @@ def remove(txn: Txn, pack: int, number: int) -> None:
 
 def _charge(txn: Txn, pack: int, number: int, size: int) -> None:
     txn.run(
-        "UPDATE entries SET size = size + ?3 - coalesce((SELECT size FROM segments WHERE pack = ?1 AND number = ?2), 0),"
-        " charge = charge + ?3 - coalesce((SELECT size FROM segments WHERE pack = ?1 AND number = ?2), 0) WHERE id = ?1",
-        pack, number, size,
+        "UPDATE entries SET size = size + ? - coalesce((SELECT size FROM segments WHERE pack = ? AND number = ?), 0),"
+        " charge = charge + ? - coalesce((SELECT size FROM segments WHERE pack = ? AND number = ?), 0) WHERE id = ?",
+        *[size, pack, number] * 2, pack,
     )  # fmt: skip
 
 
@@ -90,4 +90,4 @@ def sums(rows: Rows) -> dict[int, int]:
 def recount(txn: Txn, pack: int, index: int) -> None:
     """Update the size of a pack from its rows; ``index``: bytes of its index file."""
     size = index + sums(txn).get(pack, 0)
-    txn.run("UPDATE entries SET size = ?2, charge = ?2 WHERE id = ?1 AND size != ?2", pack, size)
+    txn.run("UPDATE entries SET size = ?, charge = ? WHERE id = ? AND size != ?", size, size, pack, size)

@@ -72,18 +72,18 @@ SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries)
     EXISTS (SELECT 1 FROM reservations), (SELECT page_count FROM pragma_page_count),
     (SELECT value FROM meta WHERE name = 'budget'), (SELECT value FROM meta WHERE name = 'min_free'),
     (SELECT value FROM meta WHERE name = 'max_entries'),
-    coalesce(sum(bytes * (id = ?1)), 0), coalesce(sum(entries * (id = ?1)), 0),
-    max(quota) FILTER (WHERE id = ?1), max(max_count) FILTER (WHERE id = ?1)"""
+    coalesce(sum(bytes * (id = ?)), 0), coalesce(sum(entries * (id = ?)), 0),
+    max(quota) FILTER (WHERE id = ?), max(max_count) FILTER (WHERE id = ?)"""
 _TOTALS = f"{_COLUMNS} FROM spaces"
-_OF_KEY = f"""{_COLUMNS}, (SELECT id FROM entries WHERE space = ?1 AND key = ?2 AND state = {LIVE}),
+_OF_KEY = f"""{_COLUMNS}, (SELECT id FROM entries WHERE space = ? AND key = ? AND state = {LIVE}),
     (SELECT slot FROM free_slots LIMIT 1), (SELECT value FROM meta WHERE name = 'next_slot')
 FROM spaces
 """
 _LEAVING = f"SELECT count(*), coalesce(sum(charge * (state = {DOOMED})), 0), coalesce(sum(space = ?), 0) FROM entries WHERE state > {LIVE}"
 _PROMISED = """
-SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) * (id < ?1)), 0),
-    coalesce(sum(rows * (granted OR id < ?1)), 0)
-FROM reservations WHERE id IS NOT ?1
+SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) * (id < ?)), 0),
+    coalesce(sum(rows * (granted OR id < ?)), 0)
+FROM reservations WHERE id IS NOT ?
 """
 _USAGE = """
 SELECT coalesce(sum(charge), 0), (SELECT coalesce(sum(charge * granted), 0) FROM reservations),
@@ -168,13 +168,13 @@ def change(txn: Txn, name: str, policy: str | None, quota: int | None, max_count
 def totals(txn: Rows, before: int | None = None, space: int = 0, key: str | None = None) -> Totals:
     """What is used now. ``before``: count only the pending reservations that are older than this one. ``key``: of an entry of ``space``
     that is to be written, about which the same statement tells. Outside of a transaction its parts may be of different moments."""
-    row = _numbers(txn.one(_TOTALS, space) if key is None else txn.one(_OF_KEY, space, key))
+    row = _numbers(txn.one(_TOTALS, *[space] * 4) if key is None else txn.one(_OF_KEY, *[space] * 5, key))
     charge, inline, rows, any_leaving, any_held, any_promised, pages, budget, min_free, max_entries, used, count, quota = row[:13]
     left = leaving = left_here = granted = pending = waiting = 0
     if any_leaving:
         left, leaving, left_here = txn.one(_LEAVING, space)
     if any_promised:
-        granted, pending, waiting = txn.one(_PROMISED, NEWEST if before is None else before)
+        granted, pending, waiting = txn.one(_PROMISED, *[NEWEST if before is None else before] * 3)
     over = pages * PAGE - inline - ALLOWANCE
     spare = min(over, PAGE * txn.one("PRAGMA freelist_count")[0]) if over > 0 else 0
     return Totals(
@@ -202,7 +202,7 @@ def setting(rows: Rows, name: str) -> Any:
 
 
 def set_setting(txn: Txn, name: str, value: Any) -> None:
-    txn.run("INSERT INTO meta VALUES (?1, ?2) ON CONFLICT(name) DO UPDATE SET value = ?2", name, value)
+    txn.run("INSERT INTO meta VALUES (?, ?) ON CONFLICT(name) DO UPDATE SET value = excluded.value", name, value)
 
 
 def limits(rows: Rows) -> dict[str, int | None]:
@@ -233,7 +233,7 @@ def add_counters(txn: Txn, sums: Iterable[tuple[str, int]]) -> None:
     """Fold what a process counted into the totals."""
     for name, value in sums:
         if value:
-            txn.run("INSERT INTO counters VALUES (?1, ?2) ON CONFLICT(name) DO UPDATE SET value = value + ?2", name, value)
+            txn.run("INSERT INTO counters VALUES (?, ?) ON CONFLICT(name) DO UPDATE SET value = value + excluded.value", name, value)
 
 
 def counters(rows: Rows) -> dict[str, int]:

@@ -25,6 +25,8 @@ from forebay.remote import urls
 from forebay.world import World
 
 TICK = 0.007
+LEADER_WITHIN = 60.0
+"""Seconds that a rank waits for the first one of its node."""
 _counts: Counter[tuple[str, str, int]] = Counter()  # numbers requested in this process, by registry, job and rank
 
 
@@ -125,7 +127,7 @@ def get_shm_prefix(
     pass. Every rank of the node calls this; the k-th calls of all ranks belong together.
 
     Raises `ClaimConflict` (a ValueError) if another live job has a directory, `ClaimMismatch` (a RuntimeError) if a rank passes other
-    directories than the first one of its node; ConfigError, WaitTimeout, NoSpace."""
+    directories than the first one of its node, or that one does not come within `LEADER_WITHIN`; ConfigError, WaitTimeout, NoSpace."""
     streams = _streams(streams_local, streams_remote)
     if retry < 0:
         raise errors.ConfigError(f"retry={retry}: must be 0 or more", name="retry", value=retry)
@@ -139,9 +141,13 @@ def get_shm_prefix(
         name=job.name, spared=_spared(registry),
     )  # fmt: skip
     try:
-        held = registry.register(request) if here.is_local_leader else registry.join(request)
+        held = registry.register(request) if here.is_local_leader else registry.join(request, LEADER_WITHIN)
     except errors.ClaimConflict as error:
         raise _as_streaming_error(error, streams_local) from error
+    except errors.WaitTimeout as error:
+        if here.is_local_leader:
+            raise
+        raise errors.ClaimMismatch(f"{error}: does the first rank of this node create this data set, too?", **error.facts) from error
     claim = claims.opened(registry, held, here)
     return claim.prefix, Locals(claim, is_leader=here.is_local_leader)
 
