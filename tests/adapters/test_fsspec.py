@@ -87,6 +87,17 @@ def test_an_object_is_fetched_once_whatever_reads_it(server: Nginx, cache: foreb
     assert server.gets(path.rpartition("/")[2]).total() == 1
 
 
+def test_a_name_with_the_protocol_before_it_is_that_object(server: Nginx, cache: forebay.Cache, url: str) -> None:
+    """As `datasets` makes it: it puts the first protocol before what `glob` gives, although that is a URL."""
+    filesystem, _ = fsspec.core.url_to_fs(f"forebay::{url}", forebay={"cache": cache})
+    (name,) = filesystem.glob(url, detail=True)
+    doubled = f"{filesystem.protocol[0]}://{name}"
+    again, path = fsspec.core.url_to_fs(doubled, forebay={"cache": cache})
+    assert again.info(doubled)["size"] == len(BODY)
+    assert again.cat_file(doubled) == again.cat_file(path) == filesystem.cat_file(name) == BODY
+    assert len(list(cache.entries())) == 1
+
+
 @pytest.mark.parametrize("fetch", ["file", "blocks"])
 def test_a_file_reads_as_a_file_does(cache: forebay.Cache, memory: Any, fetch: str) -> None:
     memory.pipe("/lines", b"one\ntwo\nthree")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,16 @@ def test_pandas(server: Nginx, url: str, options: dict[str, Any]) -> None:
     for _ in range(2):
         assert pd.read_parquet(url, storage_options=options)["price"].sum() == sum(range(ROWS))
         assert len(pd.read_csv(f"forebay::{server.url}/table.csv", storage_options=options)) == 1000
+
+
+def test_a_file_that_is_never_closed_warns_of_nothing(url: str, options: dict[str, Any], cache: forebay.Cache) -> None:
+    """pyarrow closes none that it has asked for its schema."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        pd.read_parquet(url, storage_options=options)
+        gc.collect()
+    assert [str(warning.message) for warning in seen if warning.category is ResourceWarning] == []
+    assert not any(entry.leased for entry in cache.entries())
 
 
 def test_a_column_by_pandas_is_fetched_in_blocks(server: Nginx, options: dict[str, Any]) -> None:

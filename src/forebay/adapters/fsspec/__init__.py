@@ -7,6 +7,7 @@ import datetime
 import functools
 import inspect
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from glob import has_magic
@@ -42,6 +43,7 @@ log = logger("forebay.adapters.fsspec")
 COPIED = 4 << 20  # bytes of one write
 MOST_SOURCES = 10_000
 
+_DOUBLED = re.compile(r"^https?://(?=https?://)")
 _OF_CACHE = frozenset(inspect.signature(Cache).parameters)
 _OF_FSSPEC = frozenset({"asynchronous", "batch_size", "listings_expiry_time", "loop", "max_paths", "use_listings_cache"})
 _HINTS = frozenset({"cache_type", "default_cache", "fill_cache", "size"})
@@ -516,7 +518,8 @@ def _unchained(path: Any) -> Any:
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     for prefix in ("forebay::", "forebay://"):
         text = text.removeprefix(prefix)
-    return text
+    # `datasets` puts the protocol before each name that `glob` gives, also where that is a URL.
+    return _DOUBLED.sub("", text)
 
 
 def _has_urls(filesystem: Any) -> bool:
