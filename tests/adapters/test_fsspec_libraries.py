@@ -149,6 +149,6 @@ def test_the_snippets_of_the_page_run(server: Nginx, tmp_path: Path) -> None:
     program = "\n".join([*blocks, f"assert (len(frame), count, table.num_rows) == ({ROWS}, ({ROWS},), {ROWS}) and len(rows) == {ROWS}"])
     program = program.replace("https://host", server.url).replace("/nvme/forebay", str(tmp_path / "root"))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FOREBAY_")}
-    command = [sys.executable, "-c", program.replace('"500GB"', '"500GB", "min_free": 0')]
+    command = [sys.executable, "-c", program.replace('"500GB"', '"1GB", "min_free": 0')]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
