@@ -29,11 +29,13 @@ def task(key: int) -> bytes:
 
 
 class Fronts:
-    """What a process does with a root. Each act compares what it gets with what is right."""
+    """What a process does with a root. Each act compares what it gets with what is right, which the forked processes share."""
 
     def __init__(self, place: Path, server: ScriptedServer, shelf: Shelf, *, keys: int, slots: int) -> None:
         self.place, self.shelf, self.keys, self.slots = place, shelf, keys, slots
         self.urls = [server.put(f"/{key}.bin", content(f"object {key}")) for key in range(keys)]
+        for name in (*(f"{kind} {key}" for kind in ("value", "task") for key in range(keys)), *(f"sample {slot}" for slot in range(slots))):
+            content(name)
         for number in range(3):
             shelf.fill(f"bucket/{number}", {name: content(f"{number} {name}") for name in ("a", "b/c", "d")})
 

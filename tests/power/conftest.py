@@ -1,1 +1,0 @@
-from tests.servers.counting import shelf as shelf
