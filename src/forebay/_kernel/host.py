@@ -336,18 +336,13 @@ class Disk(NamedTuple):
 def disk(path: Path) -> Disk:
     """The capacity of the file system that holds ``path``."""
     status = os.statvfs(path)
-    return Disk(
-        status.f_frsize,
-        status.f_blocks * status.f_frsize,
-        status.f_bavail * status.f_frsize,
-        status.f_favail if status.f_files else UNCOUNTED,
-    )
+    inodes = status.f_favail if status.f_files else UNCOUNTED
+    return Disk(status.f_frsize, status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize, inodes)
 
 
 def free_bytes(path: Path) -> int:
-    """The bytes available to this user on the file system that holds ``path``: `Disk.free` alone, for frequent calls."""
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
+    """The bytes available to this user on the file system that holds ``path``: `Disk.free`."""
+    return disk(path).free
 
 
 _KINDS = {
