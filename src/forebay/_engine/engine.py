@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, spaces
+from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, schema, spaces
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root, open_root
 from forebay._engine.index.adaptive import AdaptiveSpaces
@@ -161,7 +161,7 @@ class Engine:
                 return
             (log.info if error.damaged else log.warning)("%s: opening it again", str(error))
             try:
-                root = open_root(self.root.path, shared=self.root.shared)
+                root = open_root(self.root.path, shared=self.root.shared, id_in_catalog=schema.root_id)
             except errors.RootError as refused:  # given to another user, say: the job that has it open goes on without
                 raise errors.CacheFault(f"the cache in {self.root.path} cannot be used any more: {refused}") from refused
             if root.id != self.root.id or not self.slots.is_same() or not self.catalog.has_its_lock():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forebay import errors
-from forebay._engine.catalog import CatalogBroken, DiskFull, entries
+from forebay._engine.catalog import CatalogBroken, DiskFull, entries, schema
 from forebay._engine.catalog.transactions import AT_ONCE
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
@@ -89,7 +89,7 @@ class Store:
 
         Raises `RootRefused`, `NewerFormat`, `CacheFault` where the root cannot be used for now, or OSError."""
         with cls._opening:
-            root = open_root(path, shared=shared, read_only=read_only)
+            root = open_root(path, shared=shared, read_only=read_only, id_in_catalog=schema.root_id)
             name = f"{root.path}{':ro' if root.read_only else ''}"
             store = cls._opened.get(name)
             if store is None or not root.is_same() or store.root.id != root.id:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -24,7 +22,7 @@ from forebay._kernel import events, waits
 from forebay._logs import logger
 from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Transfer
 from forebay.origin.checksums import expected_sha256, sha256_mismatch
-from forebay.origin.opening import CacheHandle, Reopening, RootOptions, in_memory, no_store, others_can_write
+from forebay.origin.opening import CacheHandle, Reopening, RootOptions, close_by_thread, in_memory, no_store, others_can_write
 from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, is_expected, is_same_version, sha256_of
 from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS, index_key
 
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 log = logger("forebay.origin")
 T = TypeVar("T")
 A = TypeVar("A", bytes, Transfer)
-
-_CLOSE_WITHIN = 1.0
 
 
 class Origin:
@@ -146,14 +142,9 @@ class Origin:
             self.upstream.close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Release the root of a cache that was dropped. By another thread, since a collection may begin where this one holds any lock;
-        then that thread is not waited for long."""
-        if self.closed or is_finalizing():
-            return
-        thread = threading.Thread(target=self._release, name="forebay-close", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter ends
-            thread.start()
-            thread.join(_CLOSE_WITHIN)
+        """Release the root of a cache that was dropped."""
+        if not (self.closed or is_finalizing()):
+            close_by_thread(self._release)
 
     def check_open(self) -> None:
         """Raises `Closed`."""
@@ -271,19 +262,9 @@ class Origin:
             from forebay.origin.block_files import open_blocks
 
             return open_blocks(self, target, options, block_size)
-        if target.in_place and not options.force and not options.bypass:
-            if not os.access(target.in_place, os.R_OK):
-                target.remote.stat(target.url)  # raises as `read` does
-            return open(target.in_place, "rb")
-        from forebay.origin import files  # imported late: many programs never open a file
+        from forebay.origin.files import open_object  # imported late: many programs never open a file
 
-        if options.bypass:
-            return files.stream(self, target, options)
-        try:
-            return files.opened(self.lease(target, options))
-        except (errors.CacheFault, errors.WaitTimeout) as error:
-            self.fall_back(error, target.key)
-            return files.stream(self, target, options)
+        return open_object(self, target, options)
 
     def lease(self, target: Target, options: FetchOptions, *, looked: bool = False, spilling: SpillingSink | None = None) -> Lease:
         """A lease on the cached copy, fetched if it is missing or not fresh. Raises `CacheFault` where it cannot be stored.
@@ -516,10 +497,7 @@ class Origin:
         sink = BufferSink(self.most)
         checked = VersionCheckSink(sink, target.key, options.etag) if options.etag else sink
         ask = partial(target.remote.fetch, target.url, checked) if begun is None else partial(begun.fetch, checked)
-        if target.in_place is None:
-            self.receive(target.key, ask, options)
-        else:
-            ask()
+        ask() if target.in_place is not None else self.receive(target.key, ask, options)
         return self._read_only(target, options, sink.data, sink.info)
 
     def _read_only(self, target: Target, options: FetchOptions, data: bytearray, info: ObjectInfo | None) -> memoryview:

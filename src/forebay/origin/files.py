@@ -89,6 +89,21 @@ class RangeFile(io.RawIOBase):
         return len(data)
 
 
+def open_object(origin: Origin, target: Target, options: FetchOptions) -> BinaryIO:
+    """See `Origin.open`, without blocks."""
+    if target.in_place and not options.force and not options.bypass:
+        if not os.access(target.in_place, os.R_OK):
+            target.remote.stat(target.url)  # raises as `read` does
+        return open(target.in_place, "rb")
+    if options.bypass:
+        return stream(origin, target, options)
+    try:
+        return opened(origin.lease(target, options))
+    except (errors.CacheFault, errors.WaitTimeout) as error:
+        origin.fall_back(error, target.key)
+        return stream(origin, target, options)
+
+
 def stream(origin: Origin, target: Target, options: FetchOptions) -> BinaryIO:
     """A file object that reads ranges of the remote on demand, past the cache."""
     if options.sha256 is not None or (origin.upstream is not None and not options.bypass):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+from pathlib import Path
 
 from forebay._engine.files.settings_file import NAMES
 from forebay._engine.index.slots import RECORDS
@@ -108,3 +110,16 @@ def is_sane(con: sqlite3.Connection) -> bool:
                 return False
             seen[slot] = 1
     return True
+
+
+def root_id(path: Path) -> int | None:
+    """The id of the root that a catalog belongs to, read without a lock; None where it does not say. It was written when the catalog was
+    made, so it is not in the log."""
+    if not (path.is_file() and not path.is_symlink()):
+        return None
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)) as con:
+            ((id,),) = con.execute("SELECT value FROM meta WHERE name = 'root'").fetchall()
+    except (sqlite3.Error, ValueError):
+        return None
+    return id if type(id) is int and id >> 62 == 0 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
@@ -89,10 +88,10 @@ def is_scrap(name: str) -> bool:
     return re.fullmatch(_SCRAP, name) is not None
 
 
-def id_left(directory: Path) -> int | None:
+def id_left(directory: Path, id_in_catalog: Callable[[Path], int | None]) -> int | None:
     """The id of a root that lost its FORMAT, read from its table of slots, else from its catalog."""
     id = _id_in_slots(directory)
-    return _id_in_catalog(directory / "catalog.sqlite") if id is None else id
+    return id_in_catalog(directory / "catalog.sqlite") if id is None else id
 
 
 def _id_in_slots(directory: Path) -> int | None:
@@ -106,19 +105,6 @@ def _id_in_slots(directory: Path) -> int | None:
         os.close(fd)
     magic, id = int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little")
     return id if magic == SLOTS_MAGIC and id >> 62 == 0 else None
-
-
-def _id_in_catalog(path: Path) -> int | None:
-    if not (path.is_file() and not path.is_symlink()):
-        return None
-    import sqlite3  # imported late: a hit needs none
-
-    try:
-        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)) as con:
-            ((id,),) = con.execute("SELECT value FROM meta WHERE name = 'root'").fetchall()
-    except (sqlite3.Error, ValueError):
-        return None
-    return id if type(id) is int and id >> 62 == 0 else None
 
 
 class Root:

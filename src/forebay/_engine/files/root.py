@@ -55,28 +55,31 @@ _DIRECTORIES: dict[str, Callable[[str], object]] = {
 _FILES = r"FORMAT|CACHEDIR\.TAG|counters|settings\.json|hosts|catalog\..*"
 
 
-def open_root(path: str | os.PathLike[str], *, shared: bool = False, read_only: bool = False) -> Root:
+def open_root(
+    path: str | os.PathLike[str], *, shared: bool = False, read_only: bool = False,
+    id_in_catalog: Callable[[Path], int | None] = lambda path: None,
+) -> Root:  # fmt: skip
     """Open the root at ``path``, creating it if there is none. Any number of processes may do so at once.
 
     In a writable directory that belongs to another user or is open to everybody, the root is a directory inside: ``forebay-<uid>``, or
     ``forebay-g<gid>`` with ``shared``. ``read_only`` creates and changes nothing, and accepts roots of other users and on network file
-    systems. A root that a group may write to is opened with ``shared`` only: its files may come from any member of the group. Raises
-    `RootRefused`, `NewerFormat`, or OSError."""
+    systems. A root that a group may write to is opened with ``shared`` only: its files may come from any member of the group.
+    ``id_in_catalog``: gives the id of a root that is known by its catalog only. Raises `RootRefused`, `NewerFormat`, or OSError."""
     directory = Path(os.path.realpath(path))
     if read_only:
-        return _open_read_only(directory, shared)
+        return _open_read_only(directory, shared, id_in_catalog)
     _refuse_network(directory)
     directory = _inside(directory, shared)
     _make_directory(directory)
     _check_owner(directory, shared)
     if _has_format(directory) and not _may_write(directory):
         log.warning("%s is not writable: its entries are served, nothing is added", directory)
-        return _open_read_only(directory, shared)
+        return _open_read_only(directory, shared, id_in_catalog)
     id = _read_format(directory)
     if id is None:
-        id = _create(Root(directory, id_left(directory) or int.from_bytes(os.urandom(8)) >> 2, shared=shared))
+        id = _create(Root(directory, id_left(directory, id_in_catalog) or int.from_bytes(os.urandom(8)) >> 2, shared=shared))
     elif id == _EMPTY:
-        id = _restore_format(directory)
+        id = _restore_format(directory, id_in_catalog)
     root = Root(directory, id, shared=_is_a_groups(directory.stat()))
     _check_trust(root, shared)
     if shared and not root.shared:
@@ -95,10 +98,10 @@ def _check_trust(root: Root, shared: bool) -> None:
         )  # fmt: skip
 
 
-def _open_read_only(directory: Path, shared: bool) -> Root:
+def _open_read_only(directory: Path, shared: bool, id_in_catalog: Callable[[Path], int | None]) -> Root:
     id = _read_format(directory)
     if id == _EMPTY:
-        id = id_left(directory)
+        id = id_left(directory, id_in_catalog)
     if id is None:
         _refuse(directory, "a cache to read from", "no FORMAT file", "check the path: a read-only root is never created")
     root = Root(directory, id, shared=_is_a_groups(directory.stat()), read_only=True)
@@ -213,7 +216,7 @@ def _create(new: Root) -> int:
     return id
 
 
-def _restore_format(directory: Path) -> int:
+def _restore_format(directory: Path, id_in_catalog: Callable[[Path], int | None]) -> int:
     """Rewrite an empty FORMAT. Any number of processes may do so at once: each writes the same content."""
     _refuse_foreign(directory)
     fd = os.open(directory / "FORMAT", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -226,7 +229,7 @@ def _restore_format(directory: Path) -> int:
         if written is None or written == _EMPTY:
             _refuse(directory, "an undisturbed directory", "a FORMAT file that keeps changing", "stop the program that changes it")
         return written
-    id = id_left(directory)
+    id = id_left(directory, id_in_catalog)
     if id is None:
         id = xxhash.xxh3_64_intdigest(f"{status.st_dev} {status.st_ino} {status.st_mtime_ns}".encode()) >> 2
     log.warning("%s: its FORMAT is empty, as after a power cut: it is rewritten", directory)
