@@ -34,7 +34,7 @@ def connection_elsewhere(cache: forebay.Cache, server: ScriptedServer) -> Iterat
     url = server.put("/stalls", b"x" * 100, stall_after=1, stalls=1)
 
     def work() -> None:
-        with forebay.Cache(cache.path) as own:
+        with forebay.Cache(cache.path, remote_options=forebay.RemoteOptions(read_timeout=5 * HANG)) as own:
             own.read(url)
 
     with fork(work) as other:

@@ -105,7 +105,7 @@ def _state(step: reports.Progress) -> str:
 
 class _Amount(ProgressColumn):
     def render(self, task: Task) -> Text:
-        total = f" / {format_size(task.total)}" if task.total is not None and not task.finished else ""
+        total = f" / {format_size(task.total)}" if task.total is not None and not (task.finished or task.fields["empty"]) else ""
         return Text(format_size(0 if task.fields["empty"] else task.completed) + total)
 
 
