@@ -158,7 +158,7 @@ def test_a_checkpoint_is_no_path() -> None:
     with pytest.raises(TypeError, match="as_directory") as caught:
         os.fspath(Checkpoint("s3://bucket/x"))  # type: ignore[call-overload]
     assert "to_directory" in str(caught.value)
-    with pytest.raises(TypeError, match="to_directory"):
+    with pytest.raises(TypeError):  # Python 3.12 and later have a message of their own
         Path(Checkpoint("s3://bucket/x"))  # type: ignore[arg-type]
 
 

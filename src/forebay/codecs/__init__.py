@@ -157,8 +157,9 @@ class _Pickle(Named):
         stream, pickler = _pickled(value)
         buffers = pickler.buffers()
         table = struct.pack(f"<{len(buffers)}Q", *(2 * memory.nbytes + private for memory, private in buffers))
-        pieces: list[Buffer] = [_FRONT.pack(_MARK, len(buffers), stream.tell()) + table, stream.getbuffer()]
-        end = len(pieces[0]) + stream.tell()
+        plain = stream.getvalue()
+        pieces: list[Buffer] = [_FRONT.pack(_MARK, len(buffers), len(plain)) + table, plain]
+        end = len(pieces[0]) + len(plain)
         for memory, _ in buffers:
             if gap := -end % ALIGNMENT:
                 pieces.append(bytes(gap))

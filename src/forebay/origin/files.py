@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -28,9 +30,10 @@ class LeasedFile(io.FileIO):
         self._lease = lease
         super().__init__(os.fspath(lease), "rb")
 
-    def close(self) -> None:
+    def close(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         super().close()
-        self._lease.close()
+        if not is_finalizing():  # at exit the kernel releases the lease, whatever is left of the interpreter
+            self._lease.close()
 
     def _dealloc_warn(self, source: object) -> None:
         """Nothing: as a lease, the file may be dropped instead. pyarrow never closes one that it has asked for its schema."""

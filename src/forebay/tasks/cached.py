@@ -93,7 +93,8 @@ class Cached(Generic[P, R_co]):
         return f"<forebay cached function {self._naming.identity}>"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if not hasattr(self.__wrapped__, "__get__"):  # a built-in function or a partial is no method of its class either
+        # A built-in function is no method of its class either. A partial is none here on any Python; one of 3.13 and later has `__get__`.
+        if isinstance(self.__wrapped__, functools.partial) or not hasattr(self.__wrapped__, "__get__"):
             return self
         return self._of_class() if instance is None else Bound(self, instance)
 
