@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import pytest
 import forebay
 from forebay.testing import ScriptedServer
 from tests import parts
-from tests.conftest import descriptors, mapped
 from tests.items import Ring, by_threads
 
 MiB = 1 << 20
@@ -34,10 +32,6 @@ def test_s30_leases_dropped_by_many_threads(seconds: int, root: Path, server: Sc
         assert file.read(10) == bodies[i][:10]
         Ring(file)
         del file
-        other = forebay.Cache(root if choose.random() < 0.9 else root / f"../other {number}", budget=2 << 20)
-        other.put("a", b"value")
-        Ring(other)
-        del other
         assert cache.read(urls[i]) == bodies[i]
         cache.put(str(choose.randrange(20)), bodies[i])
         done[number] += 1
@@ -48,28 +42,6 @@ def test_s30_leases_dropped_by_many_threads(seconds: int, root: Path, server: Sc
         cache.get("nothing")
         assert not any(entry.leased for entry in cache.entries())
         assert len(cache.clear().execute().spared) == 0
-
-
-def test_s30_a_cache_that_is_dropped_is_closed(root: Path, server: ScriptedServer) -> None:
-    """Once nothing that came of it is left: no descriptor and no mapping of its root stays."""
-    url = server.put("/a.bin", os.urandom(200_000))
-
-    def opened() -> forebay.Cache:
-        return forebay.Cache(root, budget=2 << 20)
-
-    samples, file, lease = opened().samples("samples", 10), opened().open(url), opened().local(url)
-    gc.collect()
-    samples.put(3, b"a sample")
-    assert samples.get(3) == b"a sample"
-    Ring(opened())
-    del samples
-    gc.collect()
-    assert len(file.read()) == os.path.getsize(lease) == 200_000
-    file.close()
-    lease.close()
-    del file
-    gc.collect()
-    assert descriptors(root) | mapped(root) == set()
 
 
 THREADS = "import threading; "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -22,7 +21,7 @@ from forebay._kernel import events, waits
 from forebay._logs import logger
 from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Transfer
 from forebay.origin.checksums import expected_sha256, sha256_mismatch
-from forebay.origin.opening import CacheHandle, Reopening, RootOptions, close_by_thread, in_memory, no_store, others_can_write
+from forebay.origin.opening import CacheHandle, Reopening, RootOptions, in_memory, no_store, others_can_write
 from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, is_expected, is_same_version, sha256_of
 from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS, index_key
 
@@ -42,8 +41,6 @@ class Origin:
 
     Callable from any thread and after a fork. Pickles as the arguments that opened it: unpickling opens it again, once for all handles of
     one pickle, and leaves the limits of the root as they are."""
-
-    closed = True  # until it is opened
 
     def __init__(
         self, store: Store | PassThrough, options: remote.RemoteOptions | None = None, upstream: Store | None = None, *,
@@ -133,18 +130,10 @@ class Origin:
             return
         for handle in list(self._handles):
             handle.close()
-        self._release()
-
-    def _release(self) -> None:
         self.closed = True
         self.store.close()
         if self.upstream is not None:
             self.upstream.close()
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Release the root of a cache that was dropped."""
-        if not (self.closed or is_finalizing()):
-            close_by_thread(self._release)
 
     def check_open(self) -> None:
         """Raises `Closed`."""

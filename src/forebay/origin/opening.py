@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
 
 NO_LIMIT = 1 << 50
 """A budget of so much means none."""
-_CLOSE_WITHIN = 1.0
 _REFUSALS = FileNotFoundError, NotADirectoryError, PermissionError, LinkInTheWay
 
 log = logger("forebay.cache")
@@ -38,15 +34,6 @@ def no_store(why: str = "the cache is switched off") -> PassThrough:
     from forebay._engine.passthrough import PassThrough  # imported late: most programs have a store
 
     return PassThrough(why)
-
-
-def close_by_thread(close: Callable[[], object]) -> None:
-    """Call ``close`` for what a collection found. By another thread, since a collection may begin where this one holds any lock; then that
-    thread is not waited for long."""
-    thread = threading.Thread(target=close, name="forebay-close", daemon=True)
-    with contextlib.suppress(RuntimeError):  # the interpreter ends
-        thread.start()
-        thread.join(_CLOSE_WITHIN)
 
 
 def in_memory() -> int:
