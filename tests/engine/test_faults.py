@@ -286,10 +286,9 @@ def test_s13_on_a_disk_without_a_block_what_gives_a_path_raises_no_space(tmpfs: 
     def work() -> None:
         with forebay.Cache(place, budget=1 << 30, min_free=0) as cache:
             for _ in range(4):
-                with open(place.parent / "hog", "ab") as hog, contextlib.suppress(OSError):
-                    while True:
-                        hog.write(bytes(4 * KiB))
-                        hog.flush()
+                with open(place.parent / "hog", "ab", buffering=0) as hog, contextlib.suppress(OSError):
+                    while hog.write(bytes(4 * KiB)):
+                        continue
                 for file in files:
                     assert cache.read(file, force=True) == file.read_bytes()
                     with contextlib.suppress(errors.NoSpace), cache.local(file, force=True) as path:
