@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from forebay import Cache
+from forebay.cli.bars import Bars
+from forebay.reports import Progress
 from forebay.testing import ScriptedServer
 
 from .conftest import COMMAND, HANG, Terminal
@@ -35,17 +37,16 @@ def test_a_bar_for_each_object_and_a_total(home: Path, server: ScriptedServer) -
     assert "\x1b[?25h" in terminal.seen  # the cursor is back
 
 
-def test_an_object_that_failed_has_an_empty_bar_and_counts_as_failed(home: Path, server: ScriptedServer) -> None:
+def test_an_object_that_failed_has_an_empty_bar_and_counts_as_failed() -> None:
     """Whether bytes of it came or not."""
-    good, bad = server.put("/good.bin", bytes(MiB)), server.put("/bad.bin", bytes(MiB), cut_after=100_000)
-    urls = [good, bad, f"{server.url}/missing.bin"]
-    with Terminal("pull", *urls, FOREBAY_ATTEMPTS="1") as terminal:
-        assert terminal.end() != 0
-        lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.seen).replace("\r", "\n").splitlines()
-        last = {line.split()[0]: line.split()[2:] for line in lines if "━" in line}
-    assert last == {
-        "total": ["1.05", "MB", "1", "of", "3,", "2", "failed"], "good.bin": ["1.05", "MB", "fetched"], "bad.bin": ["0", "B", "failed"],
-        "missing.bin": ["0", "B", "failed"],
+    with Bars(3, quiet=True) as bars:
+        for name, done, outcome in (("good", 1000, "fetched"), ("bad", 100, "failed"), ("missing", 0, "failed")):
+            bars.update(Progress(f"https://host/{name}", done, 1000 if done else None, "fetching"))
+            bars.finished(f"https://host/{name}", outcome)
+        seen = {task.fields["label"]: (task.completed, task.finished, task.fields["state"]) for task in bars._progress.tasks}
+    assert seen == {
+        "total": (1000, True, "1 of 3, 2 failed"), "good": (1000, True, "fetched"), "bad": (0, False, "failed"),
+        "missing": (0, False, "failed"),
     }  # fmt: skip
 
 
