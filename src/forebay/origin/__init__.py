@@ -486,7 +486,10 @@ class Origin:
         sink = BufferSink(self.most)
         checked = VersionCheckSink(sink, target.key, options.etag) if options.etag else sink
         ask = partial(target.remote.fetch, target.url, checked) if begun is None else partial(begun.fetch, checked)
-        ask() if target.in_place is not None else self.receive(target.key, ask, options)
+        if target.in_place is None:
+            self.receive(target.key, ask, options)
+        else:
+            ask()
         return self._read_only(target, options, sink.data, sink.info)
 
     def _read_only(self, target: Target, options: FetchOptions, data: bytearray, info: ObjectInfo | None) -> memoryview:
