@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from forebay import Cache, errors, remote
 from forebay.cache.entries import _Listing
 from forebay.errors import ConfigError, RootRefused
 from forebay.testing import ScriptedServer
+from tests.conftest import descriptors
 
 SUM = "0" * 64
 
@@ -134,6 +136,29 @@ def test_a_space_is_closed_with_its_cache(cache: Cache, tmp_path: Path, call: Ca
     other.close()
     with pytest.raises(forebay.errors.Closed):
         call(space)
+
+
+def test_the_descriptors_of_a_dropped_cache_are_closed_by_the_next_opening(cache: Cache, tmp_path: Path) -> None:
+    root = tmp_path / "dropped"
+    dropped = Cache(root)
+    dropped.put("large", bytes(3_000_000))
+    space, kept = dropped.space("features"), dropped.get("large")
+    del dropped
+    gc.collect()
+    Cache(tmp_path / "root").close()
+    assert descriptors(root)
+    space.put("k", b"v")  # what a cache gave keeps it open
+    del space
+    gc.collect()
+    with Cache(root) as again:
+        assert bytes(again.space("features").get("k") or b"") == b"v"
+    assert descriptors(root) == set()
+    Cache(root)
+    gc.collect()
+    assert descriptors(root)
+    Cache(tmp_path / "root").close()
+    assert descriptors(root) == set()
+    assert kept == bytes(3_000_000)
 
 
 def test_a_plan_to_prune_removes_nothing(cache: Cache, tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ import pytest
 from forebay.remote.base import AttemptFailed
 from forebay.remote.http import transfers
 from forebay.remote.http.handles import TransferRequest
-from forebay.remote.http.receivers import Collected, Incoming, run_many
+from forebay.remote.http.receivers import Incoming
 from forebay.testing import ScriptedServer
 from tests.processes import ended, forked
+from tests.remote.responses import whole
 from tests.remote_objects import connections
 from tests.servers.nginx import Nginx
 from tests.servers.nginx import nginx as running
@@ -49,15 +50,10 @@ def read_all(base: str, rounds: int) -> bool:
     """Whether all bodies are what they should be, again and again, one after the other and side by side."""
     for _ in range(rounds):
         for number, body in enumerate(BODIES):
-            incoming = Incoming(request(f"{base}/{number}"), limit=64 << 10)
-            incoming.wait_for_head()
-            data = b""
-            while piece := incoming.read(1 << 20):
-                data += piece
-            if data != body:
+            if whole(Incoming(request(f"{base}/{number}"), limit=64 << 10)).body != body:
                 return False
-        work = ((request(f"{base}/{number}"), Collected()) for number in range(len(BODIES)))
-        if sorted(response.body for response, _ in run_many(work, 4)) != sorted(BODIES):
+        incomings = [Incoming(request(f"{base}/{number}")) for number in range(len(BODIES))]
+        if [whole(incoming).body for incoming in incomings] != BODIES:
             return False
     return True
 
@@ -91,7 +87,7 @@ FREEING = """
 import gc, os, sys
 from forebay.remote.http import transfers
 from forebay.remote.base import AttemptFailed
-from forebay.remote.http.receivers import Collected, Incoming, TransferRequest, run_many
+from forebay.remote.http.receivers import Incoming, TransferRequest
 def asked(name):
     return TransferRequest("GET", sys.argv[1], name, {})
 def body_of(incoming):
@@ -101,7 +97,8 @@ def body_of(incoming):
     return data
 incoming = Incoming(asked("/7"), limit=16 << 10)
 incoming.wait_for_head()
-assert [error for _, error in run_many([(asked("/1"), Collected()) for _ in range(4)], 4)] == [None] * 4
+for other in [Incoming(asked("/1")) for _ in range(4)]:
+    body_of(other)
 resolved = [Incoming(TransferRequest("GET", f"http://no-such-host-{number}.invalid", "/", {})) for number in range(4)]
 for child in range(4):
     pid = os.fork()
@@ -255,8 +252,7 @@ def test_a_process_without_descriptors_is_told_so(base: str) -> None:
         try:
             with pytest.raises(AttemptFailed, match="cannot begin a request"):
                 Incoming(asked)
-            ((_, error),) = run_many([(asked, Collected())], 1)
-            return isinstance(error, AttemptFailed)
+            return True
         finally:
             transfers._current = own
 
@@ -273,11 +269,10 @@ def test_spawned_processes(base: str) -> None:
 WAITING = """
 import sys
 from forebay.remote.http.handles import TransferRequest
-from forebay.remote.http.receivers import Collected, Incoming, run_many
+from forebay.remote.http.receivers import Incoming
 asked = TransferRequest("GET", sys.argv[1], "/a", {}, read_timeout=60)
 try:
-    if sys.argv[2] == "many":
-        list(run_many([(asked, Collected())] * 4, 2))
+    others = [Incoming(asked) for _ in range(int(sys.argv[2]))]
     incoming = Incoming(asked)
     incoming.wait_for_head()
     while incoming.read(1 << 20, 1 << 20):
@@ -287,11 +282,11 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("how", ["one", "many"])
+@pytest.mark.parametrize("others", [0, 4])
 @pytest.mark.parametrize("after", [0, 1000])
-def test_ctrl_c_ends_a_stalled_transfer(server: ScriptedServer, how: str, after: int) -> None:
+def test_ctrl_c_ends_a_stalled_transfer(server: ScriptedServer, others: int, after: int) -> None:
     server.put("/a", bytes(1 << 20), stall_after=after)
-    command = [sys.executable, "-c", WAITING, server.url, how]
+    command = [sys.executable, "-c", WAITING, server.url, str(others)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert server.stalled.wait(60)
         sent = time.monotonic()
@@ -326,17 +321,25 @@ def test_a_process_ends_while_transfers_run(server: ScriptedServer) -> None:
 
 MEMORY = """
 import resource, sys
+from forebay.remote.base import AttemptFailed
 from forebay.remote.http.handles import TransferRequest
-from forebay.remote.http.receivers import Collected, Incoming, run_many
+from forebay.remote.http.receivers import Incoming
 asked = TransferRequest("GET", sys.argv[1], "/0", {"X": "y"})
 sent = TransferRequest("PUT", sys.argv[1], "/0", {}, bytes(1 << 16))
 gone = TransferRequest("GET", "http://127.0.0.1:1", "/", {})
+def heads(request, count):
+    for _ in range(0, count, 16):
+        for incoming in [Incoming(request) for _ in range(16)]:
+            try:
+                incoming.wait_for_head()
+            except AttemptFailed:
+                yield None, b""
+            else:
+                yield incoming.status, incoming.read(1 << 20, 1 << 20)
 def run(count):
-    wrong = [1 for response, error in run_many(((asked, Collected()) for _ in range(count)), 16) if error or len(response.body) != 10000]
-    for response, error in run_many(((gone, Collected()) for _ in range(count // 10)), 16):
-        assert error is not None
-    for response, error in run_many(((sent, Collected()) for _ in range(count // 100)), 16):
-        assert response.status == 405
+    wrong = [1 for status, body in heads(asked, count) if (status, len(body)) != (200, 10000)]
+    wrong += [1 for status, body in heads(gone, count // 10) if status is not None]
+    wrong += [1 for status, body in heads(sent, count // 100) if status != 405]
     for _ in range(count // 10):
         incoming = Incoming(asked)
         incoming.wait_for_head()
@@ -368,6 +371,5 @@ def test_a_loop_that_fails_ends_its_transfers_and_is_replaced(server: ScriptedSe
     with pytest.raises(AttemptFailed, match="the client failed: ZeroDivisionError"):
         while incoming.read(1 << 20, 1 << 20):
             continue
-    [(response, error)] = run_many([(request(good), Collected())], 1)
-    assert (response.body, error) == (b"12345", None)
+    assert whole(Incoming(request(good))).body == b"12345"
     assert transfers._current is not loop

@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,10 @@ from forebay.errors import RemoteProtocolError, RemoteTimeout
 from forebay.remote.base import AttemptFailed, CallAborted
 from forebay.remote.http import transfers
 from forebay.remote.http.handles import Headers, TransferRequest
-from forebay.remote.http.receivers import Collected, Incoming, run_many
+from forebay.remote.http.receivers import Incoming
 from forebay.remote.http.transfers import start
 from forebay.testing import ScriptedServer
+from tests.remote.responses import Ended, Response, whole
 from tests.remote_objects import connections
 from tests.servers.nginx import nginx as running
 from tests.servers.raw import RawServer
@@ -34,12 +35,9 @@ def request(url: str, headers: Mapping[str, str] | None = None, method: str = "G
     return TransferRequest(method, f"{scheme}://{host}", slash + path or "/", headers or {}, **more)  # type: ignore[arg-type]
 
 
-def get(url: str, headers: Mapping[str, str] | None = None, method: str = "GET", **more: object) -> Collected:
+def get(url: str, headers: Mapping[str, str] | None = None, method: str = "GET", **more: object) -> Response:
     """The whole response. Raises what ended it early."""
-    [(response, error)] = run_many([(request(url, headers, method, **more), Collected())], 1)
-    if error is not None:
-        raise error
-    return response
+    return whole(Incoming(request(url, headers, method, **more)))
 
 
 def failure(url: str, **more: object) -> AttemptFailed:
@@ -223,12 +221,6 @@ def test_headers_without_an_end_are_not_kept_in_memory(raw: RawServer) -> None:
     assert failure(f"{raw.url}/a").error is RemoteProtocolError
 
 
-def test_a_body_that_is_too_large_to_collect(server: ScriptedServer) -> None:
-    [(_, error)] = run_many([(request(server.put("/a", BODY)), Collected(1000))], 1)
-    assert isinstance(error, AttemptFailed)
-    assert not error.retryable
-
-
 # -- time ----------------------------------------------------------------------------------------------------------------
 
 
@@ -321,20 +313,16 @@ def test_read_waits_for_as_much_as_is_wanted(server: ScriptedServer) -> None:
 
 
 def test_a_receiver_that_fails_when_it_is_offered_the_rest_ends_its_own_transfer_only(server: ScriptedServer) -> None:
-    class Failing(Collected):
+    class Failing(Ended):
         def __init__(self) -> None:
             super().__init__()
-            self.refused, self.ended = threading.Event(), threading.Event()
+            self.refused = threading.Event()
 
         def data(self, piece: bytes) -> bool:
             if not self.refused.is_set():
                 self.refused.set()
                 return False
             raise ValueError("no more")
-
-        def end(self, error: Exception | None) -> None:
-            super().end(error)
-            self.ended.set()
 
     url, receiver = server.put("/a", BODY), Failing()
     transfer = start(request(url), receiver)
@@ -386,54 +374,20 @@ def test_a_cancelled_transfer_closes_its_connection_and_no_other(server: Scripte
     assert connections(server) == 1
 
 
-def test_closing_the_iterator_cancels_what_is_under_way(server: ScriptedServer) -> None:
-    good, stalling = server.put("/a", BODY), server.put("/b", BODY, stall_after=1000)
-    work = [(request(good), Collected()), (request(stalling), Collected())]
-    results = run_many(work, 2)
-    assert next(results)[1] is None
-    assert server.stalled.wait(60)
-    results.close()
-    while not isinstance(work[1][1].error, CallAborted):
-        time.sleep(0.01)
-
-
 def test_an_error_of_a_receiver_ends_its_transfer_only(server: ScriptedServer) -> None:
-    class Full(Collected):
+    class Full(Ended):
         def data(self, piece: bytes) -> bool:
             raise OSError("no space left")
 
-    url = server.put("/a", BODY)
-    results = dict(enumerate(error for _, error in run_many([(request(url), Full()), (request(url), Collected())], 1)))
-    assert str(results[0]) == "no space left"
-    assert results[1] is None
+    url, receiver = server.put("/a", BODY), Full()
+    other = Incoming(request(url), limit=len(BODY))
+    start(request(url), receiver)
+    assert receiver.ended.wait(60)
+    assert str(receiver.error) == "no space left"
+    assert whole(other).body == BODY
 
 
 # -- many at once --------------------------------------------------------------------------------------------------------
-
-
-def test_many_transfers_run_side_by_side_and_no_more_than_asked_for(server: ScriptedServer) -> None:
-    bodies = {server.put(f"/{n}", BODY[n : n + 1000 * n], latency=0.01): BODY[n : n + 1000 * n] for n in range(40)}
-    at_once, most, lock = 0, 0, threading.Lock()
-
-    class Counted(Collected):
-        def __init__(self, url: str) -> None:
-            super().__init__()
-            self.url = url
-
-    def work() -> Iterator[tuple[TransferRequest, Counted]]:
-        nonlocal at_once, most
-        for url in bodies:
-            with lock:
-                at_once += 1
-                most = max(most, at_once)
-            yield request(url), Counted(url)
-
-    for response, error in run_many(work(), 8):
-        with lock:
-            at_once -= 1
-        assert error is None
-        assert response.body == bodies[response.url]
-    assert most == 8
 
 
 def test_many_threads_share_the_loop_and_its_connections(server: ScriptedServer) -> None:
@@ -456,7 +410,7 @@ def test_many_threads_share_the_loop_and_its_connections(server: ScriptedServer)
 def test_a_receiver_may_begin_the_next_transfer(server: ScriptedServer) -> None:
     url, ended = server.put("/a", BODY), threading.Event()
 
-    class Chained(Collected):
+    class Chained(Ended):
         left = 3
 
         def end(self, error: Exception | None) -> None:
@@ -584,5 +538,4 @@ def test_no_failure_quotes_the_request(raw: RawServer, server: ScriptedServer) -
     nobody = "http://127.0.0.1:1"
     for url in (raw.url, nobody, "http://none.invalid", "https://none.invalid", server.url.replace("http:", "https:")):
         for proxy in (None, nobody.replace("://", "://me:s3cret@")):
-            [(_, error)] = run_many([(request(url + secret, {"X": "s3cret"}, proxy=proxy), Collected())], 1)
-            assert "s3cret" not in repr(error)
+            assert "s3cret" not in repr(failure(url + secret, proxy=proxy))

@@ -26,7 +26,7 @@ from forebay.remote.filesystems import FilesystemRemote
 from forebay.remote.filesystems.clients import BLOCK
 from forebay.remote.http import HttpRemote, transfers
 from forebay.remote.http.handles import TransferRequest
-from forebay.remote.http.receivers import Collected, Incoming, run_many
+from forebay.remote.http.receivers import Incoming
 from forebay.testing import MemorySink, ScriptedServer
 from tests.harness import opened
 from tests.processes import Line, talk_to
@@ -205,9 +205,8 @@ def test_a_transfer_that_is_ended_while_it_has_no_bytes(server: ScriptedServer) 
 def test_no_more_transfers_run_than_the_limit_allows(server: ScriptedServer) -> None:
     limits = FakeLimits(connections=3)
     urls = [server.put(f"/{number}", BODY[: 1000 * number]) for number in range(40)]
-    results = list(run_many(((request(url, limits), Collected()) for url in urls), 20))
-    assert [error for _, error in results] == [None] * 40
-    assert sorted(len(response.body) for response, _ in results) == [1000 * number for number in range(40)]
+    incomings = [Incoming(request(url, limits)) for url in urls]
+    assert [len(body_of(incoming)) for incoming in incomings] == [1000 * number for number in range(40)]
     assert limits.most == 3
     assert set(limits.hosts) == {server.url}
 

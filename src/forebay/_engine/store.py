@@ -54,10 +54,12 @@ class Store:
 
     _opened: ClassVar[dict[str, Store]] = {}
     _opening: ClassVar[threading.RLock] = threading.RLock()  # guards _opened and every _users
+    dropped: ClassVar[list[Store]] = []
+    """The stores of caches that nobody closed. The next `open` closes them: a finalizer may run inside anything, and must not wait."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.spaces, self._users = engine, Spaces(engine), 0
-        host.at_fork(self)
+        host.at_fork(engine)
 
     @functools.cached_property
     def locks(self) -> KeyLocks:
@@ -98,6 +100,11 @@ class Store:
             elif not root.read_only:
                 store.configure(settings)
             store._users += 1
+            while cls.dropped:
+                try:
+                    cls.dropped.pop().close()
+                except (errors.CacheFault, OSError) as error:
+                    log.info("a cache that nobody closed: %s", str(error))
             return store
 
     @recover_and_retry
@@ -129,15 +136,6 @@ class Store:
         except OSError as error:
             log.info("%s: transfers are not limited: %s", self.root.path, str(error))
             return None
-
-    def before_fork(self) -> None:
-        self.engine.before_fork()
-
-    def after_fork_parent(self) -> None:
-        self.engine.after_fork_parent()
-
-    def after_fork_child(self) -> None:
-        self.engine.after_fork_child()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

@@ -540,7 +540,7 @@ class Cache:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release the root. Returned buffers, files and leases stay valid; any other call raises `Closed`."""
+        """Release the root; the next `Cache` does so for a dropped one. What it returned stays valid; other calls raise `Closed`."""
         self._origin.close()
         self._hit = no_hit
 

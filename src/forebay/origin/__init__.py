@@ -42,6 +42,8 @@ class Origin:
     Callable from any thread and after a fork. Pickles as the arguments that opened it: unpickling opens it again, once for all handles of
     one pickle, and leaves the limits of the root as they are."""
 
+    closed = True  # until it has a store
+
     def __init__(
         self, store: Store | PassThrough, options: remote.RemoteOptions | None = None, upstream: Store | None = None, *,
         offline: bool = False, max_age: int = 300_000_000_000, timeout: float | None = None, reopening: Reopening | None = None,
@@ -134,6 +136,12 @@ class Origin:
         self.store.close()
         if self.upstream is not None:
             self.upstream.close()
+
+    def __del__(self) -> None:
+        if not self.closed:
+            for store in (self.store, self.upstream):
+                if store is not None and store.keeps:
+                    store.dropped.append(store)
 
     def check_open(self) -> None:
         """Raises `Closed`."""

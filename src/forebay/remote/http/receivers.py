@@ -1,18 +1,15 @@
-"""Receivers of responses: for a thread that waits, and for many small transfers at once."""
+"""The receiver of a response for a thread that waits."""
 
 from __future__ import annotations
 
 import os
-import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable
 
-from forebay.errors import RemoteProtocolError
 from forebay.remote.base import AttemptFailed, CallAborted
-from forebay.remote.http.handles import Headers, Receiver, TransferRequest
-from forebay.remote.http.transfers import HttpTransfer, start
+from forebay.remote.http.handles import Headers, TransferRequest
+from forebay.remote.http.transfers import start
 
 LAST_MOMENT = 0.2  # seconds
 _NOTHING = 1 << 62  # bytes that no thread waits for: to notify none takes as long as to take a piece
@@ -166,78 +163,3 @@ class Incoming:
             self.close()
         else:
             self._transfer.end_within(LAST_MOMENT)
-
-
-class Collected:
-    """A `Receiver` that keeps a whole response in memory, up to ``limit`` bytes."""
-
-    def __init__(self, limit: int = 64 << 20) -> None:
-        self.status, self.reason, self.headers = 0, "", Headers()
-        self.error: Exception | None = None
-        self._limit, self._size = limit, 0
-        self._pieces: list[bytes] = []
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(self._pieces)
-
-    def head(self, status: int, reason: str, headers: Headers) -> None:
-        self.status, self.reason, self.headers = status, reason, headers
-
-    def data(self, piece: bytes) -> bool:
-        self._size += len(piece)
-        if self._size > self._limit:
-            raise AttemptFailed(f"an answer of more than {self._limit:,} bytes", RemoteProtocolError, retryable=False)
-        self._pieces.append(piece)
-        return True
-
-    def end(self, error: Exception | None) -> None:
-        self.error = error
-
-
-R = TypeVar("R", bound=Receiver)
-
-
-class _Reported:
-    """Passes a response on to a receiver, and reports its end."""
-
-    def __init__(self, receiver: Receiver, report: Callable[[Exception | None], None]) -> None:
-        self.head, self.data = receiver.head, receiver.data
-        self._end, self._report = receiver.end, report
-
-    def end(self, error: Exception | None) -> None:
-        try:
-            self._end(error)
-        finally:
-            self._report(error)
-
-
-def run_many(work: Iterable[tuple[TransferRequest, R]], side_by_side: int) -> Iterator[tuple[R, Exception | None]]:
-    """Run transfers, ``side_by_side`` at a time, and yield each receiver when its response has ended, with the error that its `end` got.
-
-    ``work`` is advanced in the calling thread, as places become free. Closing the iterator cancels what is under way."""
-    ended: queue.SimpleQueue[tuple[int, R, Exception | None]] = queue.SimpleQueue()
-    running: dict[int, HttpTransfer] = {}
-    remaining, number = iter(work), 0
-    try:
-        while True:
-            while len(running) < side_by_side and (item := next(remaining, None)) is not None:
-                request, receiver = item
-                number += 1
-                report = _report_to(ended, number, receiver)
-                try:
-                    running[number] = start(request, _Reported(receiver, report))
-                except AttemptFailed as refused:
-                    yield receiver, refused
-            if not running:
-                return
-            key, receiver, error = ended.get()
-            del running[key]
-            yield receiver, error
-    finally:
-        for transfer in running.values():
-            transfer.cancel()
-
-
-def _report_to(ended: queue.SimpleQueue[tuple[int, R, Exception | None]], number: int, receiver: R) -> Callable[[Exception | None], None]:
-    return lambda error: ended.put((number, receiver, error))
