@@ -208,6 +208,20 @@ def test_a_flow_of_chia_s_functions(nodes: Nodes, place: Path, source: str) -> N
         assert [cache.tasks("chia").read(f"iter{x}") for x in (7, 8, 9)] == [(True, 49), (True, 64), (True, 81)]
 
 
+OWN = "import runpy, sys; from forebay.adapters import chia; chia.install(); runpy.run_module(sys.argv.pop(), run_name='__main__', alter_sys=True)"
+
+
+@pytest.mark.rotates
+@pytest.mark.parametrize(("script", "checks"), [("test_cache_tags", 69), ("test_bypass_tags", 30)])
+def test_chia_s_own_scripts(nodes: Nodes, script: str, checks: int) -> None:
+    if importlib.util.find_spec("chia") is None:
+        pytest.skip("chialoops is not installed")
+    env = os.environ | {"RAY_ADDRESS": nodes.cluster.address}
+    words = [sys.executable, "-c", OWN, f"chia.base.test.{script}"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env)
+    assert (done.returncode, done.stdout.count("PASS:"), done.stdout.count("FAIL:")) == (0, checks, 0), done.stdout[-2000:] + done.stderr[-2000:]
+
+
 def test_install_and_uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE / "like_chia"))
     for name in [name for name in sys.modules if name.partition(".")[0] == "chia"]:
