@@ -218,10 +218,10 @@ runpy.run_module(sys.argv.pop(), run_name="__main__", alter_sys=True)
 
 @pytest.mark.rotates
 @pytest.mark.parametrize(("script", "checks"), [("test_cache_tags", 69), ("test_bypass_tags", 30)])
-def test_chia_s_own_scripts(nodes: Nodes, script: str, checks: int) -> None:
+def test_chia_s_own_scripts(nodes: Nodes, tmp_path: Path, script: str, checks: int) -> None:
     if importlib.util.find_spec("chia") is None:
         pytest.skip("chialoops is not installed")
-    env = os.environ | {"RAY_ADDRESS": nodes.cluster.address}
+    env = os.environ | {"RAY_ADDRESS": nodes.cluster.address, "TMPDIR": str(tmp_path)}
     words = [sys.executable, "-c", OWN, f"chia.base.test.{script}"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

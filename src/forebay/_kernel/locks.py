@@ -189,9 +189,9 @@ class LockFile:
     def _free_locked(self, offset: int) -> None:
         try:
             _set(self._fd, fcntl.F_UNLCK, offset)
-        except OSError:
+        except OSError as error:
             if file_of(self._fd) == self._file:  # else the job closed our descriptor, and the lock went with it
-                raise
+                log.warning("%s: byte %d stays locked until this process ends: %s", self._path, offset, str(error))
 
     def unlock_soon(self, offset: int) -> None:
         """Release without blocking: for finalizers, which may run at any point, inside this object's own methods too."""

@@ -126,7 +126,7 @@ class Cache:
         """The cached copy as a local file: ``with cache.local(url) as path`` gives its path, a ``str``, valid until the block ends.
 
         Without a ``with``, keep the returned `Lease`: the file exists, unchanged, until the lease is closed or dropped. A local file
-        is its own path, unless ``force``. Raises `NoSpace` where the object cannot be stored, `WaitTimeout`, `RemoteError`."""
+        is its own path, unless ``force``. Raises `CacheFault` (`NoSpace`: there is no room for it), `WaitTimeout`, or `RemoteError`."""
         target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
         lease = self._origin.local(target, options)
         return self._reopened_by(lease, "local", url, {**arguments, "filesystem": filesystem, "max_age": "forever"})
@@ -143,8 +143,8 @@ class Cache:
         One process of the node fetches it, each file once; files that another version or another part shares are not fetched again.
         ``include``, ``exclude``: patterns of the requested files, such as ``model-*.safetensors`` or ``weights/`` (``*`` crosses
         ``/``). A local directory is its own path, unless ``force``. ``max_age``, ``refresh``, ``timeout``, ``offline``, ``pin``: as for
-        `read`. Raises `NoSpace` where it cannot be stored, `NotFound`, `NotADirectory`, `Incomplete`, `BadListing`, `WaitTimeout`,
-        `Offline`, or another `RemoteError`."""
+        `read`. Raises `NoSpace`, or another `CacheFault`, where it cannot be stored, `NotFound`, `NotADirectory`, `Incomplete`,
+        `BadListing`, `WaitTimeout`, `Offline`, or another `RemoteError`."""
         from forebay.directories.trees import lease  # imported late: many programs never use it
 
         include, exclude = (each if each is None or isinstance(each, str) else tuple(each) for each in (include, exclude))
@@ -497,11 +497,11 @@ class Cache:
     # -- removing --------------------------------------------------------------------------------------------------
 
     def pin(self, name: Name) -> None:
-        """Protect this name, and its later versions, from eviction. Raises `NotCached`, or `WriterBusy`."""
+        """Protect this name, and its later versions, from eviction. Raises `NotCached`, or a `CacheFault`."""
         self._set_life(name, "pinned")
 
     def unpin(self, name: Name) -> None:
-        """Allow its eviction again. Raises `NotCached`, or `WriterBusy`."""
+        """Allow its eviction again. Raises `NotCached`, or a `CacheFault`."""
         self._set_life(name, "cached")
 
     def _set_life(self, name: Name, life: str) -> None:
@@ -511,7 +511,7 @@ class Cache:
 
     def evict(self, name: Name) -> Report:
         """Remove a name now, if no process uses it; with an object its blocks, with a directory its files, except those that another one
-        has. Raises `NotCached`, or `WriterBusy`."""
+        has. Raises `NotCached`, or a `CacheFault`."""
         from forebay.cache import entries
 
         return entries.evict(self._origin, name, self.entry(name))
