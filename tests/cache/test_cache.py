@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from forebay.cache.entries import _Listing
 from forebay.errors import ConfigError, RootRefused
 from forebay.testing import ScriptedServer
 from tests.conftest import descriptors
+from tests.processes import in_child
 
 SUM = "0" * 64
 
@@ -159,6 +161,22 @@ def test_the_descriptors_of_a_dropped_cache_are_closed_by_the_next_opening(cache
     Cache(tmp_path / "root").close()
     assert descriptors(root) == set()
     assert kept == bytes(3_000_000)
+
+
+def test_a_dropped_cache_whose_root_was_replaced_is_not_closed_after_its_parts(tmp_path: Path) -> None:
+    def work() -> bytes:
+        root = tmp_path / "root"
+        cycle: list[object] = [Cache(root)]
+        cycle.append(cycle)
+        shutil.rmtree(root)
+        with Cache(root) as cache:
+            del cycle
+            gc.collect()  # the parts are garbage with the cache, and finalized with it
+            Cache(tmp_path / "another").close()
+            cache.put("k", b"v")
+            return bytes(cache.get("k") or b"")
+
+    assert in_child(work) == b"v"
 
 
 def test_a_plan_to_prune_removes_nothing(cache: Cache, tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ def plant(home: Path, count: int, *, files: bool) -> None:
         (first,) = con.execute("SELECT value FROM meta WHERE name = 'next_id'").fetchone()
         (slot,) = con.execute("SELECT value FROM meta WHERE name = 'next_slot'").fetchone()
         con.execute(
-            "WITH RECURSIVE n(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM n LIMIT ?1) INSERT INTO entries(id, space, key, kind, slot, size,"
-            " charge, checksum, created, boot, life, suffix, meta) SELECT ?2 + n, ?3, 'planted' || n, 'blob', ?4 + n, 10, 4096,"
-            " zeroblob(16), 1e9, '', 'cached', '', '' FROM n",
-            (count, first, space, slot),
+            "WITH RECURSIVE n(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM n LIMIT :count) INSERT INTO entries(id, space, key, kind, slot,"
+            " size, charge, checksum, created, boot, life, suffix, meta) SELECT :first + n, :space, 'planted' || n, 'blob', :slot + n, 10,"
+            " 4096, zeroblob(16), 1e9, '', 'cached', '', '' FROM n",
+            {"count": count, "first": first, "space": space, "slot": slot},
         )
         con.execute("UPDATE meta SET value = ? WHERE name = 'next_id'", (first + count,))
     for id in range(first, first + count if files else first):

@@ -54,8 +54,7 @@ class Store:
 
     _opened: ClassVar[dict[str, Store]] = {}
     _opening: ClassVar[threading.RLock] = threading.RLock()  # guards _opened and every _users
-    dropped: ClassVar[list[Store]] = []
-    """The stores of caches that nobody closed. The next `open` closes them: a finalizer may run inside anything, and must not wait."""
+    _dropped: ClassVar[list[Store]] = []
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.spaces, self._users = engine, Spaces(engine), 0
@@ -100,12 +99,17 @@ class Store:
             elif not root.read_only:
                 store.configure(settings)
             store._users += 1
-            while cls.dropped:
+            while cls._dropped:
                 try:
-                    cls.dropped.pop().close()
+                    cls._dropped.pop().close()
                 except (errors.CacheFault, OSError) as error:
                     log.info("a cache that nobody closed: %s", str(error))
             return store
+
+    def abandon(self) -> None:
+        """Have the next `open` call `close`: for the finalizer of what opened it, which may run inside anything, and must not wait."""
+        if self in Store._opened.values():  # else its root was replaced: it may be garbage, too, with parts that are finalized already
+            Store._dropped.append(self)
 
     @recover_and_retry
     def configure(self, settings: Settings) -> None:
@@ -591,8 +595,5 @@ class Store:
         check.repair(self.root, self.engine.catalog, self.engine.writers.eviction, self.engine.writers.fill, self.engine.reading, problems)
 
 
-def _renew_lock() -> None:  # the parent's thread that was opening a root, perhaps its first, does not exist in the child
-    Store._opening = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+# The parent's thread that was opening a root, perhaps its first, does not exist in the child.
+os.register_at_fork(after_in_child=lambda: setattr(Store, "_opening", threading.RLock()))

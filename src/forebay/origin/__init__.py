@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -137,11 +138,11 @@ class Origin:
         if self.upstream is not None:
             self.upstream.close()
 
-    def __del__(self) -> None:
-        if not self.closed:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not self.closed and not is_finalizing():
             for store in (self.store, self.upstream):
                 if store is not None and store.keeps:
-                    store.dropped.append(store)
+                    store.abandon()
 
     def check_open(self) -> None:
         """Raises `Closed`."""

@@ -305,7 +305,8 @@ class ObjectLoader:
     def _fail(self, error: Exception) -> None:
         """The bulk fetch ended without the results of what was under way: callers read these themselves."""
         self._drop_lost(str(error))
-        self._origin.warn(type(error).__name__, "loading ahead failed: %s", error)
+        if "interpreter shutdown" not in str(error):  # Python 3.12 and later refuse a thread before `sys.is_finalizing` is true
+            self._origin.warn(type(error).__name__, "loading ahead failed: %s", error)
 
     def _drop_lost(self, reason: str) -> None:
         with self._lock:
