@@ -87,14 +87,24 @@ def reboot() -> None:
     """Have another boot id from now on, in this process and its children."""
     name = f"/tmp/forebay-boot-id-{os.getpid()}"
     Path(name).write_text(f"{uuid.uuid4()}\n")
+    _mount_here(name.encode(), _BOOT_ID.encode(), None, _BIND)
+    os.unlink(name)
+    host.boot_id.cache_clear()
+
+
+def hide_mounts() -> None:
+    """From now on this process and its children cannot see /sys."""
+    _mount_here(b"tmpfs", b"/sys", b"tmpfs", 0)
+
+
+def _mount_here(what: bytes, where: bytes, kind: bytes | None, flags: int) -> None:
+    """A mount that other processes do not see."""
     for failed in (
         libc.unshare(_NEW_NAMESPACE),
         libc.mount(b"none", b"/", None, _PRIVATE, None),
-        libc.mount(name.encode(), _BOOT_ID.encode(), None, _BIND, None),
+        libc.mount(what, where, kind, flags, None),
     ):
         assert not failed, os.strerror(ctypes.get_errno())
-    os.unlink(name)
-    host.boot_id.cache_clear()
 
 
 @contextlib.contextmanager

@@ -9,10 +9,11 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._kernel import host
 from forebay.testing import ScriptedServer
 from tests.harness import MiB
-from tests.power.disks import NOTHING_FLUSHED, Disk, disk, run
-from tests.processes import in_child, talk_to
+from tests.power.disks import NOTHING_FLUSHED, Disk, disk, hide_mounts, run
+from tests.processes import Line, in_child, talk_to
 from tests.remote_directories import files_of
 from tests.servers.counting import Shelf
 
@@ -127,3 +128,37 @@ def test_a_disk_that_is_mounted_read_only(server: ScriptedServer) -> None:
         assert server.gets == 1
         with pytest.raises(errors.RootRefused, match=r"Read-only file system.*choose another directory"):
             in_child(lambda: use(place.place / "new"))
+
+
+def test_processes_that_see_the_mount_and_one_that_does_not_share_a_root() -> None:
+    """To either of them, what the other one writes is of another epoch. The one writes a third, then the other, then the first again."""
+    with disk("ext4") as place:
+        root = place.place / "root"
+        seen = host.mount_number(place.place)
+
+        def use(line: Line) -> int:
+            with forebay.Cache(root, budget="100MB") as cache:
+                samples, made = cache.samples("samples", 300), 0
+                while (third := line.hear()) is not None:
+                    for number in range(third * 100):
+                        right = body(number % 256)
+                        made += number not in samples
+                        assert samples.get_or_put(number, lambda right=right: right) == right
+                        assert cache.get_or_put(f"k{number}", lambda right=right: right) == right
+                    line.say("done")
+                return made
+
+        def use_blindly(line: Line) -> int:
+            hide_mounts()
+            assert (host.mount_number(place.place), seen > 0) == (0, True)
+            return use(line)
+
+        with talk_to(use) as one, talk_to(use_blindly) as other:
+            for child, third in ((one, 1), (other, 2), (one, 3), (other, 3)):
+                child.say(third)
+                assert child.hear() == "done"
+            for child, made in ((one, 200), (other, 100)):
+                child.say(None)
+                assert child.result() == made
+        with forebay.Cache(root) as cache:
+            assert cache.check(deep=True) == []
