@@ -61,7 +61,6 @@ deps: ## the servers and tools that some tests use (apt, as root; else says what
 RUN_TESTS = failed=0; for part in without only; do \
   $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --frameworks $$part $(1) $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed=1; \
 done; exit $$failed
-RUN_STRESS = $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile -m stress --part all --timeout 3600 $(PYTEST_ARGS)
 
 quick: $(VENV)/.quick ## while working, 3 minutes: the tests that start no process and no server
 	$(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --quick --part today $(PYTEST_ARGS)
@@ -70,9 +69,7 @@ test: $(VENV)/.dev deps ## about 15 minutes: the suite, with the part of today o
 	@$(call RUN_TESTS,--part today)
 
 test-all: $(VENV)/.dev deps ## two to three hours: every test, crash point and mutant, on the disk of TMPDIR
-	@failed=0; $(MAKE) mutants || failed=1; \
-	($(call RUN_TESTS,--part all --on-disk --timeout 1800 -m "not stress")) || failed=1; \
-	$(RUN_STRESS) --on-disk || failed=1; exit $$failed
+	@failed=0; $(MAKE) mutants || failed=1; ($(call RUN_TESTS,--part all --on-disk --timeout 3600)) || failed=1; exit $$failed
 
 retest: $(VENV)/.dev ## what failed, once more, one after the other
 	$(PY) -m pytest --last-failed --last-failed-no-failures=none
@@ -88,7 +85,7 @@ style: $(VENV)/.dev ## puts right what can be put right by machine
 	$(BIN)/ruff format .
 
 stress: $(VENV)/.dev deps ## an hour of random load, kills, faults and power cuts
-	$(RUN_STRESS)
+	@$(call RUN_TESTS,-m stress --part all --timeout 3600)
 
 structure: $(VENV)/.dev ## the size of the library and of one call: fails when a number exceeds its ceiling
 	$(PY) tools/structure.py

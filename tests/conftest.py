@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import itertools
 import os
-import pkgutil
 import re
 import shutil
 import signal
@@ -98,14 +97,15 @@ def is_of_frameworks(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if frameworks_wanted(session.config) == "without" and sys.modules.keys() & FRAMEWORKS:
-        raise pytest.UsageError("a module of tests imports torch or Ray when it is collected: all that fork would be slow")
     # What is imported at its first use is imported once, not in each forked child.
-    for module in pkgutil.walk_packages(forebay.__path__, "forebay."):
-        if not module.name.startswith(("forebay.adapters", "forebay.cli.__main__")):
-            importlib.import_module(module.name)
+    for path in Path(SRC, "forebay").rglob("*.py"):  # to walk packages would be to import those of torch and Ray
+        name = ".".join(path.relative_to(SRC).with_suffix("").parts)
+        if not name.startswith(("forebay.adapters", "forebay.cli.__main__")):
+            importlib.import_module(name.removesuffix(".__init__"))
     if importlib.util.find_spec("cloudpickle"):
         importlib.import_module("cloudpickle")
+    if frameworks_wanted(session.config) == "without" and sys.modules.keys() & FRAMEWORKS:
+        raise pytest.UsageError("a module that is imported before the tests imports torch or Ray: all that fork would be slow")
     # What was imported stays: neither a collection nor a child's counts touch it any more.
     gc.collect()
     gc.freeze()
@@ -118,7 +118,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> None:
     tmp_path_factory.getbasetemp()
 
 
-LONG_FIRST = ("crash", "adapters", "project/test_examples.py", "engine", "scenarios", "stress")
+LONG_FIRST = ("faults", "power", "stress", "crash", "adapters", "project/test_examples.py", "engine", "scenarios")
 """Of the files that two processes share, those with the longest tests come first: else one is left alone with them at the end."""
 
 
