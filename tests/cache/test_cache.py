@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
@@ -177,6 +178,21 @@ def test_a_dropped_cache_whose_root_was_replaced_is_not_closed_after_its_parts(t
             return bytes(cache.get("k") or b"")
 
     assert in_child(work) == b"v"
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_fork_needs_no_root(tmp_path: Path, caplog: pytest.LogCaptureFixture, is_closed: bool) -> None:
+    Cache(tmp_path / "gone").close()
+    gc.disable()  # the parts of a closed cache refer to each other
+    try:
+        with Cache(tmp_path / "gone") as cache:  # it has written nothing
+            if is_closed:
+                cache.close()
+            shutil.rmtree(tmp_path / "gone")
+            in_child(lambda: None)
+            assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    finally:
+        gc.enable()
 
 
 def test_a_plan_to_prune_removes_nothing(cache: Cache, tmp_path: Path) -> None:

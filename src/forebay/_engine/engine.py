@@ -77,6 +77,7 @@ class Engine:
         self._recovering = threading.RLock()  # guards recoveries: one thread at a time recreates a broken root
         self.recoveries = 0
         """How often the root was recovered; compared by calls that fail, since another thread may have recovered it meanwhile."""
+        self._is_closed = False
         self.recovered: list[Problem] = []
         """What was recovered so that the root could be opened, until `Store.repair` has reported it."""
         self._limits: NodeLimits | None = None
@@ -95,6 +96,7 @@ class Engine:
 
     def close(self) -> None:
         """Fold the counters and close all files. Leases and buffers that were handed out stay valid."""
+        self._is_closed = True
         self.memo.restart(self.slots)
         self.history.close(self.slots.clock.now())
         for part in (self.owners, self._writers, self.leases, self.catalog, self.counters, self._limits):
@@ -201,7 +203,7 @@ class Engine:
         self.owners = Owners(root, self.catalog)
         self.reading = Reading(root, self.catalog, self.slots, self.keys, self.leases, self.memo, self.counters, self.adaptive)
         self._writers: Writers | None = None
-        self._forking: tuple[Catalog, Writers, Owners, Leases] | tuple[()] = ()
+        self._forking: tuple[host.Forking, ...] = ()
         self._format = locks.LockFile(root.path / "FORMAT", root.files.open, writable=False)
         self.known_spaces.clear()
 
@@ -431,17 +433,22 @@ class Engine:
     # -- forks -----------------------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
+        self._forking = ()
+        self._format.before_fork(keep=True)
+        if self._is_closed:  # it is garbage that was not collected yet
+            return
         # The catalog first: a thread inside a transaction takes the mutexes of the others. The writers are created, lest another thread
-        # does it between here and the fork.
-        self._forking = (self.catalog, self.writers, self.owners, self.leases)
+        # does it between here and the fork; where the root is gone, none can.
+        with contextlib.suppress(OSError):
+            self._forking = (self.writers,)
+        self._forking = (self.catalog, *self._forking, self.owners, self.leases)
         for part in self._forking:
             part.before_fork()
-        self._format.before_fork(keep=True)
 
     def after_fork_parent(self) -> None:
-        self._format.after_fork_parent()
         for part in reversed(self._forking):
             part.after_fork_parent()
+        self._format.after_fork_parent()
 
     def after_fork_child(self) -> None:
         self._recovering = threading.RLock()
