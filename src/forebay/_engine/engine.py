@@ -191,7 +191,7 @@ class Engine:
         self._has_slots = self._epoch_began = False
         self.catalog = Catalog(
             root, self.words, immutable=root.read_only and not host.is_local(host.fs_kind(root.path)),
-            recover=self._finish_intent, sweep=self._sweep,
+            recover=self._finish_intent, sweep=lambda: self.writers.eviction.sweep(),  # noqa: PLW0108 (there are no writers yet)
         )  # fmt: skip
         self.slots = Slots(root)
         self.adaptive.restart(root, self.slots)
@@ -283,7 +283,7 @@ class Engine:
                     self.writers.eviction.sweep()
         except errors.WriterBusy as error:  # it can be read from all the same; the next process that opens it sweeps
             log.info("%s: not swept: %s", self.root.path, str(error))
-        self._apply(settings, before)
+        self.configure(settings, before)
         self._keep_settings()
 
     def rebuild_slots(self) -> None:
@@ -313,9 +313,6 @@ class Engine:
             raise CatalogBroken(f"the table of slots in {self.root.slots_dir} was replaced")
         self.writers.intent.recover()
 
-    def _sweep(self) -> None:
-        self.writers.eviction.sweep()
-
     def begin_epoch(self) -> None:
         """Before the first write in a new epoch: give no id again that a crash of the machine made the catalog forget, remove files that it
         left without a row, and let nothing be appended to old segments."""
@@ -341,7 +338,9 @@ class Engine:
 
     # -- settings --------------------------------------------------------------------------------------------------
 
-    def _apply(self, settings: Settings, before: Settings | None = None) -> None:
+    def configure(self, settings: Settings, before: Settings | None = None) -> None:
+        """Set the given limits for every process; a lower one is applied at once. Where the catalog is busy, the next call that writes
+        sets them. ``before``: see `_start`."""
         given = settings != Settings()
         if settings.budget is not None:
             self.keys.values.resize()
@@ -361,17 +360,8 @@ class Engine:
                 self._unset = settings
             log.warning("%s: its limits are not set yet, and will be by a later call: %s", self.root.path, str(error))
 
-    def root_limits(self) -> dict[str, int | None]:
-        """See `Spaces.root_limits`."""
-        return spaces.limits(self.catalog)
-
     def _make_room(self) -> bool:
         return self.writers.budget.make_room()
-
-    def configure(self, settings: Settings) -> None:
-        """Set the given limits for every process; a lower one is applied at once. Where the catalog is busy, the next call that writes
-        sets them."""
-        self._apply(settings)
 
     def _keep_settings(self) -> None:
         """Write the copies of the limits where they are missing: a process was killed before it wrote them, or somebody removed them."""

@@ -52,7 +52,7 @@ class Spaces:
     @recover_and_retry
     def root_limits(self) -> dict[str, int | None]:
         """The limits of the root that are set, by the names of `Settings`; None: not set."""
-        return self.engine.root_limits()
+        return rows.limits(self.engine.catalog)
 
     @recover_and_retry
     def lookup(self, name: str) -> SpaceRow:
