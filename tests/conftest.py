@@ -121,11 +121,14 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> None:
 LONG_FIRST = ("faults", "power", "stress", "crash", "adapters", "project/test_examples.py", "engine", "scenarios")
 """Of the files that two processes share, those with the longest tests come first: else one is left alone with them at the end."""
 
+START_RAY = ("adapters/ray", "adapters/test_chia.py", "adapters/test_world_ray.py")
+"""These come last: what a process forks in which Ray was once started does not always survive."""
+
 
 def turn_of(item: pytest.Item) -> int:
-    if item.path.name.startswith("test_streaming"):
-        return -1  # their jobs are forked, which a process where Ray was once started does not survive
     path = item.path.relative_to(HERE)
+    if any(path.is_relative_to(part) for part in START_RAY):
+        return len(LONG_FIRST) + 1
     return next((turn for turn, part in enumerate(LONG_FIRST) if path.is_relative_to(part)), len(LONG_FIRST))
 
 
