@@ -22,7 +22,7 @@ pytestmark = pytest.mark.rotates("package")
 
 REPO = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
-WHOLE_SUITE_RAN_ON = ["3.11"]
+WHOLE_SUITE_RAN_ON = ["3.11", "3.12"]
 """Versions of Python on which all tests passed. Add one after `make test PYTHON=...`, here and in README.md."""
 
 
