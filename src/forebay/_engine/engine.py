@@ -96,13 +96,13 @@ class Engine:
 
     def close(self) -> None:
         """Fold the counters and close all files. Leases and buffers that were handed out stay valid."""
-        self._is_closed = True
         self.memo.restart(self.slots)
         self.history.close(self.slots.clock.now())
         for part in (self.owners, self._writers, self.leases, self.catalog, self.counters, self._limits):
             if part is not None:
                 part.close()
         self._format.close()
+        self._is_closed = True  # last: until then a fork must prepare what there is
 
     def retry(self, call: Callable[[], R], error: Exception, recoveries: int) -> R:
         """What ``call`` returns once that is recovered from which it raised ``error`` for, or raises what cannot be recovered from.

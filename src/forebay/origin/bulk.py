@@ -186,14 +186,12 @@ class BulkFetch:
             if meanwhile is not None:
                 with self._store.locks.working():
                     meanwhile()
-            if self._collected and (self._is_group_full() or self._is_lull()):
+            is_group_full = len(self._collected) >= GROUP or self._collected_bytes >= AT_ONCE
+            if self._collected and (is_group_full or self._is_lull()):
                 yield from self._publish()
             elif self._under_way or more or not self._events.empty():
                 yield from self._next_event()
         self._turn()
-
-    def _is_group_full(self) -> bool:
-        return len(self._collected) >= GROUP or self._collected_bytes >= AT_ONCE
 
     def _is_lull(self) -> bool:
         """Whether what was collected need not wait for more, which would be published with it."""
