@@ -315,22 +315,26 @@ class Engine:
 
     def begin_epoch(self) -> None:
         """Before the first write in a new epoch: give no id again that a crash of the machine made the catalog forget, remove files that it
-        left without a row, and let nothing be appended to old segments."""
+        left without a row, and let nothing be appended to old segments: their rows may be older than their records and the words that lead
+        to them, and a writer that began where a row ends would overwrite what readers have found.
+
+        A segment with a live writer is not old, since the lock of a writer ends with its mount, or with the boot."""
         epoch = spaces.setting(self.catalog, "boot")
         if epoch != self.root.epoch:
             from forebay._engine import check
-            from forebay._engine.catalog import processes
+            from forebay._engine.catalog import processes, segments
 
             if epoch:
                 with self.catalog.write() as txn:
                     txn.skip_ids()
                 self.catalog.sync()
             check.remove_strays(self.root, self.catalog, self.writers.eviction, self.writers.fill)
+            self.writers.tails.reclaim()
             with self.catalog.write() as txn:
                 if spaces.setting(txn, "boot") != self.root.epoch:  # else another process was first, and may append already
                     if not epoch:  # a new catalog
                         check.empty_lost_slots(txn, self.slots)
-                    self.writers.tails.close_all(txn)
+                    segments.close(txn)
                     check.adopt_segments(self.root, txn)
                     processes.forget_failures(txn)
                     spaces.set_setting(txn, "boot", self.root.epoch)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import forebay
 from forebay._engine.files import pack_files, pack_records
-from forebay._kernel import host
+from forebay._kernel import host, locks
 from tests.harness import KiB, MiB, usage
-from tests.processes import Gate, ProcessGroup, fork, in_child
+from tests.processes import Gate, Line, ProcessGroup, fork, in_child, talk_to
 
 SLOTS = 100
 
@@ -143,6 +143,43 @@ def test_after_a_lost_transaction_no_record_is_overwritten(cache: forebay.Cache,
         assert reader.check(deep=True) == []
     with forebay.Cache(cache.path) as again, again.samples("a", SLOTS) as found:
         assert [found.get(slot) for slot in range(1, 20)] == [body(slot) for slot in range(1, 20)]
+
+
+def test_an_epoch_begins_while_a_writer_of_another_one_lives(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process sees the mount and another does not. What the one has written, and not yet entered in the index, stays; the other leaves
+    its segment alone."""
+    large = 300 * KiB
+    cache.close()
+
+    def write(line: Line) -> None:
+        claim = locks.Claims.try_claim
+
+        def claim_later(claims: locks.Claims, slot: int) -> bool:
+            if slot == 1:
+                line.say("written")
+                line.hear()
+            return claim(claims, slot)
+
+        monkeypatch.setattr(locks.Claims, "try_claim", claim_later)
+        with forebay.Cache(cache.path) as mine, mine.samples("a", SLOTS) as samples:
+            for slot in range(3):
+                assert samples.put(slot, body(slot, large))
+            line.say("went on")
+            line.hear()
+            assert [samples.get(slot) for slot in range(6)] == [body(slot, large) for slot in range(6)]
+
+    with talk_to(write) as writer:
+        assert writer.hear() == "written"
+        monkeypatch.setattr(host, "mount_number", lambda path: 1)
+        with forebay.Cache(cache.path) as other, other.samples("a", SLOTS) as samples:
+            assert samples.put(3, body(3, large))
+            writer.say()
+            assert writer.hear() == "went on"
+            assert all(samples.put(slot, body(slot, large)) for slot in (4, 5))
+            assert [samples.get(slot) for slot in range(6)] == [body(slot, large) for slot in range(6)]
+            writer.say()
+            writer.result()
+            assert other.check(deep=True) == []
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------

@@ -64,8 +64,8 @@ def put(txn: Txn, segment: Segment) -> None:
 
 
 def close(txn: Txn) -> None:
-    """Nothing more is appended to any segment."""
-    txn.run("UPDATE segments SET owner = NULL, tail = capacity")
+    """Nothing more is appended to any segment that has no writer."""
+    txn.run("UPDATE segments SET tail = capacity WHERE owner IS NULL")
 
 
 def remove(txn: Txn, pack: int, number: int) -> None:

@@ -6,7 +6,6 @@ next process that needs room.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from dataclasses import replace
 
@@ -91,17 +90,6 @@ class SegmentTails:
             segments.put(txn, replace(segment, owner=None))
         else:
             segments.remove(txn, segment.pack, segment.number)
-
-    def close_all(self, txn: Txn) -> None:
-        """In a new epoch: give back all tails, and let nothing be appended to any segment. Its row may be older than its records and the
-        words that lead to them: a writer that began where the row ends would overwrite what readers have found."""
-        for segment in segments.owned(txn):
-            with contextlib.suppress(FileNotFoundError, errors.Damaged):  # the pack is lost
-                words = pack_files.map_index(self._root, segment.pack, None, writable=False)
-                left = self.with_tail(segment, words)
-                kept = pack_files.punch_segment(self._root, left.pack, left.number, left.tail, left.capacity)
-                self.put_left(txn, replace(left, size=kept))
-        segments.close(txn)
 
     def is_as_seen(self, txn: Txn, seen: Segment) -> bool:
         """Whether no process has taken a segment over since its row was read, and none appends to it."""
