@@ -246,7 +246,7 @@ MUTANTS = (
     Mutant(
         4, "the rest of a prefetcher's reservation is lost", "_engine.write.reservations:SpaceReservation._shrink",
         "left == NOTHING", "not left.entries",
-        "prefetch/test_prefetch.py::test_items_of_many_sizes_are_all_kept",
+        "engine/write/test_reservations.py::test_bytes_that_an_entry_did_not_take_stay_promised",
     ),
     # 5. A lease pins
     Mutant(

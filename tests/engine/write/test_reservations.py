@@ -72,6 +72,18 @@ def test_more_than_was_promised_is_not_kept(store: Store) -> None:
     credit.keep(items(1, 1000))[0].close()
 
 
+def test_bytes_that_an_entry_did_not_take_stay_promised(store: Store) -> None:
+    """Its loader, which knew no size, reserves only what the next one lacks."""
+    credit = store.reservations.open("ahead")
+    credit.ask(credit.need(100 * KiB))
+    credit.keep(items(1, 60 * KiB))[0].close()
+    assert credit.promised.size == 40 * KiB
+    credit.ask(credit.need(90 * KiB).minus(credit.promised))
+    credit.keep(items(1, 90 * KiB, begin="next"))[0].close()
+    credit.give_back(credit.promised)
+    assert promised(store) == 0
+
+
 def test_a_promise_counts_against_the_budget(store: Store) -> None:
     credit = store.reservations.open("ahead")
     credit.ask(credit.need(900 * KiB))
