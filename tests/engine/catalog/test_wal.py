@@ -276,9 +276,38 @@ def test_who_has_the_writer_lock_goes_on_where_a_killed_one_left_a_marked_index(
         assert store.check() == []
 
 
+def test_a_marked_index_is_not_made_anew_before_it_is_gone(place: Path) -> None:
+    """Not even by a process that has the catalog to itself but for the one that marked it: it would close by what is outdated."""
+    marked, on = Gate(), Gate()
+
+    def retiring() -> None:
+        def hook(call: str, subject: str) -> None:
+            if call == "unlink" and subject.endswith("-shm"):
+                marked.open()
+                on.wait()
+
+        with opened(place) as store, store.engine.catalog.writer(), store.engine.catalog._mutex:
+            host.on_step(hook)
+            store.engine.catalog._retire_index_locked()
+
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 5)
+    child = fork(retiring)
+    marked.wait()
+    con = sqlite3.connect(place / "catalog.sqlite")
+    with pytest.raises(sqlite3.OperationalError, match="unable to open"):
+        con.execute("SELECT id FROM entries").fetchall()
+    con.close()
+    on.open()
+    child.result()
+    with opened(place) as store:
+        assert bytes_of(store, "k1") == b"x" * 12 * KiB
+        assert store.check(deep=True) == []
+
+
 def test_a_mark_that_goes_with_its_index_while_a_reader_looks_for_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1 marks the index / P2 cannot read it, and sees the same file still / P1 unlinks it / P2 asks whether it was marked."""
-    marked, on, gone = Gate(), Gate(), Gate()
+    begun, marked, on, gone = Gate(), Gate(), Gate(), Gate()
 
     def retiring() -> None:
         def hook(call: str, subject: str) -> None:
@@ -287,6 +316,7 @@ def test_a_mark_that_goes_with_its_index_while_a_reader_looks_for_it(place: Path
                 on.wait()
 
         with opened(place) as other, other.engine.catalog.writer(), other.engine.catalog._mutex:
+            begun.wait()
             host.on_step(hook)
             other.engine.catalog._retire_index_locked()
             gone.open()
@@ -305,6 +335,7 @@ def test_a_mark_that_goes_with_its_index_while_a_reader_looks_for_it(place: Path
         put_many(store, 5)
         child = fork(retiring)
         assert bytes_of(store, "k1") == b"x" * 12 * KiB
+        begun.open()
         marked.wait()
         monkeypatch.setattr(Wal, "is_retired", looks_late)
         assert len(store.engine.catalog.all("SELECT id FROM entries")) == 5

@@ -137,9 +137,9 @@ class Wal:
             words[0] = _RETIRED
             header = _HEADER.pack(*words[:10], *_checksum(words[:10]))
             host.pwrite(fd, header + header, 0)
+            self._files.unlink(self.index)
         finally:
-            os.close(fd)
-        self._files.unlink(self.index)
+            os.close(fd)  # after the unlinking: a process that is alone, since our locks are gone, would make the marked file anew
         return True
 
     def is_retired(self) -> bool:
