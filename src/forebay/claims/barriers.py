@@ -38,7 +38,6 @@ VISIT = DEAD - 1
 _OWNER = (INFORMED - 1) & ~(DEAD | VISIT)
 
 _LOCK_TIMEOUT = 0.5
-_WOKEN_WITHIN = 10.0
 _MOST_NAMES = 8
 _YIELDS = 20
 
@@ -185,8 +184,8 @@ class Barrier:
 
         The first call sets ``parties``; a later call with another number changes it if no process waits, else raises `ConfigError`.
 
-        Raises `BarrierBroken`, within 0.1 s, if a process died that waited here, or that crossed this barrier the last time, or that,
-        before the first crossing, may have been one of the parties. Each survivor gets that once; then the barrier can be used again.
+        Raises `BarrierBroken`, within 0.1 s, if a process died that waited here, or crossed this barrier the last time, or that, before
+        the first crossing, may have been one of the parties. Each survivor gets that once; one that comes again waits for the others.
         Raises `WaitTimeout` after ``timeout`` seconds: it names the missing processes, and disturbs no other process; neither does
         Ctrl-C. A process that ends in order, or leaves the claim, breaks nothing."""
         state = self._state
@@ -260,11 +259,10 @@ class _Visit:
         state = self._state
         if state.is_broken:
             self._settle_locked()
-        if state.is_broken and self._others_are_being_informed():
-            return None
-        if state.is_broken:
-            self._raise_broken_locked()
-        self._agree_locked()
+        if state.is_broken and not self._is_latecomer(self._snapshot()):
+            return None  # this process knows, or need not know: the next round begins when all others know
+        if not state.is_broken:
+            self._agree_locked()
         if state.is_broken:
             self._raise_broken_locked()
         seats = state.seats()
@@ -393,10 +391,10 @@ class _Visit:
         seats = state.seats()
         if self._seat >= 0:
             state.set_seat_locked(self._seat, self._mark | INFORMED)
-        elif 0 in seats and any(member.slot == self._context.members.slot for member in self._latecomers(snapshot)):
+        elif self._is_latecomer(snapshot):
             state.set_seat_locked(seats.index(0), owner_bits(self._context.members.identity) | INFORMED)
         self._seat = -1
-        missing = [member for member in snapshot.occupants(seats) if member.state == "vanished"]
+        missing = snapshot.occupants(seat for seat in seats if seat & DEAD)  # who died since breaks the next round, for all
         for reported in (state.reported, state.reported_anywhere):
             reported.update(member.identity for member in missing)
         self._settle_locked()
@@ -407,18 +405,20 @@ class _Visit:
         )  # fmt: skip
 
     def _settle_locked(self) -> None:
-        """Begin a new round if all live processes know that this one is broken."""
+        """Begin a new round if all live processes know that this one is broken. It misses those that died since: each has a seat here."""
         state, snapshot = self._state, self._snapshot()
-        uninformed = snapshot.occupants(value for value in state.seats() if not value & INFORMED)
-        if not any(member.state == "in" for member in uninformed) and not self._latecomers(snapshot):
-            state.next_round_locked()
+        if self._untold(snapshot):
+            return
+        present = snapshot.occupants(state.seats())
+        for member in self._missed(snapshot, [member for member in present if member.state == "in"], []):
+            if member not in present and 0 in (seats := state.seats()):
+                state.set_seat_locked(seats.index(0), owner_bits(member.identity))
+        state.next_round_locked()
 
-    def _others_are_being_informed(self) -> bool:
-        """Whether the round stays broken only for woken processes that need a moment: one that arrives again is not informed twice."""
-        snapshot = self._snapshot()
-        uninformed = snapshot.occupants(seat for seat in self._state.seats() if not seat & INFORMED)
-        in_time = time.monotonic() - self._began < _WOKEN_WITHIN
-        return in_time and not self._latecomers(snapshot) and not any(member.is_stopped() for member in uninformed)
+    def _untold(self, snapshot: MemberSnapshot) -> list[Member]:
+        """Return the live members that have to be informed yet."""
+        waiting = snapshot.occupants(seat for seat in self._state.seats() if not seat & INFORMED)
+        return [*(member for member in waiting if member.state == "in"), *self._latecomers(snapshot)]
 
     def _latecomers(self, snapshot: MemberSnapshot) -> list[Member]:
         """Return the members that may still arrive at a broken round, and have to be informed."""
@@ -430,6 +430,9 @@ class _Visit:
         if previous.count(0) or len(previous) < state.parties:
             return [member for member in absent if member.depth in {member.depth for member in present}]
         return [member for member in absent if member in snapshot.occupants(previous)]
+
+    def _is_latecomer(self, snapshot: MemberSnapshot) -> bool:
+        return any(member.slot == self._context.members.slot for member in self._latecomers(snapshot))
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
@@ -467,8 +470,9 @@ class _Visit:
         seats = state.seats()
         present, previous = snapshot.occupants(seats), snapshot.occupants(state.previous_seats())
         absent = [member for member in snapshot.live if member not in present]
-        left = [member for member in previous if member.state == "left"]
-        expected = [member for member in absent if member in previous] or ([] if left else absent)
+        left = [member for member in previous if member.state == "left" and not state.is_broken]
+        came_last_time = [member for member in absent if member in previous]
+        expected = self._untold(snapshot) if state.is_broken else came_last_time or ([] if left else absent)
         names = [
             *(member.describe_with_state() for member in expected),
             *(f"{member.describe()}, which left" for member in dict.fromkeys(left)),

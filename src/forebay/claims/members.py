@@ -63,16 +63,11 @@ class Member:
         return f"{worker}rank {self.rank} ({process})" if self.rank is not None else process
 
     def describe_with_state(self) -> str:
-        """The same, with a note if the process is stopped."""
-        text = self.describe()
-        if not self.is_stopped():
+        """The same, with a note if the process is stopped, by SIGSTOP or in a debugger, as far as this process can see."""
+        text, process = self.describe(), processes.status(self.pid) if self._is_visible() else None
+        if process is None or process.start != self.start or not process.stopped:
             return text
         return f"{text[:-1]}, stopped)" if text.endswith(")") else f"{text} (stopped)"
-
-    def is_stopped(self) -> bool:
-        """Whether it is stopped, by SIGSTOP or in a debugger, as far as this process can see."""
-        process = processes.status(self.pid) if self._is_visible() else None
-        return process is not None and process.start == self.start and process.stopped
 
     def is_dying(self) -> bool:
         """Whether it ended, or was killed and still holds something, as far as this process can see."""
