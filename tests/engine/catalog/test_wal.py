@@ -246,7 +246,7 @@ def test_who_has_the_writer_lock_goes_on_where_a_killed_one_left_a_marked_index(
     """It does not wait for itself."""
     monkeypatch.setattr(writer, "LONGEST_WAIT", 0.2)
 
-    here, on = Gate(), Gate()
+    here, on, killed = Gate(), Gate(), Gate()
 
     def idle() -> None:
         with opened(place) as store:
@@ -263,10 +263,20 @@ def test_who_has_the_writer_lock_goes_on_where_a_killed_one_left_a_marked_index(
             host.on_step(hook)
             other.engine.catalog._retire_index_locked()
 
+    def look() -> None:
+        killed.wait()
+        with opened(place) as other:
+            assert bytes_of(other, "k1") == b"x" * 12 * KiB
+            assert len(other.engine.catalog.all("SELECT id FROM entries")) == 5
+
+    newcomer = fork(look)
     with opened(place, 64 * MiB) as store:
         put_many(store, 5)
         child = fork(idle)  # else SQLite removes the index with its last connection
         here.wait()
+        assert fork(retiring).wait() == -signal.SIGKILL
+        killed.open()
+        newcomer.result()
         assert fork(retiring).wait() == -signal.SIGKILL
         with store.engine.catalog.still():
             assert len(store.engine.catalog.all("SELECT id FROM entries")) == 5

@@ -81,15 +81,14 @@ class Catalog:
             with self.writer():
                 if self._create() and any(os.path.lexists(path) for path in (self._root.settings, self._root.slots_dir / "000")):
                     self.lost = f"the catalog {self._path} was deleted"
-        with self._mutex, translated():
-            self._connection_locked()
+        self.all("SELECT 1 FROM meta")  # again, where the index of the log was retired in the very moment
 
     def rebuild(self, why: str) -> None:
         """Replace the catalog by an empty one. The caller then sweeps the files that no row names. If two processes have seen the
         damage, the second one finds a sound catalog and keeps it."""
         with self.writer():
             with self._mutex:
-                self._close_peers_locked()
+                self._unlink_retired()
                 self._seen = None  # another one may lie there by now, which is sound
                 self._wal.mend()
                 if self._is_sound_locked():
