@@ -283,6 +283,34 @@ def test_a_late_one_that_dies_is_missed_in_the_next_round(place: Path, context: 
     assert barrier.wait(1) == 0
 
 
+def test_nobody_waits_for_one_that_takes_no_part(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+    """Two die before the first crossing, the second one before it came; a rank that has the claim never comes."""
+    here = Gate()
+
+    def survive(barrier: Barrier) -> set[str]:
+        dead: set[str] = set()
+        while True:
+            try:
+                barrier.wait(4 - len(dead), LONG)
+            except errors.BarrierBroken as error:
+                dead.update(error.missing)
+            else:
+                return dead
+
+    second, _ = [children(lambda n=n: rank(place, n, lambda barrier: (here.open(), Gate().wait(2 * LONG)))) for n in (2, 5)]
+    here.wait()
+    here.wait()
+    first = children(lambda: rank(place, 1, lambda barrier: barrier.wait(4, LONG)))
+    survivors = [children(lambda n=n: rank(place, n, survive)) for n in (3, 4)]
+    comes_to_wait(context, 3)
+    first.kill()
+    board = barriers.state_of(context, NAME)
+    until(lambda: sum(bool(seat & barriers.INFORMED) for seat in board.seats()) == 3, "all are told")
+    second.kill()
+    names = {f"rank {n} (process {child.pid})" for n, child in enumerate((first, second), 1)}
+    assert [survivor.result() for survivor in survivors] == [names, names]
+
+
 def test_all_are_told_of_the_same_deaths_in_one_round(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     """One dies / some are told / another dies / the others are told: of the first, and all of the second in the next round."""
     first = children(lambda: rank(place, 1, lambda barrier: barrier.wait(4, LONG)))

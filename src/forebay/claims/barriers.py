@@ -407,13 +407,12 @@ class _Visit:
     def _settle_locked(self) -> None:
         """Begin a new round if all live processes know that this one is broken. It misses those that died since: each has a seat here."""
         state, snapshot = self._state, self._snapshot()
-        if self._untold(snapshot):
-            return
         present = snapshot.occupants(state.seats())
         for member in self._missed(snapshot, [member for member in present if member.state == "in"], []):
             if member not in present and 0 in (seats := state.seats()):
                 state.set_seat_locked(seats.index(0), owner_bits(member.identity))
-        state.next_round_locked()
+        if not self._untold(snapshot):
+            state.next_round_locked()
 
     def _untold(self, snapshot: MemberSnapshot) -> list[Member]:
         """Return the live members that have to be informed yet."""
