@@ -88,7 +88,7 @@ class Catalog:
         damage, the second one finds a sound catalog and keeps it."""
         with self.writer():
             with self._mutex:
-                self._unlink_retired()
+                self._close_peers_locked()
                 self._seen = None  # another one may lie there by now, which is sound
                 self._wal.mend()
                 if self._is_sound_locked():
