@@ -22,7 +22,7 @@ pytestmark = pytest.mark.rotates("package")
 
 REPO = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
-WHOLE_SUITE_RAN_ON = ["3.11", "3.12"]
+WHOLE_SUITE_RAN_ON = ["3.11", "3.12", "3.13"]
 """Versions of Python on which all tests passed. Add one after `make test PYTHON=...`, here and in README.md."""
 
 
@@ -101,5 +101,5 @@ def test_the_versions_of_python_that_ran_the_suite_are_told() -> None:
     assert set(WHOLE_SUITE_RAN_ON) <= set(claimed)
     readme = (REPO / "README.md").read_text()
     assert f"Python {claimed[0]} to {claimed[-1]}" in readme
-    assert f"The whole test suite runs on {' and '.join(WHOLE_SUITE_RAN_ON)}." in readme
+    assert f"The whole test suite runs on {', '.join(WHOLE_SUITE_RAN_ON[:-1])} and {WHOLE_SUITE_RAN_ON[-1]}." in readme
     assert f"{sys.version_info[0]}.{sys.version_info[1]}" in claimed
