@@ -405,7 +405,7 @@ class _Visit:
         )  # fmt: skip
 
     def _settle_locked(self) -> None:
-        """Begin a new round if all live processes know that this one is broken. It misses those that died since: each has a seat here."""
+        """Begin a new round if all live processes know that this one is broken. It misses those that died since: each gets a seat here."""
         state, snapshot = self._state, self._snapshot()
         present = snapshot.occupants(state.seats())
         for member in self._missed(snapshot, [member for member in present if member.state == "in"], []):

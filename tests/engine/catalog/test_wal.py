@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -242,6 +243,18 @@ def test_killed_at_each_step_of_leaving_a_reader_behind(place: Path) -> None:
     assert sound(place)
 
 
+def retire(place: Path, between: Callable[[], object]) -> None:
+    """Retire the index of the log; ``between`` is called once it is marked, before it is unlinked."""
+
+    def hook(call: str, subject: str) -> None:
+        if call == "unlink" and subject.endswith("-shm"):
+            between()
+
+    with opened(place) as store, store.engine.catalog.writer(), store.engine.catalog._mutex:
+        host.on_step(hook)
+        store.engine.catalog._retire_index_locked()
+
+
 def test_who_has_the_writer_lock_goes_on_where_a_killed_one_left_a_marked_index(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not wait for itself."""
     monkeypatch.setattr(writer, "LONGEST_WAIT", 0.2)
@@ -255,13 +268,7 @@ def test_who_has_the_writer_lock_goes_on_where_a_killed_one_left_a_marked_index(
             on.wait()
 
     def retiring() -> None:
-        def hook(call: str, subject: str) -> None:
-            if call == "unlink" and subject.endswith("-shm"):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        with opened(place) as other, other.engine.catalog.writer(), other.engine.catalog._mutex:
-            host.on_step(hook)
-            other.engine.catalog._retire_index_locked()
+        retire(place, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     def look() -> None:
         killed.wait()
@@ -290,19 +297,9 @@ def test_a_marked_index_is_not_made_anew_before_it_is_gone(place: Path) -> None:
     """Not even by a process that has the catalog to itself but for the one that marked it: it would close by what is outdated."""
     marked, on = Gate(), Gate()
 
-    def retiring() -> None:
-        def hook(call: str, subject: str) -> None:
-            if call == "unlink" and subject.endswith("-shm"):
-                marked.open()
-                on.wait()
-
-        with opened(place) as store, store.engine.catalog.writer(), store.engine.catalog._mutex:
-            host.on_step(hook)
-            store.engine.catalog._retire_index_locked()
-
     with opened(place, 64 * MiB) as store:
         put_many(store, 5)
-    child = fork(retiring)
+    child = fork(lambda: retire(place, lambda: (marked.open(), on.wait())))
     marked.wait()
     con = sqlite3.connect(place / "catalog.sqlite")
     with pytest.raises(sqlite3.OperationalError, match="unable to open"):
@@ -320,16 +317,9 @@ def test_a_mark_that_goes_with_its_index_while_a_reader_looks_for_it(place: Path
     begun, marked, on, gone = Gate(), Gate(), Gate(), Gate()
 
     def retiring() -> None:
-        def hook(call: str, subject: str) -> None:
-            if call == "unlink" and subject.endswith("-shm"):
-                marked.open()
-                on.wait()
-
-        with opened(place) as other, other.engine.catalog.writer(), other.engine.catalog._mutex:
-            begun.wait()
-            host.on_step(hook)
-            other.engine.catalog._retire_index_locked()
-            gone.open()
+        begun.wait()
+        retire(place, lambda: (marked.open(), on.wait()))
+        gone.open()
 
     is_retired = Wal.is_retired
 

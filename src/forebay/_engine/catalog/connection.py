@@ -81,7 +81,7 @@ class Catalog:
             with self.writer():
                 if self._create() and any(os.path.lexists(path) for path in (self._root.settings, self._root.slots_dir / "000")):
                     self.lost = f"the catalog {self._path} was deleted"
-        self.all("SELECT 1 FROM meta")  # again, where the index of the log was retired in the very moment
+        self.all("SELECT 1 FROM meta")  # looks again where the index of the log was retired just then
 
     def rebuild(self, why: str) -> None:
         """Replace the catalog by an empty one. The caller then sweeps the files that no row names. If two processes have seen the
