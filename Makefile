@@ -68,7 +68,7 @@ quick: $(VENV)/.quick ## while working, 3 minutes: the tests that start no proce
 test: $(VENV)/.dev deps ## about 15 minutes: the suite, with the part of today of what rotates; PYTHON=python3.13: on another interpreter
 	@$(call RUN_TESTS,--part today)
 
-test-all: $(VENV)/.dev deps ## two to three hours: every test, crash point and mutant, on the disk of TMPDIR
+test-all: $(VENV)/.dev deps ## an hour: every test, crash point and mutant, on the disk of TMPDIR
 	@failed=0; $(MAKE) mutants || failed=1; ($(call RUN_TESTS,--part all --on-disk --timeout 1800)) || failed=1; exit $$failed
 
 retest: $(VENV)/.dev ## what failed, once more, one after the other
@@ -84,7 +84,7 @@ style: $(VENV)/.dev ## puts right what can be put right by machine
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-stress: $(VENV)/.dev deps ## an hour of random load, kills, faults and power cuts
+stress: $(VENV)/.dev deps ## half an hour of random load, kills, faults and power cuts
 	@$(call RUN_TESTS,-m stress --part all --timeout 1800)
 
 structure: $(VENV)/.dev ## the size of the library and of one call: fails when a number exceeds its ceiling

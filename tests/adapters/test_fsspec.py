@@ -87,15 +87,34 @@ def test_an_object_is_fetched_once_whatever_reads_it(server: Nginx, cache: foreb
     assert server.gets(path.rpartition("/")[2]).total() == 1
 
 
-def test_a_name_with_the_protocol_before_it_is_that_object(server: Nginx, cache: forebay.Cache, url: str) -> None:
-    """As `datasets` makes it: it puts the first protocol before what `glob` gives, although that is a URL."""
-    filesystem, _ = fsspec.core.url_to_fs(f"forebay::{url}", forebay={"cache": cache})
-    (name,) = filesystem.glob(url, detail=True)
-    doubled = f"{filesystem.protocol[0]}://{name}"
-    again, path = fsspec.core.url_to_fs(doubled, forebay={"cache": cache})
-    assert again.info(doubled)["size"] == len(BODY)
-    assert again.cat_file(doubled) == again.cat_file(path) == filesystem.cat_file(name) == BODY
-    assert len(list(cache.entries())) == 1
+def test_what_glob_names_is_read_through_the_cache(server: Nginx, cache: forebay.Cache, url: str) -> None:
+    """`datasets` makes a chain of each name, with what stands behind `forebay::` once more at the end, and options of its own for that."""
+    filesystem, path = of(cache, url)
+    for asked in (path, url, f"forebay::{url}"):
+        assert filesystem.glob(asked) == [f"forebay::{path}"] == list(filesystem.glob(asked, detail=True))
+    (name,) = filesystem.glob(path)
+    options = {"client_kwargs": {"trust_env": True}}
+    again, last = fsspec.core.url_to_fs(f"{name}::{url}", forebay={"cache": cache}, http=options)
+    assert again.fs.storage_options == options
+    assert filesystem.cat_file(name) == filesystem.cat(name) == again.cat_file(last) == BODY
+    assert [entry.key for entry in cache.entries()] == [path]
+
+
+def test_a_pattern_of_http(server: Nginx, cache: forebay.Cache, tmp_path: Path) -> None:
+    folder = server.files / "linked"
+    folder.mkdir()
+    for name in ("index.html", "a.csv", "b.csv"):
+        (folder / name).write_text('<a href="a.csv">a</a> <a href="b.csv">b</a>' if name == "index.html" else name)
+    fs, pattern = of(cache, f"{server.url}/linked/*.csv")
+    urls = [f"{server.url}/linked/{name}.csv" for name in "ab"]
+    assert sorted(fs.glob(pattern)) == sorted(fs.glob(pattern, detail=True)) == [f"forebay::{url}" for url in urls]
+    with fsspec.open_files(f"forebay::{pattern}", forebay={"cache": cache}) as files:
+        assert [file.read() for file in files] == [b"a.csv", b"b.csv"]
+    assert fs.expand_path(pattern) == fs.expand_path(pattern, recursive=True) == urls
+    assert fs.cat(pattern) == dict(zip(urls, (b"a.csv", b"b.csv"), strict=True))
+    fs.get(pattern, str(tmp_path / "copies"))
+    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["a.csv", "b.csv"]
+    assert server.gets("a.csv") == {"a.csv": 1}
 
 
 @pytest.mark.parametrize("fetch", ["file", "blocks"])

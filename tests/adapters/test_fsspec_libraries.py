@@ -21,6 +21,7 @@ pd = pytest.importorskip("pandas")
 pytest.importorskip("pyarrow")
 
 import forebay  # noqa: E402
+from tests.pages import run  # noqa: E402
 from tests.servers.nginx import Nginx, nginx  # noqa: E402
 
 ROWS = 50_000
@@ -137,6 +138,21 @@ def test_datasets_of_hugging_face(options: dict[str, Any], tmp_path: Path, monke
     chained = f"forebay::file://{tmp_path}/saved"
     datasets.Dataset.from_dict({"a": [1, 2, 3]}).save_to_disk(chained, storage_options=options)
     assert datasets.load_from_disk(chained, storage_options=options)["a"][:] == [1, 2, 3]
+
+
+def test_load_dataset_reads_through_the_default_cache(server: Nginx, tmp_path: Path) -> None:
+    """Twice, and the second time without the copy that `datasets` keeps of its own."""
+    pytest.importorskip("datasets")
+    os.link(server.files / "table.csv", server.files / "rows.csv")
+    program = f"""
+import datasets, forebay
+rows = datasets.load_dataset("csv", data_files="forebay::{server.url}/rows.csv", split="train")
+print(len(rows), rows[7]["price"], *(entry.key for entry in forebay.Cache().entries()))
+"""
+    for home in ("first", "second"):
+        told = run(program, tmp_path, HF_HOME=str(tmp_path / home), FOREBAY_BUDGET="1GB", HF_HUB_DISABLE_PROGRESS_BARS="1")
+        assert told.split() == ["1000", "7", f"{server.url}/rows.csv"]
+    assert server.gets("rows") == {"rows.csv": 1}
 
 
 @pytest.mark.rotates

@@ -7,7 +7,6 @@ import datetime
 import functools
 import inspect
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from glob import has_magic
@@ -43,7 +42,6 @@ log = logger("forebay.adapters.fsspec")
 COPIED = 4 << 20  # bytes of one write
 MOST_SOURCES = 10_000
 
-_DOUBLED = re.compile(r"^https?://(?=https?://)")
 _OF_CACHE = frozenset(inspect.signature(Cache).parameters)
 _OF_FSSPEC = frozenset({"asynchronous", "batch_size", "listings_expiry_time", "loop", "max_paths", "use_listings_cache"})
 _HINTS = frozenset({"cache_type", "default_cache", "fill_cache", "size"})
@@ -53,7 +51,9 @@ _TUNING = _OF_FSSPEC | {
     "fixed_upload_size", "local_expiry_check", "max_concurrency", "same_scheme", "simple_links", "size_policy",
 }  # fmt: skip
 """Options of filesystems that do not change which bytes they return, or to whom."""
-_DEFAULTS = {"anon": False, "use_ssl": True, "requester_pays": False, "version_aware": False, "encoded": False}
+_DEFAULTS = {
+    "anon": False, "client_kwargs": {"trust_env": True}, "use_ssl": True, "requester_pays": False, "version_aware": False, "encoded": False,
+}  # fmt: skip
 
 
 class _Source(NamedTuple):
@@ -104,7 +104,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         super().__init__(**options)
         self.fetch, self.block_size, self.force = fetch, parse_block_size(block_size), force
         self._given, self._init_kwargs = cache, own
-        self._inner = fs if fs is not None else fsspec.filesystem(target_protocol, **(target_options or {}))
+        self._inner = fs if fs is not None else _filesystem(target_protocol, target_options or {})
         self._pid = os.getpid()
         names = protocols_of(self._inner)
         first = [target_protocol] if target_protocol in names else []
@@ -326,14 +326,21 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
 
     def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **options: Any) -> Any:
         if self._is_http and not self.isdir(path):
-            return self.glob(path, detail=detail)
+            return _unchained(self.glob(path, detail=detail))
         return self.fs.find(_unchained(path), maxdepth=maxdepth, withdirs=withdirs, detail=detail, **options)
 
     def glob(self, path: str, *arguments: Any, **options: Any) -> Any:
-        if self._is_http and not has_magic(path):
-            names = [self._stripped(path)] if self.exists(path) else []
-            return {name: self.info(name) for name in names} if options.get("detail") else names
-        return self.fs.glob(_unchained(path), *arguments, **options)
+        """Names that are URLs begin with ``forebay::``: what opens one by itself, as `datasets` does, reads through the cache, too."""
+        if not self._is_http or has_magic(path):
+            found = self.fs.glob(_unchained(path), *arguments, **options)
+        else:
+            found = [self._stripped(path)] if self.exists(path) else []
+            found = {name: self.info(name) for name in found} if options.get("detail") else found
+        names = [self.unstrip_protocol(name) if self._is_http else name for name in found]
+        return dict(zip(names, found.values(), strict=True)) if isinstance(found, dict) else names
+
+    def expand_path(self, path: Any, *arguments: Any, **options: Any) -> list[str]:
+        return sorted(set(_unchained(super().expand_path(path, *arguments, **options))))
 
     def du(self, path: str, *arguments: Any, **options: Any) -> Any:
         return self.fs.du(_unchained(path), *arguments, **options)
@@ -475,6 +482,15 @@ def _check(
         raise errors.ConfigError(message, name=unknown[0], value="")
 
 
+def _filesystem(protocol: str | None, options: Mapping[str, Any]) -> Any:
+    """What lies behind the cache. `datasets` names it twice, ``forebay::https://host/a::https://host/a``: it is then to have options for
+    a target, which it does not know, and among these its own."""
+    takes = inspect.signature(fsspec.get_filesystem_class(protocol).__init__).parameters
+    if options.get("target_protocol") == protocol and "target_protocol" not in takes:
+        options = options["target_options"]
+    return fsspec.filesystem(protocol, **options)
+
+
 def _is_of_another(name: str, value: object) -> bool:
     """Whether an option is the options of another protocol, which fsspec passes to the outermost one where no link of a chain has it."""
     return isinstance(value, Mapping) and name in fsspec.available_protocols()
@@ -518,8 +534,7 @@ def _unchained(path: Any) -> Any:
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     for prefix in ("forebay::", "forebay://"):
         text = text.removeprefix(prefix)
-    # `datasets` puts the protocol before each name that `glob` gives, also where that is a URL.
-    return _DOUBLED.sub("", text)
+    return text
 
 
 def _has_urls(filesystem: Any) -> bool:
