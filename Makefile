@@ -35,11 +35,11 @@ $(VENV)/.quick: pyproject.toml | $(VENV)/bin/python
 
 # Tests, linters, docs and the peers of the benchmarks: one pip command, so that the torch that is pinned is the torch that is taken.
 # The pip of a fresh environment may be older than 25.1, which is the first that knows dependency groups.
-# CHIA pins an older Ray, and other packages that its cache and bypass do not use.
+# CHIA pins an older Ray, and other packages that its cache and bypass do not use; datasets an older fsspec.
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	$(PY) -m pip install --quiet --upgrade 'pip>=25.1'
 	$(PY) -m pip install --quiet --no-compile -e '.[all,examples]' --group dev
-	$(PY) -m pip install --quiet --no-compile --no-deps chialoops==2.0.1
+	$(PY) -m pip install --quiet --no-compile --no-deps chialoops==2.0.1 datasets==5.0.1
 	@touch $@ $(VENV)/.quick $(VENV)/.core
 
 demo: $(VENV)/.core ## offline, about a minute: 4 workers, 2 epochs, one worker killed
