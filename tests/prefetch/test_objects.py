@@ -111,6 +111,14 @@ def test_a_prefetcher_that_does_not_wait_goes_on_without_room(small: forebay.Cac
         assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
 
 
+@pytest.mark.parametrize("policy", ["wait", "lru"])
+def test_warm_where_what_is_there_already_fills_the_cache(small: forebay.Cache, server: ScriptedServer, policy: str) -> None:
+    prefix = put(server)
+    with small.prefetcher(prefix, workers=3, policy=policy) as pool:
+        assert pool.warm(NAMES[6:12]).failed == ()
+        assert pool.warm(NAMES[:12]).failed == ()
+
+
 def test_an_object_larger_than_the_cache_occupies_no_place(small: forebay.Cache, server: ScriptedServer) -> None:
     prefix = put(server)
     large = [f"large{number}" for number in range(4)]

@@ -554,6 +554,15 @@ def test_warm_of_what_has_no_room(cache: forebay.Cache, source: Items) -> None:
         assert [(key, type(error)) for key, error in report.failed] == [("huge", errors.NoSpace)]
 
 
+@pytest.mark.parametrize("policy", ["wait", "lru"])
+def test_warm_where_what_is_there_already_fills_the_space(cache: forebay.Cache, source: Items, policy: str) -> None:
+    """The last items are found at once: they are not held until the first one is stored, for which there is no room until then."""
+    with cache.prefetcher(source, max_count=4, workers=2, policy=policy) as pool:
+        assert pool.warm(KEYS[4:8]).failed == ()
+        assert in_thread(lambda: pool.warm(KEYS[:8]))().failed == ()
+        assert pool.count == 4
+
+
 def fails(call: str, subject: str) -> NoReturn:
     raise OSError(errno.EIO, "the disk went away")
 

@@ -237,7 +237,7 @@ class Prefetcher(Pool[Item_co]):
 
         for key in keys:
             self._check_open()
-            window.append((key, self._loader.submit(key, *self._name_of(key))))
+            window.append((key, self._loader.submit(key, *self._name_of(key), holds=False)))
             finish_all_but(4 * int(self._options["workers"]))
         finish_all_but(0)
         return WarmReport(tuple(done), tuple(failed))

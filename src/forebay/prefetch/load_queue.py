@@ -86,14 +86,14 @@ class LoadQueue:
 
     # -- for callers -----------------------------------------------------------------------------------------------
 
-    def submit(self, key: str, name: str, bound: bool) -> Load:
-        """The load of this key; a new one if there is none, or it failed or was dropped. Raises `Closed`."""
+    def submit(self, key: str, name: str, bound: bool, holds: bool) -> Load:
+        """The load of this key; a new one if there is none that `may_serve`. Raises `Closed`."""
         with self._lock:
             if self.closing:
                 raise errors.Closed.of("prefetcher")
             ref = self._refs.get(key)
             load = ref() if ref is not None else None
-            if load is None or load.state in (State.FAILED, State.DROPPED):  # an error that a caller keeps may hold it for long
+            if load is None or not load.may_serve(holds):  # an error that a caller keeps may hold it for long
                 load = Load(key, name, bound, self.news.gone)
                 self._refs[key] = load.ref
                 if self._config.size_of is not None:
@@ -102,6 +102,7 @@ class LoadQueue:
                 else:
                     self._queued.unchecked.append(load.ref)
                     self.news.wake()
+            load.holds = load.holds or holds
             return load
 
     def take(self, load: Load, seconds: float) -> Taken:
@@ -258,8 +259,7 @@ class LoadQueue:
             load = ref()
             if load is None or load.state is not State.LOADING:
                 return False
-            self._store(load, lease)
-            return True
+            return self._store(load, lease)
 
     def fail(self, ref: LoadRef, error: BaseException) -> None:
         """The source raised."""
@@ -336,8 +336,9 @@ class LoadQueue:
                 if load.state is not State.QUEUED:
                     continue
                 if lease is not None:
-                    self._store(load, lease)
                     lookup.hits.append(lease.entry.size)
+                    if not self._store(load, lease):
+                        lookup.unheld.append(lease)
                 elif fault is not None:
                     self._drop(load, fault)
                 elif load in lookup.failed:
@@ -418,9 +419,7 @@ class LoadQueue:
         with self._lock:
             for item, lease in zip(items, leases, strict=True):
                 load = item.ref()
-                if load is not None and load.state is State.LOADED:
-                    self._store(load, lease)
-                else:
+                if load is None or load.state is not State.LOADED or not self._store(load, lease):
                     unheld.append(lease)
                 item.promised = NOTHING
                 item.give_up()
@@ -559,9 +558,11 @@ class LoadQueue:
         if state is not State.LOADING and load.waiters:
             self._settled.notify_all()
 
-    def _store(self, load: Load, lease: Lease) -> None:
-        load.ref.lease = lease
+    def _store(self, load: Load, lease: Lease) -> bool:
+        """Returns whether the load keeps the lease."""
+        load.ref.lease = lease if load.holds else None
         self._set(load, State.STORED)
+        return load.holds
 
     def _drop(self, load: Load, fault: BaseException | None = None, data: Buffer | Lease | None = None) -> None:
         load.reason = "" if fault is None or isinstance(fault, errors.NoSpace) else str(fault)

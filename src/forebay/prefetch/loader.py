@@ -64,9 +64,9 @@ class Loader:
 
     # -- callers ---------------------------------------------------------------------------------------------------
 
-    def submit(self, key: str, name: str, bound: bool) -> Load:
-        """The load of an item, begun if there is none. ``name``: in the cache; ``bound``: to the session. Raises `Closed`."""
-        load = self.queue.submit(key, name, bound)
+    def submit(self, key: str, name: str, bound: bool, *, holds: bool = True) -> Load:
+        """The load of an item, begun if there is none. ``name``: in the cache; ``bound``, ``holds``: see `Load`. Raises `Closed`."""
+        load = self.queue.submit(key, name, bound, holds)
         self._start_threads()
         return load
 

@@ -100,7 +100,7 @@ class State(enum.Enum):
     LOADED = enum.auto()
     """Its bytes are in memory, or in a leased file, until the writer has stored them."""
     STORED = enum.auto()
-    """It is in the cache, and leased."""
+    """It is in the cache, and leased if it `holds`."""
     DROPPED = enum.auto()
     """It will not be stored: each `get` reads it from the source, unless its bytes are still in memory."""
     FAILED = enum.auto()
@@ -111,15 +111,17 @@ class Load:
     """One item on its way into the cache, shared by all its callers in this process. Only its `LoadQueue` changes it.
 
     ``key``: in the source; ``name``: in the cache; ``bound``: to the session; ``stores``: what the cache does not have is stored. A load
-    lives as long as a lazy, or a thread that works on it, refers to it: nothing else counts its holders."""
+    lives as long as a lazy, or a thread that works on it, refers to it: nothing else counts its holders. ``holds``: once it is stored, it
+    is leased; not, if it is only to be there."""
 
     __slots__ = (
-        "__weakref__", "bound", "busy_since", "data", "error", "key", "leased", "name", "reason", "ref", "scheduled", "size", "state",
-        "stores", "waiters",
+        "__weakref__", "bound", "busy_since", "data", "error", "holds", "key", "leased", "name", "reason", "ref", "scheduled", "size",
+        "state", "stores", "waiters",
     )  # fmt: skip
 
     def __init__(self, key: str, name: str, bound: bool, on_gone: Callable[[LoadRef], object], *, stores: bool = True) -> None:
         self.key, self.name, self.bound, self.stores = key, name, bound, stores
+        self.holds = False
         self.state = State.QUEUED
         self.data: Buffer | None = None
         self.leased: Lease | None = None
@@ -141,6 +143,11 @@ class Load:
     def is_waiting(self) -> bool:
         """Whether no thread works on it yet."""
         return self.state in (State.QUEUED, State.SCHEDULED)
+
+    def may_serve(self, holds: bool) -> bool:
+        """Whether another caller can have it: it did not fail, nor was it dropped, nor is it stored without a lease that is wanted."""
+        is_unheld = self.state is State.STORED and self.ref.lease is None
+        return self.state not in (State.FAILED, State.DROPPED) and not (holds and is_unheld)
 
     @property
     def is_settled(self) -> bool:
@@ -242,7 +249,8 @@ class Lookup:
     """Loads that the scheduler looks for in the cache, and what it learns of them.
 
     ``needs``: the room of those that can be read if they are not there; ``holds``: the locks on their keys; ``failed``: what their loads in
-    other processes raised; ``hits``: sizes of what was there; ``too_large``: key and size of one that is larger than the limit."""
+    other processes raised; ``hits``: sizes of what was there; ``unheld``: leases on what is only to be there; ``too_large``: key and size
+    of one that is larger than the limit."""
 
     loads: list[Load]
     needs: dict[Load, Need]
@@ -251,6 +259,7 @@ class Lookup:
     holds: dict[Load, KeyHold] = field(default_factory=dict)
     failed: dict[Load, Exception] = field(default_factory=dict)
     hits: list[int] = field(default_factory=list)
+    unheld: list[Lease] = field(default_factory=list)
     too_large: tuple[str, int] | None = None
 
 

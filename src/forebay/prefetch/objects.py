@@ -71,19 +71,20 @@ class ObjectLoader:
 
     # -- callers ---------------------------------------------------------------------------------------------------
 
-    def submit(self, key: str, name: str, bound: bool, *, stores: bool = True) -> Load:
-        """The load of an object, begun if there is none, or it failed. ``name``: its key in the cache. ``stores``: see `Load`. Raises
-        `Closed`."""
+    def submit(self, key: str, name: str, bound: bool, *, stores: bool = True, holds: bool = True) -> Load:
+        """The load of an object, begun if there is none that `may_serve`. ``name``: its key in the cache; ``stores`` and ``holds``: see
+        `Load`. Raises `Closed`."""
         with self._lock:
             if self.closing:
                 raise errors.Closed.of("prefetcher")
             ref = self._refs.get(key)
             load = ref() if ref is not None else None
-            if load is None or load.state in (State.FAILED, State.DROPPED):
+            if load is None or not load.may_serve(holds):
                 load = Load(key, name, bound, self.news.gone, stores=stores)
                 self._refs[key] = load.ref
                 self._queued.append(load.ref)
                 self._wake()
+            load.holds = load.holds or holds
         self.start()
         return load
 
@@ -257,7 +258,8 @@ class ObjectLoader:
             if load is None or load.state is not State.LOADING:
                 pass  # nobody needs it any more
             elif lease is not None:
-                ref.lease, lease = lease, None
+                if load.holds:
+                    ref.lease, lease = lease, None
                 self._set(load, State.STORED)
             elif request.is_busy:
                 load.busy_since = request.since

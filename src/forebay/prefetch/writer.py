@@ -44,6 +44,8 @@ class Scheduler:
                 hold.release()
             for size in lookup.hits:
                 self._store.count_hit(size)
+            for lease in lookup.unheld:
+                lease.close()
         return lookup.too_large
 
     def _ask_engine(self, lookup: Lookup) -> None:
