@@ -26,6 +26,7 @@ from forebay.directories.uploading import Uploaded, upload
 from forebay.origin import Origin
 from forebay.remote import RemoteOptions
 from forebay.testing import MemorySink, ScriptedServer
+from tests.items import until
 from tests.processes import HANG, Gate, ProcessGroup
 from tests.remote_directories import (  # noqa: F401 (fixtures)
     CKPT,
@@ -443,7 +444,7 @@ def test_an_upload_sees_that_another_began(place: RemoteDirectory, near: Path, t
         if name != MARKER and not done:
             done.append(name)
             upload(second, tmp_path / "other")
-            assert remote.looked.wait(HANG)
+            until(lambda: remote.looked.is_set() or ended.is_set())
 
     def has_begun(name: str) -> None:
         if others.written == [MARKER]:
@@ -451,9 +452,11 @@ def test_an_upload_sees_that_another_began(place: RemoteDirectory, near: Path, t
 
     others.after = has_begun
     done: list[str] = []
+    ended = threading.Event()  # the first may look before `has_begun` does, and not again
     remote.before = overtake
     with pytest.raises(errors.Conflict, match="another upload"):
         upload(first, near, jobs=1)
+    ended.set()
     assert len(remote.written) < len(NAMES)
     assert list(mark(place)["files"]) == ["config.json"]
     assert mark(place)["complete"] is True
