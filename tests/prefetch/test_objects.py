@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,20 @@ def test_a_prefetcher_that_does_not_wait_goes_on_without_room(small: forebay.Cac
         assert [lazy.get() for lazy in lazies] == [body(name) for name in NAMES]
 
 
-@pytest.mark.parametrize("policy", ["wait", "lru"])
-def test_warm_where_what_is_there_already_fills_the_cache(small: forebay.Cache, server: ScriptedServer, policy: str) -> None:
-    prefix = put(server)
-    with small.prefetcher(prefix, workers=3, policy=policy) as pool:
-        assert pool.warm(NAMES[6:12]).failed == ()
-        assert pool.warm(NAMES[:12]).failed == ()
+def test_what_is_only_warmed_is_held_by_those_that_want_it(cache: forebay.Cache, server: ScriptedServer) -> None:
+    prefix = put(server, NAMES[:2])
+    server.objects["/d/0.bin"].stall_after = 100
+    with cache.prefetcher(prefix) as pool, ThreadPoolExecutor(1) as aside:
+        warm = aside.submit(pool.warm, NAMES[:2])
+        try:
+            assert server.stalled.wait(60)
+            until(lambda: [entry.leased for entry in cache.entries()] == [False], "the other one")
+            lazy = pool.get_lazy("1.bin")
+            until(lambda: [entry.leased for entry in cache.entries()] == [True], "its lease")
+            assert lazy.get() == body("1.bin")
+        finally:
+            server.go.set()
+        assert warm.result().failed == ()
 
 
 def test_an_object_larger_than_the_cache_occupies_no_place(small: forebay.Cache, server: ScriptedServer) -> None:

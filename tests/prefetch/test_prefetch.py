@@ -563,6 +563,17 @@ def test_warm_where_what_is_there_already_fills_the_space(cache: forebay.Cache, 
         assert pool.count == 4
 
 
+def test_what_is_only_warmed_is_held_by_those_that_want_it(cache: forebay.Cache, pool: Prefetcher, source: Items) -> None:
+    source.stop("a")
+    warm = in_thread(lambda: pool.warm(["a", "b"]))
+    until(lambda: [entry.leased for entry in cache.entries("prefetch")] == [False], "the other one")
+    lazy = pool.get_lazy("b")
+    until(lambda: [entry.leased for entry in cache.entries("prefetch")] == [True], "its lease")
+    assert lazy.get() == body("b")
+    source.go()
+    assert warm().failed == ()
+
+
 def fails(call: str, subject: str) -> NoReturn:
     raise OSError(errno.EIO, "the disk went away")
 

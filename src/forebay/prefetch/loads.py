@@ -146,8 +146,7 @@ class Load:
 
     def may_serve(self, holds: bool) -> bool:
         """Whether another caller can have it: it did not fail, nor was it dropped, nor is it stored without a lease that is wanted."""
-        is_unheld = self.state is State.STORED and self.ref.lease is None
-        return self.state not in (State.FAILED, State.DROPPED) and not (holds and is_unheld)
+        return self.state not in (State.FAILED, State.DROPPED) and not (holds and self.state is State.STORED and self.ref.lease is None)
 
     @property
     def is_settled(self) -> bool:

@@ -340,7 +340,8 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         return dict(zip(names, found.values(), strict=True)) if isinstance(found, dict) else names
 
     def expand_path(self, path: Any, *arguments: Any, **options: Any) -> list[str]:
-        return sorted(set(_unchained(super().expand_path(path, *arguments, **options))))
+        found: list[str] = super().expand_path(path, *arguments, **options)
+        return sorted(set(_unchained(found))) if self._is_http else found
 
     def du(self, path: str, *arguments: Any, **options: Any) -> Any:
         return self.fs.du(_unchained(path), *arguments, **options)
@@ -485,9 +486,9 @@ def _check(
 def _filesystem(protocol: str | None, options: Mapping[str, Any]) -> Any:
     """What lies behind the cache. `datasets` names it twice, ``forebay::https://host/a::https://host/a``: it is then to have options for
     a target, which it does not know, and among these its own."""
-    takes = inspect.signature(fsspec.get_filesystem_class(protocol).__init__).parameters
-    if options.get("target_protocol") == protocol and "target_protocol" not in takes:
-        options = options["target_options"]
+    if options.get("target_protocol") == protocol:
+        takes = inspect.signature(fsspec.get_filesystem_class(protocol).__init__).parameters
+        options = options if "target_protocol" in takes else options["target_options"]
     return fsspec.filesystem(protocol, **options)
 
 
