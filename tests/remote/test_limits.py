@@ -29,6 +29,7 @@ from forebay.remote.http.handles import TransferRequest
 from forebay.remote.http.receivers import Incoming
 from forebay.testing import MemorySink, ScriptedServer
 from tests.harness import opened
+from tests.items import until
 from tests.processes import Line, talk_to
 from tests.remote_objects import connections
 from tests.servers.nginx import Nginx
@@ -179,6 +180,7 @@ def test_transfers_get_bytes_in_turn(server: ScriptedServer) -> None:
     incoming = [Incoming(request(url, limits), limit=2 << 20) for url in urls]
     for each in incoming:
         each.wait_for_head()
+    until(lambda: all(served.sent > 4 * PIECE for served in server.requests), "a block of each body")  # else it may be passed over
     for _ in range(12):
         assert limits.empty.wait(10)
         limits.grant(1)  # a piece
