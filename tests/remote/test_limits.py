@@ -325,7 +325,7 @@ def test_the_wait_for_a_connection_is_no_silence_of_the_host(is_begun: bool, ser
     timer.join()
     server.go.set()
     (waited,) = hosts.waits
-    assert 0.2 <= waited < queued
+    assert 0.19 <= waited < queued  # libcurl's clock is rougher than Python's
 
 
 # -- in many processes ---------------------------------------------------------------------------------------------------

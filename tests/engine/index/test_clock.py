@@ -122,6 +122,25 @@ def test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_earl
     assert clock.now() <= clock.look() - SECOND // 2
 
 
+def test_a_pause_between_two_looks_changes_no_time_that_is_shown(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = passed = 0
+
+    def wall() -> int:
+        nonlocal calls, passed
+        calls += 1
+        passed += SECOND // 100 if calls % 5 == 0 else 0  # it stood still in front of this
+        return time_ns() + passed
+
+    monotonic_ns, time_ns = time.monotonic_ns, time.time_ns
+    monkeypatch.setattr(time, "monotonic_ns", lambda: monotonic_ns() + passed)
+    monkeypatch.setattr(time, "time_ns", wall)
+    clock, moment, shown = store.engine.slots.clock, store.now(), set()
+    for _ in range(20):
+        clock.look()
+        shown.add(clock.wall(moment))
+    assert len(shown) == 1
+
+
 def test_after_a_reboot_it_goes_on_from_what_was_seen_last(store: Store, clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
     table, at = words(store)
     before = store.now()

@@ -71,9 +71,9 @@ class Clock:
         return self.walls((moment,))[0]
 
     def walls(self, moments: Iterable[int]) -> list[float]:
-        """`wall`, of many."""
+        """`wall`, of many. A pause between the reads of the two clocks does not change what is shown."""
         self.now()
-        skew = round(self.window[2], -6)  # each look measures it slightly differently: an entry's times must not change
+        skew = round(max(time.monotonic_ns() + self._ahead - time.time_ns() for _ in range(3)), -6)
         return [max(moment - skew, 1) / 1e9 if moment else 0.0 for moment in moments]
 
     def _load(self, wall: int, ticks: int) -> int | None:
