@@ -292,9 +292,9 @@ def test_nobody_listens_and_no_such_host() -> None:
 def test_a_slow_reader_holds_back_the_sender(server: ScriptedServer) -> None:
     """No more is read than the receiver takes, and its slowness is not the server's."""
     body = BODY * 24
-    incoming = Incoming(request(server.put("/a", body), read_timeout=0.3), limit=64 << 10)
+    incoming = Incoming(request(server.put("/a", body), read_timeout=1), limit=64 << 10)
     incoming.wait_for_head()
-    time.sleep(1.0)  # three times the limit for a wait
+    time.sleep(1.5)  # longer than the limit for a wait
     assert server.sent < len(body) - (1 << 20)
     data = bytearray()
     while piece := incoming.read(1 << 20):

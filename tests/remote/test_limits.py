@@ -143,10 +143,9 @@ def body_of(incoming: Incoming) -> bytes:
 
 def test_a_transfer_stands_still_while_there_are_no_bytes(server: ScriptedServer) -> None:
     limits = FakeLimits(100_000)
-    # longer than any wait of the server, since it waits for us
-    incoming = Incoming(request(server.put("/a", BODY), limits, read_timeout=0.2), limit=2 << 20)
+    incoming = Incoming(request(server.put("/a", BODY), limits, read_timeout=1), limit=2 << 20)
     assert limits.empty.wait(10)
-    time.sleep(0.5)
+    time.sleep(1.5)  # longer than the limit for a wait
     assert 100_000 <= incoming.waiting < 100_000 + PIECE
     assert limits.counted == incoming.waiting
     limits.grant(1 << 30)
