@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from forebay._kernel import host
+from tests.items import until
 
 KINDS = ("ext4", "xfs")
 LOG_FLUSHED, NOTHING_FLUSHED = 1, 2
@@ -62,6 +63,8 @@ class Disk:
             while os.waitpid(-group, 0):
                 continue
         run("umount", self.place)
+        # A process of another test may have the mount in a namespace of its own, and mounting would give the dead file system again.
+        until(lambda: str(self.image) not in backing_files(), "the end of the last mount")
         self.mount()
 
     def files(self) -> list[Path]:
@@ -77,6 +80,15 @@ class Disk:
                     libc.sync_file_range(fd, 0, 0, _WRITE_AND_WAIT)
                 finally:
                     os.close(fd)
+
+
+def backing_files() -> set[str]:
+    """The images behind all loop devices."""
+    found = set[str]()
+    for path in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError):  # it is just being freed
+            found.add(path.read_text().strip())
+    return found
 
 
 libc = ctypes.CDLL(None, use_errno=True)

@@ -108,8 +108,9 @@ def test_who_has_little_time_announces_it_while_there_is_some_left(tmp_path: Pat
             return ask(self)
 
         monkeypatch.setattr(module.WriterLock, "_ask_hungry", asking)
+        monkeypatch.setattr(module, "HUNGRY", 60)  # half of the timeout comes sooner
         with store.engine.catalog.writer(), pytest.raises(errors.WriterBusy):
-            other.take(module.HUNGRY / 2)
+            other.take(1)
         other.close()
     assert len(asked) > 1  # it slept in between, and could have been woken
 
