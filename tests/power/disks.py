@@ -64,7 +64,7 @@ class Disk:
                 continue
         run("umount", self.place)
         # A process of another test may have the mount in a namespace of its own, and mounting would give the dead file system again.
-        until(lambda: str(self.image) not in backing_files(), "the end of the last mount")
+        until(lambda: not subprocess.check_output(["losetup", "-j", self.image]), "the end of the last mount")
         self.mount()
 
     def files(self) -> list[Path]:
@@ -80,15 +80,6 @@ class Disk:
                     libc.sync_file_range(fd, 0, 0, _WRITE_AND_WAIT)
                 finally:
                     os.close(fd)
-
-
-def backing_files() -> set[str]:
-    """The images behind all loop devices."""
-    found = set[str]()
-    for path in Path("/sys/block").glob("loop*/loop/backing_file"):
-        with contextlib.suppress(OSError):  # it is just being freed
-            found.add(path.read_text().strip())
-    return found
 
 
 libc = ctypes.CDLL(None, use_errno=True)

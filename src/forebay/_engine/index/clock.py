@@ -51,15 +51,15 @@ class Clock:
 
     def look(self) -> int:
         """`now`, compared with what other processes saw."""
-        wall = max(time.time_ns(), 1)  # before the monotonic one: a pause in between makes it late, never early
-        ticks = time.monotonic_ns()
+        wall, ticks = max(time.time_ns(), 1), time.monotonic_ns()  # in this order: a pause in between makes it late, never early
         others = self._load(wall, ticks)
         self._ahead = ahead = max(self._ahead, wall - ticks, others or 0)
         now = ticks + ahead
         if self._writable:
             self._store(ahead, now)
-        wall = time.time_ns()  # after the monotonic one: a pause in between makes it late until the next look, never early
-        self.window = wall, wall + (0 if others is None else LOOK_AGAIN), now - wall  # while there is no table, look for it again
+        skew = max(time.monotonic_ns() + ahead - time.time_ns() for _ in range(3))  # a pause in between makes one late, never early
+        wall = time.time_ns()
+        self.window = wall, wall + (0 if others is None else LOOK_AGAIN), skew  # while there is no table, look for it again
         return now
 
     def is_past(self, moment: int) -> bool:
@@ -71,9 +71,9 @@ class Clock:
         return self.walls((moment,))[0]
 
     def walls(self, moments: Iterable[int]) -> list[float]:
-        """`wall`, of many. A pause between the reads of the two clocks does not change what is shown."""
+        """`wall`, of many."""
         self.now()
-        skew = round(max(time.monotonic_ns() + self._ahead - time.time_ns() for _ in range(3)), -6)
+        skew = round(self.window[2], -6)  # each look measures it slightly differently: an entry's times must not change
         return [max(moment - skew, 1) / 1e9 if moment else 0.0 for moment in moments]
 
     def _load(self, wall: int, ticks: int) -> int | None:
