@@ -20,6 +20,8 @@ from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, rank
 from tests.processes import Gate, ProcessGroup
 
+pytestmark = pytest.mark.usefixtures("registry")  # a refusal is told through the registry, too
+
 MANY = 200
 
 
