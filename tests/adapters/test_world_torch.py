@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from forebay.world import World
 from tests.claims.launched import clean
+from tests.servers.ports import free_port
 
 pytest.importorskip("torch")
 
@@ -21,12 +21,6 @@ PROGRAM = str(Path(__file__).with_name("world_runs.py"))
 LAUNCHED = str(Path(__file__).parents[1] / "claims" / "launched.py")
 ROOT = str(Path(__file__).parents[2])
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def start(*command: str) -> subprocess.Popen[str]:

@@ -23,6 +23,7 @@ from forebay.testing import ScriptedServer
 from tests.remote.responses import Ended, Response, whole
 from tests.remote_objects import connections
 from tests.servers.nginx import nginx as running
+from tests.servers.ports import free_port
 from tests.servers.raw import RawServer
 from tests.servers.raw import raw as raw
 
@@ -280,9 +281,7 @@ def test_the_connect_timeout_ends_connecting_and_tls() -> None:
 
 
 def test_nobody_listens_and_no_such_host() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    assert failure(f"http://127.0.0.1:{port}/a").reason == "the connection failed: Connection refused"
+    assert failure(f"http://127.0.0.1:{free_port()}/a").reason == "the connection failed: Connection refused"
     assert "cannot be resolved" in failure("http://no-such-host.invalid/a").reason
 
 

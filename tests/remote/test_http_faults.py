@@ -17,6 +17,7 @@ from forebay._model import Span
 from forebay.remote import RemoteOptions
 from forebay.remote.http import HttpRemote
 from forebay.testing import MemorySink, ScriptedServer
+from tests.servers.ports import free_port
 
 PART = 64 << 10
 BODY = random.Random(2).randbytes(10 * PART + 17)
@@ -185,8 +186,7 @@ def test_pauses_grow_and_differ(server: ScriptedServer) -> None:
 
 
 def test_nobody_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    port = free_port()
     with pytest.raises(errors.RemoteUnavailable, match=f"127.0.0.1:{port}/a: the connection failed: Connection refused, after 2 attempts"):
         remote(attempts=2).fetch(f"http://127.0.0.1:{port}/a", MemorySink())
 

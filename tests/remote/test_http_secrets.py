@@ -20,6 +20,7 @@ from forebay.remote.http import HttpRemote
 from forebay.remote.http.connections import endpoint_of
 from forebay.remote.http.exchange import Exchange
 from forebay.testing import MemorySink, ScriptedServer
+from tests.servers.ports import free_port
 from tests.servers.tls import both as both
 
 SECRET = "5ec3e7"
@@ -248,8 +249,7 @@ def test_a_proxy_for_https(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def failures(server: ScriptedServer, tmp_path: Path) -> list[str]:
     signed = f"?X-Amz-Signature={SECRET}&token={SECRET}"
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        nobody = f"http://me:{SECRET}@127.0.0.1:{found.getsockname()[1]}/a{signed}"
+    nobody = f"http://me:{SECRET}@127.0.0.1:{free_port()}/a{signed}"
     urls = [
         nobody,
         f"http://{SECRET}:\u2100@h/",

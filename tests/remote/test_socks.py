@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +14,7 @@ from forebay.remote.http import HttpRemote
 from forebay.testing import ScriptedServer
 from tests.servers.nginx import Nginx
 from tests.servers.nginx import nginx as running
+from tests.servers.ports import free_port
 from tests.servers.socks import Asked, SocksServer
 from tests.servers.socks import socks as socks
 
@@ -97,9 +97,7 @@ def test_a_proxy_that_does_not_connect_says_why(socks: SocksServer, monkeypatch:
 
 
 def test_a_proxy_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    monkeypatch.setenv("all_proxy", f"socks5h://me:{SECRET}@127.0.0.1:{port}")
+    monkeypatch.setenv("all_proxy", f"socks5h://me:{SECRET}@127.0.0.1:{free_port()}")
     with pytest.raises(errors.RemoteUnavailable, match="its proxy cannot be reached") as caught:
         read("http://far.invalid/a")
     assert SECRET not in str(caught.value)

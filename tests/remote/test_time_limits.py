@@ -20,6 +20,7 @@ from forebay.remote.base import AttemptFailed
 from forebay.remote.filesystems import FilesystemRemote, helper
 from forebay.remote.http import HttpRemote
 from forebay.testing import MemorySink, ScriptedServer
+from tests.servers.ports import free_port
 from tests.servers.raw import RawServer
 from tests.servers.raw import raw as raw
 from tests.servers.tls import both as both
@@ -234,12 +235,6 @@ REFUSING, UNREACHABLE = "127.0.0.1", ("255.255.255.255", "224.0.0.1")
 """Addresses at which nobody listens, and to which Linux never connects."""
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @pytest.mark.parametrize(
     ("addresses", "told"),
     [
@@ -249,17 +244,16 @@ def free_port() -> int:
     ],
 )
 def test_there_is_no_way_to_a_host_only_if_no_address_has_one(
-    monkeypatch: pytest.MonkeyPatch, free_port: int, addresses: tuple[str, str], told: list[str]
+    monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, str], told: list[str]
 ) -> None:
+    port = free_port()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: [(0, 0, 0, "", (name, 80)) for name in addresses])
     with tracking_hosts(noted := Noted()), pytest.raises(errors.RemoteUnavailable):
-        HttpRemote(ONCE).stat(f"http://two.example:{free_port}/a")
-    assert noted.told == [text.format(free_port) for text in told]
+        HttpRemote(ONCE).stat(f"http://two.example:{port}/a")
+    assert noted.told == [text.format(port) for text in told]
 
 
-def test_addresses_are_looked_up_again_where_none_can_be_connected_to(
-    raw: RawServer, monkeypatch: pytest.MonkeyPatch, free_port: int
-) -> None:
+def test_addresses_are_looked_up_again_where_none_can_be_connected_to(raw: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses, asked = [UNREACHABLE[0]], []
 
     def look_up(name: str, *args: object, **kwargs: object) -> list[object]:
@@ -305,10 +299,10 @@ def test_the_time_for_connecting_does_not_bound_a_response(both: ScriptedServer,
     ],
 )
 def test_a_proxy_that_is_dead_is_silence(
-    monkeypatch: pytest.MonkeyPatch, free_port: int, scheme: str, why: str, error: type[errors.RemoteError], told: str | None
+    monkeypatch: pytest.MonkeyPatch, scheme: str, why: str, error: type[errors.RemoteError], told: str | None
 ) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
-        address = f"127.0.0.1:{full.getsockname()[1]}" if why == "silent" else f"{why}:{free_port}"
+        address = f"127.0.0.1:{full.getsockname()[1]}" if why == "silent" else f"{why}:{free_port()}"
         monkeypatch.setenv(f"{scheme}_proxy", f"http://me:SIKRIT@{address}")
         with tracking_hosts(noted := Noted()), pytest.raises(error, match="its proxy cannot be reached") as caught:
             HttpRemote(RemoteOptions(attempts=1, connect_timeout=1)).stat(f"{scheme}://host.example/a")

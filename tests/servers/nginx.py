@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers.ports import free_port
+
 PR_SET_PDEATHSIG = 1
 
 CONFIG = """
@@ -87,7 +89,7 @@ def nginx(folder: Path, *, tls: bool = False) -> Iterator[Nginx]:
     secure = f"ssl_certificate {folder}/cert.pem; ssl_certificate_key {folder}/key.pem;" if tls else ""
     if tls:
         _certificate(folder)
-    port = _free_port()
+    port = free_port()
     config = CONFIG.format(folder=folder, port=port, tls=secure)
     (folder / "nginx.conf").write_text(config.replace(f":{port};", f":{port} ssl;") if tls else config)
     command = [program, "-p", folder, "-c", folder / "nginx.conf"]
@@ -103,11 +105,6 @@ def nginx(folder: Path, *, tls: bool = False) -> Iterator[Nginx]:
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:

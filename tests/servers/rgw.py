@@ -1,9 +1,9 @@
 """A real S3 server for the tests: Ceph RGW on loopback, with one monitor and one OSD of its own.
 
-`rgw_server` is one server for all pytest-xdist workers of a run. A keeper process (this file, run as a script) starts the daemons as its
+`rgw_server` is one server for all pytest-xdist workers of a run. A keeper process (this module, run as a program) starts the daemons as its
 children and stops them when the last test process that uses them is gone, by whatever death: each user holds a shared POSIX lock on
 FOLDER/users, and the keeper waits for the exclusive one. The daemons die with the keeper (PR_SET_PDEATHSIG).
-To keep one for several runs: `python tests/servers/rgw.py hold FOLDER`, and RGW_FOLDER=FOLDER for pytest.
+To keep one for several runs: `python -m tests.servers.rgw hold FOLDER`, and RGW_FOLDER=FOLDER for pytest.
 Needs root and Debian's packages radosgw, ceph-mon, ceph-osd, ceph-common, and openssl.
 """
 
@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,8 +29,11 @@ from typing import Any
 
 import pytest
 
+from tests.servers.ports import free_port
+
 PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "openssl", "radosgw", "radosgw-admin")
 PR_SET_PDEATHSIG = 1
+ROOT = Path(__file__).parents[2]
 START_LIMIT = 120.0
 
 
@@ -97,9 +99,8 @@ def joined(folder: Path) -> Iterator[RgwServer]:
 
 def _start_keeper(folder: Path) -> None:
     with open(folder / "keeper.log", "wb") as log:
-        keeper = subprocess.Popen(
-            [sys.executable, __file__, str(folder)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+        program = [sys.executable, "-m", __name__, str(folder)]
+        keeper = subprocess.Popen(program, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     deadline = time.monotonic() + START_LIMIT
     while not (folder / "address").exists():
         if keeper.poll() is not None or time.monotonic() > deadline:
@@ -135,7 +136,7 @@ class Keeper:
         shutil.rmtree(self.data, ignore_errors=True)
         for folder in (self.data, self.data / "mon", self.data / "osd"):
             folder.mkdir(mode=0o700)
-        monitor, plain, tls = free_ports(3)
+        monitor, plain, tls = (free_port() for _ in range(3))
         fsid, osd = str(uuid.uuid4()), str(uuid.uuid4())
         address = f"[v2:127.0.0.1:{monitor}]"
         self._certificate()
@@ -211,14 +212,6 @@ class Keeper:
                 if self.daemons[-1].poll() is not None or time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ import pytest
 from tests.adapters.conftest import load_streaming
 from tests.adapters.streaming.streaming_runs import SAMPLES, Job, Node, Say, make_shards, own_node
 from tests.items import until
+from tests.servers.ports import free_port
 
 load_streaming()
 
@@ -302,15 +302,8 @@ def two_epochs(say: Say, remote: Path, local: Path, number: int, port: int) -> N
     epochs(say, remote, local)
 
 
-def a_free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
 def test_two_ranks_with_two_workers_each(remote: Path, tmp_path: Path, node: Node) -> None:
-    port = a_free_port()
+    port = free_port()
     ranks = [Job(lambda say, n=n: two_epochs(say, remote, tmp_path / "local", n, port)) for n in range(2)]
     with ranks[0], ranks[1]:
         prefixes, *both = [[rank.said() for rank in ranks] for _ in range(3)]
@@ -337,7 +330,7 @@ def rank_and_wait(say: Say, remote: Path, local: Path, number: int, port: int) -
 
 def test_a_rank_that_is_killed(remote: Path, tmp_path: Path, node: Node) -> None:
     """The other is told within a second, where it would have waited for ever."""
-    port = a_free_port()
+    port = free_port()
     with Job(lambda say: rank_and_wait(say, remote, tmp_path / "local", 0, port)) as leader:
         with Job(lambda say: rank_and_wait(say, remote, tmp_path / "local", 1, port)) as other:
             assert [leader.said(), other.said()] == [SAMPLES / 2, SAMPLES / 2]
