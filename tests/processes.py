@@ -100,6 +100,11 @@ class Child(Line):
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def stop(self) -> None:
+        """Stopped when this returns, or gone: until then it may still run on another processor."""
+        self.signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
     def kill(self) -> None:
         """Gone when this returns, and its group if it leads one."""
         if self._status is None:

@@ -49,6 +49,13 @@ def broken(barrier: Barrier, parties: int | None = None) -> tuple[list[str], flo
     return caught.value.missing, time.monotonic() - began
 
 
+def stop_waiting(context: ClaimContext, *waiting: Child) -> None:
+    """Stop processes that wait, while none of them has the barrier's lock, which it would keep."""
+    with barriers.state_of(context, NAME).mutex.within(LONG):
+        for child in waiting:
+            child.stop()
+
+
 def comes_to_wait(context: ClaimContext, count: int, name: str = NAME) -> None:
     """Until so many wait."""
     board = barriers.state_of(context, name)
@@ -317,8 +324,7 @@ def test_all_are_told_of_the_same_deaths_in_one_round(place: Path, context: Clai
     second = children(lambda: rank(place, 2, lambda barrier: barrier.wait(4, LONG)))
     other = children(lambda: rank(place, 3, lambda barrier: [broken(barrier, parties)[0] for parties in (4, 3)]))
     comes_to_wait(context, 3)
-    second.signal(signal.SIGSTOP)
-    other.signal(signal.SIGSTOP)
+    stop_waiting(context, second, other)
     first.kill()
     barrier = Barrier(context, NAME)
     told = [broken(barrier, 4)[0]]
@@ -436,7 +442,7 @@ def test_who_waits_and_is_stopped_is_told_later(place: Path, context: ClaimConte
     stopped = children(lambda: rank(place, 1, lambda barrier: broken(barrier, 3)))
     killed = children(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
     comes_to_wait(context, 2)
-    stopped.signal(signal.SIGSTOP)
+    stop_waiting(context, stopped)
     killed.kill()
     barrier = Barrier(context, NAME)
     broken(barrier, 3)
@@ -670,7 +676,7 @@ def test_a_barrier_logs_for_whom_it_waits(
     gate = Gate()
     stopped = children(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
     gate.wait()
-    stopped.signal(signal.SIGSTOP)
+    stopped.stop()
     with caplog.at_level(logging.WARNING), pytest.raises(errors.WaitTimeout):
         Barrier(context, NAME).wait(2, 5.3)
     [said] = [record.getMessage() for record in caplog.records if record.name == "forebay.wait"]

@@ -116,8 +116,7 @@ def test_a_death_lets_go(place: Path, context: ClaimContext, children: ProcessGr
 def test_a_timeout_names_the_holder(place: Path, context: ClaimContext, children: ProcessGroup, stopped: bool) -> None:
     holder = held(children, place, 7)
     if stopped:
-        holder.signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
+        holder.stop()
     end = ", stopped" if stopped else ""
     with pytest.raises(errors.WaitTimeout, match=rf"the lock 'x' of claim 000000, held by rank 7 \(process {holder.pid}{end}\)$"):
         NamedLock(context, "x", timeout=0.1).__enter__()

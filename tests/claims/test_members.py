@@ -135,8 +135,7 @@ def test_a_place_that_was_left_is_used_again_and_one_of_the_dead_is_not(place: P
 def test_a_stopped_process_is_in_and_said_to_be_stopped(place: Path, context: ClaimContext) -> None:
     with other(place) as child:
         slot = child.hear()
-        os.kill(child.pid, signal.SIGSTOP)
-        os.waitpid(child.pid, os.WUNTRACED)
+        child.stop()
         (member,) = [member for member in context.members.live() if member.slot == slot]
         assert "stopped)" in member.describe_with_state()
         assert not member.is_dying()

@@ -622,7 +622,7 @@ def test_a_lock_that_does_not_come_is_told(node: Registry, registry: Path, child
     ready.wait()
     said = text_of(errors.WaitTimeout, lambda: claim("/local", timeout=0.2))
     assert str(child.pid) in said
-    child.signal(signal.SIGSTOP)
+    child.stop()
     child.kill()
     claim("/local", timeout=30).close()
 

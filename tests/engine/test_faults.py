@@ -462,7 +462,7 @@ def test_s08_a_stopped_fetcher_is_named(quick_path: Path, children: Callable[...
 
     child = children(fetcher)
     said.wait()
-    child.signal(signal.SIGSTOP)
+    child.stop()
 
     def waiter() -> None:
         waits: list[Any] = []

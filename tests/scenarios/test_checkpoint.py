@@ -191,7 +191,7 @@ def test_s04_many_processes_many_directories(root: Path, shelf: Shelf, children:
     most = 0
     while any(os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for child in ranks):
         for child in ranks:
-            child.signal(signal.SIGSTOP)  # else files come and go while they are counted
+            child.stop()  # else files come and go while they are counted
         most = max(most, data_usage(root))
         for child in ranks:
             child.signal(signal.SIGCONT)

@@ -118,7 +118,7 @@ def test_s08_a_stopped_holder_of_a_lock(
 
     holder, waiting, short = children(hold), children(patient), children(impatient)
     assert held.wait(60)
-    holder.signal(signal.SIGSTOP)
+    holder.stop()
     assert f"{holder.pid}" in short.result()
     time.sleep(6)  # longer than what is waited in silence
     holder.signal(end)

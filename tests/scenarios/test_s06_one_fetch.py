@@ -144,7 +144,7 @@ def test_s06_a_stopped_downloader_is_not_taken_for_dead(root: Path, server: Scri
 
     downloader = children(rank)
     assert server.stalled.wait(60)
-    downloader.signal(signal.SIGSTOP)
+    downloader.stop()
     waiter = children(rank)
     with forebay.Cache(root) as cache, pytest.raises(forebay.errors.WaitTimeout) as caught:
         with cache.local(url, timeout=1):

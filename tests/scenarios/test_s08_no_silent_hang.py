@@ -62,7 +62,7 @@ def test_s08_a_stopped_download(
 
     holder = children(fetch)
     assert came.wait(60)
-    holder.signal(signal.SIGSTOP)
+    holder.stop()
     waiting = children(patient)
     readers = children(impatient_reader), children(impatient_stream), children(impatient_path)
     data, said = readers[0].result()
@@ -97,7 +97,7 @@ def test_s08_a_stopped_function(root: Path, children: Callable[..., Any], flag: 
 
     holder = children(slow)
     assert inside.wait(60)
-    holder.signal(signal.SIGSTOP)
+    holder.stop()
     with warnings() as said, forebay.Cache(root) as cache:
         assert cache.get_or_put("key", lambda: b"mine", timeout=0.5) == b"mine"
     assert names(said, "key", holder.pid)

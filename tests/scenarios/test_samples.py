@@ -93,11 +93,11 @@ def test_s04_the_budget_holds_for_all_writers_together(root: Path, children: Cal
     born = [children(lambda me=me: writer(me)) for me in range(4)]
     highest = 0
     while any(_runs(child) for child in born):
-        for child in born:
-            _signal(child, signal.SIGSTOP)
+        for child in filter(_runs, born):
+            child.stop()
         highest = max(highest, usage(root / "packs"))
-        for child in born:
-            _signal(child, signal.SIGCONT)
+        for child in filter(_runs, born):
+            child.signal(signal.SIGCONT)
         time.sleep(0.01)
     stored = sum(child.result() for child in born)
     assert highest <= 4 * MiB
@@ -110,11 +110,6 @@ def _runs(child: Any) -> bool:
         return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
         return False
-
-
-def _signal(child: Any, number: int) -> None:
-    if _runs(child):
-        child.signal(number)
 
 
 def test_s05_ranks_and_their_workers_share_one_limit(root: Path, children: Callable[..., Any]) -> None:

@@ -214,12 +214,11 @@ def test_s04_the_budget_holds_at_every_moment(root: Path, children: Callable[...
     born = [children(lambda seed=seed: work(seed)) for seed in range(6)]
     highest = 0
     while any(_runs(child) for child in born):
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for child in born:
-                if _runs(child):
-                    child.signal(number)
-            if number == signal.SIGSTOP:
-                highest = max(highest, usage(root / "blobs", root / "tmp"))
+        for child in filter(_runs, born):
+            child.stop()
+        highest = max(highest, usage(root / "blobs", root / "tmp"))
+        for child in filter(_runs, born):
+            child.signal(signal.SIGCONT)
         time.sleep(0.02)
     assert sum(child.result() for child in born) == 6 * 120
     with forebay.Cache(root) as cache:

@@ -95,7 +95,7 @@ def test_s04_a_pause_between_samples_is_no_gap(quick_path: Path, children: Calla
 
     child = children(slow)
     said.wait()
-    child.signal(signal.SIGSTOP)
+    child.stop()
     in_child(quick)
     found = assert_counted(place, budget)
     assert found.promised > 2 * MiB

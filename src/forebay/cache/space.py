@@ -95,7 +95,7 @@ class Space:
     def _keep(self, key: str, data: memoryview) -> memoryview:
         """Store what was made. Where that fails, those that wait make it themselves: all at once, instead of one after the other."""
         if not self.put(key, data):
-            error = errors.CacheFault(f"another process has made {key!r}, and could not store it", key=key)
+            error = errors.CacheFault(f"another caller has made {key!r}, and could not store it", key=key)
             self._store().locks.note_failure(self.name, key, error)
         return data
 

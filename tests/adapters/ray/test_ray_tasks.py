@@ -220,7 +220,7 @@ def test_a_worker_of_the_node_reads_without_the_actor(tasks: ours.RayTasks) -> N
     os.kill(pid, signal.SIGSTOP)
     try:
         tasks.write("b", np.arange(2_000_000))
-        assert ray.get(reader.read.remote("b"), timeout=10)[:2] == (True, 1_999_999)
+        assert ray.get(reader.read.remote("b"), timeout=60)[:2] == (True, 1_999_999)
     finally:
         os.kill(pid, signal.SIGCONT)
 

@@ -130,7 +130,7 @@ def test_a_reader_that_stands_still_is_left_behind(place: Path, checkpoints: lis
         put_many(store, 50)
         child = fork(reader)
         here.wait()
-        child.signal(signal.SIGSTOP)
+        child.stop()
         largest = max(put_many(store, 200, "new"), put_many(store, 50))
         assert largest < MiB
         assert set(checkpoints) == {"PRAGMA wal_checkpoint(PASSIVE)"}
