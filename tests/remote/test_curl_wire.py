@@ -255,11 +255,11 @@ def test_the_read_timeout_counts_from_the_last_byte(raw: RawServer) -> None:
     def answer(connection: socket.socket, asked: bytes) -> None:
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
         for _ in range(5):
-            raw.ended.wait(0.4)
+            raw.ended.wait(0.8)
             connection.sendall(b"x")
 
     raw.answer = answer
-    assert get(f"{raw.url}/a", read_timeout=1.5).body == b"xxxxx"
+    assert get(f"{raw.url}/a", read_timeout=3).body == b"xxxxx"
 
 
 def test_the_deadline_ends_a_body_that_trickles(raw: RawServer) -> None:

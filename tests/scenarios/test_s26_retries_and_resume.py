@@ -19,7 +19,7 @@ MiB = 1 << 20
 def test_s26_two_refusals_a_stall_then_it_works(root: Path, server: ScriptedServer) -> None:
     body = os.urandom(6 * MiB)
     url = server.put("/x.bin", body, statuses=[503, 503], stall_after=4 * MiB, stalls=1)
-    options = forebay.RemoteOptions(read_timeout=2, backoff=0.02)
+    options = forebay.RemoteOptions(read_timeout=4, backoff=0.02)
     with forebay.Cache(root, remote_options=options) as cache:
         assert cache.read(url) == body
         stats = cache.stats()
@@ -80,8 +80,8 @@ def test_s26_an_object_that_changed_is_not_resumed(root: Path, server: ScriptedS
 
 def test_s26_a_slow_body_is_no_stall(root: Path, server: ScriptedServer) -> None:
     body = os.urandom(MiB)
-    url = server.put("/x.bin", body, rate=400_000)  # 2.6 s
-    with forebay.Cache(root, remote_options=forebay.RemoteOptions(read_timeout=2)) as cache:
+    url = server.put("/x.bin", body, rate=250_000)  # 4.2 s
+    with forebay.Cache(root, remote_options=forebay.RemoteOptions(read_timeout=3.5)) as cache:
         assert cache.read(url) == body
     assert server.gets == 1
 
