@@ -11,7 +11,7 @@ BELOW = 32_768
 
 
 def free_port() -> int:
-    chance = random.SystemRandom()  # processes of tests begin with the same seed
+    chance = random.SystemRandom()  # a forked process would go on with the same numbers
     while True:
         port = chance.randrange(20_000, BELOW)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -99,7 +99,7 @@ def joined(folder: Path) -> Iterator[RgwServer]:
 
 def _start_keeper(folder: Path) -> None:
     with open(folder / "keeper.log", "wb") as log:
-        program = [sys.executable, "-m", __name__, str(folder)]
+        program = [sys.executable, "-m", "tests.servers.rgw", str(folder.absolute())]  # `hold` has another name here
         keeper = subprocess.Popen(program, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     deadline = time.monotonic() + START_LIMIT
     while not (folder / "address").exists():
