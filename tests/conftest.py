@@ -276,3 +276,13 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if look:
         gc.freeze()  # what lives now lives on: else each test would have its collection look at the objects of all before it
     assert {what: names for what, names in left.items() if names} == {}
+
+
+@pytest.fixture
+def public(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory that other users can get into, unlike `tmp_path`."""
+    place = Path(f"/tmp/forebay-public-{os.getpid()}-{time.monotonic_ns()}")
+    place.mkdir()
+    place.chmod(0o755)
+    yield place
+    shutil.rmtree(place)

@@ -7,10 +7,8 @@ import gc
 import logging
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,16 +127,6 @@ def tmpfs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[
     yield mount
     for place in mounted:
         subprocess.run(["umount", "-l", place], check=True)
-
-
-@pytest.fixture
-def public(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory that other users can get into, unlike `tmp_path`."""
-    place = Path(f"/tmp/forebay-public-{os.getpid()}-{time.monotonic_ns()}")
-    place.mkdir()
-    place.chmod(0o755)
-    yield place
-    shutil.rmtree(place)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import functools
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterable
@@ -76,6 +77,28 @@ _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _IN_THE_WAY = "a symbolic link, or a file, stands where a directory should be, and is not followed"
 _NO_FILE = "it is not a plain file: remove it"
 _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_LONGEST, _LONGEST_PART = 2048, 255  # bytes: the path of the top takes a part of PATH_MAX
+
+
+def why_not_below(name: str) -> str:
+    """Why no file below a directory can have this relative name; "" if one can."""
+    if name.startswith("/"):
+        return "it is absolute"
+    parts = name.split("/")
+    if ".." in parts or "." in parts:
+        return "it has . or .. in it"
+    if "" in parts:
+        return "a part of it is empty"
+    if _CONTROL.search(name):
+        return "it has a control character in it"
+    try:
+        sizes = [len(part.encode("utf-8", "surrogateescape")) for part in parts]
+    except UnicodeEncodeError:
+        return "it has half a character in it"
+    return "it is too long for a file" if max(sizes) > _LONGEST_PART or sum(sizes) + len(sizes) > _LONGEST else ""
 
 
 class NoPlainFile(OSError):
@@ -211,7 +234,7 @@ class Below:
 
     # -- changing --------------------------------------------------------------------------------------------------
 
-    def create(self, path: Path, mode: int) -> int:
+    def create(self, path: Path, mode: int, *, masked: bool = False) -> int:
         """See `host.create`."""
         host.step("create", path)
         names = self._names(path)
@@ -219,7 +242,7 @@ class Below:
         if fd < 0:
             with _Walk(self.top, names[:-1], _STEP) as directory:
                 fd = os.open(names[-1], host.CREATE, mode, dir_fd=directory)
-        return host.with_mode(fd, mode)
+        return fd if masked else host.with_mode(fd, mode)
 
     def open_write(self, path: Path) -> int:
         """See `host.open_write`."""

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from forebay import errors, remote
-from forebay._engine.files.trees import remove_whole
 from forebay._kernel import host
+from forebay._kernel.below import Below, LinkInTheWay
 from forebay._kernel.threads import run_all
 from forebay._model import Buffer, ObjectInfo, Partial, Span
 from forebay.directories.manifests import File
@@ -78,11 +78,12 @@ def _is_lock_of(fd: int, target: Path, above: bool) -> bool:
 
 
 def copy_tree(
-    source: str | os.PathLike[str], files: Sequence[File], target: Path, *,
+    source: str | os.PathLike[str], files: Sequence[File], target: Path, *, within: Below | None = None,
     overwrite: bool = False, budget: int = 0, on_progress: OnProgress | None = None,
 ) -> None:  # fmt: skip
     """Copy these files of the directory ``source`` to ``target`` (see `target_of`), writable; they share its blocks where the file system
-    supports it.
+    supports it. ``within``: the files that ``source`` is one of, where others may write to it: no link there is followed. Without it
+    ``source`` is the user's own, whose links to files are.
 
     The caller has a lock that every process that copies to ``target`` takes, and a lease on ``source``. Raises `Foreign`, naming the file,
     where another file is in the way, unless ``overwrite``; directories are never replaced, and links never followed. Also `NoSpace`,
@@ -90,20 +91,30 @@ def copy_tree(
     top = Path(source)
     if target.is_dir() and os.path.samefile(top, target):
         return
-    stamps: dict[str, int | None] = {file.name: stamp(file) or os.stat(top / file.name).st_mtime_ns for file in files}
-    copy = _Copy(target, files, stamps, overwrite, budget)
+
+    @contextlib.contextmanager
+    def opened(file: File) -> Iterator[int]:
+        path = top / file.name
+        fd = within.open(path) if within is not None else os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def stamp_of(file: File) -> int:
+        with opened(file) as fd:
+            return os.fstat(fd).st_mtime_ns
+
+    copy = _Copy(target, files, {file.name: stamp(file) or stamp_of(file) for file in files}, overwrite, budget)
 
     def bring(file: File, sink: FileSink) -> None:
-        fd = os.open(top / file.name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened(file) as fd:
             before = os.fstat(fd)
             sink.begin(ObjectInfo(file.name, before.st_size))
             if not sink.clone(fd):
                 copy.ask_for_room()
                 sink.copy(fd)
             after = os.fstat(fd)
-        finally:
-            os.close(fd)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise errors.RemoteChanged(f"{top / file.name} was written to while it was copied", url=str(top / file.name))
 
@@ -140,8 +151,9 @@ class _Copy:
         self._target, self._stamps, self._overwrite, self._budget = target, stamps, overwrite, budget
         self._new = not os.path.lexists(target)
         self._part = target.with_name(_beside(target.name)) if self._new else target / PART
+        self._files = Below(target.parent)
         self._look = self._find_lacking(target, files, check=True)
-        self._gate, self._sinks = Gate(), list[FileSink]()
+        self._gate, self._sinks = Gate(self._files), list[FileSink]()
         self._asking = threading.Lock()  # guards _asked
         self._asked = False
 
@@ -155,13 +167,13 @@ class _Copy:
                 self._stage(bring, jobs, on_progress)
             self._move()
         except BaseException:
-            remove_whole(self._part)
+            self._files.remove_whole(self._part)
             raise
 
     def _sweep(self) -> None:
         """Remove what a copy left that was killed before its last step."""
-        remove_whole(self._part)
-        remove_whole(self._target.with_name(_beside(self._target.name)))
+        self._files.remove_whole(self._part)
+        self._files.remove_whole(self._target.with_name(_beside(self._target.name)))
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -173,13 +185,13 @@ class _Copy:
         for name in sorted({above for file in files for above in _above(file.name)}):
             if not closed.isdisjoint(_above(name)):
                 closed.add(name)
-            elif (status := _lstat(top / name)) is None or not stat.S_ISDIR(status.st_mode):
+            elif (status := self._lstat(top / name)) is None or not stat.S_ISDIR(status.st_mode):
                 closed.add(name)
                 if status is not None:
                     self._check_mine(top / name, check, "no directory")
                     in_the_way.append(top / name)
         for file in files:
-            status = _lstat(top / file.name) if closed.isdisjoint(_above(file.name)) else None
+            status = self._lstat(top / file.name) if closed.isdisjoint(_above(file.name)) else None
             if status is not None and self._is_done(file, status):
                 continue
             todo.append(file)
@@ -225,7 +237,7 @@ class _Copy:
         except OSError as error:
             if error.errno not in _FULL or isinstance(error, errors.ForebayError):
                 raise
-            remove_whole(self._part)  # so that the error reports the actual free space
+            self._files.remove_whole(self._part)  # so that the error reports the actual free space
             raise self._no_space() from error
 
     # -- copying ---------------------------------------------------------------------------------------------------
@@ -235,10 +247,10 @@ class _Copy:
         self._find_part()
         look = self._find_lacking(self._part, self._look.todo, check=False)
         for path in look.in_the_way:
-            remove_whole(path)
-        _prune(self._part, {file.name for file in self._look.todo})
+            self._files.remove_whole(path)
+        self._prune(self._part, {file.name for file in self._look.todo})
         for name in sorted({above for file in look.todo for above in _above(file.name)}):
-            host.mkdir(self._part / name, 0o777)
+            self._files.mkdir(self._part / name, 0o777)
         total = self._need()
         had = total - sum(file.size or 0 for file in look.todo)
 
@@ -259,19 +271,19 @@ class _Copy:
     def _find_part(self) -> None:
         """Create the directory for the copy, or take over that of an earlier one, with its files."""
         beside = self._target.with_name(_beside(self._target.name))
-        if not self._new and _lstat(beside) is not None:  # the killed copy began before the directory existed
-            remove_whole(self._part)
+        if not self._new and self._lstat(beside) is not None:  # the killed copy began before the directory existed
+            self._files.remove_whole(self._part)
             with contextlib.suppress(OSError):  # another disk, or no permission: it is recreated
-                host.rename(beside, self._part)
-        status = _lstat(self._part)
+                self._files.rename(beside, self._part)
+        status = self._lstat(self._part)
         if status is not None and (not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid()):
-            remove_whole(self._part)  # the name can be guessed: in /tmp any user can create it
-        host.mkdir(self._part, 0o777)
+            self._files.remove_whole(self._part)  # the name can be guessed: in /tmp any user can create it
+        self._files.mkdir(self._part, 0o777)
 
     def _move(self) -> None:
         if self._new:
             try:
-                host.rename(self._part, self._target)
+                self._files.rename(self._part, self._target)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
@@ -280,20 +292,37 @@ class _Copy:
         for path in self._look.in_the_way:
             self._clear(path)
         for name in sorted({above for file in self._look.todo for above in _above(file.name)}):
-            host.mkdir(self._target / name, 0o777)
+            self._files.mkdir(self._target / name, 0o777)
         for file in self._look.todo:
             path = self._target / file.name
-            if not self._overwrite and _lstat(path) is not None:
+            if not self._overwrite and self._lstat(path) is not None:
                 raise _foreign(path, "a file that was not there before")
-            host.rename(self._part / file.name, path)
+            self._files.rename(self._part / file.name, path)
         self._sweep()
 
-    @staticmethod
-    def _clear(path: Path) -> None:
+    def _clear(self, path: Path) -> None:
         """Remove a file where a directory must be; the move itself replaces files."""
-        status = _lstat(path)
+        status = self._lstat(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
-            host.unlink(path)
+            self._files.unlink(path)
+
+    def _lstat(self, path: Path) -> os.stat_result | None:
+        try:
+            return self._files.lstat(path)
+        except (FileNotFoundError, LinkInTheWay):
+            return None
+
+    def _prune(self, top: Path, names: set[str], prefix: str = "") -> None:
+        """Remove everything but these files and their directories."""
+        directories = {above for name in names for above in _above(name)}
+        with self._files.listing(top) as fd, os.scandir(fd) as scan:
+            entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in scan]
+        for last, is_directory in entries:
+            name = prefix + last
+            if is_directory and name in directories:
+                self._prune(top / last, names, f"{name}/")
+            elif name not in names:
+                self._files.remove_whole(top / last)
 
 
 def _beside(name: str) -> str:
@@ -309,28 +338,8 @@ def _above(name: str) -> list[str]:
     return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
-def _lstat(path: Path) -> os.stat_result | None:
-    try:
-        return path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
 def _foreign(path: Path, what: str) -> errors.Foreign:
     return errors.Foreign(f"{path} is {what}, and is not replaced: name another directory, or allow overwriting", path=str(path))
-
-
-def _prune(top: Path, names: set[str], prefix: str = "") -> None:
-    """Remove everything but these files and their directories."""
-    directories = {above for name in names for above in _above(name)}
-    with os.scandir(top) as scan:
-        entries = list(scan)
-    for entry in entries:
-        name = prefix + entry.name
-        if name in directories and entry.is_dir(follow_symlinks=False):
-            _prune(Path(entry.path), names, f"{name}/")
-        elif name not in names:
-            remove_whole(Path(entry.path))
 
 
 # -- one file ------------------------------------------------------------------------------------------------------------
@@ -365,7 +374,8 @@ def has_stamp(mtime: int, expected: int | None) -> bool:
 class Gate:
     """Once shut, no file can be created, so that all can be removed; writers raise `CopyStopped`."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: Below) -> None:
+        self._files = files
         self._lock = threading.Lock()  # guards shut: files are created under it
         self._shut = False
 
@@ -380,7 +390,7 @@ class Gate:
     def create(self, path: Path) -> int:
         with self._lock:
             self.check()
-            return host.create(path, 0o666, masked=True)
+            return self._files.create(path, 0o666, masked=True)
 
 
 class FileSink:

@@ -13,7 +13,7 @@ from forebay import errors
 from forebay._logs import logger
 from forebay._model import Buffer, BufferSink, ObjectInfo, Span, Transfer
 from forebay.directories.location import RemoteDirectory
-from forebay.directories.manifests import MARK, File, Manifest
+from forebay.directories.manifests import MARK, File, Manifest, check_names
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions, is_same_version
 from forebay.origin.spaces import LISTINGS
@@ -46,9 +46,9 @@ class Listings:
         if hit is None or store.validated(hit.entry) < since:
             return None
         try:
-            manifest = Manifest.parse(hit.view)
-        except (ValueError, TypeError) as error:  # a later version may store more
-            log.debug("the stored listing of %s is not readable, and is requested again: %s", location.key, error)
+            manifest = Manifest.parse(location.key, hit.view)
+        except (ValueError, TypeError, RecursionError, errors.BadListing) as error:  # a later version may store more
+            log.warning("the stored listing of %s is not used: %s", location.key, str(error))
             return None
         return Listing(manifest, hit.entry.validator or "", store.validated(hit.entry))
 
@@ -188,11 +188,12 @@ class UploadMarker:
 
     @classmethod
     def parse(cls, where: str, data: Buffer) -> Self:
-        """The marker from its `encoded` form. Raises `RemoteProtocolError` for anything else."""
+        """The marker from its `encoded` form. Raises `RemoteProtocolError` for anything else, `BadListing` for
+        names that files below one directory cannot have."""
         try:
             content = json.loads(bytes(data))
             format, complete = int(content["forebay"]), bool(content["complete"])
-            files = {str(name): MarkedFile(int(file["size"]), str(file["xxh3"]), file["etag"]) for name, file in content["files"].items()}
+            files = {name: MarkedFile(int(file["size"]), str(file["xxh3"]), file["etag"]) for name, file in content["files"].items()}
             if not all(0 <= file.size < 1 << 63 for file in files.values()):
                 raise ValueError("a size that no file has")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -201,6 +202,7 @@ class UploadMarker:
         if format != FORMAT:
             message = f"{where} was written by a newer Forebay (format {format}): use that one, or remove this object"
             raise errors.RemoteProtocolError(message, url=where)
+        check_names(where, sorted(files))
         return cls(complete, files)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import json
+import math
 import os
 import re
 import time
@@ -18,6 +19,7 @@ import xxhash
 
 from forebay import errors
 from forebay._engine.files.blobs import checksum_of
+from forebay._kernel.below import why_not_below
 from forebay._model import Buffer
 from forebay.remote.local import is_unfinished
 
@@ -25,9 +27,6 @@ Patterns: TypeAlias = str | Iterable[str] | None
 
 MARK = ".forebay.json"
 """The object in which an upload records the files of a directory, and whether all are there. Not part of the tree."""
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_LONGEST, _LONGEST_PART = 2048, 255  # bytes: the path of the root takes a part of PATH_MAX
 
 
 class File(NamedTuple):
@@ -55,9 +54,10 @@ class Manifest:
         return cls(tuple(files))
 
     @classmethod
-    def parse(cls, data: Buffer) -> Self:
-        """The manifest from its `encoded` form."""
-        return cls(tuple(File(*row) for row in json.loads(bytes(data))))
+    def parse(cls, where: str, data: Buffer) -> Self:
+        """The manifest from its `encoded` form, which every process that may write to the root may have changed. Raises ValueError,
+        TypeError, RecursionError or `BadListing` for any other."""
+        return cls.of(where, [_checked_row(File(*row)) for row in json.loads(bytes(data))])
 
     @cached_property
     def encoded(self) -> bytes:
@@ -100,6 +100,16 @@ class Part:
         return Manifest(tuple(file for file in whole.files if is_included(file.name) and not is_excluded(file.name)))
 
 
+def _checked_row(file: File) -> File:
+    """Raises ValueError for a row that `Manifest.encoded` never writes."""
+    texts = all(type(text) in (str, type(None)) for text in (file.validator, file.digest))
+    is_sized = file.size is None or (type(file.size) is int and 0 <= file.size < 1 << 63)
+    is_dated = file.modified is None or (type(file.modified) in (int, float) and math.isfinite(file.modified))
+    if not (type(file.name) is str and texts and is_sized and is_dated):
+        raise ValueError(f"no file has this row: {str(file)[:200]}")
+    return file
+
+
 def _patterns(given: Patterns, name: str) -> tuple[str, ...]:
     several = (given,) if isinstance(given, str) else tuple(given or ())
     for pattern in several:
@@ -128,9 +138,8 @@ def check_names(where: str, names: Sequence[str]) -> None:
     """Raises `BadListing` unless all names can be files below one directory. ``names``: sorted."""
     folders: set[str] = set()
     for name in names:
-        wrong = _wrong(name)
-        if wrong:
-            raise _bad(where, name, wrong)
+        if why := why_not_below(name):
+            raise _bad(where, name, why)
         above = name
         while (above := above.rpartition("/")[0]) and above not in folders:
             folders.add(above)
@@ -140,27 +149,6 @@ def check_names(where: str, names: Sequence[str]) -> None:
     for name in names:
         if name in folders:
             raise _bad(where, name, "it is a file and a directory")
-
-
-def _wrong(name: str) -> str:
-    if name.startswith("/"):
-        return "it is absolute"
-    parts = name.split("/")
-    if ".." in parts or "." in parts:
-        return "it has . or .. in it"
-    if "" in parts:
-        return "a part of it is empty"
-    if _CONTROL.search(name):
-        return "it has a control character in it"
-    try:
-        name.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return "it has half a character in it"
-    if len(name.encode("utf-8", "surrogateescape")) > _LONGEST or any(
-        len(p.encode("utf-8", "surrogateescape")) > _LONGEST_PART for p in parts
-    ):
-        return "it is too long for a file"
-    return ""
 
 
 def _bad(where: str, name: str, wrong: str) -> errors.BadListing:

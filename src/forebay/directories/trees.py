@@ -58,7 +58,7 @@ class Directories:
 
         Raises `NotFound`, `NotADirectory`, `BadListing`, `Incomplete`, `RemoteChanged` or another `RemoteError`; `Offline`; `WaitTimeout`;
         `NoSpace` or another `CacheFault` where it cannot be stored."""
-        if location.local is not None and not options.force:
+        if location.local is not None and _is_in_place(location, options):
             return _as_it_is(location.local)
         store = self._origin.store
         if not store.keeps:
@@ -73,13 +73,14 @@ class Directories:
 
     def files_of(self, location: RemoteDirectory, part: Part, tree: Lease, options: FetchOptions) -> Sequence[File]:
         """The files of a tree that `lease` returned."""
-        if location.local is not None and not options.force:
+        if _is_in_place(location, options):
             return self.chosen(location, part, options).files
+        members = self._origin.store.members(tree.entry)
         kept = self._listings.kept(location, -1)
         now = part.choose(kept.manifest) if kept is not None else None
-        if now is not None and now.version == tree.entry.validator:
+        if now is not None and now.version == tree.entry.validator and [file.name for file in now.files] == [name for name, _ in members]:
             return now.files
-        return [File(name, file.size, file.validator) for name, file in self._origin.store.members(tree.entry)]
+        return Manifest.of(location.key, (File(name, file.size, file.validator) for name, file in members)).files
 
     def invalidate(self, location: RemoteDirectory) -> None:
         """Make the next call ask the remote."""
@@ -115,6 +116,11 @@ def adopt(origin: Origin, space: str, key: str, path: str, *, validator: str | N
     with origin.store.writing(space, key, suffix=remote.suffix(path), resume=False) as writing:
         remote.resolve(path, origin.options).fetch(path, writing)
         return writing.publish(validator=validator)
+
+
+def _is_in_place(location: RemoteDirectory, options: FetchOptions) -> bool:
+    """Whether a local directory serves as it is."""
+    return location.local is not None and not options.force
 
 
 def _as_it_is(path: str) -> Lease:
@@ -468,7 +474,9 @@ def _bring(origin: Origin, location: RemoteDirectory, part: Part, options: Fetch
         _fetch(origin, location, directories.chosen(location, part, options).files, target, options, overwrite=overwrite)
         return
     with tree:
-        copying.copy_tree(tree.path, directories.files_of(location, part, tree, options), target, overwrite=overwrite)
+        files = directories.files_of(location, part, tree, options)
+        within = origin.store.root.files if origin.store.keeps and not _is_in_place(location, options) else None
+        copying.copy_tree(tree.path, files, target, within=within, overwrite=overwrite)
 
 
 def _exclusive(origin: Origin, target: Path, options: FetchOptions) -> contextlib.AbstractContextManager[object]:

@@ -22,7 +22,7 @@ def blob(root: Root, id: int, content: str = "bytes") -> Path:
 
 @pytest.fixture
 def members(root: Root) -> list[tuple[str, Path]]:
-    names = ["config.json", "weights/a.bin", "weights/deep/er/b.bin", "Ünï code\n.txt"]
+    names = ["config.json", "weights/a.bin", "weights/deep/er/b.bin", "Ünï code.txt"]
     return [(name, blob(root, n + 1, name)) for n, name in enumerate(names)]
 
 

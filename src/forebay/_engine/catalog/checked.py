@@ -10,6 +10,7 @@ from typing import Any
 
 from forebay._engine.catalog.transactions import KINDS, NUMBERS, SLOTS, Rows
 from forebay._engine.files.layout import is_suffix
+from forebay._kernel.below import why_not_below
 from forebay._model import Entry
 
 _SEGMENTS = 1 << 24
@@ -25,7 +26,7 @@ def is_number(value: object, end: int = NUMBERS) -> bool:
 
 def is_member(name: object) -> bool:
     """Whether a file below a tree may be called so."""
-    return type(name) is str and bool(name) and "\0" not in name and {"", ".", ".."}.isdisjoint(name.split("/"))
+    return type(name) is str and not why_not_below(name)
 
 
 def is_kind(value: object) -> bool:

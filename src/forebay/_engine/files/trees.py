@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from forebay._engine.files.layout import Root, parse_directory_name
-from forebay._kernel.below import Below, LinkInTheWay
+from forebay._kernel.below import Below, LinkInTheWay, why_not_below
 
 
 def build(root: Root, id: int, members: Iterable[tuple[str, str | Path]], *, keyhash: int = 0) -> Path:
@@ -114,8 +114,8 @@ def _link_all(root: Root, top: str, members: Iterable[tuple[str, str | Path]]) -
 def _folder_of(member: tuple[str, str | Path]) -> str:
     """The directory in which a member's name lies. Raises ValueError for a name that could lie outside of the tree."""
     name, _ = member
-    if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
-        raise ValueError(f"{name!r} cannot be the name of a file in a tree")
+    if why := why_not_below(name):
+        raise ValueError(f"{name!r} cannot be the name of a file in a tree: {why}")
     return name.rpartition("/")[0]
 
 
