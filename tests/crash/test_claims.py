@@ -172,6 +172,8 @@ class Beside:
     def __init__(self, place: Path) -> None:
         self._place = place
 
+    def check(self) -> None: ...
+
     def is_free(self, prefix: int) -> bool:
         return not any(os.path.lexists(name) for name in self.paths(prefix))
 

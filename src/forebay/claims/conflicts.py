@@ -24,10 +24,14 @@ _ADVICE_RANKS = "; if both are ranks of one job, tell each which it is (world=),
 
 
 class ExternalLayout(Protocol):
-    """The files that a claim is to have outside its directory. Called under the registry's lock."""
+    """The files that a claim is to have outside its directory. All but `check` is called under the registry's lock, and must be quick."""
+
+    def check(self) -> None:
+        """Raises `ClaimConflict` if something other than a claim uses a directory."""
+        ...
 
     def is_free(self, prefix: int) -> bool:
-        """Whether a claim may have this number. Raises `ClaimConflict` if something other than a claim uses a directory."""
+        """Whether a claim may have this number."""
         ...
 
     def paths(self, prefix: int) -> Sequence[str]:

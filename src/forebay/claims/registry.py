@@ -200,13 +200,6 @@ def _is_ours(path: Path) -> bool:
     return status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
 
 
-def _is_free(request: ClaimRequest, prefix: int) -> bool:
-    try:
-        return request.external is None or request.external.is_free(prefix)
-    except errors.ClaimConflict as error:
-        raise ClaimObstructed(request, error) from None
-
-
 class LockedRegistry:
     """The registry while its lock is held: here claims get and lose their names. The directories in `scrap` are to be removed after."""
 
@@ -251,10 +244,9 @@ class LockedRegistry:
             raise ClaimObstructed(request, conflicts.conflict_error(ours, other.record, other.pids(), conflict), other)
 
     def create(self, request: ClaimRequest, taken: set[int], on_left: OnLeft) -> HeldClaim:
-        """Create the claim under the lowest free number. Raises `ClaimObstructed`, `NoSpace`, `Closed` if its directory is removed
-        meanwhile, OSError."""
+        """Create the claim under the lowest free number. Raises `NoSpace`, `Closed` if its directory is removed meanwhile, OSError."""
         for prefix in range(_NUMBERS):
-            if prefix in taken or not _is_free(request, prefix):
+            if prefix in taken or not (request.external is None or request.external.is_free(prefix)):
                 continue
             try:
                 return self._create(request, prefix, on_left)
@@ -366,14 +358,20 @@ class Registry:
         self, request: ClaimRequest, timeout: float | None, may_pass: Callable[[ClaimObstructed], bool]
     ) -> HeldClaim | ClaimObstructed:  # fmt: skip
         """Try once; returns the obstruction if it may pass."""
-        with self.locked(timeout) as locked:
-            try:
+        try:
+            if request.external is not None:
+                request.external.check()
+            with self.locked(timeout) as locked:
                 return locked.create(request, locked.free_dead(request), self._free_if_unused)
-            except ClaimObstructed as obstructed:
-                if may_pass(obstructed):
-                    return obstructed
-                locked.refuse(request, obstructed.error)
-                raise obstructed.error from None
+        except errors.ClaimConflict as error:
+            obstructed = ClaimObstructed(request, error)
+        except ClaimObstructed as error:
+            obstructed = error
+        if may_pass(obstructed):
+            return obstructed
+        with self.locked(timeout) as locked:
+            locked.refuse(request, obstructed.error)
+        raise obstructed.error from None
 
     def join(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> HeldClaim:
         """Join the claim that the first rank creates, or has created. Raises `ClaimMismatch` if its arguments differ, `WaitTimeout`, and

@@ -15,7 +15,6 @@ import signal
 import struct
 import tempfile
 from collections.abc import Container, Iterable, Iterator
-from pathlib import Path
 
 from forebay._kernel import host
 from forebay.adapters.streaming.shared import SHM
@@ -25,6 +24,7 @@ MEMORY = (
     LOCALS, "barrier", "next_epoch", "cache_usage", "shard_states", "shard_access_times", "resume", "epoch_shape", "epoch_data",
 )  # fmt: skip
 LOCK_FILES = ("barrier_filelock", "cache_filelock")
+_LONGEST = 4 << 20  # bytes of `locals`: more than a thousand paths of the greatest length
 _NAME = re.compile(r"(\d{6,})_(\w+)")
 _LENGTH = struct.Struct("=i")
 _SET_SIGNAL = 10  # F_SETSIG
@@ -71,13 +71,13 @@ def give_up(view: memoryview) -> None:
     _LENGTH.pack_into(view, 0, 0)
 
 
-def directories_of_others(ours: Container[int]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the path of ``locals`` and the directories of each job whose number is not in ``ours``, if this user may read them."""
+def directories_of_others(ours: Container[int]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number and the directories of each job whose number is not in ``ours``, if this user may read them."""
     for name in os.listdir(SHM):
-        prefix, _, kind = name.partition("_")
-        if kind == LOCALS and prefix.isdecimal() and int(prefix) not in ours:
+        match = _NAME.fullmatch(name)
+        if match is not None and match[2] == LOCALS and int(match[1]) not in ours:
             with contextlib.suppress(OSError):
-                yield f"{SHM}/{name}", unpack(Path(SHM, name).read_bytes())
+                yield int(match[1]), unpack(host.read_small(f"{SHM}/{name}", _LONGEST) or b"")
 
 
 # -- in use ------------------------------------------------------------------------------------------------------------

@@ -91,13 +91,25 @@ class _StreamingFiles:
     def __init__(self, directories: Sequence[str], remotes: Sequence[str | None], registry: Registry) -> None:
         self._directories, self._registry = directories, registry
         self._exclusive = {path for path, remote in zip(directories, remotes, strict=True) if remote is not None}
-        self._is_checked = False
+
+    def check(self) -> None:
+        """Raises `ClaimConflict` if a job that does not use Forebay has one of the directories."""
+        if not self._exclusive:
+            return
+        for prefix, theirs in names.directories_of_others(self._registry.prefixes()):
+            path = names.paths_of(prefix)[0]
+            if not (self._exclusive.intersection(theirs) and names.is_used(path)):
+                continue  # a killed job left it
+            with self._registry.locked():  # P1 has the lock, and creates `locals` / P2 sees that / P1 gives its claim the number
+                if prefix in self._registry.prefixes():
+                    continue
+            ours: dict[str, Any] = {"directories": list(self._directories), "pids": [os.getpid()]}
+            raise errors.ClaimConflict(
+                f"{path} is held by a job of Streaming that does not use Forebay", ours=ours, theirs={"directories": theirs}
+            )
 
     def is_free(self, prefix: int) -> bool:
-        """Whether no file has this number. Raises `ClaimConflict` if a job that does not use Forebay has one of the directories."""
-        if not self._is_checked:
-            self._check()
-            self._is_checked = True
+        """Whether no file has this number."""
         return names.is_free(prefix)
 
     def paths(self, prefix: int) -> list[str]:
@@ -105,16 +117,6 @@ class _StreamingFiles:
 
     def content(self, prefix: int) -> bytes:
         return names.pack(self._directories, prefix)
-
-    def _check(self) -> None:
-        if not self._exclusive:
-            return
-        for path, theirs in names.directories_of_others(self._registry.prefixes()):
-            if self._exclusive.intersection(theirs) and names.is_used(path):  # else a killed job left it
-                ours: dict[str, Any] = {"directories": list(self._directories), "pids": [os.getpid()]}
-                raise errors.ClaimConflict(
-                    f"{path} is held by a job of Streaming that does not use Forebay", ours=ours, theirs={"directories": theirs}
-                )
 
 
 def get_shm_prefix(
