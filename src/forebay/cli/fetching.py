@@ -328,8 +328,9 @@ def _file_name(url: str) -> str:
 
 def _copied(outcome: Outcome, opened: Callable[[], BinaryIO], target: Path, *, overwrite: bool) -> Outcome:
     """Copy an object so that ``target`` is complete at any time. Raises `Foreign` if a file with other bytes exists."""
-    import secrets
     import shutil
+
+    from forebay.remote.local import staged  # here, so that `forebay --help` need not load it
 
     done = replace(outcome, error=None)
     if os.path.lexists(target) and not overwrite:
@@ -337,17 +338,15 @@ def _copied(outcome: Outcome, opened: Callable[[], BinaryIO], target: Path, *, o
             _check_same(source, target)
         return done
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{target.name[:200]}.{secrets.token_hex(4)}.part")
-    try:
-        with opened() as source, open(part, "xb") as copy:
+    with staged(target) as (part, fd), open(fd, "wb", closefd=False) as copy:
+        with opened() as source:
             shutil.copyfileobj(source, copy, 1 << 20)
+        copy.flush()
         _put_in_place(part, target, overwrite=overwrite)
-        return done
-    finally:
-        part.unlink(missing_ok=True)
+    return done
 
 
-def _put_in_place(part: Path, target: Path, *, overwrite: bool) -> None:
+def _put_in_place(part: str, target: Path, *, overwrite: bool) -> None:
     if not overwrite:
         try:
             os.link(part, target)

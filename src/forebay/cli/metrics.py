@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.hints import OutputFailed
+from forebay.cli.streams import write_whole
 from forebay.errors import ConfigError, MissingExtra
 from forebay.reports import Stats
 
@@ -96,12 +96,8 @@ def file_name(path: Path) -> str:
 
 def write_textfile(directory: Path, path: Path, stats: Stats) -> Path:
     """Write the metrics to a file in ``directory``, which is replaced as a whole. Raises `MissingExtra`, `ConfigError`, `OutputFailed`."""
-    client, registry = _registry(path, stats)
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no directory", name="--textfile", value=str(directory))
     file = directory / file_name(path)
-    try:
-        client.write_to_textfile(str(file), registry)
-    except OSError as error:
-        raise OutputFailed(f"{file} cannot be written: {error.strerror}") from error
+    write_whole(file, as_text(path, stats).encode())
     return file

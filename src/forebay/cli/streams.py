@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from forebay.cli.hints import OutputFailed
@@ -89,3 +90,16 @@ def discard(*streams: Any) -> None:
     for stream in streams:
         os.dup2(null, stream.fileno())
     os.close(null)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file as a whole, or not at all. Raises `OutputFailed`."""
+    from forebay._kernel import host
+    from forebay.remote.local import staged  # here, so that `forebay --help` need not load it
+
+    try:
+        with staged(path) as (part, fd):
+            host.pwrite(fd, data, 0)
+            os.replace(part, path)
+    except OSError as error:
+        raise OutputFailed(f"{path} cannot be written: {error.strerror}") from error

@@ -275,10 +275,11 @@ class _Copy:
             self._files.remove_whole(self._part)
             with contextlib.suppress(OSError):  # another disk, or no permission: it is recreated
                 self._files.rename(beside, self._part)
-        status = self._lstat(self._part)
-        if status is not None and (not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid()):
-            self._files.remove_whole(self._part)  # the name can be guessed: in /tmp any user can create it
-        self._files.mkdir(self._part, 0o777)
+        if not self._is_own(self._part):  # the name can be guessed: in /tmp any user can create it
+            self._files.remove_whole(self._part)
+            self._files.mkdir(self._part, 0o777)
+            if not self._is_own(self._part):
+                raise errors.Foreign(f"{self._part} belongs to another user: name another directory", path=str(self._part))
 
     def _move(self) -> None:
         if self._new:
@@ -311,6 +312,10 @@ class _Copy:
             return self._files.lstat(path)
         except (FileNotFoundError, LinkInTheWay):
             return None
+
+    def _is_own(self, path: Path) -> bool:
+        status = self._lstat(path)
+        return status is not None and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
     def _prune(self, top: Path, names: set[str], prefix: str = "") -> None:
         """Remove everything but these files and their directories."""

@@ -132,7 +132,7 @@ class LocalRemote:
         path = _path(url)
         with _opened(source) as content, _os_errors(url):
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            with _part(path) as (part, fd):
+            with staged(path) as (part, fd):
                 _copy_to(fd, content, on_sent)
                 if content.size != os.fstat(fd).st_size:
                     raise errors.SourceChanged.of(content.name)
@@ -231,8 +231,9 @@ def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
 
 
 @contextmanager
-def _part(path: str) -> Iterator[tuple[str, int]]:
-    """A new file in the directory of ``path``, under a name that no listing shows, and its descriptor. The name is removed at the end."""
+def staged(path: str | os.PathLike[str]) -> Iterator[tuple[str, int]]:
+    """A new file in the directory of ``path``, under a name that nobody can guess and no listing shows, and its descriptor. The caller
+    gives the file the name ``path``; its first name is removed at the end."""
     folder, name = os.path.split(path)
     part = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}{UNFINISHED}")
     fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

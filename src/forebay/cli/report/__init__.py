@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
 
 from forebay._config import format_size
-from forebay.cli.hints import OutputFailed
 from forebay.cli.options import json_option, opened, root_option, verb
 from forebay.cli.render import Output
+from forebay.cli.streams import write_whole
 
 LARGEST = 12
 """Prefixes of a space that the report in a terminal has."""
@@ -36,7 +35,7 @@ def report(file: str | None, root: Path | None, as_json: bool) -> None:
         if file == "-":
             output.raw(text.rstrip("\n"))
         else:
-            _write(Path(file), text)
+            write_whole(Path(file), text.encode("utf-8", "backslashreplace"))
         return
     output.document(content)
     stats, points = content.stats, content.hours
@@ -53,14 +52,3 @@ def report(file: str | None, root: Path | None, as_json: bool) -> None:
     ]
     if rows:
         output.table(("SPACE", "BYTES>", "ENTRIES>", "PREFIX"), rows)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file as a whole, or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise OutputFailed(f"{path} cannot be written: {error.strerror}") from error
