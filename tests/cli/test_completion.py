@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import select
@@ -134,3 +135,23 @@ def test_bash_completes_names_with_colons_and_blanks(filled: str, tmp_path: Path
         shell.type("forebay unpin values:l\t--json\n", '"values:large"')
         shell.type("forebay unpin values:a\t--json\n", '"values:a b"')
         shell.type("forebay ls --space fea\t-q\n", "features:17")
+
+
+@pytest.mark.parametrize("quote", ["", '"', "'"], ids=["bare", "double quotes", "single quotes"])
+def test_a_name_that_bash_completes_is_a_word_and_no_command(cache: Cache, tmp_path: Path, quote: str) -> None:
+    """The names of remote objects are their owners' choice. zsh and fish quote by themselves what is inserted."""
+    own = tmp_path / "own"
+    names = [f"a$(rm {own})", f"b`rm {own}`", f'c"; rm {own}; "x', f"d'; rm {own}; 'x", f"e\\$(rm {own})", f"f\\`rm {own}`", "g$HOME"]
+    for name in names:
+        cache.put(name, b"x")
+    own.touch()
+    (tmp_path / "bin").mkdir()
+    with contextlib.closing(Shell(tmp_path / "bin")) as shell:
+        for name in names:
+            shell.type(f"forebay unpin {quote}values:{name[0]}\t--json\n", json.dumps(f"values:{name}"))
+        cache.put("h!rm", b"x")
+        if quote == '"':  # no quoting there stops bash from expanding its history: the name is not offered
+            shell.type('forebay unpin "values:h\t" --json\n', '"values:h"')
+        else:
+            shell.type(f"forebay unpin {quote}values:h\t--json\n", '"values:h!rm"')
+    assert own.exists()

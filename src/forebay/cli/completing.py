@@ -38,8 +38,14 @@ _BASH = r"""
             dir) compopt -o dirnames ;;
             file) compopt -o default ;;
             plain)
-                reply=$value
-                [[ $word != [\'\"]* ]] && printf -v reply %%q "$value"
+                case $word in  # names are others' choice: none may end a quotation, or be executed within one
+                    \'*) reply=${value//\'/\'\\\'\'} ;;
+                    \"*)
+                        [[ $value == *!* ]] && continue  # no quoting there stops the history from being expanded
+                        reply=${value//\\/\\\\} reply=${reply//\"/\\\"} reply=${reply//\$/\\\$} reply=${reply//\`/\\\`}
+                        ;;
+                    *) printf -v reply %%q "$value" ;;
+                esac
                 COMPREPLY+=("${reply#"$head"}")
                 [[ $value == */ ]] && compopt -o nospace
                 ;;
