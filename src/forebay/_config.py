@@ -351,7 +351,7 @@ def default_root(*, is_network: Callable[[Path], bool], environ: Mapping[str, st
         return usual
     temporary = [Path(text) for name in ("SLURM_TMPDIR", "TMPDIR") if (text := environ.get(name))] + [Path(tempfile.gettempdir())]
     local = [directory for directory in temporary if directory.is_dir() and not is_network(directory)] or temporary[-1:]
-    root = local[0] / f"forebay-{os.getuid()}"
+    root = local[0] / f"forebay-{os.geteuid()}"
     if root not in _warned_roots:
         _warned_roots.add(root)
         log.warning(

@@ -166,7 +166,9 @@ def test_netrc_does_not_go_in_clear(both: ScriptedServer, tmp_path: Path, monkey
         both.put("/a", b"", redirect="/b")
         assert sent(both, f"{safe}/a", **how)["Authorization"] in (basic("me", SECRET), f"Bearer {SECRET}")
         both.put("/a", b"", redirect=f"{both.url}/b")
-        assert {"Authorization", "Cookie"}.isdisjoint(sent(both, f"{safe}/a", **how))
+        with pytest.raises(errors.RemoteProtocolError, match="allow_downgrade=True"):
+            sent(both, f"{safe}/a", **how)
+        assert {"Authorization", "Cookie"}.isdisjoint(sent(both, f"{safe}/a", **how, allow_downgrade=True))
         assert "Authorization" in both.requests[-2].headers
 
 

@@ -18,6 +18,7 @@ from forebay.remote import resolve
 from forebay.remote.base import RemoteOptions, tracking_hosts
 from forebay.remote.hub import HubRemote
 from forebay.remote.hub.names import HubName, token_from
+from forebay.testing import ScriptedServer
 from tests.servers.hub import LARGE, Hub, hub, oid
 
 SMALL = b'{"hidden_size": 8}'
@@ -257,6 +258,14 @@ def test_a_user_who_wants_no_implicit_token_sends_none() -> None:
 def test_all_pages_of_a_listing_are_read_and_put_in_order(there: Hub, page: int) -> None:
     there.page = page
     assert [info.url for info in HubRemote().list(f"{URL}/")] == [f"{URL}/{name}" for name in sorted(FILES)]
+
+
+def test_a_listing_continues_on_the_same_host_only(there: Hub, server: ScriptedServer) -> None:
+    """A hub that names another host would have it get the headers of the user."""
+    there.page, there.next_on = 2, server.url
+    with pytest.raises(errors.RemoteProtocolError, match="its listing continues on another host"):
+        list(HubRemote(RemoteOptions(headers={"Cookie": "mine"})).list(f"{URL}/"))
+    assert server.requests == []
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,17 +21,22 @@ OWN = b"the victim's own"
 
 
 @pytest.mark.parametrize("verb", ["report", "stats"])
-def test_a_link_under_a_name_that_can_be_guessed_is_not_followed(tmp_path: Path, verb: str) -> None:
+def test_a_link_under_a_name_that_can_be_guessed_is_not_followed(tmp_path: Path, children: Callable[..., Any], verb: str) -> None:
     root, own, place = tmp_path / "root", tmp_path / "own", tmp_path / "place"
     own.write_bytes(OWN)
     place.mkdir()
     with forebay.Cache(root) as cache:
         cache.put("key", b"value")
     name = "page.html" if verb == "report" else metrics.file_name(root)
-    for guess in (f".{name}.{os.getpid()}.part", f"{name}.{os.getpid()}.{threading.current_thread().ident}", f".{name}.forebay-part"):
-        (place / guess).symlink_to(own)
     option = ["--html", str(place / name)] if verb == "report" else ["--textfile", str(place)]
-    assert run([verb, "-C", str(root), *option]) == 0
+
+    def write() -> int:
+        pid, thread = os.getpid(), threading.get_ident()
+        for guess in (f".{name}.{pid}.part", f"{name}.{pid}.{thread}", f".{name}.forebay-part"):
+            (place / guess).symlink_to(own)
+        return run([verb, "-C", str(root), *option])
+
+    assert children(write).result() == 0
     assert own.read_bytes() == OWN
     assert (place / name).stat().st_size > 1000
     assert not (place / name).is_symlink()

@@ -40,12 +40,14 @@ class Repository:
 
 @dataclass
 class Hub:
-    """``url``: the address of the hub, ``cdn``: of the other host. ``page``: how many items a page of a listing has. ``moved``: the new
+    """``url``: the address of the hub, ``cdn``: of the other host. ``page``: how many items a page of a listing has, ``next_on``: where
+    the next one lies. ``moved``: the new
     pages of renamed repositories. ``damage``: the other host sends other bytes; ``liar``: the hub answers for another commit."""
 
     url: str = ""
     cdn: str = ""
     page: int = 1000
+    next_on: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
@@ -211,7 +213,7 @@ class _HubHandler(_Handler):
             folders = {above + name.removeprefix(above).partition("/")[0] for name in names if "/" in name.removeprefix(above)}
             items = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": each} for each in sorted(folders)] + items
         end = start + self.hub.page
-        link = f'<{self.hub.url}{urlsplit(self.path).path}?recursive=True&cursor={end}>; rel="next"'
+        link = f'<{self.hub.next_on or self.hub.url}{urlsplit(self.path).path}?recursive=True&cursor={end}>; rel="next"'
         self._json(items, {"Link": link} if end < len(names) else {})
 
     @staticmethod

@@ -96,7 +96,7 @@ def _is_network(path: Path) -> bool:
 def existing(root: Path | None) -> Path:
     """Return the directory of an existing cache. Raises `NoCache`: a mistyped path must not create one."""
     base = root_path(root)
-    for path in (base, base / f"forebay-{os.getuid()}", base / f"forebay-g{os.getgid()}"):
+    for path in (base, base / f"forebay-{os.geteuid()}", base / f"forebay-g{os.getegid()}"):
         if (path / "FORMAT").exists():
             return path
     raise NoCache.of(str(base))

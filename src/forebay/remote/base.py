@@ -46,7 +46,7 @@ class RemoteOptions:
     jitter; a Retry-After header replaces it. ``connections``: that ranges may use at once in a process; more are opened only while more
     calls need one. ``streams``: parallel ranges of one object. ``part``: bytes of a range. ``buffer``: bytes of a body that are held in
     memory until its reader takes them. ``proxies``: use ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. ``netrc``: use the
-    netrc file. ``anonymous``, ``requester_pays``: for ``s3://``.
+    netrc file. ``anonymous``, ``requester_pays``: for ``s3://``. ``allow_downgrade``: follow a redirect from ``https://`` to ``http://``.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
@@ -64,6 +64,7 @@ class RemoteOptions:
     netrc: bool = True
     anonymous: bool | None = None
     requester_pays: bool = False
+    allow_downgrade: bool = False
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout", "read_timeout", "total_timeout", "attempts", "connections", "streams", "part", "buffer"):

@@ -65,7 +65,7 @@ def open_root(
     ``forebay-g<gid>`` with ``shared``. ``read_only`` creates and changes nothing, and accepts roots of other users and on network file
     systems. A root that a group may write to is opened with ``shared`` only: its files may come from any member of the group.
     ``id_in_catalog``: gives the id of a root that is known by its catalog only. Raises `RootRefused`, `NewerFormat`, or OSError."""
-    directory = Path(os.path.realpath(path))
+    directory = _resolved(path)
     if read_only:
         return _open_read_only(directory, shared, id_in_catalog)
     _refuse_network(directory)
@@ -86,6 +86,25 @@ def open_root(
         _refuse(directory, "a root for a group", "a root for its owner only", "choose another directory, or remove it first")
     _complete(root)
     return root
+
+
+def _resolved(path: str | os.PathLike[str]) -> Path:
+    """The real path. Refuses a link that another user put into a directory to which everybody may write, as Linux itself does where
+    ``fs.protected_symlinks`` is set; a link that is put there from now on is not followed."""
+    above, name = os.path.split(os.path.join(os.getcwd(), path).rstrip("/"))
+    if name in ("", ".", ".."):
+        return Path(os.path.realpath(path))
+    directory = Path(os.path.realpath(above), name)
+    try:
+        status, parent = directory.lstat(), directory.parent.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return directory
+    if not stat.S_ISLNK(status.st_mode):
+        return directory
+    if parent.st_mode & stat.S_IWOTH and status.st_uid not in (0, os.geteuid(), parent.st_uid):
+        found = f"a link of user {status.st_uid} in a directory that everybody may write to"
+        _refuse(directory, "a directory, or a link of this user", found, "choose another directory, or remove the link")
+    return Path(os.path.realpath(directory))
 
 
 def _check_trust(root: Root, shared: bool) -> None:

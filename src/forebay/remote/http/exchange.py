@@ -42,6 +42,8 @@ MAX_REDIRECTS = 10
 RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529})
 JOIN_UP_TO = 64 << 10  # bytes: smaller pieces are joined, since each block costs its receiver more than a copy
 MAX_SIZE = (1 << 63) - 1
+WINDOW = 8 << 10  # bytes of a compressed body that zlib gets at once
+MEMBERS, SHORT_MEMBER = 10_000, 128  # a server may send so many members of a gzip body that have fewer bytes than that
 DRAIN = 64 << 10  # bytes of an unused body that are read so that its connection can be kept
 _URL = re.compile(r"(\w+)://([^/?#]*)([^#]*)")
 _RANGE = re.compile(r"bytes\s+([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)\Z", re.IGNORECASE)
@@ -117,10 +119,21 @@ class Exchange:
                 if response.status not in REDIRECTS or "Location" not in response.headers:
                     raise self._refusal(call, url, response)
                 response.drain()
-            target = _redirect_target(call, address, response.headers["Location"])
+            target = self._redirect_target(call, address, response.headers["Location"])
             if response.status == 303 and method != "HEAD":
                 method, body = "GET", None
         raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_REDIRECTS} times", url=call.url)
+
+    def _redirect_target(self, call: Call, url: str, location: str) -> str:
+        try:
+            target = urljoin(url, location)
+            scheme, _ = endpoint_of(*urlsplit(target)[:2])[:2]
+        except ValueError:
+            raise errors.RemoteProtocolError(f"{call.url} redirects to what is no HTTP URL", url=call.url) from None
+        if scheme == "http" and urlsplit(url).scheme.lower() == "https" and not self.options.allow_downgrade:
+            reason = f"{call.url} redirects to http://, where others can read and replace what is sent"
+            raise errors.RemoteProtocolError(f"{reason}: to follow it, pass RemoteOptions(allow_downgrade=True)", url=call.url)
+        return target
 
     def _first_endpoint(self, call: Call, method: str, url: str) -> tuple[Endpoint, str]:
         """The endpoint, and the user, of the first request for ``url``, which is not sent since it is known where it leads."""
@@ -201,15 +214,6 @@ def _parsed(call: Call, url: str) -> tuple[Endpoint, str, str]:
     except ValueError:  # its text may quote the URL
         raise errors.ConfigError(f"{call.url} names no host: write https://host/path", url=call.url) from None
     return endpoint, netloc.rpartition("@")[0], target if target.startswith("/") else f"/{target}"
-
-
-def _redirect_target(call: Call, url: str, location: str) -> str:
-    try:
-        target = urljoin(url, location)
-        endpoint_of(*urlsplit(target)[:2])
-    except ValueError:
-        raise errors.RemoteProtocolError(f"{call.url} redirects to what is no HTTP URL", url=call.url) from None
-    return target
 
 
 def _netrc_login(host: str) -> tuple[str, str] | None:
@@ -302,17 +306,21 @@ class Response:
 
 
 def _inflated(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    inflate = zlib.decompressobj(wbits=47)  # gzip or zlib, according to its header
+    inflate, received, members = zlib.decompressobj(wbits=47), 0, 0  # gzip or zlib, according to its header
     for block in blocks:
-        rest: Buffer = block
-        while rest:
+        view, at, received = memoryview(block), 0, received + len(block)
+        while at < len(view):
             if inflate.eof:  # a gzip file may have several members
-                inflate = zlib.decompressobj(wbits=47)
+                inflate, members = zlib.decompressobj(wbits=47), members + 1
+                if members > MEMBERS and received < members * SHORT_MEMBER:
+                    reason = f"its compressed body consists of {members:,} members of less than {SHORT_MEMBER} bytes"
+                    raise AttemptFailed(reason, errors.RemoteProtocolError, retryable=False)
+            window = view[at : at + WINDOW]  # what zlib leaves of its input is copied, for each member
             try:
-                piece = inflate.decompress(rest, 1 << 20)
+                piece = inflate.decompress(window, 1 << 20)
             except zlib.error as error:
                 raise AttemptFailed(f"its compressed body is damaged: {error}", errors.RemoteProtocolError) from error
-            rest = inflate.unconsumed_tail or inflate.unused_data
+            at += len(window) - len(inflate.unconsumed_tail or inflate.unused_data)
             if piece:
                 yield piece
     if not inflate.eof:

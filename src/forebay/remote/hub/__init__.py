@@ -201,6 +201,8 @@ class HubRemote:
             yield from items
             link = _NEXT.search(response.headers.get("Link", ""))
             path = urljoin(f"{endpoint_from()}/", link[1]) if link else ""
+            if path and not _is_on(path, endpoint_from()):  # it would get the user's headers
+                raise errors.RemoteProtocolError(f"{canonical(url)}: its listing continues on another host", url=canonical(url))
         if path:
             raise errors.RemoteProtocolError(f"{canonical(url)}: its listing comes back to where it was: it has no end", url=canonical(url))
 
