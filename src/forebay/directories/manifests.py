@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self, TypeAlias
 
-import xxhash
-
 from forebay import errors
 from forebay._engine.files.blobs import checksum_of
 from forebay._kernel.below import why_not_below
+from forebay._kernel.digests import digest
 from forebay._model import Buffer
 from forebay.remote.local import is_unfinished
 
@@ -67,7 +66,7 @@ class Manifest:
     def version(self) -> str:
         """A hash of the names, sizes and validators of the files."""
         rows = [(file.name, file.size, file.validator or file.digest or file.modified) for file in self.files]
-        return xxhash.xxh3_128_hexdigest(json.dumps(rows).encode())
+        return digest(json.dumps(rows).encode()).hex()
 
     @property
     def size(self) -> int:

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import xxhash
-
 from forebay import codecs, errors
 from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._kernel import waits
+from forebay._kernel.digests import digest
 from forebay._logs import logger
 from forebay._model import Buffer, Item_co, Noted, Policy, as_bytes, to_bytes
 from forebay.origin import Origin
@@ -471,7 +470,7 @@ def _seal(data: Buffer) -> bytes:
 
 
 def _digest(parts: Iterable[str]) -> str:
-    return xxhash.xxh3_128_hexdigest("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass"))[:16]
+    return digest("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass")).hex()
 
 
 def _as_bytes(item: Any, source: Source, key: str) -> bytes:

@@ -22,8 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import xxhash
-
+from forebay._kernel.digests import digest
 from forebay.tasks.code import definition_of, is_installed, shape_of, steps_of
 from forebay.tasks.naming import Tag, module_of, place_of
 
@@ -49,7 +48,7 @@ def sized(mark: bytes, data: Any) -> bytes:
     """Bytes with their length in front, or their digest."""
     length = len(data)
     if length > LONG:
-        return b"%b#%x:%b" % (mark, length, xxhash.xxh3_128_digest(data))
+        return b"%b#%x:%b" % (mark, length, digest(data))
     return b"%b%x:%b" % (mark, length, data)
 
 
@@ -123,7 +122,7 @@ def _packed(values: Any) -> bytes:
 
 
 def short(data: bytes) -> bytes:
-    return data if len(data) <= LONG else b"#" + xxhash.xxh3_128_digest(data)
+    return data if len(data) <= LONG else b"#" + digest(data)
 
 
 # -- what has parts ----------------------------------------------------------------------------------------------------
@@ -385,7 +384,7 @@ LASTING = frozenset(
 
 def digest_of(*values: Any) -> str:
     """32 hex digits that equal values share. Raises `Unstable`."""
-    return xxhash.xxh3_128_hexdigest(b"".join(encoded(values)))
+    return digest(b"".join(encoded(values))).hex()
 
 
 def encoded(values: Iterable[Any]) -> list[bytes]:

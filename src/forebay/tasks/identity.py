@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
+from forebay._kernel.digests import digest
 from forebay.tasks.code import codes_in, definition_of, is_installed, names_read_by, shape_of
 from forebay.tasks.hashing import DigestWriter, brought, cells_of, lasting, lasting_within, text
 
@@ -75,7 +74,7 @@ _MAGIC = importlib.util.MAGIC_NUMBER
 
 
 def _digest(parts: list[bytes]) -> str:
-    return xxhash.xxh3_64_hexdigest(b"".join(b"%x:%b" % (len(part), part) for part in parts))
+    return digest(b"".join(b"%x:%b" % (len(part), part) for part in parts)).hex()[:16]
 
 
 # -- which functions ---------------------------------------------------------------------------------------------------
