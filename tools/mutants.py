@@ -447,7 +447,7 @@ MUTANTS = (
     ),
     Mutant(
         10, "a listing may name a file outside its directory", "directories.manifests:check_names",
-        "_wrong(name)", "''",
+        "why_not_below(name)", "''",
         "directories/test_directories.py::test_a_hostile_name[arrow-up]",
     ),
     Mutant(

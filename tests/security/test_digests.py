@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 import forebay
-from forebay._kernel.digests import LEAF, digest
+from forebay.tasks.hashing import LEAF, digest
 
 SECRET = bytes.fromhex("b8fe6c3923a44bbe7c01812cf721ad1c")
 """The beginning of the constant that xxh3 mixes its input with."""

@@ -4,6 +4,7 @@ to upload."""
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import itertools
 import json
 import math
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple, Self, TypeAlias
 from forebay import errors
 from forebay._engine.files.blobs import checksum_of
 from forebay._kernel.below import why_not_below
-from forebay._kernel.digests import digest
 from forebay._model import Buffer
 from forebay.remote.local import is_unfinished
 
@@ -66,7 +66,7 @@ class Manifest:
     def version(self) -> str:
         """A hash of the names, sizes and validators of the files."""
         rows = [(file.name, file.size, file.validator or file.digest or file.modified) for file in self.files]
-        return digest(json.dumps(rows).encode()).hex()
+        return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
 
     @property
     def size(self) -> int:

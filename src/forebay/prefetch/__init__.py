@@ -17,7 +17,6 @@ from forebay import codecs, errors
 from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._kernel import waits
-from forebay._kernel.digests import digest
 from forebay._logs import logger
 from forebay._model import Buffer, Item_co, Noted, Policy, as_bytes, to_bytes
 from forebay.origin import Origin
@@ -470,7 +469,7 @@ def _seal(data: Buffer) -> bytes:
 
 
 def _digest(parts: Iterable[str]) -> str:
-    return digest("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass")).hex()
+    return hashlib.blake2b("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _as_bytes(item: Any, source: Source, key: str) -> bytes:

@@ -7,12 +7,12 @@ import re
 import string
 import types
 import weakref
+from _blake2 import blake2b  # of hashlib, which would load OpenSSL into every process
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from forebay import errors
-from forebay._kernel.digests import digest
 from forebay._logs import logger
 from forebay.tasks.hashing import Unstable, as_own, encoded, kind_of
 from forebay.tasks.identity import Code, Use, code_of
@@ -191,7 +191,7 @@ class Naming:
         if self._counted is not None or self._dropped:
             values = self._counting(values)
         own = self._own if self._own is not None else self._written_own()
-        return digest(own + b"".join(encoded(values))).hex()
+        return blake2b(own + b"".join(encoded(values)), digest_size=16).hexdigest()
 
     def _lenient_digest(self, values: tuple[Any, ...]) -> str:
         parts = []
@@ -208,7 +208,7 @@ class Naming:
         except Unstable as error:
             own = self._own = self._head
             log.warning("%s: what it closes over does not count: %s has no content that stays", self.identity, error.what)
-        return digest(own + b"".join(parts)).hex()
+        return blake2b(own + b"".join(parts), digest_size=16).hexdigest()
 
     def _written_own(self) -> bytes:
         """What distinguishes functions of the same name, as of the first call."""

@@ -20,12 +20,12 @@ import threading
 import types
 import warnings
 import weakref
+from _blake2 import blake2b  # of hashlib, which would load OpenSSL into every process
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from forebay._kernel import host
-from forebay._kernel.digests import digest
 
 _FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # cells of notebooks have it; elsewhere it changes nothing
 _FUTURE = functools.reduce(operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)) & ~0x10
@@ -247,9 +247,13 @@ class _Quiet:
 _quiet = _Quiet()
 
 
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
+
+
 def _digest_of_tree(node: ast.AST) -> bytes:
     try:
-        return digest(b"T" + tree_of(node))
+        return _digest(b"T" + tree_of(node))
     except RecursionError:
         return b""
 
@@ -375,7 +379,7 @@ def definition_of(function: types.FunctionType) -> Definition:
 def _look_up(code: types.CodeType, namespace: dict[str, Any]) -> Definition:
     source = _source_of(code, namespace)
     written = source.find(code) if source is not None else None
-    content = b"T" + written.tree if written is not None and written.tree else b"C" + digest(b"C" + shape_of(code))
+    content = b"T" + written.tree if written is not None and written.tree else b"C" + _digest(b"C" + shape_of(code))
     if source is None or not isinstance(namespace.get("__file__"), str):  # typed in: what it names lies in other cells
         return Definition(content, None, {}, True)
     return Definition(content, source.constants & names_read_by(code), source.literals, written is None or written.defaults)

@@ -13,22 +13,27 @@ import dataclasses
 import enum
 import functools
 import itertools
+import os
 import pathlib
 import struct
 import sys
 import types
 import weakref
+from _blake2 import blake2b  # of hashlib, which would load OpenSSL into every process
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from forebay._kernel.digests import digest
+from forebay._kernel.threads import run_all
+from forebay._model import Buffer
 from forebay.tasks.code import definition_of, is_installed, shape_of, steps_of
 from forebay.tasks.naming import Tag, module_of, place_of
 
 LONG = 256  # bytes; longer writings are replaced by their digest
 MANY_CYCLES = 10_000
 MANY = 32  # numbers of one type are written together from here on
+LEAF = 2 << 20  # bytes that one thread digests at a time: of more, the digest is that of the digests of the leaves
+_JOBS = 8
 
 Write = Callable[[Any], bytes]
 
@@ -39,6 +44,26 @@ class Unstable(Exception):
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self.what, self.index = what, 0
+
+
+def digest(data: Buffer) -> bytes:
+    """16 bytes that only equal contents share: BLAKE2b (RFC 7693), since a quick hash lets whoever makes the contents find two that share
+    them, and a call would get the output of another one. Large contents take several threads."""
+    if len(data) <= 2 * LEAF:
+        return blake2b(data, digest_size=16).digest()
+    view = memoryview(data)
+    digests = [b""] * -(-len(view) // LEAF)
+
+    def one(number: int) -> None:
+        digests[number] = blake2b(view[number * LEAF : (number + 1) * LEAF], digest_size=16).digest()
+
+    jobs = min(_JOBS, len(os.sched_getaffinity(0)))
+    try:
+        run_all([functools.partial(one, number) for number in range(len(digests))], jobs, name="digest", inline=True)
+    except RuntimeError:  # no thread can be started while the interpreter ends
+        for number in range(len(digests)):
+            one(number)
+    return blake2b(b"".join(digests), digest_size=16, person=b"leaves").digest()
 
 
 # -- what has no parts -------------------------------------------------------------------------------------------------

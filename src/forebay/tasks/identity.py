@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from forebay._kernel.digests import digest
 from forebay.tasks.code import codes_in, definition_of, is_installed, names_read_by, shape_of
-from forebay.tasks.hashing import DigestWriter, brought, cells_of, lasting, lasting_within, text
+from forebay.tasks.hashing import DigestWriter, brought, cells_of, digest, lasting, lasting_within, text
 
 _MANY = 100
 """Functions that make up another one, at most."""
