@@ -6,16 +6,21 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("numpy")
 
+import forebay
+from forebay import errors
 from forebay.adapters.streaming import get_shm_prefix, names
+from forebay.claims import records
 from forebay.claims.registry import VARIABLE, Registry
+from forebay.cli import checkup
 from forebay.world import World
-from tests.processes import as_user
+from tests.processes import Gate, as_user
 
 ATTACKER, VICTIM = 61_001, 61_002
 REMOTE = "https://host/data/"
@@ -89,3 +94,72 @@ def test_no_file_of_another_job_is_read_under_the_lock_of_the_registry(public: P
     _, memory = get_shm_prefix([str(public)], [REMOTE], World(1, 1, 1, 0))
     memory.cleanup()
     assert ["/elsewhere"] in seen
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("claimed", "wanted", "conflicts"),
+    [
+        ("/", "home/data", False),
+        ("home", "home/data", False),
+        ("home/data", "home/data", False),
+        ("project", "project/run", False),
+        ("scratch", "scratch/mine", True),
+        ("scratch/mine/sub", "scratch/mine", True),
+        ("theirs", "theirs", True),
+    ],
+)
+def test_a_claim_counts_where_its_owner_may_write(
+    public: Path, children: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, claimed: str, wanted: str, conflicts: bool
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(public / "claims"))
+    for name, uid, gid, mode in (
+        ("home", VICTIM, VICTIM, 0o755), ("home/data", VICTIM, VICTIM, 0o755), ("project", VICTIM, 61_005, 0o2770),
+        ("scratch", 0, 0, 0o1777), ("theirs", ATTACKER, ATTACKER, 0o777),
+    ):  # fmt: skip
+        (public / name).mkdir()
+        os.chown(public / name, uid, gid)
+        (public / name).chmod(mode)
+    monkeypatch.setattr(records.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name=f"u{uid}", pw_gid=uid))
+    Registry()
+    held, done = Gate(), Gate()
+
+    def attack() -> None:
+        with forebay.claim(public / claimed if claimed != "/" else "/", REMOTE, World(1, 1, 1, 0), job="attack"):
+            held.open()
+            done.wait()
+
+    def claim() -> str:
+        try:
+            forebay.claim(public / wanted, REMOTE, World(1, 1, 1, 0), job="own").close()
+        except errors.ClaimConflict as error:
+            return str(error)
+        return ""
+
+    attacker = children(as_user(ATTACKER, attack))
+    held.wait()
+    said = children(as_user(VICTIM, claim)).result()
+    done.open()
+    attacker.result()
+    assert bool(said) == conflicts, said
+
+
+@pytest.mark.root
+def test_doctor_tells_of_a_registry_that_another_user_owns(
+    public: Path, children: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(public / "claims"))
+    registry = public / "claims"
+
+    def found() -> list[tuple[str, str]]:
+        return [(finding.state, finding.todo) for finding in checkup._claims(registry)]
+
+    Registry()
+    assert children(as_user(VICTIM, found)).result() == [("ok", "")]
+    os.chown(registry / "lock", ATTACKER, ATTACKER)
+    ((state, todo),) = children(as_user(VICTIM, found)).result()
+    assert state == "slow"
+    assert "have root create the registry at boot" in todo
+    os.chown(registry, VICTIM, VICTIM)
+    os.chown(registry / "lock", VICTIM, VICTIM)
+    assert children(as_user(VICTIM, found)).result() == [("ok", "")]

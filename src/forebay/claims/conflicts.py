@@ -11,8 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from forebay import errors
+from forebay._logs import logger
 from forebay.claims import processes, records
 from forebay.claims.records import ClaimedPath, ClaimedStream, ExternalFiles, Record
+
+log = logger("forebay.claims")
 
 _LONGEST = 300  # characters of a command
 _MOST = 16  # directories of a claim that a message lists
@@ -87,17 +90,29 @@ class ClaimRequest(NamedTuple):
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def find_conflict(ours: Record, theirs: Record, *, equal_only: bool = False) -> tuple[ClaimedStream, ClaimedStream] | None:
+def find_conflict(ours: Record, theirs: Record, uid: int, *, equal_only: bool = False) -> tuple[ClaimedStream, ClaimedStream] | None:
     """Return a directory of ours that is to be filled from a remote, and the one of theirs that it overlaps; None if there is none.
 
-    ``equal_only``: directories one inside the other do not count."""
+    ``uid``: the user whose claim theirs is, whatever it says: one on directories that this user may not write to does not count.
+    ``equal_only``: nor do directories one inside the other."""
     meets = records.same if equal_only else records.overlap
     for mine, other in _candidates([stream for stream in ours.streams if stream.remote is not None], theirs.streams):
         if not meets(mine.directory, other.directory) or _both_only_read(mine, other):
             continue
-        if meets(mine.directory, _current(theirs, other.directory)):
+        now = _current(theirs, other.directory)
+        if not meets(mine.directory, now):
+            continue
+        if _may_fill(uid, theirs, mine.directory, now):
             return mine, other
+        log.warning("%s is no conflict: user %s may not write to %s", describe(theirs, []), uid, mine.directory.path)
     return None
+
+
+def _may_fill(uid: int, theirs: Record, mine: ClaimedPath, other: ClaimedPath) -> bool:
+    """Whether a user may write where two directories overlap. What a record of another mount namespace says of its own directory cannot be
+    checked here."""
+    is_inside = records.is_above(mine, other) and theirs.mounts == processes.mount_space()
+    return uid == os.geteuid() or records.may_write(uid, other if is_inside else mine)
 
 
 def _candidates(ours: Sequence[ClaimedStream], theirs: Sequence[ClaimedStream]) -> Iterator[tuple[ClaimedStream, ClaimedStream]]:

@@ -12,6 +12,7 @@ import json
 import os
 import pwd
 import re
+import stat
 import struct
 import sys
 import zlib
@@ -27,6 +28,8 @@ _GET_FLAGS = 0x80086601  # FS_IOC_GETFLAGS
 _CASEFOLD = 0x40000000
 _HEAD = struct.Struct("=8sI")  # the kind of file, and the number of marks that follow
 _MAGIC = b"claim 1\n"
+_ACCESS_LIST = "system.posix_acl_access"
+_NOBODY = 65534  # also whoever has no number in this user namespace
 _PROCESS = re.compile(r"process \d+")
 Level: TypeAlias = tuple[int, int]  # device and inode
 
@@ -135,6 +138,31 @@ def overlap(a: ClaimedPath, b: ClaimedPath) -> bool:
 def same(a: ClaimedPath, b: ClaimedPath) -> bool:
     """Whether they are one directory."""
     return any(rest == other for rest, other in _below_common(a, b))
+
+
+def is_above(a: ClaimedPath, b: ClaimedPath) -> bool:
+    """Whether ``b`` lies inside ``a``, and is not the same directory."""
+    return not same(a, b) and any(rest == other[: len(rest)] for rest, other in _below_common(a, b))
+
+
+def may_write(uid: int, directory: ClaimedPath) -> bool:
+    """Whether a user may write to a directory, or to the one in which it would be created; True where that cannot be known."""
+    path = directory.path
+    try:
+        while not os.path.exists(path):
+            path = os.path.dirname(path)
+        status, has_list = os.stat(path), _ACCESS_LIST in os.listxattr(path)
+    except OSError:
+        return True
+    if uid in (0, _NOBODY, status.st_uid) or status.st_mode & stat.S_IWOTH or has_list:
+        return True
+    if not status.st_mode & stat.S_IWGRP:
+        return False
+    try:
+        user = pwd.getpwuid(uid)
+    except KeyError:
+        return True  # its groups are not known here
+    return status.st_gid in os.getgrouplist(user.pw_name, user.pw_gid)
 
 
 def _below_common(a: ClaimedPath, b: ClaimedPath) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:

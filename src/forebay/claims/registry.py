@@ -237,7 +237,7 @@ class LockedRegistry:
         ours = request.record(_NO_NUMBER)
         if other.tag == request.tag and other.uid == os.geteuid():
             raise ClaimObstructed(request, conflicts.two_leaders_error(ours, other.record, other.pids()), other)
-        conflict = conflicts.find_conflict(ours, other.record, equal_only=request.equal_only)
+        conflict = conflicts.find_conflict(ours, other.record, other.uid, equal_only=request.equal_only)
         if conflict is None or name in request.spared:
             return
         if other.record.beside is None or not claim_files.is_released(other.directory):

@@ -289,7 +289,7 @@ def unused_setting(path: Path, budget: int, disk: int) -> str:
 
 def _claims(_: Path) -> Iterator[Finding]:
     from forebay.claims import list_claims
-    from forebay.claims.registry import default
+    from forebay.claims.registry import LOCK, default
 
     registry = default()
     if not os.path.lexists(registry):
@@ -302,6 +302,11 @@ def _claims(_: Path) -> Iterator[Finding]:
     if free < ENOUGH_SHARED:
         todo = "jobs have their shared memory there: enlarge it (a container's with --shm-size), or set FOREBAY_CLAIMS"
         yield Finding("claims", "slow", what, todo)
+        return
+    owners = {os.lstat(path).st_uid for path in (registry, registry / LOCK) if os.path.lexists(path)}
+    if not owners <= {0, os.geteuid()}:
+        todo = "that user can remove the claims of others: have root create the registry at boot, see docs/how-to/claims.md"
+        yield Finding("claims", "slow", f"{what}, which belongs to another user", todo)
         return
     mine = any(claim.uid == os.geteuid() for claim in dead)
     yield Finding("claims", "ok", what, "`forebay prune` frees your dead ones now, as your next claim will" if mine else "")

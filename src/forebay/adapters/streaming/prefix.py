@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from forebay import claims, errors
@@ -85,6 +85,15 @@ def _unpickle(claim: claims.Claim, on_unpickle: Any) -> Locals:
     return Locals(claim, is_leader=False)
 
 
+def _is_held(path: str, directories: Iterable[str]) -> bool:
+    """Whether a live process of a user who may write to one of these directories has the file open; one that was killed left it."""
+    try:
+        uid = os.lstat(path).st_uid
+        return any(records.may_write(uid, records.canonical(directory)) for directory in directories) and names.is_used(path)
+    except OSError:
+        return False  # its job has ended meanwhile
+
+
 class _StreamingFiles:
     """The files of Streaming for a number, as the `ExternalLayout` of its claim."""
 
@@ -98,8 +107,8 @@ class _StreamingFiles:
             return
         for prefix, theirs in names.directories_of_others(self._registry.prefixes()):
             path = names.paths_of(prefix)[0]
-            if not (self._exclusive.intersection(theirs) and names.is_used(path)):
-                continue  # a killed job left it
+            if not _is_held(path, self._exclusive.intersection(theirs)):
+                continue
             with self._registry.locked():  # P1 has the lock, and creates `locals` / P2 sees that / P1 gives its claim the number
                 if prefix in self._registry.prefixes():
                     continue
