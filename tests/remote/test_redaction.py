@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.remote import canonical, redacted
+from forebay import errors
+from forebay.remote import canonical, redacted, shown
 
 
 @pytest.mark.parametrize(
@@ -31,12 +32,27 @@ from forebay.remote import canonical, redacted
         "a name with a blank: https://host/a b?sig=SIKRIT&Policy=SIKRIT",
         "https://host/a#SIKRIT",
         "file://me:SIKRIT@host/a",
+        "https://me:SIK/SIKRIT@host/x names no host",
+        "https://me:SIK#SIKRIT@host/x",
+        "https://me:SIK?SIKRIT@host/x",
+        "cannot open 'https://me:SIK'SIKRIT@host/x'",
+        "s3://me:SIK/SIKRIT@bucket/x",
+        "sftp://me:SIK/SIKRIT@host/x",
+        "https://SIKRIT@host/x and https://me:SIKRIT@host:80/y",
         f"{'a' * 40}http://me:SIKRIT@host/a",
         f"{'my-' * 40}token=SIKRIT",
     ],
 )
 def test_what_is_told_holds_no_secret(text: str) -> None:
     assert "SIKRIT" not in redacted(text)
+
+
+@pytest.mark.parametrize("url", ["https://me:SIK/SIKRIT@h/x", "http://me:SIK?SIKRIT@h/x", "s3://me:SIK#SIKRIT@h/x"])
+def test_a_password_that_no_url_can_have_is_refused_and_not_told(url: str) -> None:
+    with pytest.raises(errors.ConfigError, match=r"://\.\.\.@h/x names no valid host: .* in a password %2F for /") as refused:
+        canonical(url)
+    assert "SIK" not in str(refused.value)
+    assert "SIK" not in shown(url)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +86,9 @@ def test_a_path_is_told(path: str) -> None:
         "[Errno 111] Connect call failed",
         "see https://host/a: it is https://host/b.",
         "s3://b/k#1",
+        "http://host:8080/a@b",
+        "abfs://box@account/a",
+        "zip://a::https://host/a@b",
         "/a/b?c=d",
     ],
 )
@@ -83,7 +102,9 @@ def test_any_text_can_be_told(text: str) -> None:
         assert redacted(redacted(each)) == redacted(each)
 
 
-@pytest.mark.parametrize("piece", ["a-", "a", "-", ".", "token ", "token", "bearer ", "a://", "http://h/", "a.a:"])
+@pytest.mark.parametrize(
+    "piece", ["a-", "a", "-", ".", "token ", "token", "bearer ", "a://", "http://h/", "a.a:", "a://b:c", "http://b:c@", "http://@"]
+)
 def test_long_texts_take_no_longer_than_their_length(piece: str) -> None:
     """In seconds of this machine's processor, of which what grows with the square of it would take hours."""
     text = piece * (300_000 // len(piece))

@@ -117,6 +117,10 @@ def canonical(url: str | os.PathLike[str]) -> str:
 def _single(kind: str, text: str) -> str:
     """The key of a URL that is no chain."""
     rest = text[len(kind) + 3 :]
+    if kind in _KNOWN and re.match(_BROKEN, text):  # else a part of a password would be the path
+        shown = masked(text)
+        message = f"{shown} names no valid host: write {kind}://host/path, and in a password %2F for /, %23 for #, %3F for ?"
+        raise ConfigError(message, name="url", value=shown)
     if kind in _PORTS:
         rest = rest.partition("#")[0]
     rest, _, query = rest.partition("?")
@@ -131,7 +135,7 @@ def _host(kind: str, host: str) -> str:
     if not user:
         return host if kind in _KNOWN else f"{at}{host}"
     if kind in _KNOWN:  # other users may get other bytes; a token may stand where the user does
-        return f"{user if re.match(_HASHED_USER, user) else f'u={hashed(user)}'}@{host}"
+        return f"{user if user == MASK or re.match(_HASHED_USER, user) else f'u={hashed(user)}'}@{host}"
     # in `abfs://container@account` and `github://org:repo@sha` it names the object; it may contain a password too
     return f"{hashed(user) if ':' in user else user}@{host}"
 
@@ -202,6 +206,14 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
 
 # -- texts without secrets ---------------------------------------------------------------------------------------------
 
+MASK = "..."
+_HOST = r"(?:\[[0-9A-Fa-f:.]*\]|[^\s:/?#@'\"<>\[\]]*)(?::[0-9]*)?(?=[\s/?#'\"<>,;(){}\[\]]|::|\Z)"
+_BROKEN = rf"[A-Za-z0-9]+://(?![^/?#]*@)(?!{_HOST})"
+"""The beginning of a URL whose authority is neither a host and a port, nor has a user before them."""
+# The user of a URL: up to the last @ of the authority, or, if that is no host and port, of what follows without a blank. In other schemes
+# than ours what stands alone before the host is no secret: `abfs://container@account`.
+_ANY, _SOME = r"[^\s/?#]{0,1000}@", r"[^\s/?#:@]*:[^\s/?#]{0,1000}@"
+_USER = rf"(?i)((?:https?|s3)://)(?:{_ANY}|(?!{_HOST})\S{{0,1000}}@)|([a-z][a-z0-9+.-]{{0,32}}://)(?:{_SOME}|(?!(?:[^\s:/?#@]*@)?{_HOST})\S{{0,1000}}@)"
 _URL_IN_TEXT = r"[A-Za-z][A-Za-z0-9+.-]{0,32}://[^\s'\"<>]+"  # bounded, as a match is tried at each letter of a text
 _PUNCTUATION = ":,.;!)]}"
 _ENDS = r"(?:token|password|passwd|secret|signature|credential|(?:access|account|api|secret)[_-]?key(?:[_-]?id)?)"  # of names
@@ -212,7 +224,12 @@ _SECRET = rf"(?i)((?:{_NAMES}(?:\W?\s*[=:]|%3D)|\bbearer\b|\bbasic\b)\s*[\"']?)[
 def redacted(text: str) -> str:
     """``text`` without its secrets: each URL becomes its key (no password, no signature, the hash of a query), and ``...`` replaces the
     values of headers and settings that contain secrets. Raises nothing. Idempotent."""
-    return re.sub(_SECRET, r"\1...", re.sub(_URL_IN_TEXT, _redacted_url, text))
+    return re.sub(_SECRET, r"\1...", re.sub(_URL_IN_TEXT, _redacted_url, masked(text)))
+
+
+def masked(text: str) -> str:
+    """``text`` without the users and passwords of its URLs, also where a password was not encoded as a URL demands."""
+    return re.sub(_USER, rf"\1\2{MASK}@", text)
 
 
 def shown(url: str | os.PathLike[str]) -> str:
