@@ -65,6 +65,7 @@ def run(trainer: type[Any], name: str, claims: str = "") -> list[dict[str, Any]]
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
         small: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
+        print(place, flush=True)  # where the logs are, if this does not end
         ray.init(address="local", **small, log_to_driver=False, _temp_dir=place)
         try:
             found = {

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ ROOT = str(Path(__file__).parents[2])
 ALONE = repr(World(1, 1, 1, 0))
 
 
+def logs_of(ray: str) -> Iterator[str]:
+    """The last lines of the logs of Ray's processes and workers."""
+    for path in sorted(Path(ray, "session_latest", "logs").rglob("*")):
+        if path.is_file() and path.stat().st_size and not path.name.startswith(("monitor", "dashboard", "runtime_env")):
+            yield f"-- {path.name}\n{path.read_text(errors='replace')[-2000:]}"
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What everybody had to tell, and where one training left what it saw of its claim."""
@@ -31,7 +39,11 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
     outer = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
     paths = os.pathsep.join([ROOT, os.environ["PYTHONPATH"]])
     env = {**clean(), **outer, "PYTHONPATH": paths, "FOREBAY_CLAIMS": str(place / "claims")}
-    done = subprocess.run([sys.executable, PROGRAM, str(place)], env=env, capture_output=True, text=True, timeout=280)
+    env["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "250"  # after a minute Ray Train would begin again, and again, on a busy machine
+    try:
+        done = subprocess.run([sys.executable, PROGRAM, str(place)], env=env, capture_output=True, text=True, timeout=280)
+    except subprocess.TimeoutExpired as error:
+        pytest.fail("\n".join(["Ray Train did not end", *logs_of((error.stdout or b"").decode().partition("\n")[0])]))
     assert done.returncode == 0, done.stderr
     return {**json.loads(done.stdout.splitlines()[-1]), "place": place}
 
