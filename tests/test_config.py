@@ -131,7 +131,7 @@ def test_a_default_place_on_a_network_moves_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_config, "_warned_roots", set())
-    monkeypatch.setattr("os.getuid", lambda: 1234)
+    monkeypatch.setattr("os.geteuid", lambda: 1234)
     home, slurm, tmp = (tmp_path / name for name in ("home", "slurm", "tmp"))
     for place in (home, slurm, tmp):
         place.mkdir()

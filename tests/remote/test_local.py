@@ -12,7 +12,7 @@ import pytest
 from forebay import errors, remote
 from forebay._kernel import host
 from forebay._model import Partial, Span
-from forebay.remote.local import BLOCK, UNFINISHED, LocalRemote, _part, sweep
+from forebay.remote.local import BLOCK, UNFINISHED, LocalRemote, staged, sweep
 from forebay.testing import MemorySink
 from tests.clocks import Clocks
 from tests.processes import fork, in_child
@@ -244,7 +244,7 @@ def test_what_is_being_written_is_no_leftover_though_the_clock_jumped(tmp_path: 
     """P1 writes / the clock jumps by a day / P2 sweeps what nobody has written to for an hour."""
     dead = tmp_path / f".x.0123{UNFINISHED}"
     dead.write_bytes(b"half")
-    with Clocks() as clocks, _part(str(tmp_path / "y")) as (part, fd):
+    with Clocks() as clocks, staged(tmp_path / "y") as (part, fd):
         os.write(fd, b"half")
         sweep(str(tmp_path))
         assert dead.exists()
