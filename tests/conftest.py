@@ -23,7 +23,7 @@ import pytest
 import forebay
 from forebay.testing import ScriptedServer
 from tests import parts
-from tests.processes import ProcessGroup
+from tests.processes import COMMON_GROUP, USERS, ProcessGroup
 from tests.starts import refuse, starts
 
 pytest_plugins = ["tests.remote_directories"]  # remote directories, and servers that count
@@ -286,3 +286,22 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     place.chmod(0o755)
     yield place
     shutil.rmtree(place)
+
+
+@pytest.fixture
+def scratch(public: Path) -> Path:
+    """A directory such as /local_scratch: everybody may write to it."""
+    place = public / "scratch"
+    place.mkdir()
+    place.chmod(0o1777)
+    return place
+
+
+@pytest.fixture
+def project(public: Path) -> Path:
+    """A group's directory."""
+    place = public / "project"
+    place.mkdir()
+    os.chown(place, USERS[0], COMMON_GROUP)
+    place.chmod(0o2770)
+    return place

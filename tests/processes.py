@@ -343,6 +343,10 @@ def orphan(
             second.close()
 
 
+USERS, COMMON_GROUP = (61_001, 61_002), 61_003
+"""Two users for tests as root, and a group of both."""
+
+
 def as_user(uid: int, work: Callable[[], Any], *, gid: int | None = None, umask: int = 0o022) -> Callable[[], Any]:
     """``work``, for a child of root's that becomes this user first. ``gid``: its first group (default: one of its own)."""
 

@@ -87,6 +87,8 @@ def test_a_path_is_told(path: str) -> None:
         "see https://host/a: it is https://host/b.",
         "s3://b/k#1",
         "http://host:8080/a@b",
+        "http://[fe80::1%25eth0]:8080/a@b",
+        "s3://tenant:bucket/a",
         "abfs://box@account/a",
         "zip://a::https://host/a@b",
         "/a/b?c=d",

@@ -19,7 +19,7 @@ from tests.items import until
 
 pytestmark = pytest.mark.root
 MiB = 1 << 20
-A, B, GROUP = 61_001, 61_002, 61_003
+(A, B), GROUP = processes.USERS, processes.COMMON_GROUP
 
 
 as_user = functools.partial(processes.as_user, gid=GROUP)
@@ -33,25 +33,6 @@ def kill_midway(child: Any, server: ScriptedServer, root: Path) -> None:
     child.kill()
     server.objects["/x.bin"].stall_after = None
     server.go.set()
-
-
-@pytest.fixture
-def scratch(public: Path) -> Path:
-    """A directory such as /local_scratch: everybody may write to it."""
-    place = public / "scratch"
-    place.mkdir()
-    place.chmod(0o1777)
-    return place
-
-
-@pytest.fixture
-def project(public: Path) -> Path:
-    """A group's directory."""
-    place = public / "project"
-    place.mkdir()
-    os.chown(place, A, GROUP)
-    place.chmod(0o2770)
-    return place
 
 
 @pytest.mark.parametrize("by", ["scratch", "home"])

@@ -20,9 +20,9 @@ from forebay.claims import records
 from forebay.claims.registry import VARIABLE, Registry
 from forebay.cli import checkup
 from forebay.world import World
-from tests.processes import Gate, as_user
+from tests.processes import USERS, Gate, as_user
 
-ATTACKER, VICTIM = 61_001, 61_002
+ATTACKER, VICTIM = USERS
 REMOTE = "https://host/data/"
 LARGE = 1 << 40  # bytes, none of which is on the disk
 

@@ -16,6 +16,7 @@ from forebay.cli import metrics
 from forebay.cli.main import run
 from forebay.directories import copying
 from tests.directories.test_copying import BODIES, listed, write
+from tests.processes import USERS
 
 OWN = b"the victim's own"
 
@@ -50,13 +51,13 @@ def test_a_copy_is_not_made_in_a_directory_that_another_user_put_in_its_way(tmp_
     theirs = tmp_path / ".copy.forebay-part"
     remove = copying.Below.remove_whole
     theirs.mkdir()
-    os.chown(theirs, 61_001, 61_001)
+    os.chown(theirs, USERS[0], USERS[0])
 
     def remove_and_lose(files: copying.Below, path: Path) -> bool:
         removed = remove(files, path)
         if path == theirs:
             theirs.mkdir()
-            os.chown(theirs, 61_001, 61_001)
+            os.chown(theirs, USERS[0], USERS[0])
         return removed
 
     monkeypatch.setattr(copying.Below, "remove_whole", remove_and_lose)

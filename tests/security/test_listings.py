@@ -26,7 +26,7 @@ from forebay.testing import ScriptedServer
 from tests import processes
 from tests.remote_directories import MARKER, marker_of
 
-ATTACKER, VICTIM, GROUP = 61_001, 61_002, 61_003
+(ATTACKER, VICTIM), GROUP = processes.USERS, processes.COMMON_GROUP
 FILES = {"config.json": b"{}", "weights.bin": b"w" * 5000}
 SECRET, PLANTED = b"the victim's own", b"the attacker's"
 
@@ -43,25 +43,6 @@ def home(public: Path) -> Path:
         os.chown(path, VICTIM, VICTIM)
     (place / ".bashrc").chmod(0o600)
     place.chmod(0o755)
-    return place
-
-
-@pytest.fixture
-def project(public: Path) -> Path:
-    """A directory of the group."""
-    place = public / "project"
-    place.mkdir()
-    os.chown(place, ATTACKER, GROUP)
-    place.chmod(0o2770)
-    return place
-
-
-@pytest.fixture
-def scratch(public: Path) -> Path:
-    """A directory to which everybody may write."""
-    place = public / "scratch"
-    place.mkdir()
-    place.chmod(0o1777)
     return place
 
 

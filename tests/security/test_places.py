@@ -11,9 +11,9 @@ import pytest
 
 import forebay
 from forebay import _config, errors
-from tests.processes import as_user
+from tests.processes import USERS, as_user
 
-ATTACKER, VICTIM = 61_001, 61_002
+ATTACKER, VICTIM = USERS
 
 pytestmark = pytest.mark.root
 

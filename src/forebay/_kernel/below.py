@@ -77,8 +77,6 @@ _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _IN_THE_WAY = "a symbolic link, or a file, stands where a directory should be, and is not followed"
 _NO_FILE = "it is not a plain file: remove it"
 _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _LONGEST, _LONGEST_PART = 2048, 255  # bytes: the path of the top takes a part of PATH_MAX
 

@@ -6,6 +6,7 @@ links, bind mounts and letter case.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import json
@@ -151,11 +152,12 @@ def may_write(uid: int, directory: ClaimedPath) -> bool:
     try:
         while not os.path.exists(path):
             path = os.path.dirname(path)
-        status, has_list = os.stat(path), _ACCESS_LIST in os.listxattr(path)
-    except OSError:
-        return True
-    if uid in (0, _NOBODY, status.st_uid) or status.st_mode & stat.S_IWOTH or has_list:
-        return True
+        status = os.stat(path)
+        if uid in (0, _NOBODY, status.st_uid) or status.st_mode & stat.S_IWOTH or _ACCESS_LIST in os.listxattr(path):
+            return True
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:  # a file system without access lists
+            return True
     if not status.st_mode & stat.S_IWGRP:
         return False
     try:

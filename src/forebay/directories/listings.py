@@ -188,8 +188,7 @@ class UploadMarker:
 
     @classmethod
     def parse(cls, where: str, data: Buffer) -> Self:
-        """The marker from its `encoded` form. Raises `RemoteProtocolError` for anything else, `BadListing` for
-        names that files below one directory cannot have."""
+        """The marker from its `encoded` form. Raises `RemoteProtocolError` for anything else, `BadListing` for names of no files."""
         try:
             content = json.loads(bytes(data))
             format, complete = int(content["forebay"]), bool(content["complete"])

@@ -117,7 +117,7 @@ def canonical(url: str | os.PathLike[str]) -> str:
 def _single(kind: str, text: str) -> str:
     """The key of a URL that is no chain."""
     rest = text[len(kind) + 3 :]
-    if kind in _KNOWN and re.match(_BROKEN, text):  # else a part of a password would be the path
+    if kind in _KNOWN and "@" in text and re.match(_BROKEN, text):  # else a part of a password would be the path
         shown = masked(text)
         message = f"{shown} names no valid host: write {kind}://host/path, and in a password %2F for /, %23 for #, %3F for ?"
         raise ConfigError(message, name="url", value=shown)
@@ -207,7 +207,7 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
 # -- texts without secrets ---------------------------------------------------------------------------------------------
 
 MASK = "..."
-_HOST = r"(?:\[[0-9A-Fa-f:.]*\]|[^\s:/?#@'\"<>\[\]]*)(?::[0-9]*)?(?=[\s/?#'\"<>,;(){}\[\]]|::|\Z)"
+_HOST = r"(?:\[[^\s\]/?#@]*\]|[^\s:/?#@'\"<>\[\]]*)(?::[0-9]*)?(?=[\s/?#'\"<>,;(){}\[\]]|::|\Z)"
 _BROKEN = rf"[A-Za-z0-9]+://(?![^/?#]*@)(?!{_HOST})"
 """The beginning of a URL whose authority is neither a host and a port, nor has a user before them."""
 # The user of a URL: up to the last @ of the authority, or, if that is no host and port, of what follows without a blank. In other schemes

@@ -291,3 +291,11 @@ def test_foreign_names_do_not_parse(name: str) -> None:
     assert parse_blob_name(name) is None
     assert parse_tmp_name(name) is None
     assert roots.VERSION == 1
+
+
+def test_a_process_whose_own_directory_is_gone_opens_a_root_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert open_root(tmp_path / "root").path == tmp_path / "root"

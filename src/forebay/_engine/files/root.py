@@ -91,7 +91,7 @@ def open_root(
 def _resolved(path: str | os.PathLike[str]) -> Path:
     """The real path. Refuses a link that another user put into a directory to which everybody may write, as Linux itself does where
     ``fs.protected_symlinks`` is set; a link that is put there from now on is not followed."""
-    above, name = os.path.split(os.path.join(os.getcwd(), path).rstrip("/"))
+    above, name = os.path.split(os.fspath(path).rstrip("/"))
     if name in ("", ".", ".."):
         return Path(os.path.realpath(path))
     directory = Path(os.path.realpath(above), name)

@@ -42,7 +42,7 @@ MAX_REDIRECTS = 10
 RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529})
 JOIN_UP_TO = 64 << 10  # bytes: smaller pieces are joined, since each block costs its receiver more than a copy
 MAX_SIZE = (1 << 63) - 1
-WINDOW = 8 << 10  # bytes of a compressed body that zlib gets at once
+WINDOW = 8 << 10  # bytes of a compressed body of several members that zlib gets at once
 MEMBERS, SHORT_MEMBER = 10_000, 128  # a server may send so many members of a gzip body that have fewer bytes than that
 DRAIN = 64 << 10  # bytes of an unused body that are read so that its connection can be kept
 _URL = re.compile(r"(\w+)://([^/?#]*)([^#]*)")
@@ -315,7 +315,7 @@ def _inflated(blocks: Iterator[bytes]) -> Iterator[bytes]:
                 if members > MEMBERS and received < members * SHORT_MEMBER:
                     reason = f"its compressed body consists of {members:,} members of less than {SHORT_MEMBER} bytes"
                     raise AttemptFailed(reason, errors.RemoteProtocolError, retryable=False)
-            window = view[at : at + WINDOW]  # what zlib leaves of its input is copied, for each member
+            window = view[at : at + WINDOW] if members else view[at:]  # what zlib leaves of its input is copied, for each member
             try:
                 piece = inflate.decompress(window, 1 << 20)
             except zlib.error as error:
