@@ -441,9 +441,9 @@ MUTANTS = (
         "engine/files/test_strange_files.py::test_nor_one_that_comes_a_moment_later",
     ),
     Mutant(
-        10, "a file leased in another root is linked by its number", "_engine.locks.leases:Leases.is_own_file",
-        "lease.path == self._root.blob_name(lease.entry.id, lease.entry.suffix)", "True",
-        "engine/write/test_reservations.py::test_what_is_leased_in_another_root_is_not_linked",
+        10, "what one token got is served for another", "remote.realm:Realm.__call__",
+        "any(parts)", "False",
+        "security/test_keys.py::test_what_one_token_got_is_not_served_for_another[read]",
     ),
     Mutant(
         10, "a listing may name a file outside its directory", "directories.manifests:check_names",

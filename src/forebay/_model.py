@@ -172,6 +172,7 @@ class Source(Protocol):
     - ``version``: str or None. Different items under the same keys have different versions. Items of a source with neither this nor
       ``version_of`` are kept no longer than the processes that use them.
     - ``version_of(key)``: str or None. The version of one item, where that is cheap to find out.
+    - ``identity``: str. Used in place of ``uri`` to tell its items from those of other sources. It is stored as a hash, and not shown.
     - ``size(key)``: int or None. The bytes of an item, so that room is reserved before it is read.
     - ``info(key)``: `SourceInfo`.
     - ``lease(key)``: a `Lease` on the item's bytes where the cache has exactly these, from `Cache.read` or a `pull`; else None. The bytes

@@ -129,13 +129,16 @@ class Checkpoint(metaclass=_Kind):
     def _shown(self) -> str:
         return self.url if self._given is not None or remote.local_path(self.url) else remote.canonical(self.url)
 
+    def _compared(self) -> str:
+        return (self.url if self._given is not None else remote.canonical(self.url, remote.UrlNaming())).rstrip("/")
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Checkpoint):
             return NotImplemented
-        return self._shown().rstrip("/") == other._shown().rstrip("/") and _are_equal(self._given, other._given)
+        return self._compared() == other._compared() and _are_equal(self._given, other._given)
 
     def __hash__(self) -> int:
-        return hash(self._shown().rstrip("/"))
+        return hash(self._compared())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.url, self._given, self._cache)

@@ -445,10 +445,12 @@ def test_a_filesystem_that_does_not_pickle_stays_in_its_process(caplog: pytest.L
 
 def test_a_filesystem_object_has_a_key_of_its_own() -> None:
     one, other = (fsspec.filesystem("http", client_kwargs={"headers": {"x": x}}) for x in "12")
-    keys = {remote.on_filesystem(made, "http://a/b")[0] for made in (one, one, other, Bound())}
+    naming = remote.UrlNaming(7)
+    keys = {remote.on_filesystem(made).key("http://a/b", naming) for made in (one, one, other, Bound())}
     assert len(keys) == 3
     assert [key for key in keys if len(key.rpartition("#")[2]) != 32] == []  # settings may be secrets: none can be found by trying
-    assert remote.on_filesystem(one, "http://a/b")[0] == in_child(lambda: remote.on_filesystem(one, "http://a/b")[0])
+    key = remote.on_filesystem(one).key("http://a/b", naming)
+    assert key == in_child(lambda: remote.on_filesystem(one).key("http://a/b", naming))
 
 
 MINE = """

@@ -209,7 +209,8 @@ def test_versions(aws: RgwServer, client: Any, s3: S3Remote) -> None:
         with pytest.raises(errors.NotFound):
             fetched(s3, gone)
     assert fetched(s3, f"{url}?versionId={old}") == b"old"
-    assert remote.canonical(f"{url}?versionId={old}") != remote.canonical(f"{url}?versionId={new}")
+    naming = remote.UrlNaming()
+    assert remote.canonical(f"{url}?versionId={old}", naming) != remote.canonical(f"{url}?versionId={new}", naming)
 
 
 def test_what_is_not_there(aws: RgwServer, s3: S3Remote, bucket: str) -> None:

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import ConfigError
-from forebay.remote import urls
-from forebay.remote.urls import canonical, key_on, local_path, scheme, suffix
+from forebay.remote import FilesystemObject, RemoteOptions, urls
+from forebay.remote.local import LocalRemote
+from forebay.remote.realm import Realm
+from forebay.remote.urls import UrlNaming, canonical, local_path, scheme, suffix
 
 SIGNED_S3 = (
     "X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=AKIA%2F5ec3e7&X-Amz-Date=20260101T000000Z&X-Amz-Expires=60"
@@ -32,6 +34,13 @@ SIGNED = [
     SIGNED_S3, SIGNED_GCS, SIGNED_OLD, SIGNED_OLD_GCS, SIGNED_AZURE, SIGNED_BY_POLICY, SIGNED_ACCOUNT, SIGNED_CLOUDFRONT, SIGNED_CANNED,
     SIGNED_HF, f"{SIGNED_S3}&X-Amz-Security-Token=5ec3e7", f"{SIGNED_OLD}&x-amz-security-token=5ec3e7",
 ]  # fmt: skip
+
+
+NAMING = UrlNaming(7)
+
+
+def key_of(url: str) -> str:
+    return canonical(url, NAMING)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +65,7 @@ SIGNED = [
     ],
 )
 def test_the_key_of_a_url(url: str, key: str) -> None:
-    assert canonical(url) == key
+    assert key_of(url) == key
 
 
 ALL_DIFFERENT = [
@@ -80,18 +89,54 @@ ALL_DIFFERENT = [
 
 def test_different_objects_have_different_keys() -> None:
     for one, other in itertools.combinations(ALL_DIFFERENT, 2):
-        assert canonical(one) != canonical(other)
+        assert key_of(one) != key_of(other)
+
+
+def test_without_the_secret_of_a_root_no_key_can_be_tried() -> None:
+    for url in ("https://alice:hunter2@h/a", "https://h/a?token=hunter2", "ftp://alice:hunter2@h/a"):
+        assert len({canonical(url, UrlNaming(secret)) for secret in range(10)}) == 10
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("https://alice:hunter2@h/a?token=hunter2#x", "https://...@h/a?..."),
+        ("s3://hunter2@b/a?versionId=1", "s3://...@b/a?..."),
+        ("ftp://alice:hunter2@h/a", "ftp://...@h/a"),
+        ("abfs://box@account/a", "abfs://box@account/a"),
+        ("zip://a::https://hunter2@h/a", "zip://a::https://...@h/a"),
+        (f"https://h/a?{SIGNED_S3}", "https://h/a"),
+        ("https://...@h/a?...", "https://...@h/a?..."),
+    ],
+)
+def test_a_url_that_is_shown_has_neither_user_nor_query(url: str, text: str) -> None:
+    assert canonical(url) == canonical(canonical(url)) == urls.redacted(canonical(url)) == text
+    assert urls.is_masked(text) == ("..." in text)
+    assert canonical(text, NAMING) in (text, canonical(canonical(text, NAMING)))
+
+
+def test_what_is_masked_is_no_user_of_a_key() -> None:
+    """Else a URL with this user would be one key for all partitions."""
+    realms = [Realm(RemoteOptions(partition=name)) for name in ("one", "other")]
+    keys = {canonical("https://...@h/a?...", NAMING._replace(realm=realm)) for realm in realms}
+    assert len(keys) == 2
+    assert not any("..." in key for key in keys)
 
 
 def test_the_key_of_a_key_is_itself() -> None:
     for url in (*ALL_DIFFERENT, "file:///a%20b%2525", "relative/../x y"):
-        assert canonical(canonical(url)) == canonical(url)
+        assert key_of(key_of(url)) == key_of(url)
+        other = NAMING._replace(realm=Realm(RemoteOptions(partition="p")))
+        key = canonical(url, other)
+        assert canonical(key, other) == canonical(canonical(url, other)) == key
+        assert key != key_of(url) or key.startswith("file:")
+        assert urls.without_user(key) == key_of(url) or "@" in key_of(url)
 
 
 @given(st.text(alphabet=st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
 def test_any_text_has_a_key(text: str) -> None:
     for url in (f"https://h/{text}", f"s3://b/{text}"):
-        assert canonical(canonical(url)) == canonical(url)
+        assert key_of(key_of(url)) == key_of(url)
         assert len(suffix(url)) <= 16
 
 
@@ -108,9 +153,9 @@ def test_a_signature_that_is_not_whole_drops_nothing(signed: str) -> None:
             [*rest, f"%{ord(name[0]):x}{name[1:]}={value}"],
         ):
             one = "https://h/a?" + "&".join(broken)
-            assert canonical(one) != canonical("https://h/a")
-            assert canonical(one) != canonical(f"{one}0")
-            assert "5ec3e7" not in canonical(one)
+            assert key_of(one) != key_of("https://h/a")
+            assert key_of(one) != key_of(f"{one}0")
+            assert "5ec3e7" not in key_of(one)
 
 
 @pytest.mark.parametrize("signed", [SIGNED_S3, SIGNED_GCS, SIGNED_OLD, SIGNED_OLD_GCS, SIGNED_AZURE, SIGNED_BY_POLICY, SIGNED_ACCOUNT])
@@ -118,7 +163,7 @@ def test_without_one_of_its_parameters_it_is_no_signature(signed: str) -> None:
     pairs = [pair for pair in signed.split("&") if not pair.startswith("spr=")]
     for n in range(len(pairs)):
         query = "&".join([*pairs[:n], *pairs[n + 1 :]])
-        assert canonical(f"https://h/a?{query}") != canonical("https://h/a")
+        assert key_of(f"https://h/a?{query}") != key_of("https://h/a")
 
 
 STARTS = ["https://me:5ec3e7@h/a", "https://5ec3e7@h/a", "s3://5ec3e7@h/a", "ftp://me:5ec3e7@h/a", "zip://a::http://5ec3e7@h/a"]
@@ -127,16 +172,16 @@ SECRET = ["token=5ec3e7&v=1", *(f"v=1&{signed}" for signed in SIGNED), *SIGNED]
 
 @pytest.mark.parametrize(("start", "query"), [*((start, SECRET[0]) for start in STARTS), *((STARTS[0], query) for query in SECRET[1:])])
 def test_no_secret_in_a_key(start: str, query: str) -> None:
-    assert "5ec3e7" not in canonical(f"{start}?{query}")
+    assert "5ec3e7" not in key_of(f"{start}?{query}")
 
 
 @pytest.mark.parametrize("signed", SIGNED)
 def test_a_signature_beside_a_query_does_not_change_the_key(signed: str) -> None:
-    plain = canonical("https://h/a?v=1&w=2")
+    plain = key_of("https://h/a?v=1&w=2")
     assert (
-        canonical(f"https://h/a?v=1&w=2&{signed}")
-        == canonical(f"https://h/a?{signed}&v=1&w=2")
-        == canonical(f"https://h/a?v=1&{signed}&w=2")
+        key_of(f"https://h/a?v=1&w=2&{signed}")
+        == key_of(f"https://h/a?{signed}&v=1&w=2")
+        == key_of(f"https://h/a?v=1&{signed}&w=2")
         == plain
     )
 
@@ -173,9 +218,15 @@ def test_the_suffix_of_a_url(url: str, wanted: str) -> None:
 
 
 def test_the_key_of_a_path_of_a_filesystem_holds_no_secret() -> None:
-    key = key_on("http", f"https://me:5ec3e7@h/a?{SIGNED_S3}", "0")
-    assert key == f"http://{canonical('https://me:5ec3e7@h/a').partition('://')[2]}#0"
-    assert key_on("s3", "b/a?b", "0") == "s3://b/a?b#0"
+    web = FilesystemObject("http", "5ec3e7", LocalRemote())
+    key = web.key(f"https://me:5ec3e7@h/a?{SIGNED_S3}", NAMING)
+    assert key.startswith(f"http://{key_of('https://me:5ec3e7@h/a').partition('://')[2]}#")
+    assert "5ec3e7" not in key
+    assert key != web.key("https://me:5ec3e7@h/a", UrlNaming(8))
+    assert web.key("https://me:5ec3e7@h/a", None) == "http://...@h/a#..."
+    bucket = FilesystemObject("s3", "5ec3e7", LocalRemote())
+    assert bucket.key("b/a?b", NAMING).startswith("s3://b/a?b#")
+    assert bucket.key("b/a?b", NAMING) != bucket.key("b/a?b", NAMING._replace(realm=Realm(RemoteOptions(partition="p"))))
 
 
 def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +245,7 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ask", [canonical, local_path, scheme, suffix])
 def test_a_chain_of_fsspec_is_no_path(ask: Callable[[str], object]) -> None:
-    with pytest.raises(ConfigError, match=r"^write s3://u=[0-9a-f]{32}@b/a, without the simplecache::"):
+    with pytest.raises(ConfigError, match=r"^write s3://\.\.\.@b/a, without the simplecache::"):
         ask("simplecache::s3://KEY:5ec3e7@b/a")
     assert scheme("zip://inner.csv::s3://b/a.zip") == "zip"  # fsspec's own way to look into an archive
     assert scheme("a::b") == "file"

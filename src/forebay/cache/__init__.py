@@ -20,7 +20,6 @@ from forebay.cache import seeing, unpickling
 from forebay.cache.space import VALUES, Space, checked_name
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions, Target, first_touch
-from forebay.origin.spaces import URLS
 from forebay.remote.urls import Url
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class Cache:
         self._bind(self._origin.store)
 
     def _bind(self, store: Store | PassThrough) -> None:
-        self._bound, self._hit = store, store.hot_lookup(URLS)
+        self._bound, self._hit = store, self._origin.hot_lookup()
 
     @property
     def path(self) -> Path:
@@ -570,7 +569,7 @@ class Cache:
         from forebay.cache.entries import find
 
         self._check_open()
-        return find(self._store, name)
+        return find(self._origin, name)
 
     def _size(self, size: int | str | None, name: str) -> int | None:
         """A size in bytes; percentages refer to the budget."""

@@ -167,11 +167,11 @@ def planned(entries: Entries) -> Sequence[Victim]:
     return tuple(map(Victim.of, entries))
 
 
-def find(store: Store | PassThrough, name: Name) -> tuple[str, str] | None:
+def find(origin: Origin, name: Name) -> tuple[str, str] | None:
     """The space and the key of the entry of this name; None if there is none. Raises `Ambiguous`."""
     if isinstance(name, Entry):
         return name.space, name.key
-    text = remote.as_text(name)
+    text, store = remote.as_text(name), origin.store
     names = {space.name for space in store.usage().spaces}
 
     def is_kept(space_key: tuple[str, str]) -> bool:
@@ -180,10 +180,11 @@ def find(store: Store | PassThrough, name: Name) -> tuple[str, str] | None:
 
     space, colon, key = text.partition(":")
     if colon and space in (URLS, VALUES, DIRECTORIES):  # an explicit space resolves an ambiguous name
-        qualified = [space_key for space_key in (_keys_of(key) if space == URLS else [(space, key)]) if is_kept(space_key)]
-        if qualified:
-            return qualified[0]
-    urls = _keys_of(text)
+        of_space = (space_key for space_key in (*_keys_of(origin, key), (space, key)) if space_key[0] == space)
+        qualified = next(filter(is_kept, of_space), None)
+        if qualified is not None:
+            return qualified
+    urls = _keys_of(origin, text)
     matches = [space_key for space_key in ((space, key), next(filter(is_kept, urls), urls[-1]), (VALUES, text)) if is_kept(space_key)]
     if colon and matches and matches[0] == (space, key) and matches[-1] == (VALUES, text):
         matches.pop()  # its unambiguous name begins with `values:`; the other has only this one
@@ -192,14 +193,14 @@ def find(store: Store | PassThrough, name: Name) -> tuple[str, str] | None:
     return matches[0] if matches else None
 
 
-def _keys_of(url: str) -> list[tuple[str, str]]:
+def _keys_of(origin: Origin, url: str) -> list[tuple[str, str]]:
     """The spaces and keys under which a URL may be stored: the name itself, if it came from a filesystem object; an object; a
     directory."""
     try:
-        key = remote.canonical(url)
+        key = remote.canonical(url, origin.naming)
     except (errors.ConfigError, UnicodeError):
         return [(URLS, url)]
-    return [(URLS, url), (URLS, key), (DIRECTORIES, folder_of(key))]
+    return [*([(URLS, url)] if "#" in url else []), (URLS, key), (DIRECTORIES, folder_of(key))]
 
 
 def set_life(origin: Origin, name: Name, found: tuple[str, str] | None, life: str) -> None:
@@ -231,7 +232,7 @@ def remove(origin: Origin, victims: Iterable[Victim]) -> Report:
 def evict(origin: Origin, name: Name, entry: Entry | None) -> Report:
     """See `Cache.evict`. ``entry``: of this name."""
     files = [file for _, file in origin.store.members(entry)] if entry is not None and entry.kind == "tree" else []
-    named = ([] if entry is None else [entry]) + blocks_of(origin.store, name if entry is None else entry)
+    named = ([] if entry is None else [entry]) + blocks_of(origin, name if entry is None else entry)
     if not named:
         raise not_cached(name)
     report = remove(origin, {one.id: Victim.of(one) for one in named}.values())
@@ -241,14 +242,14 @@ def evict(origin: Origin, name: Name, entry: Entry | None) -> Report:
     return Report(report.removed + with_it.removed, (), report.freed + with_it.freed)
 
 
-def blocks_of(store: Store | PassThrough, name: Name) -> list[Entry]:
+def blocks_of(origin: Origin, name: Name) -> list[Entry]:
     """The blocks of an object, of all versions and sizes, and their index. ``name``: of the object, or of the index."""
     if isinstance(name, Entry):
         keys = [key_of_whole(name.key) or name.key] if name.space == URLS else []
     else:
         text = remote.as_text(name)
-        keys = [key for space, key in _keys_of(text) if space == URLS and "#block" not in text]  # a block of this name is not cached
-    return [entry for key in dict.fromkeys(keys) if is_text(key) for entry in _parts_of(store, key)]
+        keys = [] if "#block" in text else [key for space, key in _keys_of(origin, text) if space == URLS]  # else a block is not cached
+    return [entry for key in dict.fromkeys(keys) if is_text(key) for entry in _parts_of(origin.store, key)]
 
 
 def _parts_of(store: Store | PassThrough, key: str) -> Iterator[Entry]:

@@ -14,6 +14,7 @@ from forebay import errors
 from forebay._logs import logger
 from forebay.claims import processes, records
 from forebay.claims.records import ClaimedPath, ClaimedStream, ExternalFiles, Record
+from forebay.remote import urls
 
 log = logger("forebay.claims")
 
@@ -149,7 +150,9 @@ def repeated(directories: Sequence[ClaimedPath]) -> list[tuple[int, int]]:
 
 
 def _both_only_read(ours: ClaimedStream, theirs: ClaimedStream) -> bool:
-    return ours.shared and ours.remote == theirs.remote and records.same(ours.directory, theirs.directory)
+    if not ours.shared or ours.remote != theirs.remote or urls.is_masked(ours.remote or ""):  # what is masked may differ
+        return False
+    return records.same(ours.directory, theirs.directory)
 
 
 def _current(record: Record, directory: ClaimedPath) -> ClaimedPath:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import platform
 import re
@@ -173,7 +174,8 @@ def _permissions(path: Path) -> Iterator[Finding]:
         parent = _existing(path)
         writable = os.access(parent, os.W_OK | os.X_OK)
         todo = "" if writable else f"{parent} is not writable: choose another directory with --root or FOREBAY_HOME"
-        yield Finding("root", "ok" if writable else "wrong", f"no cache at {path} yet", todo)
+        group = f": it will be one of group {_group(os.getegid())}" if writable and EnvironmentSettings.with_faults()[0].shared else ""
+        yield Finding("root", "ok" if writable else "wrong", f"no cache at {path} yet{group}", todo)
         return
     status = path.stat()
     if status.st_mode & 0o002:
@@ -181,6 +183,15 @@ def _permissions(path: Path) -> Iterator[Finding]:
     owner = "yours" if status.st_uid == os.geteuid() else f"of user {status.st_uid}"
     writable = os.access(path, os.W_OK)
     yield Finding("root", "ok", f"{path}, {owner}, mode {status.st_mode & 0o7777:o}{'' if writable else ', read-only for you'}")
+    if status.st_mode & 0o020:
+        yield Finding("root", "ok", f"members of group {_group(status.st_gid)} may read, write and remove everything in it")
+
+
+def _group(gid: int) -> str:
+    try:
+        return f"{grp.getgrgid(gid).gr_name} ({gid})"
+    except KeyError:
+        return str(gid)
 
 
 def _catalog(path: Path) -> Iterator[Finding]:

@@ -71,7 +71,7 @@ def ls(
             ordered = listing.by_name(backwards=reverse)
         else:
             ordered = listing.sorted_by(attrgetter(sort), backwards=not reverse)
-        entries = (e for e in matching(ordered, names) if (not filters or passes(e)) and (e.leased or not leased))
+        entries = (e for e in matching(cache, ordered, names) if (not filters or passes(e)) and (e.leased or not leased))
         output.entries(entries, names_only=quiet)
 
 

@@ -137,23 +137,28 @@ def check_space(cache: Cache, name: str | None) -> None:
         raise NoSuchSpace.of(name, spaces)
 
 
-def matching(entries: Iterable[Entry], names: Sequence[str]) -> Iterator[Entry]:
+def matching(cache: Cache, entries: Iterable[Entry], names: Sequence[str]) -> Iterator[Entry]:
     """Yield the entries whose names begin with one of ``names``, or whose key is one; all if ``names`` is empty."""
     from forebay import remote
+    from forebay.cache import origin_of
 
     heads = list(names)
     for name in names:
         with suppress(ConfigError, UnicodeError):
-            heads.append(remote.canonical(name))  # as it is stored: a query as its hash, a path as a URL
+            heads.append(remote.canonical(name, origin_of(cache).naming))  # as it is stored: a query as its hash, a path as a URL
     values = {f"values:{name}" for name in names}
     prefixes = tuple(heads)
-    return (entry for entry in entries if not names or entry.name.startswith(prefixes) or entry.name in values)
+
+    def is_named(name: str) -> bool:
+        return name.startswith(prefixes) or name in values or remote.without_user(name).startswith(prefixes)
+
+    return (entry for entry in entries if not names or is_named(entry.name))
 
 
-def find_each(cache: Cache, names: Sequence[str]) -> tuple[list[Entry], list[NotCached]]:
+def find_each(cache: Cache, names: Sequence[str]) -> tuple[list[Entry], dict[str, NotCached]]:
     """Return the entries of these names, each once, and an error for each name with no entry, or several."""
     entries: dict[int, Entry] = {}
-    missing: list[NotCached] = []
+    missing: dict[str, NotCached] = {}
     for name in dict.fromkeys(names):
         try:
             entry = cache.entry(name)
@@ -161,5 +166,5 @@ def find_each(cache: Cache, names: Sequence[str]) -> tuple[list[Entry], list[Not
                 raise NotCached.of(shown_name(name))
             entries[entry.id] = entry
         except NotCached as error:
-            missing.append(error)
+            missing[name] = error
     return list(entries.values()), missing

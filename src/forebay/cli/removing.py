@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ def rm(names: tuple[str, ...], filters: tuple[str, ...], dry_run: bool, yes: boo
             passes = (lambda entry: entry.id in ids) if names else parse_filters(filters)
             pinned = [entry.name for entry in entries if entry.life == "pinned"] if names else None
             report = _carry_out(cache.plan(where=passes), output, dry_run=dry_run, yes=yes, pinned=pinned)
-    for error in missing:
+    for error in missing.values():
         print_error(error)
     if report is not None and report.spared:
         raise click.exceptions.Exit(FAILED)
@@ -67,27 +68,28 @@ def rm(names: tuple[str, ...], filters: tuple[str, ...], dry_run: bool, yes: boo
         raise click.exceptions.Exit(ABSENT)
 
 
-def _ids_of_blocks(cache: Cache, entries: list[Entry], missing: list[NotCached]) -> set[int]:
+def _ids_of_blocks(cache: Cache, entries: list[Entry], missing: dict[str, NotCached]) -> set[int]:
     """The ids of the blocks of these objects. An object of which only blocks are cached is removed from ``missing``."""
     from forebay.cache import origin_of
     from forebay.cache.entries import blocks_of
 
-    store = origin_of(cache).store
-    blocks = {error.key: blocks_of(store, error.key) for error in missing}
-    missing[:] = [error for error in missing if not blocks[error.key]]
-    return {block.id for some in [*blocks.values(), *(blocks_of(store, entry) for entry in entries)] for block in some}
+    origin = origin_of(cache)
+    blocks = [blocks_of(origin, entry) for entry in entries]
+    for name in list(missing):
+        if some := blocks_of(origin, name):
+            del missing[name]
+            blocks.append(some)
+    return {block.id for some in blocks for block in some}
 
 
-def _remove(cache: Cache, entries: list[Entry], missing: list[NotCached], output: Output) -> Report:
+def _remove(cache: Cache, entries: list[Entry], missing: dict[str, NotCached], output: Output) -> Report:
     """Remove ``entries``, and blocks of objects of which there is no entry; ``missing`` becomes the errors for what is not cached."""
     reports = []
-    names: list[Entry | str] = [*entries, *(error.key for error in missing)]
-    missing.clear()
-    for name in names:
-        try:
+    reports += [cache.evict(entry) for entry in entries]
+    for name in list(missing):
+        with suppress(NotCached):
             reports.append(cache.evict(name))
-        except NotCached as error:
-            missing.append(error)
+            del missing[name]
     report = Report(
         removed=tuple(name for r in reports for name in r.removed),
         spared=tuple(name for r in reports for name in r.spared),
@@ -233,12 +235,12 @@ def _each_name(cache: Cache, names: Sequence[str], act: Callable[[Entry], object
         try:
             act(entry)
         except NotCached as error:  # it disappeared meanwhile
-            missing.append(error)
+            missing[entry.name] = error
         else:
             present.append(entry.name)
             output.line(f"{done}: {entry.name}")
-    output.document({done: present, "missing": [absent.key for absent in missing]})
-    for absent in missing:
+    output.document({done: present, "missing": [absent.key for absent in missing.values()]})
+    for absent in missing.values():
         print_error(absent)
     if missing:
         raise click.exceptions.Exit(ABSENT)

@@ -12,6 +12,7 @@ from forebay._model import ObjectInfo, Remote
 from forebay.origin import Origin
 from forebay.origin.prefix import Prefix
 from forebay.origin.request import Target, folder_of
+from forebay.remote import FilesystemObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class RemoteDirectory:
     remote: Remote
     local: str | None
     prefix: Prefix
-    identity: str = ""  # of the filesystem object: the end of the keys of its files
-    kind: str = ""
+    origin: Origin
+    filesystem: FilesystemObject | None = None
 
     def object(self, name: str) -> str:
         """The URL, or path, of the file of this name."""
@@ -36,9 +37,10 @@ class RemoteDirectory:
     def target(self, name: str) -> Target:
         """The file of this name, as a target to fetch."""
         url = self.object(name)
-        key = remote.key_on(self.kind, url, self.identity) if self.identity else remote.canonical(url)
-        in_place = None if self.local is None else os.path.join(self.local, name)
-        return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0] if self.identity else key), lambda: self.remote, in_place)
+        if self.filesystem is not None:
+            return self.origin.target_on(self.filesystem, url)
+        target = self.origin.target_by(url, self.origin.naming, lambda: self.remote)
+        return target if self.local is None else target._replace(in_place=os.path.join(self.local, name))
 
     def list(self) -> Iterator[tuple[str, ObjectInfo]]:
         """All objects below: relative names as the remote lists them, unchecked. Raises `RemoteError`."""
@@ -78,9 +80,8 @@ def locate(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) 
     if filesystem is None:
         prefix = Prefix(text)
         try:
-            return RemoteDirectory(
-                prefix.url, folder_of(remote.canonical(prefix.folder)), remote.resolve(text, origin.options), prefix.local, prefix
-            )
+            key = folder_of(remote.canonical(prefix.folder, origin.naming))
+            return RemoteDirectory(prefix.url, key, remote.resolve(text, origin.options, origin.realm), prefix.local, prefix, origin)
         except errors.ConfigError:
             arrow = remote.arrow_filesystem(text)  # pyarrow knows schemes that neither fsspec nor we know
             if arrow is None:
@@ -90,5 +91,6 @@ def locate(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) 
     if local is not None:
         return locate(origin, local)
     prefix = Prefix(text, plain=True)
-    key, _, served_by = remote.on_filesystem(filesystem, prefix.folder, origin.options)
-    return RemoteDirectory(prefix.url, folder_of(key), served_by, None, prefix, key.rpartition("#")[2], key.partition("://")[0])
+    place = remote.on_filesystem(filesystem, origin.options)
+    key = folder_of(place.key(prefix.folder, origin.naming))
+    return RemoteDirectory(prefix.url, key, place.remote, None, prefix, origin, place)

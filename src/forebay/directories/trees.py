@@ -114,7 +114,7 @@ def lease(
 def adopt(origin: Origin, space: str, key: str, path: str, *, validator: str | None = None) -> Entry:
     """Copy and hash a local file into a new entry. Raises `CacheFault`, `NotFound`."""
     with origin.store.writing(space, key, suffix=remote.suffix(path), resume=False) as writing:
-        remote.resolve(path, origin.options).fetch(path, writing)
+        remote.resolve(path).fetch(path, writing)
         return writing.publish(validator=validator)
 
 
@@ -281,7 +281,7 @@ class _Tree:
         if isinstance(error, errors.RemoteChanged):
             validators = {file.name: file.validator for file in before.manifest.files}
             same = {file.name for file in now.manifest.files if file.validator is not None and validators.get(file.name) == file.validator}
-            if any(self._location.target(name).key == getattr(error, "url", None) for name in same):
+            if any(remote.canonical(self._location.object(name)) == getattr(error, "url", None) for name in same):
                 self._unlike |= same
 
     def _of(self, listing: Listing) -> Lease:

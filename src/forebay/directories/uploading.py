@@ -265,7 +265,7 @@ class _Upload:
         turn()
 
     def _weight(self, file: LocalFile) -> int:
-        in_parts = self._location.key.startswith("s3://") and not self._location.identity and file.size > IN_ONE
+        in_parts = self._location.key.startswith("s3://") and self._location.filesystem is None and file.size > IN_ONE
         return max(file.size, LARGE) if in_parts else file.size
 
     def _send_one(self, file: LocalFile) -> None:
@@ -303,7 +303,7 @@ class _Upload:
 
     def _is_same(self, written: ObjectInfo | None, listed: ObjectInfo) -> bool:
         """Whether the listed object is the written one, where that can be compared: validators in listings of filesystems may differ."""
-        if written is None or self._location.identity or not self._location.key.startswith(("s3://", "file://")):
+        if written is None or self._location.filesystem is not None or not self._location.key.startswith(("s3://", "file://")):
             return True
         return is_same_version(listed.validator, written.validator or "")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import sys
@@ -23,7 +22,17 @@ from forebay._logs import logger
 from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Transfer
 from forebay.origin.checksums import expected_sha256, sha256_mismatch
 from forebay.origin.opening import CacheHandle, Reopening, RootOptions, in_memory, no_store, others_can_write
-from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, is_expected, is_same_version, sha256_of
+from forebay.origin.request import (
+    FetchOptions,
+    SpillingSink,
+    Target,
+    Targets,
+    VersionCheckSink,
+    folder_of,
+    is_expected,
+    is_same_version,
+    sha256_of,
+)
 from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS, index_key
 
 if TYPE_CHECKING:
@@ -35,7 +44,7 @@ T = TypeVar("T")
 A = TypeVar("A", bytes, Transfer)
 
 
-class Origin:
+class Origin(Targets):
     """The state that the fronts of one cache share: its store, its remotes, and the defaults of its calls. Reads objects through the store.
 
     ``offline``, ``max_age`` (nanoseconds), ``timeout`` (seconds that a call waits in total): the defaults of calls.
@@ -51,21 +60,14 @@ class Origin:
         root: Path | None = None, init_kwargs: dict[str, Any] | None = None, warned: Iterable[str] = (),
     ) -> None:  # fmt: skip
         self.store, self.upstream = store, upstream
-        self._options = options
         self.offline, self.max_age, self.timeout = offline, max_age, timeout
         self.reopening = reopening  # while ``store`` is a `PassThrough` that a later call may replace
         self.root, self.init_kwargs = root or Path(), init_kwargs or {}  # of `for_root`, without the limits of the root
         self.warned = set(warned)  # the kinds of problem that were logged
         self.closed = False
         self.unset_spaces: dict[str, dict[str, Any]] = {}  # spaces that fronts requested before there was a store
-        self._targets: dict[str, Target] = {}
-        self._resolvers = remote.Resolvers(lambda: self.options)
+        super().__init__(options)
         self._handles: weakref.WeakSet[CacheHandle] = weakref.WeakSet()
-
-    @functools.cached_property
-    def options(self) -> remote.RemoteOptions:
-        """How requests are sent. Made by the first request."""
-        return self._options or remote.RemoteOptions()
 
     # -- opening and closing ---------------------------------------------------------------------------------------
 
@@ -193,25 +195,6 @@ class Origin:
         at = store.validated(entry)
         return at if store is self.store or at <= 1 else max(at - (store.now() - self.store.now()), 1)
 
-    # -- what a URL is ---------------------------------------------------------------------------------------------
-
-    def target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
-        """The target of a URL or path, or of a path of a filesystem object of fsspec or pyarrow. Raises `ConfigError`, `MissingExtra`."""
-        text = remote.as_text(url)
-        if not text:
-            raise errors.ConfigError("an empty URL names nothing", name="url", value="")
-        if filesystem is not None:
-            key, suffix, served_by = remote.on_filesystem(filesystem, text, self.options)
-            return Target(text, key, suffix, lambda: served_by)
-        if (known := self._targets.get(text)) is not None:
-            return known
-        key = remote.canonical(text)
-        target = Target(text, key, remote.suffix_of_key(key), self._resolvers.of(text), remote.local_path(text))
-        if len(self._targets) >= 10_000:
-            self._targets.clear()
-        self._targets[text] = target
-        return target
-
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def read(self, target: Target, options: FetchOptions) -> memoryview:
@@ -232,7 +215,7 @@ class Origin:
                 hit = self.store.view_leased(URLS, target.key, lease)
                 if hit is None:
                     raise errors.CacheFault(f"{target.key} cannot be mapped", key=target.key)
-                self.store.alias(URLS, target.url, hit)
+                self.store.alias(URLS, self.alias(target.url, target.key), hit)
                 return memoryview(hit.view)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             self.fall_back(error, target.key)
@@ -251,7 +234,7 @@ class Origin:
             return None, hit is None
         self.store.touch(hit.entry)
         self.store.count_hit(hit.size)
-        self.store.alias(URLS, target.url, hit)
+        self.store.alias(URLS, self.alias(target.url, target.key), hit)
         return memoryview(hit.view), False
 
     def open(self, target: Target, options: FetchOptions, block_size: int | str | None = None) -> BinaryIO:
@@ -358,7 +341,7 @@ class Origin:
 
     def _above(self, target: Target, options: FetchOptions) -> tuple[Remembered, int] | None:
         """The upstream root's copy and the time of its validation, if the remote still has this version: it is asked at most once."""
-        hit = self.upstream.view(URLS, target.key) if self.upstream is not None else None
+        hit = self.upstream.view(URLS, target.above) if self.upstream is not None else None
         if hit is None or self.upstream is None or (options.etag and not is_same_version(hit.entry.validator, options.etag)):
             return None
         at, began = self.validated(self.upstream, hit.entry), self.store.now(exact=True)

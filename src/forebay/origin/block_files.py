@@ -43,7 +43,7 @@ def open_blocks(origin: Origin, target: Target, options: FetchOptions, block_siz
     for name in ("sha256", "pin"):
         if value := getattr(options, name):
             raise errors.ConfigError(f"{name} needs the whole object: open it without block_size", name=name, value=value)
-    if options.bypass or (target.in_place and not options.force) or (origin.upstream and origin.upstream.entry(URLS, target.key)):
+    if options.bypass or (target.in_place and not options.force) or (origin.upstream and origin.upstream.entry(URLS, target.above)):
         return origin.open(target, options)
     version = _Opening(origin, target, options).version()
     if isinstance(version, Lease):
@@ -150,7 +150,7 @@ class _Opening:
     def _above(self) -> ObjectInfo | None:
         """The version of which the upstream root has blocks, if it was validated lately."""
         upstream = self._origin.upstream
-        index = upstream.entry(URLS, self._key) if upstream is not None else None
+        index = upstream.entry(URLS, index_key(self._target.above)) if upstream is not None else None
         if upstream is None or index is None or not self._is_expected(index.validator):
             return None
         is_fresh = self._options.offline or self._origin.validated(upstream, index) >= self._options.since

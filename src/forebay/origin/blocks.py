@@ -109,8 +109,9 @@ class Blocks:
                 store.count_hit(remembered.size)
                 data = memoryview(remembered.view)
             upstream = self.origin.upstream
-            if data is None and upstream is not None and (above := upstream.view(URLS, key)) is not None:
-                data = memoryview(above.view)
+            if data is None and upstream is not None:
+                above = upstream.view(URLS, block_key(self.target.above, number, self.size, self.info.validator))
+                data = None if above is None else memoryview(above.view)
         except (errors.CacheFault, errors.Closed) as error:
             log.debug("%s: %s", key, str(error))
             return None

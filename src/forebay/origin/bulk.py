@@ -297,7 +297,7 @@ class BulkFetch:
         with lease:
             hit = self._store.view_leased(URLS, request.target.key, lease)
         if hit is not None:
-            self._store.alias(URLS, request.target.url, hit)
+            self._store.alias(URLS, self._origin.alias(request.target.url, request.target.key), hit)
             request.data = memoryview(hit.view)
         return hit is not None
 

@@ -101,7 +101,8 @@ class RemoteAccess:
         self.origin: Origin | None = None
         self._bound_at = 0
         self._options = self._given
-        self._own: tuple[str, str, Remote] | None = None
+        self._own: remote.FilesystemObject | None = None
+        self._given_realm: remote.Realm | None = None
 
     def __getstate__(self) -> tuple[Any, RemoteOptions | None]:
         return self.filesystem, self._given
@@ -126,20 +127,31 @@ class RemoteAccess:
 
     def target(self, url: str) -> Target:
         """An object as the bound cache fetches it, and its key there. Raises `ConfigError`, `MissingExtra`."""
-        if self.filesystem is None:
-            assert self.origin is not None
-            target = self.origin.target(url)
-            return target if self._given is None else target._replace(resolve=partial(self.remote, url))
-        kind, identity, served_by = self._filesystem()
-        key = remote.key_on(kind, url, identity)
-        return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0]), lambda: served_by)
+        assert self.origin is not None
+        if self.filesystem is not None:
+            return self.origin.target_on(self._filesystem(), url)
+        naming = self._naming
+        if self._given is None or naming is None:
+            return self.origin.target(url)
+        return self.origin.target_by(url, naming, partial(self.remote, url))
 
-    def _filesystem(self) -> tuple[str, str, Remote]:
-        """Of the filesystem object: the scheme of its URLs, its identity, and its remote. Computed once: it costs a pickle."""
+    def _filesystem(self) -> remote.FilesystemObject:
         if self._own is None:
-            key, _, served_by = remote.on_filesystem(self.filesystem, "", self.options)
-            self._own = key.partition("://")[0], key.rpartition("#")[2], served_by
+            self._own = remote.on_filesystem(self.filesystem, self.options)
         return self._own
+
+    @property
+    def _realm(self) -> remote.Realm | None:
+        if self._given is not None and self._given_realm is None:
+            self._given_realm = remote.Realm(self._given)
+        return self._given_realm if self._given is not None or self.origin is None else self.origin.realm
+
+    @property
+    def _naming(self) -> remote.UrlNaming | None:
+        """How the bound cache names what is fetched with these options."""
+        if self.origin is None:
+            return None
+        return self.origin.naming if self._realm is None else self.origin.naming._replace(realm=self._realm)
 
     @property
     def options(self) -> RemoteOptions:
@@ -148,17 +160,23 @@ class RemoteAccess:
         return self._options
 
     def key(self, url: str) -> str:
+        """The key under which the bound cache stores an object; without a cache, see `shown`. Raises `ConfigError`."""
+        return self._text(url, self._naming)
+
+    def shown(self, url: str) -> str:
         """The URL without secrets, the same for all its spellings. Raises `ConfigError`."""
-        if self.filesystem is None:
-            return remote.canonical(url)
-        kind, identity, _ = self._filesystem()
-        return remote.key_on(kind, url, identity)
+        return self._text(url, None)
+
+    def _text(self, url: str, naming: remote.UrlNaming | None) -> str:
+        return remote.canonical(url, naming) if self.filesystem is None else self._filesystem().key(url, naming)
 
     def remote(self, url: str) -> Remote:
         """The remote that serves this URL. Raises `ConfigError`, `MissingExtra`; `Offline` where the cache must not ask it."""
         if self.origin is not None and self.origin.offline and not self.is_local(url):
             raise errors.Offline.of(self.key(url))
-        return remote.resolve(url, self.options) if self.filesystem is None else self._filesystem()[2]
+        if self.filesystem is not None:
+            return self._filesystem().remote
+        return remote.resolve(url, self.options, self._realm)
 
     def is_local(self, url: str) -> bool:
         return self.filesystem is None and remote.local_path(url) is not None

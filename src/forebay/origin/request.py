@@ -3,38 +3,119 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from forebay import _config, _model, errors
+from forebay import _config, _model, errors, remote
 from forebay._kernel import waits
 from forebay._model import Buffer, BufferSink, Content, ObjectInfo, Partial, Remote, Span, can_clone
 from forebay.origin.spaces import FOREVER, URLS
-from forebay.remote import urls
+from forebay.remote import UrlNaming, urls
 
 if TYPE_CHECKING:
+    from forebay._engine.index.memo import Hit
     from forebay._engine.locks.fill import KeyHold, OnWait
     from forebay._engine.locks.leases import Lease
+    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.store import Store
     from forebay._engine.write.publish import Writing
     from forebay.origin import Origin
 
 _REMOTE = ("http", "s3:")
+_NO_ROOT = int.from_bytes(os.urandom(8)) >> 2  # in place of the secret of a root: nothing is stored under these keys
 
 
 class Target(NamedTuple):
-    """A URL: where it is fetched from, and the key under which it is stored. Only ``url`` may contain secrets."""
+    """A URL: where it is fetched from, and the key under which it is stored; ``above``: that in the upstream root. Only ``url`` may contain
+    secrets."""
 
     url: str
     key: str
     suffix: str
     resolve: Callable[[], Remote]
     in_place: str | None = None
+    above: str = ""
 
     @property
     def remote(self) -> Remote:
         """What serves the URL."""
         return self.resolve()
+
+
+class Targets:
+    """What URLs are to one cache: the base of `Origin`. Callable from any thread and after a fork."""
+
+    store: Store | PassThrough
+    upstream: Store | None
+
+    def __init__(self, options: remote.RemoteOptions | None) -> None:
+        self._options, self.realm = options, remote.Realm(options)
+        self._naming = UrlNaming(_NO_ROOT, self.realm)
+        self._targets: dict[str, Target] = {}
+        self._resolvers = remote.Resolvers(lambda: self.options, self.realm)
+
+    @functools.cached_property
+    def options(self) -> remote.RemoteOptions:
+        """How requests are sent. Made by the first request."""
+        return self._options or remote.RemoteOptions()
+
+    @property
+    def naming(self) -> UrlNaming:
+        """How the keys of this cache are made: a root that could not be used until now, or was created anew, has another secret."""
+        secret = self.store.root.id if self.store.keeps else _NO_ROOT
+        if self._naming.secret != secret:
+            self._naming = UrlNaming(secret, self.realm)
+            self._targets.clear()
+        return self._naming
+
+    def target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
+        """The target of a URL or path, or of a path of a filesystem object of fsspec or pyarrow. Raises `ConfigError`, `MissingExtra`."""
+        text = remote.as_text(url)
+        if not text:
+            raise errors.ConfigError("an empty URL names nothing", name="url", value="")
+        if filesystem is not None:
+            return self.target_on(remote.on_filesystem(filesystem, self.options), text)
+        naming = self.naming
+        if (known := self._targets.get(text)) is not None:
+            return known
+        target = self.target_by(text, naming, self._resolvers.of(text))
+        if len(self._targets) >= 10_000:
+            self._targets.clear()
+        self._targets[text] = target
+        return target
+
+    def target_by(self, url: str, naming: UrlNaming, resolve: Callable[[], Remote]) -> Target:
+        """The target of a URL that is fetched with other options than those of this cache. Raises `ConfigError`."""
+        key = remote.canonical(url, naming)
+        above = key if self.upstream is None else remote.canonical(url, naming._replace(secret=self.upstream.root.id))
+        return Target(url, key, remote.suffix_of_key(key), resolve, remote.local_path(url), above)
+
+    def target_on(self, filesystem: remote.FilesystemObject, path: str) -> Target:
+        """The target of a path of a filesystem object."""
+        key = filesystem.key(path, self.naming)
+        above = key if self.upstream is None else filesystem.key(path, self.naming._replace(secret=self.upstream.root.id))
+        return Target(path, key, remote.suffix_of_key(key.rpartition("#")[0]), lambda: filesystem.remote, None, above)
+
+    def hot_lookup(self) -> Hit:
+        """See `Store.hot_lookup`: of objects, by their URLs as the caller writes them."""
+        hit = self.store.hot_lookup(URLS)
+        if self.realm.is_usual:
+            return hit
+
+        def hit_in_realm(url: str, max_age: int) -> memoryview | None:
+            # Elsewhere in this process, and so in its memo, the same text may name what another realm fetched.
+            try:
+                return hit(self.target(url).key, max_age)
+            except errors.ForebayError:  # the call that goes on raises it
+                return None
+
+        return hit_in_realm
+
+    def alias(self, url: str, key: str) -> str:
+        """The name by which `hot_lookup` is to find an object, or the key itself."""
+        return url if self.realm.is_usual else key
 
 
 class FetchOptions(NamedTuple):
@@ -167,7 +248,9 @@ def first_touch(origin: Origin, url: str | os.PathLike[str], *, force: bool) -> 
     process that has not met the object, without a `Target`, a time limit or a lease. None: the long way tells. Raises `ConfigError`."""
     text = url if type(url) is str else urls.as_text(url)
     for key in _possible_keys(origin, text, force=force):
-        data = origin.store.first_touch(URLS, key, origin.max_age, text)
+        data = None if origin.realm.is_usual else origin.store.hot_lookup(URLS)(key, origin.max_age)
+        if data is None:
+            data = origin.store.first_touch(URLS, key, origin.max_age, origin.alias(text, key))
         if data is not None:
             return data
     return None
@@ -188,11 +271,12 @@ def _possible_keys(origin: Origin, text: str, *, force: bool) -> Iterator[str]:
     """The keys under which the cache may have a URL. Raises `ConfigError`."""
     if origin.closed or not text:
         return
-    # A key of this space has a `#`, or is what `canonical` returned, which is its own key: such a text need not be looked at more closely.
-    is_likely_key = text.startswith(_REMOTE) and "#" not in text
+    # A key of this space has a `#`, or is what `canonical` returned, which is its own key: such a text need not be looked at more closely,
+    # unless the realm makes another key of it.
+    is_likely_key = text.startswith(_REMOTE) and "#" not in text and not origin.realm(text.partition(":")[0])
     if is_likely_key:
         yield text
-    key = urls.canonical(text)
+    key = urls.canonical(text, origin.naming)
     if not (is_likely_key and key == text) and (force or not key.startswith("file:")):  # a local file is its own copy
         yield key
 

@@ -27,7 +27,7 @@ from forebay.prefetch.loader import Abandoned, Loader, abandon
 from forebay.prefetch.loads import Load, PrefetchConfig, RemoteObjects
 from forebay.prefetch.objects import ObjectLoader
 from forebay.reports import OnProgress, Progress, WarmReport
-from forebay.sources import DecodedSource, Source, UrlSource, source_of
+from forebay.sources import DecodedSource, Source, UrlSource, identity_of, source_of
 
 log = logger("forebay.prefetch")
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Prefetcher(Pool[Item_co]):
         owner: Abandoned
         self._objects = self._objects_of_urls()
         if self._objects is not None and self._remote is not None:
-            self._digest = _digest([self.source.uri])
+            self._digest = _digest([identity_of(self.source)])
             self._space, self._max_age = URLS, FOREVER if self._origin.offline else self._origin.max_age
             waits = self._store.spaces.ensure(self.name).policy == Policy.WAIT
             self._loader: Loader | ObjectLoader = ObjectLoader(self._remote, self._store, self._options["workers"], waits=waits)
@@ -102,7 +102,7 @@ class Prefetcher(Pool[Item_co]):
         The items of a source without a version belong to a session, which ends with the last process that uses it."""
         version = getattr(self.source, "version", None)
         decoder = () if self._maker.is_raw else (*decoder_of(self.source), self._maker.codec.name)
-        parts = [self.source.uri, repr(version), self._options["store"], *decoder]
+        parts = [identity_of(self.source), repr(version), self._options["store"], *decoder]
         self._digest = self._bound = _digest(parts)
         self._item_version: Callable[[str], str | None] | None = getattr(self.source, "version_of", None) if version is None else None
         if version is not None:
@@ -256,7 +256,7 @@ class Prefetcher(Pool[Item_co]):
         used, count = self._store.spaces.usage(self.name)
         if self._objects is None:
             return used, count
-        below, objects = self._store.spaces.usage_below(URLS, self._objects.uri.partition("#")[0].partition("?")[0].rstrip("/") + "/")
+        below, objects = self._store.spaces.usage_below(URLS, self._objects.identity.partition("#")[0].partition("?")[0].rstrip("/") + "/")
         return used + below, count + objects
 
     def set_limits(self, *, budget: int | None = None, max_count: int | None = None) -> None:

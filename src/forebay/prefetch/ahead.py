@@ -130,7 +130,7 @@ class Lookahead(Iterator[memoryview]):
             self._loader = ObjectLoader(RemoteObjects(origin, origin.target, versioned=False), store, workers, waits=True, in_turn=True)
             weakref.finalize(self, abandon, weakref.ref(self._loader)).atexit = False
         host.at_fork(self)  # behind that of the loader, whose lock is taken inside of this one
-        self._store, self._hit = store, store.hot_lookup(URLS)
+        self._store, self._hit = store, origin.hot_lookup()
         self._window = min(WINDOW, (store.usage().budget or in_memory()) // _SHARE) if window is None else window
         self._narrows, self._is_full = window is None, False
         self._horizon = horizon if can_store else 0
@@ -233,7 +233,10 @@ class Lookahead(Iterator[memoryview]):
         if self._origin.closed:
             return None
         data = self._hit(following.url, self._max_age)
-        return self._store.first_touch(URLS, following.name, self._max_age, following.url) if data is None else data
+        if data is None:
+            alias = self._origin.alias(following.url, following.name)
+            data = self._store.first_touch(URLS, following.name, self._max_age, alias)
+        return data
 
     def _take(self, url: Url) -> _Next:
         """The object, if it is ahead; else one of its own. In both cases what is ahead moves on."""

@@ -1,6 +1,7 @@
 """Remotes, from which bytes are read: `resolve` returns the `Remote` of a URL. Independent of the engine.
 
 - `urls`: keys, suffixes, local paths, texts without secrets
+- `realm`: what else than a URL decides which bytes it leads to
 - `base`: options, one call with its retries, parallel ranges of one object
 - `http`: one object over HTTP
 - `s3`: the same data plane, with AWS credentials and signatures
@@ -13,25 +14,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from forebay.remote.realm import Realm as Realm
+from forebay.remote.realm import other_endpoint
+from forebay.remote.urls import MASK, scheme
+from forebay.remote.urls import UrlNaming as UrlNaming
 from forebay.remote.urls import as_text as as_text
 from forebay.remote.urls import canonical as canonical
-from forebay.remote.urls import hashed, scheme
 from forebay.remote.urls import is_url as is_url
-from forebay.remote.urls import key_on as key_on
 from forebay.remote.urls import local_path as local_path
 from forebay.remote.urls import redacted as redacted
 from forebay.remote.urls import shown as shown
 from forebay.remote.urls import suffix as suffix
 from forebay.remote.urls import suffix_of_key as suffix_of_key
+from forebay.remote.urls import without_user as without_user
 
 if TYPE_CHECKING:
     from forebay._model import Remote
     from forebay.remote.base import RemoteOptions as RemoteOptions
     from forebay.remote.base import tracking_hosts as tracking_hosts
 
-_remotes: dict[tuple[str, RemoteOptions], Remote] = {}
+_remotes: dict[tuple[str, RemoteOptions, str], Remote] = {}
 
 
 def __getattr__(name: str) -> Any:
@@ -43,23 +47,24 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def resolve(url: str, options: RemoteOptions | None = None) -> Remote:
-    """The remote that serves ``url``: one for each scheme and options in a process. Raises `MissingExtra`, and `ConfigError` for an
-    unknown scheme."""
+def resolve(url: str, options: RemoteOptions | None = None, realm: Realm | None = None) -> Remote:
+    """The remote that serves ``url``: one for each scheme, options and endpoint in a process. ``realm``: names the endpoint; None: the
+    environment does. Raises `MissingExtra`, and `ConfigError` for an unknown scheme."""
     from forebay.remote.base import RemoteOptions
 
     kind = scheme(url)
-    key = ("http" if kind == "https" else kind, options or RemoteOptions())
+    endpoint = other_endpoint(kind) if realm is None else realm.endpoint(kind)
+    key = ("http" if kind == "https" else kind, options or RemoteOptions(), endpoint)
     remote = _remotes.get(key)
     # two threads may both create one: setdefault keeps the first, and the other holds no resources yet
     return remote if remote is not None else _remotes.setdefault(key, _create(*key))
 
 
 class Resolvers:
-    """The remotes of one set of options, by scheme. Callable from any thread."""
+    """The remotes of one set of options, and of one realm, by scheme. Callable from any thread."""
 
-    def __init__(self, options: Callable[[], RemoteOptions]) -> None:
-        self._options = options
+    def __init__(self, options: Callable[[], RemoteOptions], realm: Realm) -> None:
+        self._options, self._realm = options, realm
         self._by_scheme: dict[str, Callable[[], Remote]] = {}
 
     def of(self, url: str) -> Callable[[], Remote]:
@@ -69,21 +74,34 @@ class Resolvers:
         known = self._by_scheme.get(kind)
         if known is not None:
             return known
-        found = functools.cache(lambda: resolve(f"{kind}://", self._options()))
+        found = functools.cache(lambda: resolve(f"{kind}://", self._options(), self._realm))
         if kind not in ("http", "https", "s3", "hf"):
             found()
         return self._by_scheme.setdefault(kind, found)
 
 
-def on_filesystem(filesystem: Any, path: str, options: RemoteOptions | None = None) -> tuple[str, str, Remote]:
-    """For a path on a filesystem object of fsspec or pyarrow: its key, the suffix of its name, and the remote that serves it.
+class FilesystemObject(NamedTuple):
+    """A filesystem object of fsspec or pyarrow. ``kind``: the scheme of its URLs. ``identity``: the same for objects with the same settings
+    (endpoint, credentials)."""
 
-    Objects with different settings (endpoint, credentials) give different keys. A key contains the settings as a hash only."""
+    kind: str
+    identity: str
+    remote: Remote
+
+    def key(self, path: str, naming: UrlNaming | None) -> str:
+        """The key of one of its paths: it contains the settings as a hash only. None: a text to be shown."""
+        if is_url(path) and scheme(path) in ("http", "https"):
+            path = canonical(path, naming)  # other schemes have no secrets in their paths
+        hashed = MASK if naming is None else naming.hashed(f"{self.identity} {naming.realm(self.kind)}")
+        return f"{self.kind}://{(path.partition('://')[2] or path).lstrip('/')}#{hashed}"
+
+
+def on_filesystem(filesystem: Any, options: RemoteOptions | None = None) -> FilesystemObject:
+    """A filesystem object of fsspec or pyarrow, as remotes are used. It costs a pickle."""
     from forebay.remote.filesystems import FilesystemRemote, identity, protocols_of
 
     kind = next(iter(protocols_of(filesystem)), "filesystem")
-    key = key_on(kind, path, hashed(identity(filesystem)))
-    return key, suffix_of_key(key.rpartition("#")[0]), FilesystemRemote(filesystem, options)
+    return FilesystemObject(kind, identity(filesystem), FilesystemRemote(filesystem, options))
 
 
 def arrow_filesystem(url: str) -> tuple[Any, str] | None:
@@ -108,7 +126,7 @@ def local_path_on(filesystem: Any, path: str) -> str | None:
     return local_path(path)
 
 
-def _create(kind: str, options: RemoteOptions) -> Remote:
+def _create(kind: str, options: RemoteOptions, endpoint: str) -> Remote:
     if kind == "http":
         from forebay.remote.http import HttpRemote
 
@@ -120,11 +138,11 @@ def _create(kind: str, options: RemoteOptions) -> Remote:
     if kind == "s3":
         from forebay.remote.s3 import S3Remote
 
-        return S3Remote(options)
+        return S3Remote(options, endpoint)
     if kind == "hf":
         from forebay.remote.hub import HubRemote
 
-        return HubRemote(options)
+        return HubRemote(options, endpoint)
     from forebay.remote.filesystems import FilesystemRemote
     from forebay.remote.filesystems.clients import check_kind
 

@@ -47,6 +47,8 @@ class RemoteOptions:
     calls need one. ``streams``: parallel ranges of one object. ``part``: bytes of a range. ``buffer``: bytes of a body that are held in
     memory until its reader takes them. ``proxies``: use ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. ``netrc``: use the
     netrc file. ``anonymous``, ``requester_pays``: for ``s3://``. ``allow_downgrade``: follow a redirect from ``https://`` to ``http://``.
+    ``partition``: is part of the keys, so that what was fetched with these options is only served to those with the same one. By default
+    the token or ``Authorization`` header, for ``https://`` and ``http://``; "": credentials make no difference.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
@@ -65,6 +67,7 @@ class RemoteOptions:
     anonymous: bool | None = None
     requester_pays: bool = False
     allow_downgrade: bool = False
+    partition: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout", "read_timeout", "total_timeout", "attempts", "connections", "streams", "part", "buffer"):
@@ -87,6 +90,12 @@ class RemoteOptions:
         if faults:
             raise faults[0]
         return cls(**values)  # type: ignore[arg-type]
+
+    @property
+    def authorization(self) -> str:
+        """The value of the ``Authorization`` header, or the token without one; "": neither was given."""
+        given = next((value for name, value in self.headers.items() if name.lower() == "authorization"), "")
+        return given or (f"Bearer {self.token}" if self.token else "")
 
     def for_check(self) -> Self:
         """These options with a short time limit, for asking whether a known version is still current: the caller can do without."""

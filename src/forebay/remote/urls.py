@@ -6,8 +6,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from forebay.errors import ConfigError
 
@@ -19,7 +19,7 @@ _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*)://"
 _CHAIN = r"[A-Za-z][A-Za-z0-9+.-]*::.*://"
 _SUFFIX = r"\.[A-Za-z0-9]{1,15}\Z"
 _HASHED = r"q=[0-9a-f]{32}\Z"
-_HASHED_USER = r"u=[0-9a-f]{32}\Z"
+_HASHED_USER = r"u=[0-9a-f]{16}@"
 # What is its own key, or an absolute path whose key is it: most URLs of a training job, which are made canonical once an epoch each.
 _PLAIN = r"(?:https?|s3)://[a-z0-9-][a-z0-9.-]*(?::(?!80/|443/)[0-9]+)?/[A-Za-z0-9_./=~%+,-]*|((?:/(?!\.\.?(?:/|\Z))[A-Za-z0-9_.-]+)+)"
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".z"}
@@ -61,6 +61,24 @@ def _signatures() -> tuple[_Signature, ...]:
     )
 
 
+def _nothing_else(kind: str) -> str:
+    return ""
+
+
+class UrlNaming(NamedTuple):
+    """How one cache names URLs in its keys. ``secret``: of its root; who does not know it cannot find out by trying what was hashed.
+    ``realm(scheme)``: what else than the URL decides which bytes it leads to, see `forebay.remote.Realm`; "": nothing."""
+
+    secret: int = 0
+    realm: Callable[[str], str] = _nothing_else
+
+    def hashed(self, text: str, size: int = 16) -> str:
+        """The text that stands in a key for a secret one: ``size`` bytes as hexadecimal digits."""
+        import hashlib
+
+        return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=size, key=self.secret.to_bytes(8)).hexdigest()
+
+
 def as_text(url: object) -> str:
     """A URL or path as text. Raises `ConfigError` for what is neither."""
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else url
@@ -87,16 +105,21 @@ def is_url(text: str) -> bool:
     return re.match(_SCHEME, text) is not None
 
 
-def canonical(url: str | os.PathLike[str]) -> str:
-    """The key of a URL: the same for all spellings of one object, and free of secrets. ``canonical(canonical(u)) == canonical(u)``.
+def canonical(url: str | os.PathLike[str], naming: UrlNaming | None = None) -> str:
+    """A URL without secrets, the same for all its spellings: the key under which a cache of this ``naming`` stores the object, or, without
+    a naming, a text to be shown. What it returned is left as it is: ``canonical(canonical(u, n), n) == canonical(u, n)``.
 
-    Scheme and host are in lower case; the default port, the fragment and whole sets of signature parameters are dropped; user info and any
-    other query are replaced by their hashes; all other bytes stay as they are. A path becomes an absolute ``file://`` URL. In schemes other
-    than HTTP, ``#``, every part of the query, and the case of the host may distinguish objects, and are kept. Raises `ConfigError`."""
+    Scheme and host are in lower case; the default port, the fragment and whole sets of signature parameters are dropped. In a key one hash
+    stands for the user and the realm (``u=...@`` before the host), another for what is left of the query (``?q=...``); in a text to be
+    shown ``...`` does. All other bytes stay as they are. A path becomes an absolute ``file://`` URL. In schemes other than HTTP, ``#``,
+    every part of the query, and the case of the host may distinguish objects, and are kept. Raises `ConfigError`."""
     text = as_text(url)
     plain = re.fullmatch(_PLAIN, text)
     if plain is not None:
-        return text if plain[1] is None else f"file://{text}"
+        if plain[1] is not None:
+            return f"file://{text}"
+        if naming is None or not naming.realm(text[: text.index(":")]):
+            return text
     if not text.isascii():
         try:
             text.encode("utf-8", "surrogateescape")
@@ -110,12 +133,13 @@ def canonical(url: str | os.PathLike[str]) -> str:
         return "file://" + quote(os.fsencode(local_path(text) or ""))
     if "::" in text and kind not in _KNOWN:  # fsspec's: `zip://a.csv::s3://bucket/a.zip`
         first, *links = text.split("::")
-        return "::".join([_single(kind, first), *(canonical(link) if re.match(_SCHEME, link) else link for link in links)])
-    return _single(kind, text)
+        links = [canonical(link, naming) if re.match(_SCHEME, link) else link for link in links]
+        return "::".join([_single(kind, first, naming), *links])
+    return _single(kind, text, naming)
 
 
-def _single(kind: str, text: str) -> str:
-    """The key of a URL that is no chain."""
+def _single(kind: str, text: str, naming: UrlNaming | None) -> str:
+    """`canonical` of a URL that is no chain."""
     rest = text[len(kind) + 3 :]
     if kind in _KNOWN and "@" in text and re.match(_BROKEN, text):  # else a part of a password would be the path
         shown = masked(text)
@@ -125,22 +149,28 @@ def _single(kind: str, text: str) -> str:
         rest = rest.partition("#")[0]
     rest, _, query = rest.partition("?")
     host, slash, name = rest.partition("/")
-    return f"{kind}://{_host(kind, host)}{slash}{name}{_query(kind, query) if query else ''}"
+    return f"{kind}://{_host(kind, host, naming)}{slash}{name}{_query(kind, query, naming) if query else ''}"
 
 
-def _host(kind: str, host: str) -> str:
+def _host(kind: str, host: str, naming: UrlNaming | None) -> str:
+    is_of_key = re.match(_HASHED_USER, host) is not None
     user, at, host = host.rpartition("@")
     if kind in _PORTS:
         host = host.lower().removesuffix(_PORTS[kind])
-    if not user:
-        return host if kind in _KNOWN else f"{at}{host}"
-    if kind in _KNOWN:  # other users may get other bytes; a token may stand where the user does
-        return f"{user if user == MASK or re.match(_HASHED_USER, user) else f'u={hashed(user)}'}@{host}"
-    # in `abfs://container@account` and `github://org:repo@sha` it names the object; it may contain a password too
-    return f"{hashed(user) if ':' in user else user}@{host}"
+    if is_of_key:
+        return f"{user}@{host}"
+    # Other users may get other bytes; a token may stand where the user does. In `abfs://container@account` it names the object; in
+    # `github://org:repo@sha` too, but `ftp://user:password@host` looks the same.
+    secret = user if kind in _KNOWN or ":" in user else ""
+    if not secret and kind not in _KNOWN:
+        host = f"{user}{at}{host}"
+    realm = naming.realm(kind) if naming is not None else ""
+    if not (secret or realm):
+        return host
+    return f"{MASK}@{host}" if naming is None else f"u={naming.hashed(repr((secret, realm)), 8)}@{host}"
 
 
-def _query(kind: str, query: str) -> str:
+def _query(kind: str, query: str, naming: UrlNaming | None) -> str:
     if re.match(_HASHED, query):
         return f"?{query}"
     pairs = query.split("&")
@@ -149,22 +179,14 @@ def _query(kind: str, query: str) -> str:
         signing = frozenset[str]().union(*(signature.names_in(named) for signature in _signatures()))
         pairs = [pair for pair, (name, _) in zip(pairs, named, strict=True) if name not in signing]
     rest = "&".join(pairs)
-    return f"?q={hashed(rest)}" if rest else ""
+    if not rest:
+        return ""
+    return f"?{MASK}" if naming is None else f"?q={naming.hashed(rest)}"
 
 
-def hashed(secret: str | bytes) -> str:
-    """The text that stands for a secret in a key: it cannot be reversed."""
-    import hashlib
-
-    data = secret.encode("utf-8", "surrogateescape") if isinstance(secret, str) else secret
-    return hashlib.blake2s(data, digest_size=16).hexdigest()
-
-
-def key_on(kind: str, path: str, identity: str) -> str:
-    """The key of a path on a filesystem object. ``kind``: the scheme of its URLs; ``identity``: distinguishes it from other objects."""
-    if re.match(_SCHEME, path) and scheme(path) in _PORTS:
-        path = canonical(path)  # other schemes have no secrets in their paths
-    return f"{kind}://{(path.partition('://')[2] or path).lstrip('/')}#{identity}"
+def without_user(key: str) -> str:
+    """A key as it would be if the object had been fetched without a user, from the usual servers, in no partition."""
+    return re.sub(rf"://{_HASHED_USER}", "://", key, count=1)
 
 
 def suffix(url: str | os.PathLike[str]) -> str:
@@ -222,7 +244,7 @@ _SECRET = rf"(?i)((?:{_NAMES}(?:\W?\s*[=:]|%3D)|\bbearer\b|\bbasic\b)\s*[\"']?)[
 
 
 def redacted(text: str) -> str:
-    """``text`` without its secrets: each URL becomes its key (no password, no signature, the hash of a query), and ``...`` replaces the
+    """``text`` without its secrets: each URL as `canonical` shows it (``...`` for a user and a query, no signature), and ``...`` for the
     values of headers and settings that contain secrets. Raises nothing. Idempotent."""
     return re.sub(_SECRET, r"\1...", re.sub(_URL_IN_TEXT, _redacted_url, masked(text)))
 
@@ -232,8 +254,13 @@ def masked(text: str) -> str:
     return re.sub(_USER, rf"\1\2{MASK}@", text)
 
 
+def is_masked(text: str) -> bool:
+    """Whether `canonical` has left a user or a query out of what it shows."""
+    return f"://{MASK}@" in text or text.endswith(f"?{MASK}")
+
+
 def shown(url: str | os.PathLike[str]) -> str:
-    """A URL without its secrets, as in its key; a path as it is."""
+    """A URL without its secrets; a path as it is."""
     text = as_text(url)
     try:
         return canonical(text) if is_url(text) else redacted(text) if "://" in text else text
@@ -244,6 +271,8 @@ def shown(url: str | os.PathLike[str]) -> str:
 def _redacted_url(match: re.Match[str]) -> str:
     url = match[0]
     plain = url.rstrip(_PUNCTUATION)
+    if plain.endswith("?") and url.startswith(f"{plain}{MASK}"):
+        plain += MASK  # of a text that was told already
     try:
         key = canonical(plain)
         return (_redacted_path(key) if key.startswith("file:") else key) + url[len(plain) :]

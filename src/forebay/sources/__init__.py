@@ -41,13 +41,18 @@ class UrlSource:
     ) -> None:
         self._prefix = Prefix(prefix, plain=filesystem is not None)
         self._reach = RemoteAccess(filesystem, options)
-        self.uri = self._reach.key(self._prefix.url)
+        self.uri = self._reach.shown(self._prefix.url)
         self.version = version
         self.is_local = self._prefix.local is not None
         """Whether its objects are local files: only those tell their sizes and versions without a request."""
 
     def __repr__(self) -> str:
         return f"UrlSource({self.uri!r})"
+
+    @property
+    def identity(self) -> str:
+        """What distinguishes its items from those of other sources: the `uri`, as the bound cache names it."""
+        return self._reach.key(self._prefix.url)
 
     def __getitem__(self, key: str) -> bytes:
         """The object's bytes. Raises `NotFound` or another `RemoteError`; `ConfigError` for a key that leads out of the prefix."""
@@ -129,6 +134,11 @@ class DecodedSource:
     def uri(self) -> str:
         """The URI of ``inner``."""
         return str(self.inner.uri)
+
+    @property
+    def identity(self) -> str:
+        """See `UrlSource.identity`."""
+        return identity_of(self.inner)
 
     @property
     def version(self) -> str | None:
@@ -236,6 +246,11 @@ def _parts(code: CodeType) -> Iterator[str]:
             yield from _parts(constant)
         else:
             yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+
+
+def identity_of(source: Any) -> str:
+    """What distinguishes the items of a source from those of others."""
+    return str(getattr(source, "identity", source.uri))
 
 
 def source_of(thing: Any) -> Source:

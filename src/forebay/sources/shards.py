@@ -19,7 +19,7 @@ from forebay._logs import logger
 from forebay._model import ObjectInfo, Span
 from forebay.origin import Origin
 from forebay.origin.prefix import RemoteAccess
-from forebay.origin.request import FetchOptions
+from forebay.origin.request import FetchOptions, Target
 from forebay.origin.spaces import URLS
 from forebay.sources import tar_index
 from forebay.sources.tar_index import Index
@@ -108,10 +108,11 @@ class ShardIndexes:
             return self._reach.stat(url)
         since = -1 if origin.offline else origin.store.now(exact=True) - origin.max_age
 
-        key, began, stale = self._reach.key(url), 0, None
+        target, began, stale = self._reach.target(url), 0, None
+        key = target.key
 
         def look() -> ObjectInfo | None:
-            return _noted(origin, url, key, since)
+            return _noted(origin, target, since)
 
         def make() -> ObjectInfo:
             nonlocal began
@@ -127,7 +128,7 @@ class ShardIndexes:
             return origin.get_or_make(SPACE, key, look, make, keep, label=key)
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             with contextlib.suppress(*PAST):
-                stale = _noted(origin, url, key, -1)
+                stale = _noted(origin, target, -1)
             if stale is None:
                 raise
             origin.warn_stale(key, "%s cannot be reached (%s): its last known version is used", error)
@@ -200,13 +201,14 @@ class ShardIndexes:
         origin = self._reach.origin
         if origin is None or info.validator is None:
             return Index(self._build(url, info))
-        key = f"{self._reach.key(url)}&version={info.validator}"
+        target = self._reach.target(url)
+        key, above = (f"{name}&version={info.validator}" for name in (target.key, target.above))
 
         def keep(index: Index) -> Index:
             _keep(origin, key, index.data)
             return index
 
-        return origin.get_or_make(SPACE, key, lambda: _kept(origin, key), lambda: Index(self._build(url, info)), keep, label=key)
+        return origin.get_or_make(SPACE, key, lambda: _kept(origin, key, above), lambda: Index(self._build(url, info)), keep, label=key)
 
     def _build(self, url: str, info: ObjectInfo) -> bytes:
         def read(span: Span) -> bytes:
@@ -246,30 +248,30 @@ class ShardIndexes:
         return lease
 
 
-def _views(origin: Origin, key: str) -> Iterator[tuple[Store | PassThrough, Remembered]]:
-    """The entries of this key in the cache, and in the upstream root."""
-    for store in (origin.store, origin.upstream):
-        hit = store.view(SPACE, key) if store is not None else None
+def _views(origin: Origin, key: str, above: str) -> Iterator[tuple[Store | PassThrough, Remembered]]:
+    """The entries of this key in the cache, and of that ``above`` in the upstream root."""
+    for store, name in ((origin.store, key), (origin.upstream, above)):
+        hit = store.view(SPACE, name) if store is not None else None
         if store is not None and hit is not None:
             yield store, hit
 
 
-def _noted(origin: Origin, url: str, key: str, since: int) -> ObjectInfo | None:
+def _noted(origin: Origin, target: Target, since: int) -> ObjectInfo | None:
     """The remote's description of a shard, noted at or after ``since``."""
-    for store, hit in _views(origin, key):
+    for store, hit in _views(origin, target.key, target.above):
         if origin.validated(store, hit.entry) < since:
             continue
         try:
             size, validator, modified = json.loads(bytes(hit.view))
         except (ValueError, TypeError) as error:
-            log.warning("the stored version of %s is not used: %s", key, str(error))
+            log.warning("the stored version of %s is not used: %s", target.key, str(error))
             continue
-        return ObjectInfo(url, size, str(validator), modified=modified)
+        return ObjectInfo(target.url, size, str(validator), modified=modified)
     return None
 
 
-def _kept(origin: Origin, key: str) -> Index | None:
-    for store, hit in _views(origin, key):
+def _kept(origin: Origin, key: str, above: str) -> Index | None:
+    for store, hit in _views(origin, key, above):
         try:
             index = Index(hit.view)
         except ValueError as error:

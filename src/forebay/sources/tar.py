@@ -74,13 +74,19 @@ class TarSource:
         self._prefix, self._layout = None, None
         if len(given) == 1 and not is_tar(texts[0]):
             self._prefix = _checked_prefix(Prefix(texts[0], plain=filesystem is not None))
-            self.uri = self._reach.key(self._prefix.url)
+            self.uri = self._reach.shown(self._prefix.url)
         else:
             self._layout = _laid_out(self._reach, texts)
             self.uri = self._layout.uri
 
     def __repr__(self) -> str:
         return f"TarSource({self.uri!r})"
+
+    @property
+    def identity(self) -> str:
+        """What distinguishes its items from those of other sources: its prefix, or all its shards, as the bound cache names them."""
+        urls = [self._prefix.url] if self._prefix is not None else self._laid_out().urls.values()
+        return " ".join(map(self._reach.key, urls))
 
     def bind(self, origin: Origin) -> None:
         """Use this cache: its options, its counters, and its storage for the indexes. The prefetcher calls this."""
@@ -211,7 +217,7 @@ class TarSource:
         return self._laid_out().urls[shard]
 
     def _shown(self, shard: str) -> str:
-        return self._reach.key(self._url(shard))
+        return self._reach.shown(self._url(shard))
 
     def _split(self, key: str) -> tuple[str, str]:
         """The shard and the member of a key."""
@@ -261,13 +267,13 @@ def _laid_out(reach: RemoteAccess, texts: Sequence[str]) -> _Layout:
     folders = [each[:-1] for each in parts]
     common = sum(1 for _ in takewhile(lambda same: len(set(same)) == 1, zip(*folders, strict=False)))
     if "://" in urls[0] and common < 3:  # on several hosts, or in several buckets
-        names = [reach.key(url) for url in urls]
+        names = [reach.shown(url) for url in urls]
         uri = names[0].partition("://")[0] + "://"
     else:
         quoted = urls[0].lower().startswith(("http://", "https://"))
         names = ["/".join(each[common:]) for each in parts]
         names = [unquote(name, errors="surrogateescape") for name in names] if quoted else names
-        uri = reach.key("/".join(parts[0][:common]) or "/")
+        uri = reach.shown("/".join(parts[0][:common]) or "/")
     urls_by_name = dict(zip(names, urls, strict=True))
     if len(urls_by_name) < len(urls):
         twice = next(name for name in names if names.count(name) > 1)

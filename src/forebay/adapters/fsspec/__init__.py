@@ -175,6 +175,8 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         source, origin = self._sources.get(path) or self._source(path), self._origin
         if origin.store is not self._bound:  # the root could not be used until now
             self._bound, self._look = origin.store, origin.store.hot_lookup(URLS)
+            self._sources.clear()  # their keys are made with a secret of the root
+            source = self._source(path)
         if origin.closed:
             raise errors.Closed.of("cache")
         view = self._look(source.key, origin.max_age)

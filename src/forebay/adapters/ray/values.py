@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -88,9 +89,11 @@ class HeadValues(Values):
         return self._token(store.put_pieces(self.space, key, payload.pieces, life="pinned" if pin else "cached", meta=meta).id)
 
     def _token(self, id: int) -> str:
-        """The token of an entry. It contains the id of the root: in a root that was deleted and recreated, ids of entries begin again."""
+        """The token of an entry. It contains a hash of the id of the root: in one that is created anew, ids of entries begin again."""
         store = self._store()
-        return f"{store.root.id:x}-{id:x}" if store.keeps else f"{id:x}"
+        if not store.keeps:
+            return f"{id:x}"
+        return f"{hashlib.blake2b(store.root.id.to_bytes(8), digest_size=8).hexdigest()}-{id:x}"
 
 
 class HeadClient(Protocol):

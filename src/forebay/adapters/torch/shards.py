@@ -161,7 +161,7 @@ class _Recipe(NamedTuple):
 
 
 def _digest(urls: Iterable[str]) -> str:
-    """Of the keys: the signature of a signed URL may be another one when a state is loaded."""
+    """Without secrets: the signature of a signed URL may be another one when a state is loaded, on any machine."""
     digest = hashlib.blake2b(digest_size=16)
     for url in urls:
         digest.update(remote.canonical(url).encode("utf-8", "surrogatepass") + b"\0")

@@ -326,13 +326,13 @@ def pickled(value: object) -> bytes:
     return bytes(dumps(value))
 
 
-def identity(filesystem: Any) -> bytes:
+def identity(filesystem: Any) -> str:
     """Distinguishes a filesystem with its settings from others; the same in all processes, if it can be pickled."""
     try:
-        return pickled(filesystem)
+        return hashlib.blake2b(pickled(filesystem), digest_size=32).hexdigest()
     except Exception as error:  # noqa: BLE001 (whatever the filesystem's own pickling raises)
         log.debug("%s is known in this process only: %s", type(filesystem).__name__, error)
-        return f"{type(filesystem).__qualname__} {os.getpid()} {id(filesystem)}".encode()
+        return f"{type(filesystem).__qualname__} {os.getpid()} {id(filesystem)}"
 
 
 def is_in_process(filesystem: Any) -> bool:

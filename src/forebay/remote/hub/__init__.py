@@ -23,7 +23,8 @@ from forebay.remote.http import HttpRemote, SmallResponse
 from forebay.remote.http.connections import endpoint_of
 from forebay.remote.http.exchange import MAX_SIZE, REDIRECTS, is_same_validator
 from forebay.remote.http.handles import Headers
-from forebay.remote.hub.names import KINDS, HubName, endpoint_from, token_from
+from forebay.remote.hub.names import KINDS, HubName, token_from
+from forebay.remote.realm import PUBLIC_HUB, other_endpoint
 from forebay.remote.urls import canonical, scheme
 
 PATH = ":path"
@@ -55,15 +56,16 @@ class _Commit(NamedTuple):
 class HubRemote:
     """A `Remote` for the Hugging Face Hub, and for what answers as it does (``HF_ENDPOINT``). Callable from any thread and after a fork.
 
-    The token is that of the options, else the one with which the user is logged in, unless ``options.anonymous``. It and the address of the
-    hub are looked up for each request."""
+    The token is that of the options, else the one with which the user is logged in, unless ``options.anonymous``: it is looked up for each
+    request. ``endpoint``: the address of the hub, if that is another one than the public hub; None: that in the environment now."""
 
-    def __init__(self, options: RemoteOptions | None = None) -> None:
+    def __init__(self, options: RemoteOptions | None = None, endpoint: str | None = None) -> None:
         self.options = options or RemoteOptions()
+        self._endpoint = (other_endpoint("hf") if endpoint is None else endpoint) or PUBLIC_HUB
         self._check_options = self.options.for_check()
         self._http = HttpRemote(self.options, self._sign, self._explain, self._amend)
-        self._commits: dict[tuple[str, str, str, str], _Commit] = {}
-        self._known: dict[tuple[str, str], ObjectInfo] = {}  # by endpoint and URL with a commit: such a file never changes
+        self._commits: dict[tuple[str, str, str], _Commit] = {}
+        self._known: dict[str, ObjectInfo] = {}  # by URL with a commit: such a file never changes
 
     # -- objects -----------------------------------------------------------------------------------------------------
 
@@ -88,7 +90,7 @@ class HubRemote:
         """See `BeginningRemote.begin`."""
         name = _file_of(url)
         commit = name.revision if name.is_pinned else self._fresh_commit(name)
-        info = self._known.get((endpoint_from(), name.at(commit).url)) if commit is not None else None
+        info = self._known.get(name.at(commit).url) if commit is not None else None
         begun = self._http.begin(info.url, on_ready) if info is not None else None
         return None if begun is None or info is None else _BegunDescribed(begun, info._replace(url=url))
 
@@ -136,21 +138,21 @@ class HubRemote:
     def _writer(self) -> Remote:
         from forebay.remote.filesystems import FilesystemRemote
 
-        return FilesystemRemote(None, self.options, storage_options={"token": self._token() or False, "endpoint": endpoint_from()})
+        return FilesystemRemote(None, self.options, storage_options={"token": self._token() or False, "endpoint": self._endpoint})
 
     # -- revisions and descriptions ----------------------------------------------------------------------------------
 
     def _fresh_commit(self, name: HubName) -> str | None:
         """The commit of a revision, if the hub was asked recently enough."""
-        commit = self._commits.get((endpoint_from(), name.kind, name.repo, name.revision))
+        commit = self._commits.get((name.kind, name.repo, name.revision))
         is_fresh = commit is not None and time.monotonic() - commit.at <= min(max_age_here(), LONGEST_AGE)
         return commit.sha if commit is not None and is_fresh else None
 
     def _commit(self, name: HubName, url: str, spent: Transfer, options: RemoteOptions) -> str:
         if name.is_pinned:
             return name.revision
-        key = (endpoint_from(), name.kind, name.repo, name.revision)
-        with _turns.setdefault(key, threading.Lock()):
+        key = name.kind, name.repo, name.revision
+        with _turns.setdefault((self._endpoint, *key), threading.Lock()):
             commit = self._fresh_commit(name)
             if commit is None:
                 at = time.monotonic()
@@ -162,7 +164,7 @@ class HubRemote:
         """The object as the hub describes it, under its URL with a commit."""
         name = _file_of(url)
         pinned = name.at(self._commit(name, url, spent, options))
-        info = self._known.get((endpoint_from(), pinned.url))
+        info = self._known.get(pinned.url)
         if info is None:
             info = self._ask_for_file(pinned, spent, options)
             self._remember(info)
@@ -171,15 +173,15 @@ class HubRemote:
     def _remember(self, info: ObjectInfo) -> None:
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[endpoint_from(), info.url] = info
+        self._known[info.url] = info
 
     def _ask_for_file(self, name: HubName, spent: Transfer, options: RemoteOptions) -> ObjectInfo:
         """The headers of the hub's own answer say what the file is; those of the host to which it redirects need not."""
         path = name.file
         for _ in range(MAX_HOPS):
             response = self._ask("HEAD", name.url, path, spent, options, ok=(200, *REDIRECTS))
-            headers, target = response.headers, urljoin(f"{endpoint_from()}/{path}", response.headers.get("Location", ""))
-            if response.status == 200 or "X-Linked-Etag" in headers or not _is_on(target, endpoint_from()):
+            headers, target = response.headers, urljoin(f"{self._endpoint}/{path}", response.headers.get("Location", ""))
+            if response.status == 200 or "X-Linked-Etag" in headers or not _is_on(target, self._endpoint):
                 return _info_of(name, headers, is_whole=response.status == 200)
             path = target  # a repository that was renamed
         raise errors.RemoteProtocolError(f"{name.url}: redirected more than {MAX_HOPS} times", url=name.url)
@@ -200,8 +202,8 @@ class HubRemote:
                 raise _invalid(url, "a listing")
             yield from items
             link = _NEXT.search(response.headers.get("Link", ""))
-            path = urljoin(f"{endpoint_from()}/", link[1]) if link else ""
-            if path and not _is_on(path, endpoint_from()):  # it would get the user's headers
+            path = urljoin(f"{self._endpoint}/", link[1]) if link else ""
+            if path and not _is_on(path, self._endpoint):  # it would get the user's headers
                 raise errors.RemoteProtocolError(f"{canonical(url)}: its listing continues on another host", url=canonical(url))
         if path:
             raise errors.RemoteProtocolError(f"{canonical(url)}: its listing comes back to where it was: it has no end", url=canonical(url))
@@ -221,7 +223,7 @@ class HubRemote:
     def _sign(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
         """The HTTP URL and the headers of a request for ``url``: an ``hf://`` URL, or one that the hub redirects to. A file of a commit
         has one version, and the ETags of other hosts are not the hub's: so there are no conditions."""
-        endpoint = endpoint_from()
+        endpoint = self._endpoint
         own = {name: value for name, value in headers.items() if name.lower() not in _CONDITIONS}
         path = own.pop(PATH, None)
         if scheme(url) == "hf":
@@ -236,7 +238,7 @@ class HubRemote:
 
     def _amend(self, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
         """Replace the ETag of another host by the one that the hub has for a file."""
-        info = self._known.get((endpoint_from(), url))
+        info = self._known.get(url)
         if info is None or info.validator is None:
             return headers
         others = (f"{name}: {value}".encode("latin-1") for name, value in headers.items() if name.lower() != "etag")
@@ -247,7 +249,7 @@ class HubRemote:
         code, text = headers.get("X-Error-Code", ""), headers.get("X-Error-Message", "")
         name, shown = HubName.of(url), canonical(url)
         facts: dict[str, Any] = {"url": shown, "status": status, "code": code}
-        page = f"{endpoint_from()}/{name.page}"
+        page = f"{self._endpoint}/{name.page}"
         what = f"{KINDS.get(name.kind, 'model')} {name.repo}"
         if code == "GatedRepo":
             whose = "the user of this token" if self._token() else "nobody"
@@ -369,4 +371,4 @@ def _json_in(url: str, response: SmallResponse) -> Any:
 
 def _invalid(url: str, what: str) -> errors.RemoteProtocolError:
     shown = canonical(url)
-    return errors.RemoteProtocolError(f"{shown}: the hub answers with what is not {what}: check HF_ENDPOINT ({endpoint_from()})", url=shown)
+    return errors.RemoteProtocolError(f"{shown}: the hub answers with what is not {what}: check HF_ENDPOINT", url=shown)

@@ -15,7 +15,6 @@ from forebay.remote.urls import canonical
 
 log = logger("forebay.remote.hub")
 
-PUBLIC = "https://huggingface.co"
 MAIN = "main"
 KINDS = {"datasets": "dataset", "spaces": "space"}
 """The first part of the URLs of a kind of repository; those of models have none."""
@@ -92,11 +91,6 @@ class HubName(NamedTuple):
     @property
     def _api(self) -> str:
         return f"api/{self.kind or 'models'}/{self.repo}"
-
-
-def endpoint_from(environ: Mapping[str, str] = os.environ) -> str:
-    """The address of the hub: ``HF_ENDPOINT``, else the public one."""
-    return (environ.get("HF_ENDPOINT", "").strip() or PUBLIC).rstrip("/")
 
 
 def token_from(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -77,12 +77,12 @@ class _OtherRegion(errors.RemoteProtocolError):
 class S3Remote:
     """A `Remote` for S3 and compatible servers. Callable from any thread; a forked child has connections and credentials of its own.
 
-    The endpoint and the credentials are those that the AWS tools use (variables, profiles, roles, ``AWS_ENDPOINT_URL``), read at the first
-    request."""
+    Credentials and settings are those that the AWS tools use (variables, profiles, roles, ``AWS_ENDPOINT_URL``), read at the first request.
+    ``endpoint``: see `Account`."""
 
-    def __init__(self, options: RemoteOptions | None = None) -> None:
+    def __init__(self, options: RemoteOptions | None = None, endpoint: str | None = None) -> None:
         self.options = options or RemoteOptions()
-        self._account = Account(self.options.anonymous)
+        self._account = Account(endpoint, self.options.anonymous)
         self._regions: dict[str, str] = {}
         # an object may be stored with a Content-Encoding: like all S3 tools, we return what is stored
         self._http = HttpRemote(self.options, self._sign, self._explain, raw=True)

@@ -87,12 +87,13 @@ class Keys:
 class Account:
     """The user's settings, read at their first use in each process. Callable from any thread; usable after a fork.
 
-    ``anonymous``: send no signature; None: where FOREBAY_S3_ANONYMOUS or AWS_NO_SIGN_REQUEST demands it, or there are no credentials.
+    ``endpoint``: the servers, "" for those of AWS; None: those that the settings name. ``anonymous``: send no signature; None: where
+    FOREBAY_S3_ANONYMOUS or AWS_NO_SIGN_REQUEST demands it, or there are no credentials.
     Methods raise `MissingExtra`, `ConfigError` for invalid settings, and `AccessDenied` where credentials cannot be obtained.
     """
 
-    def __init__(self, anonymous: bool | None = None) -> None:
-        self._anonymous = anonymous
+    def __init__(self, endpoint: str | None = None, anonymous: bool | None = None) -> None:
+        self._url, self._anonymous = endpoint, anonymous
         self._reset()
 
     def _reset(self) -> None:
@@ -106,7 +107,7 @@ class Account:
     def endpoint(self) -> S3Endpoint:
         with self._locked():
             if self._endpoint is None:
-                self._endpoint = _endpoint_of(self._session)
+                self._endpoint = _endpoint_of(self._session, configured_endpoint(self._session) if self._url is None else self._url)
             return self._endpoint
 
     def keys(self) -> Keys | None:
@@ -160,18 +161,26 @@ def _is_on(text: str) -> bool:
     return text.strip().lower() in ("1", "on", "yes", "true")
 
 
-def _endpoint_of(session: Any) -> S3Endpoint:
+def _endpoint_of(session: Any, endpoint: str) -> S3Endpoint:
     profile = session.get_scoped_config()
     region = session.get_config_variable("region") or os.environ.get("AWS_REGION") or "us-east-1"
-    endpoint = None if _is_on(str(session.get_config_variable("ignore_configured_endpoint_urls"))) else _configured_url(session, profile)
-    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+    if endpoint and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"the S3 endpoint is {redacted(repr(endpoint))}: write http://host or https://host")
     style = dict(profile.get("s3") or {}).get("addressing_style", "auto")
     fips, dual = (_is_on(str(session.get_config_variable(f"use_{name}_endpoint"))) for name in ("fips", "dualstack"))
-    return S3Endpoint(endpoint.rstrip("/") if endpoint else None, region, style, "-fips" * fips + ".dualstack" * dual)
+    return S3Endpoint(endpoint or None, region, style, "-fips" * fips + ".dualstack" * dual)
 
 
-def _configured_url(session: Any, profile: dict[str, Any]) -> str | None:
+def configured_endpoint(session: Any = None) -> str:
+    """The servers that the variables and files of AWS name, without a slash at the end; "": those of AWS. Raises as `Account` does."""
+    with aws_errors():
+        if session is None:
+            import botocore.session
+
+            session = botocore.session.get_session()
+        profile = session.get_scoped_config()
+        if _is_on(str(session.get_config_variable("ignore_configured_endpoint_urls"))):
+            return ""
     services = session.full_config.get("services", {}).get(profile.get("services"), {})
     choices = (
         os.environ.get("AWS_ENDPOINT_URL_S3"),
@@ -179,7 +188,7 @@ def _configured_url(session: Any, profile: dict[str, Any]) -> str | None:
         services.get("s3", {}).get("endpoint_url"),
         profile.get("endpoint_url"),
     )
-    return next((choice for choice in choices if choice), None)
+    return next((choice for choice in choices if choice), "").rstrip("/")
 
 
 # -- signatures --------------------------------------------------------------------------------------------------------

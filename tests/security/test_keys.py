@@ -1,0 +1,407 @@
+"""What a key tells, and whose bytes it leads to: other servers and other credentials have entries of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import itertools
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay.adapters.streaming import get_shm_prefix
+from forebay.cache import origin_of
+from forebay.claims.registry import VARIABLE, Registry
+from forebay.cli.checkup import check_up
+from forebay.origin.spaces import URLS
+from forebay.remote import RemoteOptions
+from forebay.sources import TarSource, UrlSource
+from forebay.testing import ScriptedServer
+from forebay.world import World
+from tests.processes import USERS, Gate, as_user, in_child
+from tests.servers.hub import Hub, hub
+
+ATTACKER, VICTIM = USERS
+WORDS = ("letmein", "swordfish", "hunter2", "qwerty")
+
+
+def of(user: str) -> RemoteOptions:
+    return RemoteOptions(token=user)
+
+
+@pytest.fixture
+def private(server: ScriptedServer) -> str:
+    """The URL of a private object: each user gets other bytes, under one ETag, as from a server that knows versions only."""
+
+    def on_request(request: Any) -> None:
+        user = request.headers.get("Authorization", "nobody").removeprefix("Bearer ")
+        server.objects["/x.bin"].body = f"for {user}".ljust(200_000).encode()
+
+    url = server.put("/x.bin", b"", etag='"1"')
+    server.on_request = on_request
+    return url
+
+
+def text(data: Any) -> str:
+    return bytes(data).decode().strip()
+
+
+WAYS: dict[str, Callable[[forebay.Cache, str], Any]] = {
+    "read": lambda cache, url: cache.read(url),
+    "read_many": lambda cache, url: cache.read_many([url])[0],
+    "aread": lambda cache, url: asyncio.run(_aread(cache, url)),
+    "local": lambda cache, url: Path(cache.local(url).path).read_bytes(),
+    "open": lambda cache, url: cache.open(url).read(),
+    "blocks": lambda cache, url: cache.open(url, block_size="64KiB").read(),
+    "lookahead": lambda cache, url: next(iter(cache.lookahead([url]))),
+    "prefetch": lambda cache, url: cache.prefetcher(url.rpartition("/")[0]).get(url.rpartition("/")[2]),
+    "fsspec": lambda cache, url: _by_fsspec(cache, url),
+}
+
+
+async def _aread(cache: forebay.Cache, url: str) -> memoryview:
+    return await cache.aread(url)
+
+
+def _by_fsspec(cache: forebay.Cache, url: str) -> bytes:
+    pytest.importorskip("fsspec")
+    from forebay.adapters.fsspec import ForebayFileSystem
+
+    data: bytes = ForebayFileSystem(target_protocol="http", cache=cache).cat_file(url)
+    return data
+
+
+# -- credentials ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_one_token_got_is_not_served_for_another(private: str, tmp_path: Path, way: str) -> None:
+    """In one process, whose memo both caches share, and by each way to an object; a second time as a hit."""
+    root = tmp_path / "root"
+    with forebay.Cache(root, remote_options=of("alice")) as alice, forebay.Cache(root, remote_options=of("bob")) as bob:
+        with forebay.Cache(root) as public:
+            for _ in range(3):
+                for cache, user in ((alice, "alice"), (bob, "bob"), (public, "nobody")):
+                    if not (way == "fsspec" and user != "nobody"):  # its own client asks, if the cache does not
+                        assert text(WAYS[way](cache, private)) == f"for {user}"
+
+
+def test_nor_in_another_process_or_without_a_remote(private: str, tmp_path: Path, server: ScriptedServer) -> None:
+    def read(user: str, **options: Any) -> str:
+        with forebay.Cache(tmp_path / "root", remote_options=of(user), **options) as cache:
+            return text(cache.read(private))
+
+    assert in_child(lambda: read("alice")) == "for alice"
+    assert in_child(lambda: read("bob")) == "for bob"
+    assert server.gets == 2
+    assert in_child(lambda: read("alice")) == "for alice"
+    assert server.gets == 2
+    with pytest.raises(errors.Offline):
+        read("carol", offline=True)
+
+
+def test_nor_from_the_upstream_root(private: str, tmp_path: Path, server: ScriptedServer) -> None:
+    with forebay.Cache(tmp_path / "above", remote_options=of("alice")) as above:
+        above.read(private)
+        above.open(private, block_size="64KiB").read()
+    for user, gets in (("bob", 2), ("alice", 2)):
+        with forebay.Cache(tmp_path / user, upstream=tmp_path / "above", remote_options=of(user)) as cache:
+            assert text(cache.read(private)) == f"for {user}"
+        assert server.gets == gets
+
+
+def test_a_source_with_its_own_token_has_its_own_entries(private: str, tmp_path: Path) -> None:
+    """The options of a source are those of its requests; the cache that it is bound to has others."""
+    prefix, _, name = private.rpartition("/")
+    with forebay.Cache(tmp_path / "root") as cache:
+        for version in (None, "1"):
+            for user in ("alice", "bob"):
+                with cache.prefetcher(UrlSource(prefix, options=of(user), version=version)) as prefetcher:
+                    assert text(prefetcher.get(name)) == f"for {user}"
+        assert text(cache.read(private)) == "for nobody"
+
+
+def test_shards_with_another_token_are_other_shards(server: ScriptedServer, tmp_path: Path) -> None:
+    import tarfile
+
+    def on_request(request: Any) -> None:
+        user, file = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(), io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w") as tar:
+            info = tarfile.TarInfo("a")
+            info.size = len(user)
+            tar.addfile(info, io.BytesIO(user))
+        server.objects["/s.tar"].body = file.getvalue()
+
+    url = server.put("/s.tar", b"", etag='"1"')
+    server.on_request = on_request
+    with forebay.Cache(tmp_path / "root") as cache:
+        for user in ("alice", "bob12", "alice"):
+            with cache.prefetcher(TarSource([url], options=of(user))) as prefetcher:
+                assert bytes(prefetcher.get("s.tar/a")) == user.encode()
+
+
+def test_a_partition_is_shared_by_who_names_it(private: str, tmp_path: Path, server: ScriptedServer) -> None:
+    """``""``: whatever the token is; a text: those with the same text, for each scheme."""
+    for partition in ("", "team"):
+        for user in ("alice", "bob"):
+            options = RemoteOptions(token=user, partition=partition)
+            with forebay.Cache(tmp_path / "root", remote_options=options) as cache:
+                assert text(cache.read(private)) == "for alice"
+    assert server.gets == 2
+    names = []
+    for options in (RemoteOptions(), RemoteOptions(partition="one"), RemoteOptions(partition="two"), RemoteOptions(token="t")):
+        with forebay.Cache(tmp_path / "root", remote_options=options) as cache:
+            names.append([origin_of(cache).target(url).key for url in ("s3://b/k", "hf://o/n@main/f", "memory://x")])
+    plain, one, two, token = names
+    assert plain == token == ["s3://b/k", "hf://o/n@main/f", "memory://x"]  # by default it is for HTTP
+    assert not set(plain) & set(one)
+    assert not set(one) & set(two)
+
+
+def test_a_header_counts_as_a_token_does() -> None:
+    assert RemoteOptions(headers={"authorization": "Bearer t"}).authorization == RemoteOptions(token="t").authorization
+    assert "5ec3e7" not in repr(RemoteOptions(partition="5ec3e7"))
+
+
+# -- servers -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hubs() -> Iterator[tuple[Hub, Hub]]:
+    """Two hubs with one repository, and one commit of it, whose file differs."""
+    with hub() as one, hub() as other:
+        sha = one.commit("owner/name", {"x.bin": b"of one"})
+        other.commit("owner/name", {"x.bin": b"of other"})
+        repository = other.repositories["owner/name"]
+        repository.commits = {sha: {"x.bin": b"of other"}}
+        repository.refs["main"] = sha
+        yield one, other
+
+
+@pytest.mark.parametrize("revision", ["commit", "main"])
+def test_a_mirror_is_another_hub(hubs: tuple[Hub, Hub], revision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a commit is never asked for again: from whichever hub it came."""
+    sha = hubs[0].repositories["owner/name"].refs["main"]
+    url = f"hf://owner/name@{sha if revision == 'commit' else 'main'}/x.bin"
+    for _ in range(2):
+        for one, body in zip(hubs, (b"of one", b"of other"), strict=True):
+            monkeypatch.setenv("HF_ENDPOINT", one.url)
+            with forebay.Cache(tmp_path / "root") as cache:
+                assert cache.read(url) == body
+                assert cache.read(url, max_age=0) == body
+                with cache.directory(url.removesuffix("/x.bin")) as path:
+                    assert Path(path, "x.bin").read_bytes() == body
+
+
+def test_the_public_hub_by_name_is_the_public_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://huggingface.co/")
+    with forebay.Cache(tmp_path / "root") as cache:
+        assert origin_of(cache).target("hf://o/n@main/f").key == "hf://o/n@main/f"
+
+
+@pytest.fixture
+def buckets(server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ScriptedServer, ScriptedServer]]:
+    """Two servers of S3 that have a bucket of one name."""
+    pytest.importorskip("botocore")
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FOREBAY_S3_ANONYMOUS", "1")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    with ScriptedServer() as other:
+        for each, body in ((server, b"of one"), (other, b"of other")):
+            each.put("/bucket/k", body, etag='"1"')
+        yield server, other
+
+
+def by_variable(monkeypatch: pytest.MonkeyPatch, config: Path, url: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+
+
+def by_service(monkeypatch: pytest.MonkeyPatch, config: Path, url: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
+
+
+def by_file(monkeypatch: pytest.MonkeyPatch, config: Path, url: str) -> None:
+    config.write_text(f"[default]\nendpoint_url = {url}\n")
+
+
+def by_profile(monkeypatch: pytest.MonkeyPatch, config: Path, url: str) -> None:
+    name = f"p{url.rpartition(':')[2]}"
+    if not config.exists() or name not in config.read_text():
+        with config.open("a") as file:
+            file.write(f"[profile {name}]\nendpoint_url = {url}\n")
+    monkeypatch.setenv("AWS_PROFILE", name)
+
+
+@pytest.mark.parametrize("choose", [by_variable, by_service, by_file, by_profile])
+def test_a_bucket_of_other_servers_is_another_bucket(
+    buckets: tuple[ScriptedServer, ScriptedServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choose: Callable[..., None]
+) -> None:
+    keys = set()
+    for _ in range(2):
+        for one, body in zip(buckets, (b"of one", b"of other"), strict=True):
+            choose(monkeypatch, tmp_path / "config", one.url)
+            with forebay.Cache(tmp_path / "root") as cache:
+                assert cache.read("s3://bucket/k") == body
+                keys.add(cache.entry("s3://bucket/k").key)  # type: ignore[union-attr]
+    assert [one.gets for one in buckets] == [1, 1]
+    assert len(keys) == 2
+    assert all(key.endswith("@bucket/k") for key in keys)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/k", "hf://owner/name@main/x.bin"])
+def test_the_servers_are_those_that_are_named_when_the_first_url_is_met(
+    buckets: tuple[ScriptedServer, ScriptedServer], hubs: tuple[Hub, Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """The cache is open by then, and the root has what the public ones sent."""
+    with forebay.Cache(tmp_path / "root") as cache:
+        store = origin_of(cache).store
+        store.put(URLS, url, b"public", validated=store.now())
+        monkeypatch.setenv("AWS_ENDPOINT_URL", buckets[0].url)
+        monkeypatch.setenv("HF_ENDPOINT", hubs[0].url)
+        for _ in range(4):
+            assert cache.read(url) == b"of one"
+        assert asyncio.run(_aread(cache, url)) == cache.read_many([url])[0] == b"of one"
+
+
+# -- what a key tells ----------------------------------------------------------------------------------------------------
+
+
+def guesses(secret: str) -> set[str]:
+    """What an attacker computes who knows how keys are made, and not the secret of the root."""
+    kinds = [(hashlib.blake2s, {}), (hashlib.blake2b, {}), (hashlib.blake2b, {"key": bytes(8)})]
+    texts = (secret, f"alice:{secret}", f"token={secret}", repr((f"alice:{secret}", "")))
+    made = itertools.product(kinds, texts, (8, 16))
+    return {kind(text.encode(), digest_size=size, **more).hexdigest() for (kind, more), text, size in made}  # type: ignore[operator]
+
+
+def test_no_password_is_found_by_trying(server: ScriptedServer, tmp_path: Path) -> None:
+    server.put("/a", b"x")
+    host = server.url.removeprefix("http://")
+    urls = f"http://alice:hunter2@{host}/a", f"http://{host}/a?token=hunter2"
+    keys = {}
+    for name in ("one", "other"):
+        with forebay.Cache(tmp_path / name) as cache:
+            for url in urls:
+                cache.read(url)
+            keys[name] = {entry.key for entry in cache.entries()}
+    assert not keys["one"] & keys["other"]  # nor can one be compared with another root's
+    told = " ".join(keys["one"])
+    for word in WORDS:
+        assert not any(guess in told for guess in guesses(word)), word
+    with sqlite3.connect(tmp_path / "one/catalog.sqlite") as con:
+        assert "hunter2" not in "\n".join(con.iterdump())
+
+
+def test_a_name_that_is_listed_is_found_again(server: ScriptedServer, tmp_path: Path) -> None:
+    url = server.put("/a", b"x").replace("http://", "http://alice:hunter2@") + "?v=1"
+    with forebay.Cache(tmp_path / "root", remote_options=RemoteOptions(partition="p")) as cache:
+        cache.read(url)
+        (entry,) = cache.entries()
+        assert cache.entry(url) == cache.entry(entry.name) == entry
+        assert cache.read(entry.name) == b"x"
+        cache.evict(url)
+    assert server.gets == 1
+
+
+def test_a_root_that_is_made_anew_has_other_keys(server: ScriptedServer, tmp_path: Path) -> None:
+    """While a cache is open on it, too: as soon as that notices."""
+    import shutil
+
+    url = server.put("/a", b"x" * 1000) + "?token=hunter2"
+
+    def keys() -> list[str]:
+        with forebay.Cache(tmp_path / "root") as cache:
+            cache.read(url)
+            return [entry.key for entry in cache.entries()]
+
+    with forebay.Cache(tmp_path / "root") as cache:
+        origin = origin_of(cache)
+        (before,) = keys()
+        assert origin.target(url).key == before
+        shutil.rmtree(tmp_path / "root")
+        (after,) = in_child(keys)
+        cache.put("a", b"value")
+        assert origin.target(url).key == after != before
+        assert cache.read(url) == b"x" * 1000
+
+
+@pytest.mark.root
+def test_a_claim_shows_neither_user_nor_query(public: Path, children: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry may be read by everybody, and its records are shown to whom they are in the way."""
+    monkeypatch.setenv(VARIABLE, str(public / "claims"))
+    Registry()
+    (public / "home").mkdir()
+    os.chown(public / "home", VICTIM, VICTIM)
+    remote = "https://alice:hunter2@host/data?token=swordfish"
+
+    held, read = Gate(), Gate()
+
+    def claim() -> tuple[str | None, ...]:
+        with forebay.claim(str(public / "home/a"), remote, World(1, 1, 1, 0)) as claim:
+            memory = get_shm_prefix([str(public / "home/b")], [remote], World(1, 1, 1, 0))[1]
+            held.open()
+            read.wait()
+            memory.cleanup()
+            return claim.remotes
+
+    victim = children(as_user(VICTIM, claim))
+    held.wait()
+    told = children(as_user(ATTACKER, _everything(public / "claims"))).result()
+    read.open()
+    assert victim.result() == ("https://...@host/data?...",)
+    assert sum("host/data" in each for each in told) == 2
+    for word in WORDS:
+        assert not any(word in each or any(guess in each for guess in guesses(word)) for each in told)
+
+
+def _everything(directory: Path) -> Callable[[], list[str]]:
+    def read() -> list[str]:
+        return [file.read_bytes().decode("latin-1") for file in directory.rglob("*") if file.is_file() and os.access(file, os.R_OK)]
+
+    return read
+
+
+def test_a_directory_is_shared_only_where_the_remote_is_known_to_be_the_same(
+    tmp_path: Path, children: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not shown may differ: the data of two users would be mixed."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "claims"))
+
+    def claim(remote: str, job: str) -> bool:
+        try:
+            forebay.claim(str(tmp_path / "data"), remote, World(1, 1, 1, 0), job, shared=True)
+        except errors.ClaimConflict:
+            return False
+        return True
+
+    for remote, shared in (("s3://bucket/data", True), ("https://host/data?v=1", False)):
+        with forebay.claim(str(tmp_path / "data"), remote, World(1, 1, 1, 0), "first", shared=True):
+            assert in_child(lambda remote=remote: claim(remote, "second")) is shared  # type: ignore[misc]
+
+
+# -- who may read it -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+def test_doctor_tells_which_group_a_root_belongs_to(public: Path, children: Callable[..., Any]) -> None:
+    def make(shared: bool) -> list[str]:
+        os.environ["FOREBAY_SHARED"] = str(int(shared))
+        found = [finding.found for finding in check_up(public / str(shared)) if finding.name == "root"]
+        forebay.Cache(public / str(shared)).close()
+        return found + [finding.found for finding in check_up(public / str(shared)) if finding.name == "root"]
+
+    public.chmod(0o777)
+    shared = " ".join(children(as_user(VICTIM, lambda: make(True), gid=100)).result())
+    assert "no cache at" in shared
+    assert "yet: it will be one of group users (100)" in shared
+    assert "members of group users (100) may read, write and remove everything in it" in shared
+    assert "group" not in " ".join(children(as_user(VICTIM, lambda: make(False), gid=100)).result())
