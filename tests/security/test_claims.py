@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -163,3 +164,15 @@ def test_doctor_tells_of_a_registry_that_another_user_owns(
     os.chown(registry, VICTIM, VICTIM)
     os.chown(registry / "lock", VICTIM, VICTIM)
     assert children(as_user(VICTIM, found)).result() == [("ok", "")]
+
+
+@pytest.mark.parametrize(("code", "counts"), [(errno.ENOTSUP, False), (errno.EIO, True)])
+def test_without_access_lists_the_mode_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, counts: bool) -> None:
+    """A claim counts where it cannot be known who may write."""
+
+    def listxattr(path: str) -> list[str]:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "listxattr", listxattr)
+    tmp_path.chmod(0o755)
+    assert records.may_write(ATTACKER, records.canonical(tmp_path)) is counts
