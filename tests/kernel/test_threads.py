@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 import time
 import weakref
@@ -286,3 +287,28 @@ def test_an_idle_thread_keeps_no_item_alive() -> None:
     threads.close()
     assert is_running
     assert ref() is None
+
+
+def test_where_no_thread_can_be_started_the_others_work_or_the_item_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, go, done = threading.Semaphore(0), threading.Event(), queue.SimpleQueue[int]()
+
+    def work(item: int) -> None:
+        busy.release()
+        assert go.wait(WAIT)
+        done.put(item)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    threads = Threads(work, 2, name="few")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        assert not threads.submit(0)
+    assert threads.submit(1)
+    assert busy.acquire(timeout=WAIT)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        assert threads.submit(2)
+    go.set()
+    assert [done.get(timeout=WAIT) for _ in range(2)] == [1, 2]
+    assert threads.close() == []

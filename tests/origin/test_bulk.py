@@ -267,3 +267,20 @@ def test_a_signal_that_another_thread_gets_ends_the_wait(cache: forebay.Cache, s
     interrupted.set()
     thread.join()
     assert not late
+
+
+@pytest.mark.parametrize("size", [1000, 2 << 20])
+def test_where_no_thread_can_be_started_the_caller_fetches(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    start = threading.Thread.start
+
+    def start_few(thread: threading.Thread) -> None:
+        if thread.name.startswith("forebay-bulk-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    urls = [server.put(f"/{number}", bytes([number]) * size) for number in range(5)]
+    assert [bytes(data) for data in cache.read_many(urls)] == [bytes([number]) * size for number in range(5)]
+    assert cache.stats().fills == 5

@@ -795,6 +795,16 @@ def test_keys_end_when_nobody_wants_more(server: ScriptedServer) -> None:
     assert server.heads <= 9
 
 
+def test_keys_come_where_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for number in range(3):
+        (tmp_path / f"{number}.tar").write_bytes(tar_of({"a": b"1"}))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert list(TarSource([tmp_path / f"{number}.tar" for number in range(3)]).keys()) == [f"{number}.tar/a" for number in range(3)]
+
+
 def test_keys_that_end_do_not_wait_for_a_shard_that_stalls(server: ScriptedServer) -> None:
     urls = [server.put(f"/{i}.tar", tar_of(samples(2)), stall_after=10 if i == 3 else None) for i in range(4)]
     keys = TarSource(urls).keys()

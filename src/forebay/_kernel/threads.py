@@ -75,15 +75,20 @@ class Threads(Generic[T]):
         self._closed = False
 
     def submit(self, item: T) -> bool:
-        """Have a thread work on an item, in the order of these calls. False after `close`."""
+        """Have a thread work on an item, in the order of these calls. False after `close`, and where there is no thread and none can be
+        started, as at the exit of the interpreter."""
         with self._lock:
             if self._closed:
                 return False
-            self._items.put(item)
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
                 thread = threading.Thread(target=self._run, name=f"forebay-{self._name}-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                    self._threads.append(thread)
+                except RuntimeError:
+                    if not self._threads:
+                        return False
+            self._items.put(item)
             return True
 
     def close(self) -> list[T]:

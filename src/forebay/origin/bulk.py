@@ -365,9 +365,20 @@ class BulkFetch:
             if fetch.begun is not None and fetch.begun.is_here(SMALL):
                 self._events.put(partial(self._arrived, fetch))
             else:
-                fetch.by_thread = True
-                if not self._threads.submit(fetch):
-                    fetch.give_up()
+                self._hand_over(fetch)
+
+    def _hand_over(self, fetch: _Fetch) -> None:
+        """Have a thread fetch an object. Where none can be started the caller's own does, in turn."""
+        fetch.by_thread = True
+        if not self._threads.submit(fetch):
+            if self._given_up:
+                fetch.give_up()
+            else:
+                self._events.put(partial(self._fetch_here, fetch))
+
+    def _fetch_here(self, fetch: _Fetch) -> Iterator[Wanted]:
+        self._fetch_in_thread(fetch)
+        yield from ()
 
     def _arrived(self, fetch: _Fetch) -> Iterator[Wanted]:
         """The whole object has come, and is small."""
@@ -401,8 +412,8 @@ class BulkFetch:
 
     def _submit(self, fetch: _Fetch, size: int) -> None:
         self._window += size
-        fetch.counted, fetch.by_thread = fetch.counted + size, True
-        self._threads.submit(fetch)
+        fetch.counted += size
+        self._hand_over(fetch)
 
     def _has_room(self, size: int) -> bool:
         return not size or not self._window or self._window + size <= WINDOW

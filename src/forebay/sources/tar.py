@@ -140,7 +140,8 @@ class TarSource:
             while True:
                 for shard, url in islice(shards, AT_ONCE - len(window)):
                     window.append(_Indexing(shard, url, Future()))
-                    threads.submit(window[-1])
+                    if not threads.submit(window[-1]):  # no further thread may be started
+                        self._index(window[-1])
                 if not window:
                     return
                 first = window.popleft()
