@@ -25,6 +25,7 @@ from forebay.remote import RemoteOptions
 from forebay.sources import TarSource, UrlSource
 from forebay.testing import ScriptedServer
 from forebay.world import World
+from tests.items import Items
 from tests.processes import USERS, Gate, as_user, in_child
 from tests.servers.hub import Hub, hub
 
@@ -145,6 +146,19 @@ def test_shards_with_another_token_are_other_shards(server: ScriptedServer, tmp_
         for user in ("alice", "bob12", "alice"):
             with cache.prefetcher(TarSource([url], options=of(user))) as prefetcher:
                 assert bytes(prefetcher.get("s.tar/a")) == user.encode()
+
+
+def test_a_source_tells_by_its_identity_what_it_may_not_show(tmp_path: Path) -> None:
+    def is_read(version: str, identity: object) -> bool:
+        source = Items(uri="https://...@h/data", version=version)
+        source.identity = identity  # type: ignore[attr-defined]
+        with cache.prefetcher(source) as prefetcher:
+            prefetcher.warm(["a"])
+        return bool(source.reads)
+
+    with forebay.Cache(tmp_path / "root") as cache:
+        assert [is_read("1", identity) for identity in ("alice", "bob", "alice")] == [True, True, False]
+        assert [is_read("2", identity) for identity in (None, object(), len)] == [True, False, False]  # no texts
 
 
 def test_a_partition_is_shared_by_who_names_it(private: str, tmp_path: Path, server: ScriptedServer) -> None:

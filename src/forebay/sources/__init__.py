@@ -250,7 +250,8 @@ def _parts(code: CodeType) -> Iterator[str]:
 
 def identity_of(source: Any) -> str:
     """What distinguishes the items of a source from those of others."""
-    return str(getattr(source, "identity", source.uri))
+    own = getattr(source, "identity", None)
+    return own if isinstance(own, str) else str(source.uri)
 
 
 def source_of(thing: Any) -> Source:
