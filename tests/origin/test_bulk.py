@@ -284,3 +284,19 @@ def test_where_no_thread_can_be_started_the_caller_fetches(
     urls = [server.put(f"/{number}", bytes([number]) * size) for number in range(5)]
     assert [bytes(data) for data in cache.read_many(urls)] == [bytes([number]) * size for number in range(5)]
     assert cache.stats().fills == 5
+
+
+def test_what_the_caller_was_to_fetch_is_released_where_it_is_interrupted(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch_here(self: BulkFetch, fetch: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bulk.Threads, "submit", lambda threads, item: False)
+    monkeypatch.setattr(BulkFetch, "_fetch_here", fetch_here)
+    url = server.put("/large", bytes(2 << 20))
+    with pytest.raises(KeyboardInterrupt):
+        cache.read_many([url])
+    hold = origin_of(cache).store.locks.try_hold("urls", url)
+    assert hold is not None
+    hold.release()

@@ -179,6 +179,14 @@ def test_a_partition_is_shared_by_who_names_it(private: str, tmp_path: Path, ser
     assert not set(one) & set(two)
 
 
+def test_a_url_that_names_nothing_is_the_result_of_its_place(tmp_path: Path, private: str) -> None:
+    with forebay.Cache(tmp_path / "root", remote_options=of("alice")) as cache:
+        results = cache.read_many(["nothing://a/b", private, "https://me:a/b@h/x"], return_exceptions=True)
+    assert isinstance(results[0], errors.ForebayError)
+    assert text(results[1]) == "for alice"
+    assert isinstance(results[2], errors.ConfigError)
+
+
 def test_a_header_counts_as_a_token_does() -> None:
     assert RemoteOptions(headers={"authorization": "Bearer t"}).authorization == RemoteOptions(token="t").authorization
     assert "5ec3e7" not in repr(RemoteOptions(partition="5ec3e7"))

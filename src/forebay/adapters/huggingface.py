@@ -129,7 +129,7 @@ def _lease(
 ) -> Lease:  # fmt: skip
     origin = origin_of(cache)
     location = locate(origin, url)
-    location = replace(location, remote=remote.resolve(url, _options(origin, token, headers)))
+    location = replace(location, remote=remote.resolve(url, _options(origin, token, headers), origin.realm))
     return Directories(origin).lease(location, part, FetchOptions.of(origin, refresh=refresh, offline=local_only or is_offline() or None))
 
 

@@ -115,7 +115,7 @@ def _read_until_miss(origin: Origin, urls: Sequence[Url], hit: Hit, results: lis
     the cache has: they are read while fetches are under way."""
     max_age, later, reads = origin.max_age, list[int](), True
     results[:] = [hit(url, max_age) for url in urls]  # type: ignore[arg-type]  # a path misses
-    with contextlib.suppress(errors.ConfigError):  # `target` raises it too
+    with contextlib.suppress(errors.ConfigError, errors.MissingExtra):  # `target` raises it too
         for place in _missing(results):
             if reads or len(later) >= MEANWHILE:
                 results[place] = first_touch(origin, urls[place], force=False)

@@ -371,6 +371,7 @@ class BulkFetch:
         """Have a thread fetch an object. Where none can be started the caller's own does, in turn."""
         fetch.by_thread = True
         if not self._threads.submit(fetch):
+            fetch.by_thread = False  # before the look: who gives up looks at it after it has said so
             if self._given_up:
                 fetch.give_up()
             else:

@@ -87,7 +87,7 @@ class Targets:
         return target
 
     def target_by(self, url: str, naming: UrlNaming, resolve: Callable[[], Remote]) -> Target:
-        """The target of a URL that is fetched with other options than those of this cache. Raises `ConfigError`."""
+        """The target of a URL, with a key that is made so, and what serves it. Raises `ConfigError`."""
         key = remote.canonical(url, naming)
         above = key if self.upstream is None else remote.canonical(url, naming._replace(secret=self.upstream.root.id))
         return Target(url, key, remote.suffix_of_key(key), resolve, remote.local_path(url), above)
@@ -248,9 +248,7 @@ def first_touch(origin: Origin, url: str | os.PathLike[str], *, force: bool) -> 
     process that has not met the object, without a `Target`, a time limit or a lease. None: the long way tells. Raises `ConfigError`."""
     text = url if type(url) is str else urls.as_text(url)
     for key in _possible_keys(origin, text, force=force):
-        data = None if origin.realm.is_usual else origin.store.hot_lookup(URLS)(key, origin.max_age)
-        if data is None:
-            data = origin.store.first_touch(URLS, key, origin.max_age, origin.alias(text, key))
+        data = origin.store.first_touch(URLS, key, origin.max_age, origin.alias(text, key))
         if data is not None:
             return data
     return None
@@ -276,7 +274,7 @@ def _possible_keys(origin: Origin, text: str, *, force: bool) -> Iterator[str]:
     is_likely_key = text.startswith(_REMOTE) and "#" not in text and not origin.realm(text.partition(":")[0])
     if is_likely_key:
         yield text
-    key = urls.canonical(text, origin.naming)
+    key = urls.canonical(text, origin.naming) if origin.realm.is_usual else origin.target(text).key  # which `hot_lookup` has made
     if not (is_likely_key and key == text) and (force or not key.startswith("file:")):  # a local file is its own copy
         yield key
 

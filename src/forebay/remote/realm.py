@@ -43,7 +43,7 @@ def _content(path: str) -> bytes:
         return b""
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def _asked(files: tuple[bytes, ...], *settings: str | None) -> str:
     from forebay.remote.s3.aws import configured_endpoint
 
