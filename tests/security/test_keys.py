@@ -16,6 +16,7 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay.adapters.huggingface import snapshot_download
 from forebay.adapters.streaming import get_shm_prefix
 from forebay.cache import origin_of
 from forebay.claims.registry import VARIABLE, Registry
@@ -220,6 +221,17 @@ def test_a_mirror_is_another_hub(hubs: tuple[Hub, Hub], revision: str, tmp_path:
                 assert cache.read(url, max_age=0) == body
                 with cache.directory(url.removesuffix("/x.bin")) as path:
                     assert Path(path, "x.bin").read_bytes() == body
+
+
+def test_a_snapshot_comes_from_the_hub_that_its_key_names(hubs: tuple[Hub, Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names another one meanwhile."""
+    monkeypatch.setenv("HF_ENDPOINT", hubs[0].url)
+    with forebay.Cache(tmp_path / "root") as cache:
+        assert cache.read("hf://owner/name@main/x.bin") == b"of one"
+        cache.evict("hf://owner/name@main/x.bin")
+        monkeypatch.setenv("HF_ENDPOINT", hubs[1].url)
+        with snapshot_download("owner/name", cache=cache) as path:
+            assert Path(path, "x.bin").read_bytes() == b"of one"
 
 
 def test_the_public_hub_by_name_is_the_public_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
