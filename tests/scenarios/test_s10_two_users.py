@@ -40,6 +40,8 @@ def test_s10_by_default_nothing_is_shared(
     scratch: Path, public: Path, server: ScriptedServer, children: Callable[..., Any], by: str
 ) -> None:
     url = server.put("/x.bin", b"data" * 10_000)
+    one = 100_000 + 2 * os.getpid()
+    other = one + 1  # no other test is these two users: what they left in /dev/shm is of this one
 
     def script() -> str:
         home = public / f"home-{os.getuid()}"
@@ -55,15 +57,15 @@ def test_s10_by_default_nothing_is_shared(
             assert stat.S_IMODE(cache.path.stat().st_mode) == 0o700
             return str(cache.path)
 
-    for uid in (A, B):
+    for uid in (one, other):
         (public / f"home-{uid}").mkdir()
         os.chown(public / f"home-{uid}", uid, GROUP)
-    first = children(as_user(A, script)).result()
-    second = children(as_user(B, script)).result()
+    first = children(as_user(one, script)).result()
+    second = children(as_user(other, script)).result()
     assert first != second
     if by == "scratch":
-        assert (first, second) == (f"{scratch}/forebay-{A}", f"{scratch}/forebay-{B}")
-    assert not any(path.lstat().st_uid in (A, B) for path in Path("/dev/shm").iterdir())
+        assert (first, second) == (f"{scratch}/forebay-{one}", f"{scratch}/forebay-{other}")
+    assert not any(path.lstat().st_uid in (one, other) for path in Path("/dev/shm").iterdir())
     assert server.gets == 2
 
 
