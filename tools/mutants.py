@@ -4,7 +4,7 @@
     python tools/mutants.py budget lease    those whose name or test contains one of these words
     python tools/mutants.py --list          what there is
     python tools/mutants.py --jobs 4        four at a time (default: 2)
-    python tools/mutants.py --page          write them into docs/reference/invariants.md
+    python tools/mutants.py --page          write them into docs/internals/invariants.md
 
 Each breach is applied to a copy of the tree, where its test must fail. Before that, the test must pass on the copy as it is.
 A breach names a function and a small piece of Python in it. The piece is found by its syntax tree, so its line breaks may
@@ -664,7 +664,7 @@ def misfits(root: Path = ROOT) -> list[str]:
     return found
 
 
-def invariants_page(page: Path = ROOT / "docs/reference/invariants.md") -> str:
+def invariants_page(page: Path = ROOT / "docs/internals/invariants.md") -> str:
     """The page of the invariants, with the mutants of this file under each of them."""
     lines: list[str] = []
     number = 0
@@ -750,10 +750,10 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only mutants whose name or test contains one of these")
     parser.add_argument("--list", action="store_true", help="list them and end")
     parser.add_argument("--jobs", type=int, default=2, help="how many tests run at once (default: %(default)s)")
-    parser.add_argument("--page", action="store_true", help="write them into docs/reference/invariants.md and end")
+    parser.add_argument("--page", action="store_true", help="write them into docs/internals/invariants.md and end")
     arguments = parser.parse_args()
     if arguments.page:
-        (ROOT / "docs/reference/invariants.md").write_text(invariants_page())
+        (ROOT / "docs/internals/invariants.md").write_text(invariants_page())
         return 0
     chosen = [m for m in MUTANTS if not arguments.words or any(word in m.name or word in m.test for word in arguments.words)]
     if arguments.list:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PICTURES = DOCS / "pictures"
-PAGES = ("performance.md", "how-to/train.md")
+PAGES = ("performance.md", "use/train.md")
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from _common import FLOOR, OURS, PEER, table  # noqa: E402

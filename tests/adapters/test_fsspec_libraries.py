@@ -25,7 +25,7 @@ from tests.pages import run  # noqa: E402
 from tests.servers.nginx import Nginx, nginx  # noqa: E402
 
 ROWS = 50_000
-DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "adapters" / "fsspec.md"
+DOCS = Path(__file__).parents[2] / "docs" / "use" / "fsspec.md"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 
 

@@ -20,7 +20,7 @@ from tests.servers.hub import Hub, hub
 
 FILES = {"config.json": b"{}", "weights.bin": bytes(range(256)) * 100, "sub/a[1].txt": b"a", "sub/b.txt": b"b"}
 MODEL = "me/model"
-PAGE = next(folder for folder in Path(__file__).parents if (folder / "mkdocs.yml").exists()) / "docs/how-to/adapters/huggingface.md"
+PAGE = next(folder for folder in Path(__file__).parents if (folder / "mkdocs.yml").exists()) / "docs/use/huggingface.md"
 
 
 @pytest.fixture

@@ -246,7 +246,7 @@ def test_a_memory_pickles_as_the_same_store(new_memory: NewMemory) -> None:
     copy.store_backend.cache.close()
 
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/adapters/joblib.md"
+PAGE = Path(__file__).parents[2] / "docs/use/joblib.md"
 
 
 def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from forebay.cli.main import VERBS
 from forebay.testing import ScriptedServer
 from tests.pages import blocks, run, section
 
-PAGE = "how-to/loaders.md"
+PAGE = "use/loaders.md"
 COUNT = 12
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 from forebay.adapters.torch import CheckpointReader  # noqa: E402
 
 ROWS, COLUMNS = 512, 256  # of float32: 512 KB
-PAGE = next(folder for folder in Path(__file__).parents if (folder / "mkdocs.yml").exists()) / "docs/how-to/adapters/torch.md"
+PAGE = next(folder for folder in Path(__file__).parents if (folder / "mkdocs.yml").exists()) / "docs/use/torch.md"
 
 RANKS = """
 import os, sys

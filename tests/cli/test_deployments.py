@@ -17,7 +17,7 @@ from forebay.testing import ScriptedServer
 from tests.pages import blocks, section
 from tests.processes import in_child
 
-PAGE = "how-to/deploy.md"
+PAGE = "operate/deploy.md"
 
 
 def manifests() -> list[Any]:

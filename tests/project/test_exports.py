@@ -75,7 +75,7 @@ def test_the_python_in_the_pages_is_python(page: Path) -> None:
 
 
 def named_for_the_invariants() -> list[str]:
-    page = (REPO / "docs" / "reference" / "invariants.md").read_text()
+    page = (REPO / "docs" / "internals" / "invariants.md").read_text()
     return sorted(set(re.findall(r"^- `([\w/]+\.py(?:::\w+)?)`$", page, re.MULTILINE)))
 
 

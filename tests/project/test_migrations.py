@@ -13,7 +13,7 @@ import pytest
 from forebay.testing import ScriptedServer
 from tests.pages import blocks, run, section
 
-PAGE = "how-to/migrate.md"
+PAGE = "start/migrate.md"
 GIVEN = "import atexit\ntrained = []\ntrain = trained.append\natexit.register(lambda: print(trained))\n"
 
 

@@ -58,7 +58,7 @@ def test_every_mutant_fits_the_code(mutants: Any) -> None:
 
 
 def test_the_page_lists_the_mutants(mutants: Any) -> None:
-    page = ROOT / "docs/reference/invariants.md"
+    page = ROOT / "docs/internals/invariants.md"
     assert page.read_text() == mutants.invariants_page(page), "run `python tools/mutants.py --page`"
 
 

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.rotates
 
 
 DOCS = next(folder for folder in Path(__file__).parents if (folder / "mkdocs.yml").exists()) / "docs"
-TUTORIALS = DOCS / "tutorial"
-LOOPS = DOCS / "how-to" / "loops.md"
-TRAIN = DOCS / "how-to" / "train.md"
-SEEING = DOCS / "how-to" / "seeing.md"
+TUTORIALS = DOCS / "start"
+LOOPS = DOCS / "start" / "loops.md"
+TRAIN = DOCS / "use" / "train.md"
+SEEING = DOCS / "operate" / "seeing.md"
 
 
 def blocks(page: str | Path, language: str) -> list[str]:

@@ -14,7 +14,7 @@ import forebay
 
 joblib = pytest.importorskip("joblib")
 np = pytest.importorskip("numpy")
-PAGE = Path(__file__).parents[2] / "docs/how-to/tasks.md"
+PAGE = Path(__file__).parents[2] / "docs/use/tasks.md"
 
 
 def test_both_programs_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

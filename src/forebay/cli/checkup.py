@@ -316,7 +316,7 @@ def _claims(_: Path) -> Iterator[Finding]:
         return
     owners = {os.lstat(path).st_uid for path in (registry, registry / LOCK) if os.path.lexists(path)}
     if not owners <= {0, os.geteuid()}:
-        todo = "that user can remove the claims of others: have root create the registry at boot, see docs/how-to/claims.md"
+        todo = "that user can remove the claims of others: have root create the registry at boot, see docs/use/claims.md"
         yield Finding("claims", "slow", f"{what}, which belongs to another user", todo)
         return
     mine = any(claim.uid == os.geteuid() for claim in dead)
