@@ -135,7 +135,8 @@ bench-policies: $(VENV)/.dev ## hits by policy of eviction and trace, beside sim
 bench-start: $(VENV)/.dev ## a new process until its first hit, and the command line, beside diskcache and typer
 	$(PY) benchmarks/start.py
 
-screenshots: $(VENV)/.dev deps ## pictures of the report for the documentation, by a headless Chromium
+screenshots: $(VENV)/.dev deps ## pictures of the report and the site by a headless Chromium, and the recording of two terminals
+	$(PY) tools/recording.py
 	$(PY) tools/screenshots.py
 
 plots: $(VENV)/.dev ## plots and tables of the documentation, from docs/pictures/NAME.json (what benchmarks/NAME.py --json writes)

@@ -1,4 +1,4 @@
-"""Build hook: the description of the package is README.md with absolute links, which hold outside of the repository too."""
+"""Build hook: the description of the package is README.md without its relative links, which lead nowhere outside of the repository."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ class ReadmeHook(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
         """Set ``readme``, which pyproject.toml calls dynamic."""
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
-        metadata["readme"] = {"content-type": "text/markdown", "text": with_absolute_links(text, metadata["urls"]["Source"])}
+        metadata["readme"] = {"content-type": "text/markdown", "text": without_relative_links(text)}
 
 
-def with_absolute_links(text: str, base: str) -> str:
-    """Markdown whose links and images lead below ``base`` where they were relative; anchors within the page stay."""
-    return re.sub(r"(\]\(|\bsrc=\")(?![a-z]+:|#|/)", lambda found: f"{found[1]}{base}/", text)
+def without_relative_links(text: str) -> str:
+    """Markdown without relative images, and with the words of relative links; anchors within the page stay."""
+    text = re.sub(r"!\[[^\]]*\]\((?![a-z]+:)[^)]*\)\n*", "", text)
+    return re.sub(r"\[([^\]]*)\]\((?![a-z]+:|#)[^)]*\)", r"\1", text)

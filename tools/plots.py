@@ -3,7 +3,7 @@
     python tools/plots.py       writes docs/pictures/*.svg, and fills the marked places of the pages
 
 docs/pictures/NAME.json is what `python benchmarks/NAME.py --json` wrote. A place in a page is what stands between
-`<!-- NAME: PART -->` and `<!-- end -->`; without the measurement it says so. `table` and `plot` are parts of every measurement; epochs has
+`<!-- NAME: PART -->` and `<!-- end -->`; without the measurement it says so. Links in it are relative to docs/. `table` and `plot` are parts of every measurement; epochs has
 more. A test compares the pages with what this script makes.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PICTURES = DOCS / "pictures"
-PAGES = ("performance.md", "use/train.md")
+PAGES = (ROOT / "README.md", DOCS / "index.md", DOCS / "performance.md", DOCS / "use" / "train.md")
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from _common import FLOOR, OURS, PEER, table  # noqa: E402
@@ -89,18 +89,34 @@ def contents(measured: Mapping[str, Mapping[str, Any] | None]) -> dict[tuple[str
 def places(measured: Mapping[str, Any] | None) -> dict[str, str]:
     """The content of each place by its name."""
     if measured is None:
-        return dict.fromkeys(("table", "plot", "steps", "half"), PENDING)
+        return dict.fromkeys(("headline", "table", "plot", "steps", "half"), PENDING)
     rows = measured["rows"]
     versions: dict[str, str] = {}
     for lines in rows.values():
         versions |= lines[0]["facts"].get("versions", {})
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     return {
+        "headline": headline(rows["objects"]) if "objects" in rows else PENDING,
         "table": f"{table(dict(measured), list(rows))}\n\nVersions: {packages}.",
         "plot": "![Seconds for an epoch, by contestant](pictures/epochs.svg)",
         "steps": steps(rows["steps"]) if "steps" in rows else PENDING,
         "half": half(rows["half"]) if "half" in rows else PENDING,
     }
+
+
+def headline(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The picture of `three_bars`, and its numbers."""
+    plain, first, later = three(lines)
+    what = lines[0]["what"].partition(", epoch")[0]
+    said = f"a plain Dataset takes {plain} s each time, UrlDataset {first} s the first time and {later} s after that"
+    text = f"**{plain} s** for each epoch with a plain `Dataset`; with Forebay's `UrlDataset` **{first} s** for the first epoch and "
+    return f"![Seconds for an epoch: {said}](pictures/epoch.svg)\n\n{text}**{later} s** for each later one: {what}, two workers."
+
+
+def three(lines: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
+    """Seconds of an epoch: a plain `Dataset`, and the first and the last one of `UrlDataset`."""
+    every = contestants(lines)
+    return f"{every[PLAIN].seconds[1]:.1f}", f"{every[URLS].seconds[1]:.1f}", f"{every[URLS].seconds[3]:.1f}"
 
 
 def steps(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -131,13 +147,20 @@ def half(lines: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(text)
 
 
-def filled(page: str, content: Mapping[tuple[str, str], str]) -> str:
-    """The page with the content of its places. Raises KeyError for a place that there is not."""
+def filled(page: str, content: Mapping[tuple[str, str], str], docs: str = "") -> str:
+    """The page with the content of its places. ``docs``: leads from the page to docs/. Raises KeyError for a place that there is not."""
 
     def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{content[match[2], match[3]]}\n<!-- end -->"
+        text = content[match[2], match[3]].replace("](pictures/", f"]({docs}pictures/")
+        return f"{match[1]}\n{text}\n<!-- end -->"
 
     return re.sub(r"(<!-- (\w+): (\w+) -->).*?<!-- end -->", fill, page, flags=re.DOTALL)
+
+
+def docs_from(page: Path) -> str:
+    """What leads from a page to docs/: ``docs/``, nothing, or ``../``."""
+    folder = page.parent
+    return "docs/" if folder == ROOT else "../" * len(folder.relative_to(DOCS).parts)
 
 
 # -- the plots ---------------------------------------------------------------------------------------------------------
@@ -149,6 +172,27 @@ MARKERS = "osD^vP*X<>hd8p"
 def source(measured: Mapping[str, Any]) -> str:
     """Names the measurement; it stands in the plot, so that one of another measurement is noticed."""
     return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()
+
+
+def three_bars(measured: Mapping[str, Any]) -> str:
+    """The numbers of `headline` as bars, as SVG for a light or dark page."""
+    seconds = three(measured["rows"]["objects"])
+    labels = ("plain Dataset, each epoch", "UrlDataset, first epoch", "UrlDataset, later epochs")
+    bars = []
+    for number, (label, value) in enumerate(zip(labels, seconds, strict=True)):
+        width, y = 460 * float(value) / float(seconds[0]), 12 + 34 * number
+        bars += [
+            f'<text x="190" y="{y + 16}" text-anchor="end">{label}</text>',
+            f'<rect x="200" y="{y}" width="{width:.1f}" height="22" rx="3" class="{"ours" if number else "peer"}"/>',
+            f'<text x="{208 + width:.1f}" y="{y + 16}" class="value">{value} s</text>',
+        ]
+    style = (
+        "text { font: 14px system-ui, sans-serif; fill: #24292f } .value { font-weight: 600 } "
+        f".ours {{ fill: {COLORS[OURS]} }} .peer {{ fill: {COLORS[PEER]} }} "
+        "@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .ours { fill: #26a69a } }"
+    )
+    head = '<svg xmlns="http://www.w3.org/2000/svg" width="740" height="120" viewBox="0 0 740 120" role="img">'
+    return "\n".join([head, f"<desc>{source(measured)}</desc>", f"<style>{style}</style>", *bars, "</svg>", ""])
 
 
 def plot(measured: Mapping[str, Any]) -> str:
@@ -238,13 +282,15 @@ def _logarithmic(axis: Any, labels: Sequence[str]) -> None:
 def main() -> int:
     measured = {name: measurement(name) for name in ("epochs", *BENCHMARKS)}
     content = contents(measured)
-    for page in (DOCS / name for name in PAGES):
-        page.write_text(filled(page.read_text(), content))
+    for page in PAGES:
+        page.write_text(filled(page.read_text(), content, docs_from(page)))
     for name, found in measured.items():
         if found is None:
             print(f"no {PICTURES / name}.json: python benchmarks/{name}.py --json > docs/pictures/{name}.json")
         else:
             (PICTURES / svg_of(name)).write_text(plot(found) if name == "epochs" else ratios(found))
+    if measured["epochs"] is not None:
+        (PICTURES / "epoch.svg").write_text(three_bars(measured["epochs"]))
     return 0
 
 

@@ -115,12 +115,12 @@ class Request:
 
 
 class ScriptedServer:
-    """An HTTP/1.1 server on loopback, with one thread for each connection. A context manager.
+    """An HTTP/1.1 server on loopback, with one thread for each connection. A context manager. ``port``: 0 for any that is free.
 
     ``stalled`` is set when a body stalls; setting ``go`` lets all continue. ``rate``: bytes per second of all connections together.
     ``on_request`` is called with each `Request` before its response, in the connection's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.requests: list[Request] = []
         self.objects: dict[str, Served] = {}
         self.stalled, self.go = threading.Event(), threading.Event()
@@ -129,7 +129,7 @@ class ScriptedServer:
         self._lock = threading.Lock()  # guards requests, counts and _due
         self._due = 0.0
         self._open: set[socket.socket] = set()
-        self._server = _Server(self)
+        self._server = _Server(self, port)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.005,), name="scripted-server", daemon=True)
         self._thread.start()
@@ -211,9 +211,9 @@ class _Server(http.server.ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 256
 
-    def __init__(self, scripted: ScriptedServer) -> None:
+    def __init__(self, scripted: ScriptedServer, port: int) -> None:
         self.scripted = scripted
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: a client may close its connection."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import socket
 import tempfile
 import zlib
 from pathlib import Path
@@ -11,7 +14,10 @@ import pytest
 from forebay.cli.demo.play import pack, pack_objects
 from forebay.cli.demo.processes import DemoFailed, DemoWorkers
 
-from .conftest import Run
+from forebay.testing import ScriptedServer
+from tests import pages
+
+from .conftest import Run, Terminal
 
 
 @pytest.mark.processes
@@ -61,3 +67,31 @@ def test_a_worker_that_ends_by_itself_is_noticed(tmp_path: Path, capfd: pytest.C
     with pytest.raises(DemoFailed, match="ended unexpectedly"), DemoWorkers(tmp_path / "cache", "http://127.0.0.1:1", 1):
         pass
     assert "foreign" in capfd.readouterr().err
+
+
+@pytest.mark.processes
+def test_the_first_program_of_the_readme_prints_what_the_readme_says(tmp_path: Path) -> None:
+    """In an empty directory, with `forebay demo --serve` beside it; the server prints each request."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    program = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0]
+    (said,) = re.findall(r"It prints `([^`]+)`", readme)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with Terminal("demo", "--serve", "--port", port, "--size", "10MB", "--rate", "20MB") as server:
+        assert f"http://127.0.0.1:{port}/shard-000.tar" in server.read("press Ctrl-C to quit")
+        told = pages.run(program.replace("8930", str(port)), tmp_path)
+        assert told == f"{said}\n"
+        assert pages.run(program.replace("8930", str(port)), tmp_path) == "1 download, 75% hits\n"
+        assert server.read("GET /").count("GET /shard-000.tar") == 1
+        server.process.send_signal(signal.SIGINT)
+        assert server.end() == 130
+    assert (tmp_path / "cache" / "FORMAT").exists()
+
+
+def test_a_port_that_is_in_use_is_said(run: Run) -> None:
+    with ScriptedServer() as server:
+        ran = run("demo", "--serve", "--port", server.url.rpartition(":")[2], "--size", "1MB")
+    assert ran.code == 2
+    assert "Address already in use" in ran.err
+    assert "pass --port" in ran.err
