@@ -3,8 +3,8 @@
     python tools/plots.py       writes docs/pictures/*.svg, and fills the marked places of the pages
 
 docs/pictures/NAME.json is what `python benchmarks/NAME.py --json` wrote. A place in a page is what stands between
-`<!-- NAME: PART -->` and `<!-- end -->`; without the measurement it says so. Links in it are relative to docs/. `table` and `plot` are parts of every measurement; epochs has
-more. A test compares the pages with what this script makes.
+`<!-- NAME: PART -->` and `<!-- end -->`; without the measurement it says so. Links in it are relative to docs/. `table` and `plot` are
+parts of every measurement; epochs has more. A test compares the pages with what this script makes.
 """
 
 from __future__ import annotations

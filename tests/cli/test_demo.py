@@ -13,7 +13,6 @@ import pytest
 
 from forebay.cli.demo.play import pack, pack_objects
 from forebay.cli.demo.processes import DemoFailed, DemoWorkers
-
 from forebay.testing import ScriptedServer
 from tests import pages
 
