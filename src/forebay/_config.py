@@ -79,7 +79,8 @@ def parse_budget(value: int | str, *, total: int | None = None, name: str = "bud
             meant = f"{text}GB" if len(text) < 6 else f"{text}B"
             raise _wrong(name, value, f'a budget needs a unit, such as "{meant}"')
         if size < (min(LEAST_BUDGET, (total or 0) // 100) if text.endswith("%") else LEAST_BUDGET):
-            raise _wrong(name, value, f"less than 64 MiB is probably a mistake: if not, pass it as an int, Cache(budget={size})")
+            least = "below the minimum of 64 MiB" if name != "budget" else "below the 64 MiB minimum for text; pass an int for less"
+            raise _wrong(name, value, least)
     return size
 
 

@@ -15,6 +15,7 @@ from forebay._engine.index.counters import NAMES
 from forebay._engine.index.history import HOURS, MINUTES
 from forebay._engine.index.waiting import Waiters
 from forebay._kernel import locks
+from forebay._model import Entry
 
 MOST_FAILURES = 50
 MOST_LEASES = 10_000
@@ -106,6 +107,10 @@ class Activity:
             if at <= ticks
         )
         return Now(tuple(fetches), tuple(self._waiters()), self._leased(), tuple(failures))
+
+    def leased_by(self, entry: Entry) -> list[str]:
+        """The processes that hold a lease on an entry, as far as /proc shows them: those of other users it shows to root only."""
+        return [locks.describe_process(pid) for pid in locks.holders(self.engine.root.leases(entry.id % LEASE_FILES), entry.id)]
 
     def _waiters(self) -> list[Waiter]:
         holder_of = self.engine.owners.holder_of

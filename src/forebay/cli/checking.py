@@ -11,7 +11,7 @@ from forebay.cli.options import existing, json_option, opened, root_option, root
 from forebay.cli.render import Output
 
 
-@verb
+@verb("forebay verify", "forebay verify --repair")
 @click.option("--repair", is_flag=True, help="Repair what is wrong; damaged entries are removed, and fetched again when needed.")
 @click.option("--quick", is_flag=True, help="Do not read the stored bytes: check names, sizes and sums only.")
 @root_option
@@ -30,7 +30,7 @@ def verify(repair: bool, quick: bool, root: Path | None, as_json: bool) -> None:
         raise click.exceptions.Exit(FAILED)
 
 
-@verb
+@verb("forebay doctor")
 @root_option
 @json_option
 def doctor(root: Path | None, as_json: bool) -> None:

@@ -16,11 +16,22 @@ from urllib.parse import unquote, urlsplit
 
 import click
 
+from forebay._config import format_size
 from forebay._logs import logger
 from forebay.cli.braces import expand, expand_all
 from forebay.cli.hints import OK, is_expected, shared_code
-from forebay.cli.options import complete_names, filled, jobs_option, json_option, refresh_option, root_option, verb
-from forebay.cli.render import Output, note, print_error, shown_name
+from forebay.cli.options import (
+    complete_names,
+    dry_run_option,
+    filled,
+    jobs_option,
+    json_option,
+    looked_into,
+    refresh_option,
+    root_option,
+    verb,
+)
+from forebay.cli.render import Output, count, note, print_error, shown_name, wants_bars
 from forebay.cli.streams import copy_to_output
 from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound, RemoteError
 
@@ -33,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logger("forebay.cli")
 TURN = 0.1  # seconds
-_STATES = {"past": "read, but not kept: no room", "fetched": "fetched", "kept": "it is in the cache already"}
+_STATES = {"fetched": "fetched", "kept": "in the cache already", "past": "copied but not stored: no room", "failed": "failed"}
 
 
 # -- many objects at once ----------------------------------------------------------------------------------------------
@@ -57,7 +68,7 @@ class Results:
         """``jobs``: calls at a time."""
         from forebay._kernel.threads import Threads  # here, so that `forebay --help` need not load it
 
-        self.bars = bars
+        self.bars, self._began = bars, time.monotonic()
         self.outcomes: list[Outcome] = []
         self._jobs, self._free = jobs, threading.Semaphore(jobs)
         self._threads = Threads[tuple[str, Callable[[], Outcome]]](self._add_result, jobs, name="pull")
@@ -82,6 +93,14 @@ class Results:
         for _ in range(self._jobs):
             self._wait_for_one()
         self._threads.close()
+
+    def summary(self) -> str:
+        """All outcomes in one line."""
+        states = [one.state for one in self.outcomes]
+        parts = [f"{states.count(state):,} {text}" for state, text in _STATES.items() if state in states]
+        fetched = sum(one.size or 0 for one in self.outcomes if one.state in ("fetched", "past"))
+        what = count(len(states), "object", "objects")
+        return f"{what}: {', '.join(parts)}; {format_size(fetched)} in {time.monotonic() - self._began:.1f} s"
 
     def _wait_for_one(self) -> None:
         while not self._free.acquire(timeout=TURN):  # another thread may have got the signal of Ctrl-C: nothing would wake this one
@@ -148,10 +167,18 @@ def fetch_each(
             yield watch.outcome(None if lease is None else lease.entry.size, error), lease
 
 
-def conclude(outcomes: Sequence[Outcome], output: Output) -> None:
-    """Print the outcomes as JSON if requested, list the errors, and exit with their code if there are any."""
+def conclude(results: Results, output: Output) -> None:
+    """Print the outcomes as JSON if requested, else a summary where no bars have shown it; list the errors, and exit with their code if
+    there are any."""
+    outcomes = results.outcomes
+    if not (output.as_json or wants_bars()):
+        note(results.summary())
     output.document([replace(outcome, url=shown_name(outcome.url)) for outcome in outcomes])
-    failed = [(outcome.url, outcome.error) for outcome in outcomes if outcome.error is not None]
+    end([(outcome.url, outcome.error) for outcome in outcomes if outcome.error is not None])
+
+
+def end(failed: Sequence[tuple[str, Exception]]) -> None:
+    """List the errors by URL, and exit with their code if there are any."""
     for url, error in failed:
         print_error(error, about=shown_name(url))
     code = shared_code([error for _, error in failed])
@@ -162,7 +189,7 @@ def conclude(outcomes: Sequence[Outcome], output: Output) -> None:
 # -- pull --------------------------------------------------------------------------------------------------------------
 
 
-@verb
+@verb("forebay pull https://host/shard-000.tar", "forebay pull https://host/model/ --include '*.json' --to model/")
 @click.argument("urls", nargs=-1, required=True, metavar="URL...")
 @click.option("--to", metavar="PATH", help="Also copy to this file, or into this directory.")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Of a directory only these, such as 'model-*'.")
@@ -172,6 +199,7 @@ def conclude(outcomes: Sequence[Outcome], output: Output) -> None:
 @click.option("--sha256", metavar="HEX", help="The expected hash of the bytes (one URL).")
 @refresh_option
 @click.option("--pin", is_flag=True, help="Exclude them from eviction, as `forebay pin` does.")
+@dry_run_option
 @root_option
 @json_option
 def pull(
@@ -184,6 +212,7 @@ def pull(
     sha256: str | None,
     refresh: bool,
     pin: bool,
+    dry_run: bool,
     root: Path | None,
     as_json: bool,
 ) -> None:
@@ -202,6 +231,9 @@ def pull(
     for url, target in targets.items():
         _check_writable(target, directory=_is_directory(url))
     part: dict[str, Any] = {"include": include or None, "exclude": exclude or None}
+    if dry_run:
+        _show_what_would_be_fetched(dict.fromkeys(urls), root, Output(as_json), jobs=jobs, **part)
+        return
     with filled(root) as cache, _results(urls, jobs, quiet=as_json) as results:
         objects = [url for url in urls if url not in folders]
         options: dict[str, Any] = {"refresh": refresh, "sha256": sha256, "pin": pin}
@@ -211,7 +243,60 @@ def pull(
         for url, call in rest.items():
             results.call(url, call)
         results.wait()
-    conclude(results.outcomes, Output(as_json))
+    conclude(results, Output(as_json))
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What `pull` or `warm` would do with a URL. ``state``: ``cached``, ``fetch`` or ``failed``; ``size``: in bytes; None: unknown."""
+
+    url: str
+    state: str
+    size: int | None = None
+    error: Exception | None = None
+
+
+def _show_what_would_be_fetched(
+    sizes: Mapping[str, int | None], root: Path | None, output: Output, *, jobs: int, include: Any = None, exclude: Any = None
+) -> None:
+    """Print what would be fetched, and its size: asked of the remote where ``sizes`` does not have it. Changes nothing, and creates no
+    cache."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with looked_into(root) as cache, ThreadPoolExecutor(jobs) as pool:
+        planned = list(pool.map(functools.partial(_planned, cache, include, exclude), sizes, sizes.values()))
+    output.document([replace(one, url=shown_name(one.url)) for one in planned])
+    rows = [("?" if one.size is None else format_size(one.size), one.state, shown_name(one.url)) for one in planned]
+    output.table(("SIZE>", "STATE", "URL"), rows)
+    to_fetch = [one for one in planned if one.state == "fetch"]
+    unknown = sum(one.size is None for one in to_fetch)
+    what = f"{count(len(to_fetch), 'URL', 'URLs')} would be fetched, {format_size(sum(one.size or 0 for one in to_fetch))}"
+    output.line(what + (f" and {unknown:,} of unknown size" if unknown else ""))
+    end([(one.url, one.error) for one in planned if one.error is not None])
+
+
+def _planned(cache: Cache, include: Any, exclude: Any, url: str, size: int | None) -> Planned:
+    from forebay.cache import origin_of
+    from forebay.directories.location import locate
+    from forebay.directories.manifests import Part
+    from forebay.directories.trees import Directories
+    from forebay.origin.request import FetchOptions
+
+    origin = origin_of(cache)
+    try:
+        if _is_directory(url):
+            location, part = locate(origin, url), Part.of(include, exclude)
+            key = f"directories:{Directories.key_of(location, part)}"
+            size = Directories(origin).chosen(location, part, FetchOptions.of(origin)).size
+        else:
+            key = origin.target(url).key
+        entry = cache.entry(key)
+        if entry is None and size is None:
+            info = origin.target(url).remote.stat(url)
+            size = None if info is None else info.size
+    except Exception as error:  # noqa: BLE001 (the result for this URL)
+        return Planned(url, "failed", size, error)
+    return Planned(url, "fetch" if entry is None else "cached", entry.size if entry is not None and not _is_directory(url) else size)
 
 
 def _pull_objects(
@@ -379,12 +464,12 @@ def _foreign(target: Path) -> Foreign:
 # -- cat ---------------------------------------------------------------------------------------------------------------
 
 
-@verb
+@verb("forebay cat https://host/shard-000.tar | tar -t")
 @click.argument("urls", nargs=-1, required=True, metavar="URL...", shell_complete=complete_names)
 @refresh_option
 @root_option
 def cat(urls: Sequence[str], refresh: bool, root: Path | None) -> None:
-    """Write objects to standard output, one behind the other, for a pipe; each is fetched into the cache first, if it is not there. Stops
+    """Write objects to standard output, one after another, for piping; each is fetched into the cache first, if it is not there. Stops
     at the first that fails: `set -o pipefail` tells the shell. Braces stand for several URLs: 'shard-{000..127}.tar'."""
     several = [url for text in urls for url in expand(text)]
     for url in several:
@@ -399,16 +484,24 @@ def cat(urls: Sequence[str], refresh: bool, root: Path | None) -> None:
 # -- warm --------------------------------------------------------------------------------------------------------------
 
 
-@verb
+@verb("forebay warm urls.txt --jobs 32", "forebay warm 'https://host/shard-{000..003}.tar' --dry-run")
 @click.argument("sources", nargs=-1, required=True, metavar="FILE|URL...")
 @jobs_option(16)
+@dry_run_option
 @root_option
 @json_option
-def warm(sources: Sequence[str], jobs: int, root: Path | None, as_json: bool) -> None:
-    """Fill the cache before a job, from lists of URLs, or with all objects whose URLs begin alike. FILE has one URL a line ('-': standard
-    input). URL is the beginning of others, one HTTP object, or, with braces, the objects that these stand for:
-    's3://bucket/shard-{000..127}.tar'. Objects in the cache are skipped: after an interruption the same command resumes."""
-    urls = list(dict.fromkeys(url for source in sources for url in _expanded(source)))
+def warm(sources: Sequence[str], jobs: int, dry_run: bool, root: Path | None, as_json: bool) -> None:
+    """Fill the cache before a job, from lists of URLs, or with all objects that share a URL prefix. FILE has one URL a line ('-': standard
+    input). URL is a prefix, one HTTP object, or, with braces, several objects: 's3://bucket/shard-{000..127}.tar'. Objects in the cache
+    are skipped: after an interruption the same command resumes."""
+    sizes: dict[str, int | None] = {}
+    for source in sources:
+        for url, size in _expanded(source):
+            sizes.setdefault(url, size)
+    if dry_run:
+        _show_what_would_be_fetched(sizes, root, Output(as_json), jobs=jobs)
+        return
+    urls = list(sizes)
     with filled(root) as cache, _results(urls, jobs, quiet=as_json) as results:
         with contextlib.closing(fetch_each(cache, urls, results.bars, jobs=jobs)) as fetched:
             for outcome, lease in fetched:
@@ -418,7 +511,7 @@ def warm(sources: Sequence[str], jobs: int, root: Path | None, as_json: bool) ->
     failed = sum(outcome.error is not None for outcome in results.outcomes)
     if failed:
         note(f"{failed:,} of {len(urls):,} failed; the same command tries these again")
-    conclude(results.outcomes, Output(as_json))
+    conclude(results, Output(as_json))
 
 
 @contextlib.contextmanager
@@ -434,20 +527,21 @@ def _results(urls: Sequence[str], jobs: int, *, quiet: bool) -> Iterator[Results
         raise
 
 
-def _expanded(source: str) -> Iterable[str]:
-    """The URLs that an argument stands for; with braces it names objects, or, where it ends with a slash, prefixes."""
+def _expanded(source: str) -> Iterable[tuple[str, int | None]]:
+    """The URLs that an argument stands for, with sizes where a listing has them; with braces it names objects, or, if it ends with a
+    slash, prefixes."""
     several = expand(source)
     if several == [source]:
         return _urls(source)
-    return (url for one in several for url in ([one] if "://" in one and not _is_directory(one) else _urls(one)))
+    return (pair for one in several for pair in ([(one, None)] if "://" in one and not _is_directory(one) else _urls(one)))
 
 
-def _urls(source: str) -> Iterable[str]:
+def _urls(source: str) -> Iterable[tuple[str, int | None]]:
     if source == "-":
         return _lines(sys.stdin)
     if source.lower().startswith(("http://", "https://")):
         if not _is_directory(source):
-            return [source]
+            return [(source, None)]
         message = f"{source}: HTTP servers list no objects: pass their URLs, or a file of URLs"
         raise ConfigError(message, name="FILE|URL", value=source)
     if source and ("://" in source or Path(source).is_dir()):
@@ -461,15 +555,15 @@ def _urls(source: str) -> Iterable[str]:
         raise ConfigError(f"{source} is not a text file of URLs: {error}", name="FILE|URL", value=source) from error
 
 
-def _lines(file: Iterable[str]) -> list[str]:
+def _lines(file: Iterable[str]) -> list[tuple[str, None]]:
     """Return the URLs of a text, without blank lines and those that begin with #."""
-    return [text for line in file if (text := line.strip()) and not text.startswith("#")]
+    return [(text, None) for line in file if (text := line.strip()) and not text.startswith("#")]
 
 
-def _listing(prefix: str) -> list[str]:
+def _listing(prefix: str) -> list[tuple[str, int | None]]:
     from forebay import remote  # here, so that `forebay --help` need not load it
 
-    urls = [info.url for info in remote.resolve(prefix, remote.RemoteOptions.from_environment()).list(prefix)]
-    if not urls:
-        raise ConfigError(f"nothing begins with {prefix}", name="FILE|URL", value=prefix)
-    return urls
+    listed = [(info.url, info.size) for info in remote.resolve(prefix, remote.RemoteOptions.from_environment()).list(prefix)]
+    if not listed:
+        raise ConfigError(f"no object's URL begins with {prefix}", name="FILE|URL", value=prefix)
+    return listed

@@ -112,8 +112,11 @@ def hint_for(error: BaseException) -> Hint:
     hint = next((hint for kind, hint in _HINTS if isinstance(error, kind)), None)
     if type(error) is errors.NotCached and not _is_url(getattr(error, "key", "")):
         hint = Hint("check the name: `forebay ls -q` lists all", ABSENT)
-    if isinstance(error, errors.ConfigError) and _config_file.NAME in str(getattr(error, "name", "")):
+    name = str(getattr(error, "name", "")) if isinstance(error, errors.ConfigError) else ""
+    if _config_file.NAME in name:
         hint = Hint("correct the file: `forebay config` shows all settings", USAGE)
+    elif name.startswith("FOREBAY_"):
+        hint = Hint(f"correct the variable, or run `unset {name}`; `forebay config` shows all settings", USAGE)
     hint = hint or Hint("this is a bug in Forebay: FOREBAY_VERBOSITY=debug shows where; please report it")
     todo = getattr(error, "todo", "") or hint.todo.replace("forebay VERB", command())
     return hint._replace(todo=str(todo))

@@ -1,37 +1,49 @@
-"""The verbs that show what there is: `ls`, `du`, `stats`, `path`, `claims`."""
+"""The verbs that show what there is: `ls`, `which`, `path`, `du`, `stats`, `claims`."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from forebay._config import format_size
+from forebay._config import format_age, format_size
 from forebay.cli.filters import parse_filters
+from forebay.cli.hints import ABSENT
 from forebay.cli.options import (
     check_space,
     complete_names,
     existing,
     filter_option,
+    find_each,
     json_option,
     matching,
+    names_argument,
     opened,
     root_option,
     space_option,
     verb,
 )
-from forebay.cli.render import Output, shown, shown_name
+from forebay.cli.prefixes import tree_of
+from forebay.cli.render import Output, entry_record, print_error, shown, shown_name
 from forebay.errors import ConfigError, NotCached
+
+if TYPE_CHECKING:
+    from forebay._model import Entry
+    from forebay.cache import Cache
 
 TIMES = ("wait_ns_remote", "wait_ns_lock", "wait_ns_space")
 SIZES = ("bytes_hit", "bytes_remote", "bytes_stored", "bytes_used", "bytes_reserved", "budget")
 LIMITS = ("max_rate", "max_connections")
 
 
-@verb
+@verb("forebay ls --sort size --limit 10", "forebay ls --filter 'used>30d'", "forebay ls --tree")
 @click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete_names)
 @click.option(
     "--sort", "-s", type=click.Choice(["name", "size", "used", "created"]), default="name", show_default=True,
@@ -41,6 +53,8 @@ LIMITS = ("max_rate", "max_connections")
 @click.option("--leased", is_flag=True, help="Only entries that some process holds now.")
 @filter_option
 @space_option
+@click.option("--tree", is_flag=True, help="Sums by prefix, the largest first, instead of entries.")
+@click.option("--limit", "-n", type=click.IntRange(min=1), metavar="N", help="At most N lines.")
 @click.option("--quiet", "-q", is_flag=True, help="Names only, one a line.")
 @root_option
 @json_option
@@ -51,31 +65,91 @@ def ls(
     leased: bool,
     filters: tuple[str, ...],
     space: str | None,
+    tree: bool,
+    limit: int | None,
     quiet: bool,
     root: Path | None,
     as_json: bool,
 ) -> None:
     """List what the cache holds: all, or entries whose names begin with NAME."""
+    if tree and (quiet or sort != "name" or reverse):
+        raise click.UsageError("--tree has an order of its own, and no names of entries: leave out --sort, --reverse and --quiet")
     passes = parse_filters(filters)
     with opened(root) as cache:
         check_space(cache, space)
         listing = cache.entries(space)
         output = Output(as_json)
-        if sort == "name" and not (as_json or names or filters or leased):
+        if sort == "name" and not (as_json or names or filters or leased or tree):
             if quiet:
-                output.names(listing.names(backwards=reverse))
+                output.names(islice(listing.names(backwards=reverse), limit))
             else:
-                output.facts_of_entries(listing.facts(backwards=reverse))
+                output.facts_of_entries(islice(listing.facts(backwards=reverse), limit))
             return
         if sort == "name":
             ordered = listing.by_name(backwards=reverse)
         else:
             ordered = listing.sorted_by(attrgetter(sort), backwards=not reverse)
         entries = (e for e in matching(cache, ordered, names) if (not filters or passes(e)) and (e.leased or not leased))
-        output.entries(entries, names_only=quiet)
+        if tree:
+            output.tree(islice(tree_of((entry.name, entry.size) for entry in entries).lines(), limit))
+        else:
+            output.entries(islice(entries, limit), names_only=quiet)
 
 
-@verb
+@verb("forebay which https://host/shard-000.tar")
+@names_argument
+@root_option
+@json_option
+def which(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
+    """Show all that the cache knows of objects: file, size, age, validator, whether it is pinned, and which processes use it."""
+    output = Output(as_json)
+    with opened(root) as cache:
+        entries, missing = find_each(cache, names)
+        found = [_facts_of(cache, entry) for entry in entries]
+    output.document(found)
+    for facts in found:
+        output.facts(_readable(facts))
+    for error in missing.values():
+        print_error(error)
+    if missing:
+        raise click.exceptions.Exit(ABSENT)
+
+
+def _facts_of(cache: Cache, entry: Entry) -> dict[str, Any]:
+    """What `which` says of an entry."""
+    from forebay.cache import origin_of
+
+    store = origin_of(cache).store
+    assert store.keeps  # else the cache could not be opened
+    leased_by = store.activity.leased_by(entry)  # before this process holds the entry itself
+    return entry_record(entry) | {"path": _path_of(cache, entry), "leased_by": leased_by}
+
+
+def _path_of(cache: Cache, entry: Entry) -> str | None:
+    """Where the file or directory of an entry is; None for what has no file of its own."""
+    if entry.space not in ("urls", "directories") and entry.kind != "blob":
+        return None
+    with cache.hold(entry) as path:
+        return path
+
+
+def _readable(facts: Mapping[str, Any]) -> dict[str, str]:
+    now = time.time()
+    ages = {name: f"{format_age(int(now - facts[name]))} ago" if facts[name] > 0 else "never" for name in ("created", "used", "validated")}
+    return {
+        "name": facts["name"],
+        "path": facts["path"] or "none: a program reads it through what stored it",
+        "size": f"{format_size(facts['size'])} ({format_size(facts['charge'])} of the budget)",
+        "stored": ages["created"],
+        "last used": ages["used"],
+        "checked with the remote": ages["validated"],
+        "validator": facts["validator"] or "none",
+        "pinned": "yes" if facts["life"] == "pinned" else "no",
+        "in use by": ", ".join(facts["leased_by"]) or ("another user's process" if facts["leased"] else "no process"),
+    }
+
+
+@verb("forebay du")
 @root_option
 @json_option
 def du(root: Path | None, as_json: bool) -> None:
@@ -101,7 +175,7 @@ def du(root: Path | None, as_json: bool) -> None:
     output.strays(strays, "`forebay prune` removes them")
 
 
-@verb
+@verb("forebay stats", "forebay stats --format prometheus")
 @click.option("--zero", "-z", is_flag=True, help="Set the counters to zero after showing them.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "prometheus"]), help="How to print them.  [default: text]")
 @click.option(
@@ -149,7 +223,7 @@ def _formatted(name: str, value: float) -> str:
     return format_size(value) if name in SIZES else f"{value:,}"
 
 
-@verb
+@verb('tar -tf "$(forebay path https://host/shard-000.tar)"')
 @click.argument("name", required=False, metavar="[NAME]", shell_complete=complete_names)
 @root_option
 @json_option
@@ -165,19 +239,19 @@ def path(name: str | None, root: Path | None, as_json: bool) -> None:
             if entry is None:
                 raise NotCached.of(shown_name(name))
             name = entry.name
-            if entry.space not in ("urls", "directories") and entry.kind != "blob":
+            found = _path_of(cache, entry)
+            if found is None:
                 what = "an array of samples" if entry.kind == "pack" else "a small value that a program stored"
                 todo = "read it in a program, through what stored it: Cache.get, a space, samples or tasks"
                 raise ConfigError(
                     f"{name} is {what}: only objects of URLs, and large values, have files", name="NAME", value=name, todo=todo
                 )
-            with cache.hold(entry) as file:
-                pass
+            file = found
     output.document({"name": name, "path": file})
     output.path(file)
 
 
-@verb
+@verb("forebay claims")
 @json_option
 def claims(as_json: bool) -> None:
     """List the claims of this node: which job has which directories, and how much shared memory. Those of dead jobs too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 import os
@@ -23,13 +24,16 @@ from forebay.cli.render import LOG_LINES, Output, argument_of_verbosity, note, p
 log = logger("forebay.cli")
 package_log = logging.getLogger("forebay")
 
-LOOKING = frozenset({"budget", "claims", "completion", "config", "doctor", "du", "help", "ls", "path", "report", "stats", "top", "verify"})
+LOOKING = frozenset(
+    {"budget", "claims", "completion", "config", "doctor", "du", "help", "ls", "path", "report", "stats", "top", "verify", "which"}
+)
 """Verbs that apply no limits, and change nothing without an option that does."""
 
 TASKS = {
     "Fetch and send": {"pull": "fetching", "warm": "fetching", "cat": "fetching", "push": "push"},
     "See what is there": {
         "ls": "listing",
+        "which": "listing",
         "path": "listing",
         "du": "listing",
         "stats": "listing",
@@ -53,7 +57,7 @@ TASKS = {
 VERBS = {name: module for verbs in TASKS.values() for name, module in verbs.items()}
 
 
-@verb
+@verb('eval "$(forebay completion bash)"')
 @click.argument("shell", metavar="bash|zsh|fish", type=click.Choice(["bash", "zsh", "fish"]))
 @json_option
 def completion(shell: str, as_json: bool) -> None:
@@ -81,8 +85,18 @@ def show_help(context: click.Context, name: str | None) -> None:
         return
     command = top.get_command(context, name)
     if command is None:
-        raise click.UsageError(f"there is no verb {name!r}", context.parent)
+        raise NoSuchVerb(name, context.parent)
     click.echo(command.get_help(click.Context(command, info_name=name, parent=context.parent)))
+
+
+class NoSuchVerb(click.UsageError):
+    """A verb that does not exist. ``todo``: the one that was perhaps meant."""
+
+    def __init__(self, name: str, context: click.Context | None) -> None:
+        super().__init__(f"there is no verb {name!r}", context)
+        near = difflib.get_close_matches(name, VERBS, 1)
+        self.todo = f"did you mean `forebay {near[0]}`? " if near else ""
+        self.todo += "`forebay help` lists all verbs"
 
 
 class _Verbs(click.Group):
@@ -97,6 +111,11 @@ class _Verbs(click.Group):
             with formatter.section(task):
                 commands = {name: self.get_command(context, name) for name in names}
                 formatter.write_dl([(name.ljust(width), command.get_short_help_str()) for name, command in commands.items() if command])
+
+    def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in VERBS and not args[0].startswith("-"):
+            raise NoSuchVerb(args[0], context)
+        return super().resolve_command(context, args)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name in VERBS and name not in self.commands:
@@ -186,7 +205,7 @@ def _invoke(arguments: list[str]) -> int:
 def _print_usage(error: click.UsageError) -> None:
     context = error.ctx  # None for an option without its value
     path = context.command_path if context else command()
-    todo = f"`{path} --help` lists its arguments and options"
+    todo = getattr(error, "todo", "") or f"`{path} --help` lists its arguments and options"
     if isinstance(error, click.NoSuchOption) and error.option_name in ("-q", "--quiet", "-v", "-vv", "--verbose"):
         todo = f"it stands before the verb: `forebay {error.option_name} {path.rpartition(' ')[2]}`"
     print_two_lines(" ".join(error.format_message().split()), todo)

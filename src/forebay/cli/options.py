@@ -24,10 +24,15 @@ if TYPE_CHECKING:
     from forebay.cache import Cache
 
 
-def verb(function: Callable[..., None]) -> click.Command:
-    """Make a verb of a function; the first sentence of its docstring stands in the list of verbs."""
-    first = " ".join((function.__doc__ or "").split()).split(". ")[0].rstrip(".") + "."
-    return click.command(function.__name__, short_help=first)(function)  # without a short help the first line of the help is cut
+def verb(*examples: str) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a verb of a function; the first sentence of its docstring stands in the list of verbs, ``examples`` at the end of its help."""
+
+    def make(function: Callable[..., None]) -> click.Command:
+        first = " ".join((function.__doc__ or "").split()).split(". ")[0].rstrip(".") + "."
+        epilog = "\n".join(["\b", f"{'Example' if len(examples) == 1 else 'Examples'}:", *(f"  {example}" for example in examples)])
+        return click.command(function.__name__, short_help=first, epilog=epilog)(function)  # else the first line of the help is cut
+
+    return make
 
 
 def complete_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
@@ -68,7 +73,7 @@ root_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 refresh_option = click.option("--refresh", is_flag=True, help="Ask the source now, however fresh the copy is.")
 yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-dry_run_option = click.option("--dry-run", "-n", is_flag=True, help="Show what would be removed or sent; change nothing.")
+dry_run_option = click.option("--dry-run", "-n", is_flag=True, help="Only show what would be done.")
 space_option = click.option("--space", metavar="SPACE", shell_complete=complete_spaces, help="Only this named part of the cache.")
 filter_option = click.option(
     "--filter", "-f", "filters", multiple=True, metavar="TERM", help="Such as 'size>1GB', 'used>30d', 'space=urls'; all must hold."
@@ -119,6 +124,21 @@ def opened(root: Path | None, *, change: bool = False) -> Iterator[Cache]:
         fault = fault_of(cache)
         if fault is not None:  # a job bypasses it; here an empty result would be wrong
             raise CacheFault(f"the cache in {path} cannot be read: {fault}")
+        yield cache
+
+
+@contextmanager
+def looked_into(root: Path | None) -> Iterator[Cache]:
+    """As `opened`; where there is no cache yet, one that keeps nothing."""
+    from forebay.cache import Cache
+
+    try:
+        existing(root)
+    except NoCache:
+        with Cache(enabled=False) as cache:
+            yield cache
+        return
+    with opened(root) as cache:
         yield cache
 
 

@@ -32,7 +32,7 @@ class Pushed:
     seconds: float
 
 
-@verb
+@verb("forebay push out/ s3://bucket/run/step_200/")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("url", metavar="URL")
 @click.option("--delete", is_flag=True, help="Remove files at URL that are not in DIR, except the metadata.")

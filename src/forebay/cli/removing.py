@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from forebay.reports import Plan
 
 
-@verb
+@verb("forebay rm https://host/shard-000.tar", "forebay rm --filter 'used>30d' --dry-run")
 @click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete_names)
 @filter_option
 @dry_run_option
@@ -100,7 +100,7 @@ def _remove(cache: Cache, entries: list[Entry], missing: dict[str, NotCached], o
     return report
 
 
-@verb
+@verb("forebay prune", "forebay prune --free 20GB --dry-run")
 @click.option("--free", metavar="SIZE", help="Make room for SIZE more bytes, least recently used first.")
 @filter_option
 @space_option
@@ -149,7 +149,7 @@ def _parse_free(free: str, budget: int) -> int:
     size = parse_size(free, total=budget, name="--free")
     if size > budget:
         raise ConfigError(
-            f"--free {free} is more than the budget of {format_size(budget)}: so much is never free", name="--free", value=free
+            f"--free {free} is more than the budget of {format_size(budget)}: that much can never be free", name="--free", value=free
         )
     return size
 
@@ -166,7 +166,7 @@ def _dead_claims(*, dry_run: bool) -> list[ClaimInfo]:
         return []
 
 
-@verb
+@verb("forebay clear --space urls")
 @space_option
 @dry_run_option
 @yes_option
@@ -206,7 +206,7 @@ def _carry_out(
 # -- pins --------------------------------------------------------------------------------------------------------------
 
 
-@verb
+@verb("forebay pin https://host/shard-000.tar")
 @names_argument
 @root_option
 @json_option
@@ -216,7 +216,7 @@ def pin(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
         _each_name(cache, names, cache.pin, done="pinned", as_json=as_json)
 
 
-@verb
+@verb("forebay unpin https://host/shard-000.tar")
 @names_argument
 @root_option
 @json_option

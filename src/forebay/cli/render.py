@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from forebay._engine.stats import Facts
     from forebay._model import Entry, Problem, Report, Strays, Victim
     from forebay.claims import ClaimInfo
+    from forebay.cli.prefixes import Prefix
     from forebay.reports import Stats
 
 T = TypeVar("T")
@@ -217,6 +218,15 @@ class Output:
         if first is not None:
             self.table(("SIZE>", "USED>", "CREATED>", "STATE", "NAME"), chain([first], rows))
 
+    def tree(self, lines: Iterable[tuple[int, str, Prefix]]) -> None:
+        """Print prefixes and their sums: depth, label and prefix of each."""
+        if self.as_json:
+            self.document([{"prefix": one.name, "bytes": one.bytes, "entries": one.entries, "depth": depth} for depth, _, one in lines])
+            return
+        rows = [(format_size(one.bytes), f"{one.entries:,}", "  " * depth + label) for depth, label, one in lines]
+        if rows:
+            self.table(("SIZE>", "ENTRIES>", "PREFIX"), rows)
+
     def names(self, names: Iterable[str]) -> None:
         """Print names, one a line."""
         for page in _pages(names):
@@ -248,9 +258,9 @@ class Output:
     def strays(self, strays: Strays, todo: str = "") -> None:
         """Print the files that belong to no entry, if there are any."""
         if strays.files:
-            self.line(f"{_count(strays.files, 'file', 'files')} that no entry names, {format_size(strays.bytes)}{todo and ': '}{todo}")
+            self.line(f"{count(strays.files, 'file', 'files')} that no entry names, {format_size(strays.bytes)}{todo and ': '}{todo}")
         if strays.foreign:
-            others = f"{_count(strays.foreign, 'file', 'files')} that Forebay did not create, {format_size(strays.foreign_bytes)}"
+            others = f"{count(strays.foreign, 'file', 'files')} that Forebay did not create, {format_size(strays.foreign_bytes)}"
             self.line(f"{others}: `forebay verify` lists them; move them away, or remove them yourself")
 
     def facts(self, facts: Mapping[str, object]) -> None:
@@ -289,7 +299,7 @@ class Output:
     def problems(self, problems: Sequence[Problem], *, verb: str) -> None:
         for problem in problems:
             self.line(f"{problem}" + (f" ({problem.key})" if problem.key else ""))
-        self.line(f"{_count(len(problems), 'problem', 'problems')} {verb}" if problems else "sound")
+        self.line(f"{count(len(problems), 'problem', 'problems')} {verb}" if problems else "no problems found")
 
     def findings(self, findings: Sequence[Any]) -> None:
         """Print the findings of `doctor`: each with ``state``, ``name``, ``found`` and ``todo``."""
@@ -354,13 +364,14 @@ def _ago(now: float, moment: float) -> str:
     return _age(int(now - moment)) if moment > 0 else "-"
 
 
-def _count(number: int, one: str, many: str) -> str:
+def count(number: int, one: str, many: str) -> str:
+    """A number with its noun."""
     return f"{number:,} {one if number == 1 else many}"
 
 
 def _entries_and_strays(entries: int, strays: int) -> str:
-    what = _count(entries, "entry", "entries")
-    return f"{what} and {_count(strays, 'stray file', 'stray files')}" if strays else what
+    what = count(entries, "entry", "entries")
+    return f"{what} and {count(strays, 'stray file', 'stray files')}" if strays else what
 
 
 def _jsonable(value: object) -> object:
@@ -384,7 +395,7 @@ def _jsonable(value: object) -> object:
 def confirmed(question: str) -> bool:
     """Whether the user agrees; False without a terminal."""
     if not sys.stdin.isatty():
-        console(stderr=True).print("no terminal to ask on: pass --yes")
+        console(stderr=True).print("error: cannot ask for confirmation without a terminal; pass --yes")
         return False
     console(stderr=True).print(styled(f"{question} [y/N] "), end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

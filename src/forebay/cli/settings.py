@@ -34,7 +34,7 @@ DEFAULTS = {
 # -- budget ------------------------------------------------------------------------------------------------------------
 
 
-@verb
+@verb("forebay budget", "forebay budget 500GB")
 @click.argument("size", required=False, metavar="[SIZE]")
 @dry_run_option
 @yes_option
@@ -111,7 +111,7 @@ class Setting:
     unused: tuple[str, ...] = ()
 
 
-@verb
+@verb("forebay config")
 @root_option
 @json_option
 def config(root: Path | None, as_json: bool) -> None:

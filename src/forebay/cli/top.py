@@ -48,16 +48,15 @@ class Table(NamedTuple):
     rows: Sequence[tuple[str, ...]]
 
 
-@verb
-@click.option("--once", is_flag=True, help="Look twice, show the result, and end.")
+@verb("forebay top", "forebay top --once --json")
+@click.option("--once", is_flag=True, help="Print one sample and exit.")
 @click.option(
-    "--interval", "-i", type=click.FloatRange(min=0.05), default=1.0, show_default=True, metavar="SECONDS", help="Between two looks."
+    "--interval", "-i", type=click.FloatRange(min=0.05), default=1.0, show_default=True, metavar="SECONDS", help="Seconds between updates."
 )
 @root_option
 @json_option
 def top(once: bool, interval: float, root: Path | None, as_json: bool) -> None:
-    """Watch what all processes of the node do with this cache: hits, bytes a second, fetches, waits, leases, evictions. q or Ctrl-C ends
-    it."""
+    """Watch what all processes of the node do with this cache: hits, bytes a second, fetches, waits, leases, evictions. Press q to quit."""
     if not math.isfinite(interval):
         raise click.BadParameter(f"{interval} is no time in seconds", param_hint="'--interval'")
     before = _look(root)
@@ -231,7 +230,7 @@ def _screen(before: Look, after: Look) -> RenderableType:
         for row in each.rows:
             table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in row))
         parts += [Text(""), table]
-    parts.append(Text("\nq ends", style="dim"))
+    parts.append(Text("\nPress q to quit", style="dim"))
     return Group(*parts)
 
 

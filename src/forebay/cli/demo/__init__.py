@@ -23,7 +23,7 @@ SERVED = 10
 """Shards that ``--serve`` serves."""
 
 
-@verb
+@verb("forebay demo", "forebay demo --serve")
 @click.option("--size", metavar="SIZE", default="64MB", show_default=True, help="How much data.")
 @click.option("--rate", metavar="SIZE", default="4MB", show_default=True, help="What the server sends a second.")
 @click.option("--workers", type=click.IntRange(1, 64), default=4, show_default=True, help="Processes that read.")

@@ -15,7 +15,7 @@ LARGEST = 12
 """Prefixes of a space that the report in a terminal has."""
 
 
-@verb
+@verb("forebay report", "forebay report --html report.html")
 @click.option("--html", "file", metavar="FILE", help="Write one self-contained HTML page; - is standard output.")
 @root_option
 @json_option

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from forebay._config import format_size
+from forebay.cli.prefixes import Prefix, tree_of
 
-MOST_NODES = 20_000
-"""Prefixes of one space that are told apart; further ones count for those above them."""
 MOST_CELLS = 24
 NO_PREFIX = "(no prefix)"
 Shown = Callable[[str], str]
-_DEEPEST = 8
 _HEAD = 18.0
 _GAP = 2.0
 
@@ -38,40 +36,12 @@ class Rect(NamedTuple):
     height: float
 
 
-class _Node:
-    """A prefix, and those that continue it."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.bytes, self.entries = name, 0, 0
-        self.children: dict[str, _Node] = {}
-
-
 def cells_of(entries: Iterable[tuple[str, int]]) -> list[Cell]:
     """The largest prefixes of the names of entries, which come with their bytes, the largest first. Together they are all entries."""
-    top, nodes = _Node(""), 1
-    for name, size in entries:
-        node = top
-        node.bytes, node.entries = node.bytes + size, node.entries + 1
-        for part in _parts(name):
-            child = node.children.get(part)
-            if child is None:
-                if nodes >= MOST_NODES:
-                    break
-                child, nodes = node.children.setdefault(part, _Node(node.name + part)), nodes + 1
-            node = child
-            node.bytes, node.entries = node.bytes + size, node.entries + 1
-    return _largest(top)
+    return _largest(tree_of(entries))
 
 
-def _parts(name: str) -> list[str]:
-    """The directories of a name, with their slashes; the host of a URL is the first one."""
-    scheme, found, rest = name.partition("://")
-    parts = (rest if found else name).split("/")[:-1][:_DEEPEST]
-    parts = [part + "/" for part in parts]
-    return [f"{scheme}://{parts[0]}", *parts[1:]] if found and parts else parts
-
-
-def _largest(top: _Node) -> list[Cell]:
+def _largest(top: Prefix) -> list[Cell]:
     """Split the largest node again and again."""
     done: list[Cell] = []
     open_nodes = [top]
