@@ -165,5 +165,5 @@ def test_a_share_that_is_hardly_anything_is_no_budget() -> None:
     assert parse_budget("1%", total=80 << 30) == (80 << 30) // 100
     assert parse_budget("50%", total=100 << 20) == 50 << 20  # a small disk
     for text in ("0.0001%", "0%"):
-        with pytest.raises(ConfigError, match="probably a mistake"):
+        with pytest.raises(ConfigError, match="64 MiB minimum"):
             parse_budget(text, total=80 << 30)

@@ -103,9 +103,9 @@ def test_debug_tells_what_a_pull_does(run: Run, server: ScriptedServer, monkeypa
     monkeypatch.setenv("FOREBAY_VERBOSITY", "debug")
     first, second = run("pull", url).err, run("pull", url).err
     assert f"{url}: fetched 3 bytes, by 1 requests" in first
-    assert f"{url}: it is in the cache already" in second
+    assert f"{url}: in the cache already" in second
     monkeypatch.setenv("FOREBAY_VERBOSITY", "warning")
-    assert run("pull", url).err == ""
+    assert run("pull", url).err == "1 URL: 1 in the cache already\n"
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_in_a_terminal_it_is_live_and_ctrl_c_ends_it_quietly(home: Path, cache: 
 def test_q_ends_it_and_the_terminal_is_as_it_was(home: Path, cache: Cache) -> None:
     with Terminal("top", "--interval", "50") as terminal:
         before = termios.tcgetattr(terminal._screen)
-        terminal.read(until="q ends")
+        terminal.read(until="Press q to quit")
         os.write(terminal._screen, b"xq")
         assert terminal.end() == 0
         assert termios.tcgetattr(terminal._screen) == before

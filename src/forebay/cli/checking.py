@@ -8,7 +8,7 @@ import click
 
 from forebay.cli.hints import FAILED, NoCache
 from forebay.cli.options import existing, json_option, opened, root_option, root_path, verb
-from forebay.cli.render import Output
+from forebay.cli.render import Output, count
 
 
 @verb("forebay verify", "forebay verify --repair")
@@ -21,11 +21,14 @@ def verify(repair: bool, quick: bool, root: Path | None, as_json: bool) -> None:
     output = Output(as_json)
     with opened(root, change=repair) as cache:
         mended = cache.repair(deep=not quick) if repair else []
-        remaining = cache.check(deep=not quick)
+        remaining, entries = cache.check(deep=not quick), cache.stats().entries
     output.document({"mended": mended, "problems": remaining})
     if mended:
         output.problems(mended, verb="repaired")
-    output.problems(remaining, verb="left" if repair else "found")
+    if remaining:
+        output.problems(remaining, verb="left" if repair else "found")
+    else:
+        output.line(f"no problems found ({count(entries, 'entry', 'entries')})")
     if remaining or any(problem.kind == "catalog" for problem in mended):  # repaired, but the entries it listed are lost
         raise click.exceptions.Exit(FAILED)
 

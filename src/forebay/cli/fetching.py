@@ -99,8 +99,8 @@ class Results:
         states = [one.state for one in self.outcomes]
         parts = [f"{states.count(state):,} {text}" for state, text in _STATES.items() if state in states]
         fetched = sum(one.size or 0 for one in self.outcomes if one.state in ("fetched", "past"))
-        what = count(len(states), "object", "objects")
-        return f"{what}: {', '.join(parts)}; {format_size(fetched)} in {time.monotonic() - self._began:.1f} s"
+        amount = f"; {format_size(fetched)} in {time.monotonic() - self._began:.1f} s" if fetched else ""
+        return f"{count(len(states), 'URL', 'URLs')}: {', '.join(parts)}{amount}"
 
     def _wait_for_one(self) -> None:
         while not self._free.acquire(timeout=TURN):  # another thread may have got the signal of Ctrl-C: nothing would wake this one
@@ -171,7 +171,7 @@ def conclude(results: Results, output: Output) -> None:
     """Print the outcomes as JSON if requested, else a summary where no bars have shown it; list the errors, and exit with their code if
     there are any."""
     outcomes = results.outcomes
-    if not (output.as_json or wants_bars()):
+    if not (output.as_json or wants_bars() or all(outcome.state == "failed" for outcome in outcomes)):
         note(results.summary())
     output.document([replace(outcome, url=shown_name(outcome.url)) for outcome in outcomes])
     end([(outcome.url, outcome.error) for outcome in outcomes if outcome.error is not None])

@@ -166,7 +166,7 @@ def _dead_claims(*, dry_run: bool) -> list[ClaimInfo]:
         return []
 
 
-@verb("forebay clear --space urls")
+@verb("forebay clear --space urls --dry-run")
 @space_option
 @dry_run_option
 @yes_option

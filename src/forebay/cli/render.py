@@ -299,7 +299,7 @@ class Output:
     def problems(self, problems: Sequence[Problem], *, verb: str) -> None:
         for problem in problems:
             self.line(f"{problem}" + (f" ({problem.key})" if problem.key else ""))
-        self.line(f"{count(len(problems), 'problem', 'problems')} {verb}" if problems else "no problems found")
+        self.line(f"{count(len(problems), 'problem', 'problems')} {verb}")
 
     def findings(self, findings: Sequence[Any]) -> None:
         """Print the findings of `doctor`: each with ``state``, ``name``, ``found`` and ``todo``."""
