@@ -38,6 +38,7 @@ ORDER = """
     origin codecs < samples tasks
     sources codecs reports < prefetch
     claims directories samples tasks prefetch reports < cache < checkpoint < adapters
+    testing < adapters
     checkpoint testing < cli
 """
 
@@ -58,6 +59,7 @@ THIRD_PARTY = {
     "rich": ("cli",),
     "prometheus_client": ("cli.metrics",),
     "opentelemetry": ("adapters.opentelemetry",),
+    "pytest": ("adapters.pytest",),
     "botocore": ("remote.s3.aws",),
     "fsspec": ("remote.filesystems.clients", "adapters.fsspec", "adapters.ray.checkpoint"),
     "pyarrow": ("remote.filesystems.clients", "codecs.plain", "adapters.ray.checkpoint"),
@@ -82,6 +84,7 @@ LOADED_WITH = {
     "pyarrow": ("adapters.ray.checkpoint",),
     "numpy": STREAMING,
     "fsspec": ("adapters.fsspec",),
+    "pytest": ("adapters.pytest",),
 }
 
 CHANGING = frozenset(

@@ -9,18 +9,18 @@ MOST_NODES = 20_000
 _DEEPEST = 8
 
 
-class Prefix:
+class PrefixNode:
     """A prefix of names: the bytes and the number of the entries below it, and the prefixes that continue it."""
 
     def __init__(self, name: str) -> None:
         self.name, self.bytes, self.entries = name, 0, 0
-        self.children: dict[str, Prefix] = {}
+        self.children: dict[str, PrefixNode] = {}
 
     def count(self, size: int) -> None:
         """Count an entry of this size."""
         self.bytes, self.entries = self.bytes + size, self.entries + 1
 
-    def lines(self, depth: int = 0) -> Iterator[tuple[int, str, Prefix]]:
+    def lines(self, depth: int = 0) -> Iterator[tuple[int, str, PrefixNode]]:
         """What is below, the largest first: depth, label and prefix. A prefix that only one other continues shares a line with it."""
         for child in sorted(self.children.values(), key=lambda one: (-one.bytes, one.name)):
             while len(child.children) == 1 and (only := next(iter(child.children.values()))).entries == child.entries:
@@ -29,9 +29,9 @@ class Prefix:
             yield from child.lines(depth + 1)
 
 
-def tree_of(entries: Iterable[tuple[str, int]]) -> Prefix:
+def tree_of(entries: Iterable[tuple[str, int]]) -> PrefixNode:
     """The prefixes of the names of entries, which come with their bytes."""
-    top, nodes = Prefix(""), 1
+    top, nodes = PrefixNode(""), 1
     for name, size in entries:
         node = top
         node.count(size)
@@ -40,7 +40,7 @@ def tree_of(entries: Iterable[tuple[str, int]]) -> Prefix:
             if child is None:
                 if nodes >= MOST_NODES:
                     break
-                child, nodes = node.children.setdefault(part, Prefix(node.name + part)), nodes + 1
+                child, nodes = node.children.setdefault(part, PrefixNode(node.name + part)), nodes + 1
             node = child
             node.count(size)
     return top

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from forebay._engine.stats import Facts
     from forebay._model import Entry, Problem, Report, Strays, Victim
     from forebay.claims import ClaimInfo
-    from forebay.cli.prefixes import Prefix
+    from forebay.cli.prefixes import PrefixNode
     from forebay.reports import Stats
 
 T = TypeVar("T")
@@ -218,7 +218,7 @@ class Output:
         if first is not None:
             self.table(("SIZE>", "USED>", "CREATED>", "STATE", "NAME"), chain([first], rows))
 
-    def tree(self, lines: Iterable[tuple[int, str, Prefix]]) -> None:
+    def tree(self, lines: Iterable[tuple[int, str, PrefixNode]]) -> None:
         """Print prefixes and their sums: depth, label and prefix of each."""
         if self.as_json:
             self.document([{"prefix": one.name, "bytes": one.bytes, "entries": one.entries, "depth": depth} for depth, _, one in lines])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from forebay._config import format_size
-from forebay.cli.prefixes import Prefix, tree_of
+from forebay.cli.prefixes import PrefixNode, tree_of
 
 MOST_CELLS = 24
 NO_PREFIX = "(no prefix)"
@@ -41,7 +41,7 @@ def cells_of(entries: Iterable[tuple[str, int]]) -> list[Cell]:
     return _largest(tree_of(entries))
 
 
-def _largest(top: Prefix) -> list[Cell]:
+def _largest(top: PrefixNode) -> list[Cell]:
     """Split the largest node again and again."""
     done: list[Cell] = []
     open_nodes = [top]
