@@ -107,7 +107,7 @@ class Line:
         return f"| {' | '.join(cells)} |"
 
 
-HEAD = "| measured | must be | Forebay | floor (we take x of it) | peers (x: they take of our time) | |\n|---|---|---|---|---|---|"
+HEAD = "| measured | goal | Forebay | floor (x: our time / its time) | peers (x: their time / ours) | |\n|---|---|---|---|---|---|"
 
 
 def seconds(value: float) -> str:
