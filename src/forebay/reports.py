@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forebay._config import format_size
 from forebay._model import Entry, Report, Victim
 from forebay.errors import ForebayError
 
@@ -76,6 +77,29 @@ class Stats:
         from dataclasses import asdict
 
         return asdict(self) | {"hit_rate": self.hit_rate}
+
+    def as_text(self) -> dict[str, str]:
+        """All numbers with their units, for people."""
+        facts = {name: _with_unit(name, value) for name, value in self.as_dict().items() if isinstance(value, (int, float))}
+        facts["hit_rate"] = f"{self.hit_rate:.1%}"
+        facts |= {f"eviction of {name}": leader for name, leader in sorted(self.leading.items())}
+        return {name.replace("_ns_", " for ").replace("_", " "): value for name, value in facts.items()}
+
+    def _repr_html_(self) -> str:
+        """A table, in notebooks."""
+        from html import escape
+
+        return f"<table>{''.join(f'<tr><th>{escape(name)}</th><td>{value}</td></tr>' for name, value in self.as_text().items())}</table>"
+
+
+def _with_unit(name: str, value: float) -> str:
+    if name.startswith("wait_ns_"):
+        return f"{value / 1e9:,.1f} s"
+    if name in ("max_rate", "max_connections") and not value:
+        return "no limit"
+    if name == "max_rate":
+        return f"{format_size(value)}/s"
+    return format_size(value) if name.startswith("bytes_") or name == "budget" else f"{value:,}"
 
 
 @dataclass(frozen=True, slots=True)

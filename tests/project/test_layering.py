@@ -60,6 +60,7 @@ THIRD_PARTY = {
     "prometheus_client": ("cli.metrics",),
     "opentelemetry": ("adapters.opentelemetry",),
     "pytest": ("adapters.pytest",),
+    "IPython": ("cache.notebook",),
     "botocore": ("remote.s3.aws",),
     "fsspec": ("remote.filesystems.clients", "adapters.fsspec", "adapters.ray.checkpoint"),
     "pyarrow": ("remote.filesystems.clients", "codecs.plain", "adapters.ray.checkpoint"),

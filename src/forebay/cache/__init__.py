@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -559,6 +560,9 @@ class Cache:
     def __repr__(self) -> str:
         return f"<forebay.Cache {str(self.path)!r}{' closed' if self.closed else ''}>"
 
+    def _repr_html_(self) -> str:
+        return f"<p>{self!r}</p>" if self.closed else seeing.as_html(self._origin)
+
     def _check_open(self) -> None:
         store = self._origin.current()
         if store is not self._bound:  # the root could not be used until now
@@ -585,7 +589,12 @@ class Cache:
         return self._origin.target(url, filesystem)
 
     def _options(self, max_age: float | str | None, refresh: bool, **arguments: Any) -> FetchOptions:
-        return FetchOptions.of(self._origin, max_age, refresh, **arguments)
+        options = FetchOptions.of(self._origin, max_age, refresh, **arguments)
+        if "ipykernel" not in sys.modules:
+            return options
+        from forebay.cache.notebook import with_bar
+
+        return with_bar(options)
 
 
 def origin_of(cache: Cache) -> Origin:

@@ -28,6 +28,18 @@ def stats(origin: Origin) -> Stats:
         return Stats.of(Usage(0, 0, 0), {})
 
 
+def as_html(origin: Origin) -> str:
+    """A cache in a notebook: its root, how full it is, and its statistics."""
+    from html import escape
+
+    from forebay._config import format_size
+
+    found = stats(origin)
+    full = f'<progress value="{found.bytes_used}" max="{found.budget}"></progress>' if found.budget else ""
+    used = f"{format_size(found.bytes_used)} of {format_size(found.budget)}"
+    return f"<p><b>{escape(str(origin.path))}</b> {full} {used}</p>{found._repr_html_()}"
+
+
 def history(origin: Origin, by: str) -> list[HistoryPoint]:
     """See `Cache.history`."""
     from forebay._engine.activity import by_name

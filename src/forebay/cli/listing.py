@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from forebay._model import Entry
     from forebay.cache import Cache
 
-TIMES = ("wait_ns_remote", "wait_ns_lock", "wait_ns_space")
-SIZES = ("bytes_hit", "bytes_remote", "bytes_stored", "bytes_used", "bytes_reserved", "budget")
-LIMITS = ("max_rate", "max_connections")
-
 
 @verb("forebay ls --sort size --limit 10", "forebay ls --filter 'used>30d'", "forebay ls --tree")
 @click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete_names)
@@ -205,22 +201,7 @@ def stats(zero: bool, form: str | None, textfile: Path | None, root: Path | None
     output.document(counters.as_dict())
     if file is not None and form is None:  # of use in a cron job, which should be silent
         return
-    facts: dict[str, object] = {
-        name: _formatted(name, value) for name, value in counters.as_dict().items() if isinstance(value, (int, float))
-    }
-    facts["hit_rate"] = f"{counters.hit_rate:.1%}"
-    facts |= {f"eviction of {name}": leader for name, leader in sorted(counters.leading.items())}
-    output.facts({name.replace("_ns_", " for ").replace("_", " "): value for name, value in facts.items()})
-
-
-def _formatted(name: str, value: float) -> str:
-    if name in TIMES:
-        return f"{value / 1e9:,.1f} s"
-    if name in LIMITS and not value:
-        return "no limit"
-    if name == "max_rate":
-        return f"{format_size(value)}/s"
-    return format_size(value) if name in SIZES else f"{value:,}"
+    output.facts(counters.as_text())
 
 
 @verb('tar -tf "$(forebay path https://host/shard-000.tar)"')
