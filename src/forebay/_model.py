@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard
 
-from forebay.errors import ConfigError
+from forebay.errors import ConfigError, NotBytes
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # type checkers bundle it; `typing.TypeVar` has defaults from Python 3.13 on
@@ -26,14 +26,13 @@ Content: TypeAlias = Buffer | str | os.PathLike[str]
 
 
 def as_bytes(data: Buffer) -> memoryview:
-    """A flat view of contiguous bytes. Raises `ConfigError` for anything else."""
+    """A flat view of contiguous bytes. Raises `NotBytes` for anything else."""
     try:
         view = memoryview(data)
         return view.cast("B") if view.nbytes else memoryview(b"")
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{type(data).__name__} is not bytes-like: give bytes, bytearray, memoryview or a contiguous array", name="data", value=""
-        ) from error
+        todo = "pass text.encode()" if isinstance(data, str) else "pass bytes, bytearray, memoryview or a contiguous array"
+        raise NotBytes(f"a {type(data).__name__} is not bytes-like: {todo}", name="data", value="") from error
 
 
 def to_bytes(data: Buffer) -> bytes:

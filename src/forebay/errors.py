@@ -229,6 +229,10 @@ class NotJson(ConfigError, TypeError):
     """Metadata that JSON cannot hold: not a dict, or refused by `json.dumps`."""
 
 
+class NotBytes(ConfigError, TypeError):
+    """Data that is not bytes-like."""
+
+
 class MissingExtra(ForebayError, ImportError):
     """An optional package is missing. ``extra``: the extra of Forebay that installs it."""
 
