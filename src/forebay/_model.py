@@ -97,8 +97,8 @@ class Policy(enum.StrEnum):
 class Codec(Protocol[Item]):
     """A program's own codec, for `Cache.samples`, `Cache.tasks` and `Cache.prefetcher`.
 
-    Its ``name``, if it has one that is a str, is stored with the values, else the name of its class: another name is another codec. It is
-    called from any thread, and pickled together with the object that uses it."""
+    Its ``name``, if it is a str, is stored with the values, else the name of its class; a different name means a different codec. The codec
+    is called from any thread, and pickled together with the object that uses it."""
 
     def encode(self, value: Item, /) -> Buffer:
         """Return the bytes to store for a value."""

@@ -52,13 +52,13 @@ class _Kind(type):
 
 
 class Checkpoint(metaclass=_Kind):
-    """A directory of a remote, or of this host: a checkpoint, a model, a folder of a dataset.
+    """A directory on a remote or on this host: a checkpoint, a model, a folder of a dataset.
 
-    ``path``: a URL or a local path; with a ``filesystem`` object of pyarrow or fsspec, a path on it. ``cache``: through which it is read;
-    without one the default cache of this process, opened when it is needed. Where neither is given, any number of handles, processes and
-    jobs of a node share one copy.
+    ``path``: a URL or a local path; with a ``filesystem``, a path on it. ``filesystem``: a filesystem object of pyarrow or fsspec.
+    ``cache``: the cache through which it is read; by default this process's default cache, opened when needed. With neither, any number of
+    handles, processes and jobs of a node share one copy.
 
-    Equal to another one of the same directory. Pickles: where it arrives it opens its cache, or the default one, again. Callable from any
+    Handles to the same directory are equal. A pickled handle opens its cache, or the default one, again when unpickled. Callable from any
     thread and on both sides of a fork. Raises `ConfigError` (a ValueError) for a URL together with a filesystem."""
 
     def __init__(self, path: str | os.PathLike[str], filesystem: Any = None, cache: Cache | None = None) -> None:
@@ -70,14 +70,14 @@ class Checkpoint(metaclass=_Kind):
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str], cache: Cache | None = None) -> Self:
-        """Of a directory of this host."""
+        """A handle to a directory on this host."""
         return cls(os.path.abspath(os.path.expanduser(remote.as_text(path))), None, cache)
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
     @property
     def path(self) -> str:
-        """The path on `filesystem`: the URL without its scheme; an absolute path, where it is local."""
+        """The path on `filesystem`: the URL without its scheme, or an absolute local path."""
         if self._given is not None:
             return self.url
         local = remote.local_path(self.url)
@@ -89,7 +89,7 @@ class Checkpoint(metaclass=_Kind):
 
     @property
     def filesystem(self) -> Any:
-        """The filesystem that was given; else pyarrow's for the URL. None where pyarrow is not there, or knows none."""
+        """The filesystem that was given, else pyarrow's for the URL. None if pyarrow is not installed or has none for this URL."""
         if self._given is not None:
             return self._given
         return self._arrow[0] if self._arrow is not None else None
@@ -155,8 +155,8 @@ class Checkpoint(metaclass=_Kind):
     def as_directory(self, *, include: Patterns = None, exclude: Patterns = None, **arguments: Any) -> Iterator[str]:
         """Its files as a local directory, read-only and complete, for a ``with``: all threads and processes of the node share one copy.
 
-        After the block it stays in the cache for the next caller, until the cache needs the room. A local directory is yielded as it is.
-        For the arguments, and what is raised: see `Cache.directory`."""
+        After the block it stays in the cache for the next caller until the cache needs the room. A local directory is yielded as is. For
+        arguments and errors, see `Cache.directory`."""
         with self._lease(include, exclude, arguments) as path:
             yield path
 
@@ -166,13 +166,13 @@ class Checkpoint(metaclass=_Kind):
     ) -> str:  # fmt: skip
         """Make a private, writable copy of its files, and return its path. To read only, use `as_directory`, which makes no copy.
 
-        Without a ``path`` the copy is a new directory in the temporary directory (``TMPDIR``), which only this user can read. The caller
-        must remove it, as with `shutil.rmtree`. Files are cloned where the file system supports reflinks; else they take the space a
+        Without a ``path`` the copy is a new directory in the temporary directory (``TMPDIR``) that only this user can read. The caller must
+        remove it, for example with `shutil.rmtree`. Files are cloned if the file system supports reflinks; otherwise they take the space a
         second time, which no budget counts.
 
-        Of several processes that request the same ``path``, one makes the copy. Other files in it stay. Where a file would replace one
-        that is not a copy of ours, `Foreign` (a FileExistsError) is raised, unless ``overwrite``. If the cache has no room, the files
-        are fetched straight to their destination. Raises as `Cache.directory` does; `NoSpace` if the disk of the copy is full."""
+        If several processes request the same ``path``, one makes the copy. Other files in it stay. If a file would replace one that is not
+        a copy of ours, raises `Foreign` (a FileExistsError), unless ``overwrite``. If the cache has no room, the files are fetched straight
+        to their destination. Raises as `Cache.directory` does; `NoSpace` if the disk of the copy is full."""
         url, filesystem = self._source
         if self._is_local and not arguments.get("force"):
             return directories.copy(self._origin, url, filesystem, include, exclude, FetchOptions(), path, overwrite=overwrite)
@@ -204,17 +204,17 @@ class Checkpoint(metaclass=_Kind):
     # -- its metadata ----------------------------------------------------------------------------------------------
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return the metadata that the remote has for it now, ``{}`` if there is none. Raises `RemoteError`."""
+        """Return the metadata that the remote has for it now; ``{}`` if there is none. Raises `RemoteError`."""
         return stored.read(self._origin, self._location())
 
     def set_metadata(self, metadata: dict[str, Any]) -> None:
-        """Store this as its metadata, which replaces what is there. Raises `NotJson` (a ValueError and a TypeError) for what JSON cannot
-        hold, `RemoteError`."""
+        """Store this as its metadata, replacing what is there. Raises `NotJson` (a ValueError and a TypeError) for values that JSON cannot
+        hold, and `RemoteError`."""
         stored.write(self._origin, self._location(), metadata)
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
-        """Set these keys of its metadata. No concurrent update of this node is lost, nor of other nodes if the store supports conditional
-        writes (S3). Raises as `set_metadata` does."""
+        """Set these keys of its metadata. Concurrent updates on this node are never lost; nor are those of other nodes if the store
+        supports conditional writes (S3). Raises as `set_metadata` does."""
         stored.update(self._origin, self._location(), metadata)
 
     # -- uploads ---------------------------------------------------------------------------------------------------
@@ -224,14 +224,14 @@ class Checkpoint(metaclass=_Kind):
         cls, directory: str | os.PathLike[str], url: str | os.PathLike[str], *, filesystem: Any = None, delete: bool = False,
         keep: bool = False, cache: Cache | None = None, on_progress: OnProgress | None = None,
     ) -> Self:  # fmt: skip
-        """Upload a local directory to ``url``; returns the handle to it. Only missing files are sent, several at a time, large ones in
-        parts. Until the upload is complete, readers get `Incomplete` instead of a part.
+        """Upload a local directory to ``url``; returns a handle to it. Only missing files are sent, several at a time, large ones in parts.
+        Until the upload is complete, readers get `Incomplete` rather than some of the files.
 
-        ``delete``: remove what is there and not in ``directory``, except the metadata. ``keep``: the files stay in the cache, as if they
-        had been fetched, so that this node need not fetch them. ``on_progress`` is called for the states ``reading`` and ``sending``.
+        ``delete``: remove remote files that are not in ``directory``, except the metadata. ``keep``: the files stay in the cache as though
+        fetched, so this node need not fetch them. ``on_progress``: called in the states ``reading`` and ``sending``.
 
-        The same call resumes an upload that was interrupted. Raises `SourceChanged` if a file changes meanwhile, `Conflict` if
-        another upload to the same URL began, `Unsupported` where nothing can be written, `ConfigError`, `RemoteError`."""
+        The same call resumes an interrupted upload. Raises `SourceChanged` if a file changes during the upload, `Conflict` if another
+        upload to the same URL started, `Unsupported` if the remote accepts no writes, `ConfigError`, `RemoteError`."""
         checkpoint = cls(url, filesystem, cache)
 
         def tell(state: str, done: int, total: int) -> None:
@@ -248,7 +248,7 @@ class Checkpoint(metaclass=_Kind):
         self, url: str | os.PathLike[str], *, filesystem: Any = None, delete: bool = False, keep: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Self:  # fmt: skip
-        """Upload this directory to another URL, such as a local checkpoint to a shared one; returns its handle. See `upload`."""
+        """Upload this directory to another URL, such as a local checkpoint to shared storage; returns its handle. See `upload`."""
         with self.as_directory() as directory:
             return self.upload(
                 directory, url, filesystem=filesystem, delete=delete, keep=keep, cache=self._cache, on_progress=on_progress

@@ -43,18 +43,18 @@ log = logger("forebay.cache")
 class Cache:
     """The local cache of this node: one directory, one byte budget, any number of processes.
 
-    ``root``: the directory (default: ``$FOREBAY_HOME``, else ``~/.cache/forebay``). ``budget``, ``min_free``: bytes as int or ``"500GB"``,
-    ``"500GiB"``, ``"80%"`` of the disk; an argument sets it for every process that shares the root, ``$FOREBAY_BUDGET`` only that of a new
-    root. ``max_entries``: the maximum number of entries. ``max_rate`` (``"1GB"``), ``max_connections``: bytes a second from all remotes,
-    and connections to a host, of all processes that share the root; set as the budget is, 0 lifts them. ``shared``: a root for the group
-    (default: ``$FOREBAY_SHARED``); without it, a root that a group can write to is refused. ``read_only``: never write to the root.
-    ``upstream``: a root that is searched second, and never written to. ``offline``: never ask a remote. ``max_age``: seconds for which an
-    entry is served without asking the remote, or ``"forever"``. ``timeout``: seconds that a call waits in total for other processes
-    (default: as long as they live; for the catalog 10 s). ``enabled=False``: the same calls without a cache behind them.
+    ``root``: the directory (default: ``$FOREBAY_HOME``, else ``~/.cache/forebay``). ``budget``: bytes as int, ``"500GB"``, ``"500GiB"``, or
+    ``"80%"`` of the disk; this argument sets it for every process that shares the root, ``$FOREBAY_BUDGET`` only for a new root.
+    ``min_free``: bytes of the disk to leave free, written and set like ``budget``. ``max_entries``: the maximum number of entries.
+    ``max_rate``: bytes per second from all remotes (``"1GB"``), for all processes that share the root; 0: no limit. ``max_connections``:
+    connections to each host, for the same processes; 0: no limit. ``shared``: share the root with the group (default: ``$FOREBAY_SHARED``);
+    otherwise a root that a group can write to is refused. ``read_only``: never write to the root. ``upstream``: a root to search second; it
+    is never written to. ``offline``: never ask a remote. ``max_age``: seconds for which an entry is served without asking the remote, or
+    ``"forever"``. ``timeout``: total seconds that a call waits for other processes (default: as long as they live; for the catalog 10 s).
+    ``enabled``: if False, the same calls without a cache.
 
     Callable from any thread; usable in both processes after a fork; pickles as its path and options. Opening it raises `RootRefused`,
-    `NewerFormat` and `ConfigError`; afterwards faults of the cache never reach the caller: calls are served from the source.
-    """
+    `NewerFormat` and `ConfigError`. After that, faults of the cache never reach the caller: calls are served from the source."""
 
     def __init__(
         self, root: str | os.PathLike[str] | None = None, *, budget: int | str | None = None, shared: bool | None = None,
@@ -80,7 +80,7 @@ class Cache:
 
     @property
     def offline(self) -> bool:
-        """Whether no remote is ever asked."""
+        """Whether the cache never asks a remote."""
         return self._origin.offline
 
     @property
@@ -99,11 +99,11 @@ class Cache:
         etag: str | None = None, timeout: float | None = None, bypass: bool = False, force: bool = False, pin: bool = False,
         filesystem: Any = None,
     ) -> memoryview:  # fmt: skip
-        """The bytes of an object, read-only: over the mapping where it is stored, without a copy; they stay valid after an eviction.
+        """The bytes of an object, read-only. A stored object is a view of the mapping, not a copy, and stays valid after an eviction.
 
-        ``refresh``: ask the remote now. ``sha256``, ``etag``: the expected ones; else `ChecksumMismatch`. ``bypass``: neither look
-        into the cache nor write to it. ``force``: store a local file too. ``pin``: never evict it. ``filesystem``: an fsspec or pyarrow
-        filesystem object, of which ``url`` is a path. Raises `RemoteError`. A hit takes no lock and no system call."""
+        ``refresh``: ask the remote now. ``sha256``, ``etag``: the expected value; another raises `ChecksumMismatch`. ``bypass``: neither
+        search the cache nor write to it. ``force``: store a local file too. ``pin``: never evict the object. ``filesystem``: an fsspec or
+        pyarrow filesystem; ``url`` is a path on it. Raises `RemoteError`. A hit takes no lock and no system call."""
         if max_age is None and not (refresh or sha256 or etag or bypass or pin or filesystem):
             view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
             if view is not None or (view := first_touch(self._origin, url, force=force)) is not None:
@@ -115,9 +115,9 @@ class Cache:
         self, url: Url, *, block_size: int | str | None = None, max_age: float | str | None = None, refresh: bool = False,
         filesystem: Any = None, **arguments: Any,
     ) -> BinaryIO:  # fmt: skip
-        """A binary file object on the cached copy; where there is no room, one that reads ranges of the remote. See `read`. ``block_size``:
-        fetch and keep only the blocks that are read, all of one version: bytes, text such as ``"8MB"``, or ``"auto"`` (8 MiB), 64 KB to
-        64 MiB. Reading raises `RemoteChanged` for a block that is missing once the remote has another version."""
+        """A binary file object on the cached copy; if there is no room, it reads ranges of the remote. See `read`. ``block_size``: fetch
+        and store only the blocks that you read, all of one version: bytes, text such as ``"8MB"``, or ``"auto"`` (8 MiB), from 64 KB to 64
+        MiB. Reading a missing block raises `RemoteChanged` if the remote now has another version."""
         return self._origin.open(self._target(url, filesystem), self._options(max_age, refresh, **arguments), block_size)
 
     def local(
@@ -125,8 +125,8 @@ class Cache:
     ) -> Lease:  # fmt: skip
         """The cached copy as a local file: ``with cache.local(url) as path`` gives its path, a ``str``, valid until the block ends.
 
-        Without a ``with``, keep the returned `Lease`: the file exists, unchanged, until the lease is closed or dropped. A local file
-        is its own path, unless ``force``. Raises `CacheFault` (`NoSpace`: there is no room for it), `WaitTimeout`, or `RemoteError`."""
+        Without a ``with``, keep the returned `Lease`: the file exists, unchanged, until the lease is closed or dropped. A local file is
+        returned as its own path, unless ``force``. Raises `CacheFault` (`NoSpace` if there is no room), `WaitTimeout`, or `RemoteError`."""
         target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
         lease = self._origin.local(target, options)
         return self._reopened_by(lease, "local", url, {**arguments, "filesystem": filesystem, "max_age": "forever"})
@@ -138,13 +138,14 @@ class Cache:
     ) -> Lease:  # fmt: skip
         """A remote directory as a local one: ``with cache.directory(url) as path`` gives its path, a ``str``, valid until the block ends.
 
-        The directory is complete and read-only. Without a ``with``, keep the returned `Lease`: nothing in the directory changes until
-        the lease is closed or dropped.
-        One process of the node fetches it, each file once; files that another version or another part shares are not fetched again.
-        ``include``, ``exclude``: patterns of the requested files, such as ``model-*.safetensors`` or ``weights/`` (``*`` crosses
-        ``/``). A local directory is its own path, unless ``force``. ``max_age``, ``refresh``, ``timeout``, ``offline``, ``pin``: as for
-        `read`. Raises `NoSpace`, or another `CacheFault`, where it cannot be stored, `NotFound`, `NotADirectory`, `Incomplete`,
-        `BadListing`, `WaitTimeout`, `Offline`, or another `RemoteError`."""
+        The directory is complete and read-only. Without a ``with``, keep the returned `Lease`: nothing in the directory changes until the
+        lease is closed or dropped. One process of the node fetches it, each file once; files shared with another version or another part
+        are not fetched again.
+
+        ``include``: patterns of files to fetch, such as ``model-*.safetensors`` or ``weights/`` (``*`` also matches ``/``). ``exclude``:
+        patterns of files to leave out. ``max_age``, ``refresh``, ``timeout``, ``offline``, ``pin``: as for `read`. Without ``force`` a
+        local directory is returned as its own path. Raises `NoSpace` or another `CacheFault` if it cannot be stored, `NotFound`,
+        `NotADirectory`, `Incomplete`, `BadListing`, `WaitTimeout`, `Offline`, or another `RemoteError`."""
         from forebay.directories.trees import lease  # imported late: many programs never use it
 
         include, exclude = (each if each is None or isinstance(each, str) else tuple(each) for each in (include, exclude))
@@ -163,12 +164,12 @@ class Cache:
         max_age: float | str | None = None, refresh: bool = False, timeout: float | None = None, offline: bool | None = None,
         force: bool = False, on_progress: OnProgress | None = None,
     ) -> str:  # fmt: skip
-        """Copy a remote directory to ``path``, as a private copy; return its absolute path. See `directory`. Without a ``path``
-        it is a new directory in the temporary directory, which the caller removes. The copy is not charged to the budget.
+        """Copy a remote directory to ``path``, as a private copy; return its absolute path. See `directory`. Without a ``path``, the copy
+        is a new directory in the temporary directory; the caller removes it. The copy does not count against the budget.
 
-        Uses reflinks where the file system has them. Of several processes that ask for the same ``path``, one makes the copy. Other files
-        in it stay. Raises `Foreign` (a FileExistsError) for a file in the way that is not a copy of ours, unless ``overwrite``.
-        Where the cache has no room, the files are fetched straight to ``path``."""
+        Uses reflinks if the file system has them. If several processes request the same ``path``, one makes the copy. Other files in it
+        stay. Raises `Foreign` (a FileExistsError) if a file that is not a copy of ours is in the way, unless ``overwrite``. If the cache
+        has no room, the files are fetched straight to ``path``."""
         from forebay.directories.trees import copy
 
         label, arguments = remote.shown(url), {"timeout": timeout, "offline": offline, "force": force}
@@ -188,7 +189,7 @@ class Cache:
         self, url: Url, *, max_age: float | str | None = None, refresh: bool = False,
         on_progress: OnProgress | None = None, filesystem: Any = None, **arguments: Any,
     ) -> Entry | None:  # fmt: skip
-        """Fetch an object into the cache; return its entry, or None where there is no room for it. See `read`."""
+        """Fetch an object into the cache; return its entry, or None if there is no room for it. See `read`."""
         from forebay.cache import many
 
         target = self._target(url, filesystem)
@@ -197,8 +198,8 @@ class Cache:
     def lookahead(
         self, urls: Iterable[Url], *, window: int | str | None = None, most: int | None = None, horizon: int | None = None,
         workers: int = 16) -> Lookahead:  # fmt: skip
-        """An iterator over the bytes of ``urls``, in this order, which may be of several epochs, or endless: the next ones are fetched
-        meanwhile, ``workers`` at a time. For ``window``, ``most`` and ``horizon`` see `Lookahead`. Raises `ConfigError`."""
+        """An iterator over the bytes of ``urls``, in this order. The order may span several epochs, or be endless. The next objects are
+        prefetched, ``workers`` at a time. For ``window``, ``most`` and ``horizon`` see `Lookahead`. Raises `ConfigError`."""
         from forebay.prefetch.ahead import look_ahead
 
         return look_ahead(self._origin, urls, self._size(window, "window"), most, horizon, workers, self.read_many)
@@ -207,10 +208,11 @@ class Cache:
         self, urls: Iterable[Url], *, return_exceptions: bool = False, max_age: float | str | None = None, refresh: bool = False,
         filesystem: Any = None, **arguments: Any,
     ) -> list[memoryview]:  # fmt: skip
-        """The bytes of many objects, in the order of ``urls``: hits at once, misses side by side, an object that is named twice once.
+        """The bytes of many objects, in the order of ``urls``: hits at once, misses in parallel, and an object that is named twice only
+        once.
 
-        Works where all of them together exceed the budget. The first error is raised after the others have ended, or, with
-        ``return_exceptions``, stands in the list. The other options are those of `read`, and so are the errors."""
+        Works even if all objects together exceed the budget. The first error is raised after all other objects are done; with
+        ``return_exceptions``, errors are list items instead. The other options and errors are those of `read`."""
         from forebay.cache import many
 
         self._check_open()
@@ -225,7 +227,7 @@ class Cache:
     ) -> LocalFiles:  # fmt: skip
         """The cached copies of many objects: ``with cache.local_many(urls) as paths`` gives their paths, valid until the block ends.
 
-        Misses are fetched side by side. Raises `NoSpace` where there is no room for all of them together. See `local`, `read_many`."""
+        Misses are fetched in parallel. Raises `NoSpace` if there is no room for all of them together. See `local`, `read_many`."""
         from forebay.cache import many
 
         def reopened(lease: Lease, url: Url) -> Lease:
@@ -240,8 +242,8 @@ class Cache:
         self, urls: Iterable[Url], *, jobs: int | None = None, on_progress: OnProgress | None = None,
         max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any,
     ) -> WarmReport:  # fmt: skip
-        """Fetch many objects into the cache, ``jobs`` at a time (default: `RemoteOptions.connections`). Objects that are there already
-        cost nothing: to continue an interrupted call, repeat it. A lazy ``urls`` may be slow: another thread fetches. See `read`."""
+        """Fetch many objects into the cache, ``jobs`` at a time (default: `RemoteOptions.connections`). Objects in the cache are skipped:
+        to continue an interrupted call, repeat it. A lazy ``urls`` may be slow: another thread fetches. See `read`."""
         from forebay.cache import many
 
         def options(_: str, key: str) -> tuple[FetchOptions, ProgressReporter]:
@@ -254,8 +256,8 @@ class Cache:
     async def aread(
         self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any
     ) -> memoryview:  # fmt: skip
-        """`read` for a coroutine; what is awaited at the same time is fetched side by side, as by `read_many`. A call that is cancelled
-        cancels nothing for the others: the object is fetched all the same."""
+        """`read` for a coroutine. Objects awaited at the same time are fetched in parallel, as by `read_many`. Cancelling one call does not
+        affect the others: the object is fetched anyway."""
         if max_age is None and not (refresh or filesystem or arguments):
             view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
             if view is not None or (view := first_touch(self._origin, url, force=False)) is not None:
@@ -280,11 +282,11 @@ class Cache:
         self, url: Url, *, block_size: int | str | None = None, max_age: float | str | None = None, refresh: bool = False,
         filesystem: Any = None, **arguments: Any,
     ) -> BinaryIO:  # fmt: skip
-        """`open` for a coroutine. Reading the file waits for the remote with ``block_size``, and where there is no room for the object."""
+        """`open` for a coroutine. Reading the file waits for the remote if ``block_size`` is set, or if there is no room for the object."""
         return await self._fetches.open(self._target(url, filesystem), self._options(max_age, refresh, **arguments), block_size)
 
     async def aget_or_put(self, key: str, fn: Callable[[], Buffer | Awaitable[Buffer]], *, timeout: float | None = None) -> memoryview:
-        """`get_or_put` for a coroutine. ``fn``: a coroutine function, or a function, which is called in a thread."""
+        """`get_or_put` for a coroutine. ``fn``: a coroutine function, or a function, which runs in a thread."""
         return await self._values.aget_or_put(key, fn, timeout=timeout)
 
     @functools.cached_property
@@ -294,7 +296,7 @@ class Cache:
         return AsyncFetches(self._origin)
 
     def invalidate(self, url: Url) -> None:
-        """Make the next call for this URL, of any process, ask the remote."""
+        """Make the next call for this URL, in any process, ask the remote."""
         self._origin.invalidate(self._target(url))
 
     # -- values ----------------------------------------------------------------------------------------------------
@@ -304,17 +306,17 @@ class Cache:
         return self._values.get(key)
 
     def put(self, key: str, data: Buffer) -> bool:
-        """Store bytes under a key, and replace earlier ones. False, with one warning, where they cannot be stored."""
+        """Store bytes under a key, replacing earlier ones. Returns False, with one warning, if they cannot be stored."""
         return self._values.put(key, data)
 
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
-        """The bytes under this key; else the result of ``fn``, which is stored: one process runs it, the others wait for its result.
+        """The bytes under this key; if there are none, the result of ``fn``, which is stored: one process runs it, and the others wait.
 
-        What ``fn`` raises reaches every process that waited. Where the result cannot be stored, the caller still receives it."""
+        An error that ``fn`` raises reaches every process that waited. If the result cannot be stored, the caller still receives it."""
         return self._values.get_or_put(key, fn, timeout=timeout)
 
     def space(self, name: str, *, quota: int | str | None = None, policy: str | None = None) -> Space:
-        """A named part of the cache, with a quota of its own (bytes) and a policy: ``auto``, ``lru``, ``freeze`` or ``wait``."""
+        """A named part of the cache, with its own quota (bytes) and a policy: ``auto``, ``lru``, ``freeze`` or ``wait``."""
         self._origin.open_space(checked_name(name), policy=policy, quota=self._size(quota, "quota"))
         return Space(self._origin, name)
 
@@ -342,12 +344,12 @@ class Cache:
     ) -> Samples[Any]:  # fmt: skip
         """An array of ``length`` slots that all processes fill and read: each sample is decoded or fetched once per node.
 
-        With a ``name`` it stays for later jobs, and can be evicted while no process has it open; without one it is removed with the last
+        With a ``name``, it stays for later jobs, and can be evicted while no process has it open. Without one, it is removed with the last
         process that has it. ``codec``: ``raw`` (bytes), ``numpy``, ``pytree`` (tuples and dicts of arrays and plain values), ``arrow``,
-        ``json``, ``pickle`` (any object), or an object with ``encode`` and ``decode``. ``fingerprint``: of dataset and transform; a
+        ``json``, ``pickle`` (any object), or an object with ``encode`` and ``decode``. ``fingerprint``: identifies dataset and transform; a
         different one starts a new array. ``quota``: its maximum bytes, for all processes together. ``policy``: ``freeze`` only: samples
-        that do not fit are not stored, stored ones stay. ``copy``: `Samples.get` returns writable copies. Without ``length`` the array
-        must exist: else `NotCached`. Raises `ConfigError` (a ValueError) where the array has another length or codec."""
+        that do not fit are not stored, and stored ones stay. ``copy``: `Samples.get` returns writable copies. Without ``length`` the array
+        must exist, else `NotCached`. Raises `ConfigError` (a ValueError) if the array has another length or codec."""
         from forebay.samples import open_samples
 
         if policy != "freeze":
@@ -382,11 +384,12 @@ class Cache:
         """Load items of ``source`` into the space ``name``, ``workers`` at a time, and return `Lazy` objects for them. Objects of a remote
         without a version or limits are loaded as by `read`.
 
-        ``source``: an object with ``source[key] -> bytes`` and ``uri``; a URL prefix or directory; a tar shard, or several: see
-        `forebay.sources`. ``decode(key, data)``: makes a value of an item's bytes. ``store``: ``raw`` stores the bytes, and decodes them
-        at each `Lazy.get`; ``decoded`` stores the value, through ``codec``, as for `tasks`. ``budget`` (bytes), ``max_count``: of the
-        space, for all processes together. ``policy``, when all bytes are held: ``wait`` until some are released; ``lru`` and ``freeze``
-        read from the source. ``keep=False``: an item is removed when its last holder in any process releases it. Raises `ConfigError`."""
+        ``source``: an object with ``source[key] -> bytes`` and ``uri``; a URL prefix or directory; one or more tar shards: see
+        `forebay.sources`. ``decode``: a function ``decode(key, data)`` that turns an item's bytes into a value. ``store``: ``raw`` stores
+        the bytes and decodes them at each `Lazy.get`; ``decoded`` stores the value, through ``codec``, as for `tasks`. ``budget``: maximum
+        bytes of the space, over all processes. ``max_count``: maximum items of the space. ``policy``: what happens when all bytes are in
+        use: ``wait`` waits until some are released; ``lru`` and ``freeze`` read from the source. ``keep``: if False, an item is removed
+        when its last holder in any process releases it. Raises `ConfigError`."""
         from forebay.prefetch import open_prefetcher  # imported late, with all kinds of sources: many programs never use it
 
         return open_prefetcher(
@@ -399,11 +402,11 @@ class Cache:
     ) -> Tasks:  # fmt: skip
         """Outputs of expensive calls, stored by tag: see `Tasks`.
 
-        ``budget``: bytes for all values together; it is set for every process, and applied at once. ``config``: a YAML file, or a mapping
-        of the same shape, that says which functions are cached, and which are replayed. ``codec``: ``pickle`` (any object),
-        ``pytree``, ``numpy``, ``arrow``, ``json``, ``raw``, or an object with ``encode`` and ``decode``; by default ``pickle``, and in a
-        root that others can write to ``pytree``, which executes nothing. ``copy``: functions and `Tasks.read` return
-        private, writable copies. Raises `ConfigError`, `MissingExtra`."""
+        ``budget``: bytes for all values together; it applies to every process, at once. ``config``: a YAML file, or a mapping of the same
+        shape, that lists which functions are cached and which are replayed. ``codec``: ``pickle`` (any object), ``pytree``, ``numpy``,
+        ``arrow``, ``json``, ``raw``, or an object with ``encode`` and ``decode``. By default ``pickle``; in a root that others can write
+        to, ``pytree``, which executes nothing. ``copy``: functions and `Tasks.read` return private, writable copies. Raises `ConfigError`,
+        `MissingExtra`."""
         from forebay.tasks import open_tasks  # imported late: many programs never use it
 
         return open_tasks(self._origin, checked_name(name), codec, config, self._size(budget, "budget"), copy)
@@ -422,22 +425,22 @@ class Cache:
     # -- what is there ---------------------------------------------------------------------------------------------
 
     def entries(self, space: str | None = None) -> Entries:
-        """The entries, the least recently used first; ``leased`` says whether a process holds it now. A sequence that each iteration reads
-        from the cache in pages: it takes no more memory for a million entries than for some thousands."""
+        """The entries, the least recently used first; ``leased`` tells whether a process holds the entry now. This is a sequence; each
+        iteration reads the cache in pages, so a million entries take no more memory than a few thousand."""
         from forebay.cache.entries import Entries
 
         self._check_open()
         return Entries(self._store, space)
 
     def entry(self, name: Name) -> Entry | None:
-        """One entry by its name: a URL, ``space:key``, or a key of `Cache.put`, whose full name is ``values:key``. An entry of the space in
-        ``space:key`` comes before a key of `Cache.put` that reads the same. Raises `Ambiguous` where a name means several entries."""
+        """One entry by its name: a URL, ``space:key``, or a key of `Cache.put`, whose full name is ``values:key``. If ``space:key`` is also
+        a key of `Cache.put`, the entry in the space comes first. Raises `Ambiguous` if a name matches several entries."""
         space_key = self._find(name)
         entry = self._store.entry(*space_key) if space_key is not None else None
         return entry._replace(leased=self._store.is_leased(entry)) if entry is not None else None
 
     def hold(self, name: Name) -> Lease:
-        """A lease on the file or the directory stored under a name; nothing is fetched. Raises `NotCached`."""
+        """A lease on the file or directory stored under a name; nothing is fetched. Raises `NotCached`."""
         from forebay.cache.entries import not_cached
 
         space_key = self._find(name)
@@ -453,23 +456,23 @@ class Cache:
         return self._store.usage().budget
 
     def stats(self) -> Stats:
-        """Counters of all processes of the node, and sizes. Where the cache cannot be read: zeros, with one warning."""
+        """Counters of all processes of the node, and sizes. If the cache cannot be read: zeros, with one warning."""
         self._check_open()
         return seeing.stats(self._origin)
 
     def history(self, *, by: Literal["minute", "hour"] = "minute") -> list[HistoryPoint]:
-        """What all processes of the node did, oldest first: by minutes of the last day, or by hours of the last month."""
+        """What all processes of the node did, oldest first: by the minute for the last day, or by the hour for the last month."""
         self._check_open()
         return seeing.history(self._origin, by)
 
     def on_event(self, function: events.OnEvent) -> Callable[[], None]:
-        """Call ``function`` with an `Event` at each fetch, wait, eviction and fault of this process, where it happens: it must be quick,
-        and not use the cache. What it raises is logged once. Returns a function that ends this. A forked child goes on calling it."""
+        """Call ``function`` with an `Event` at each fetch, wait, eviction and fault of this process, in the thread concerned: it must be
+        quick and not use the cache. Its errors are logged once. Returns a function that ends this. A forked child keeps calling it."""
         self._check_open()
         return events.listen(self.path, function)
 
     def overhead(self) -> dict[str, int]:
-        """Bytes on the disk that the budget does not count: ``log`` (of the catalog), ``slots``, ``directories``, ``other`` files."""
+        """Bytes on disk that the budget does not count: ``log`` (of the catalog), ``slots``, ``directories``, ``other`` files."""
         self._check_open()
         return self._store.overhead()
 
@@ -480,28 +483,28 @@ class Cache:
             self._store.zero_counts()
 
     def check(self, *, deep: bool = False) -> list[Problem]:
-        """The problems of the root; empty: it is sound. ``deep`` reads every byte."""
+        """The problems of the root; an empty list means it is sound. ``deep`` reads every byte."""
         self._check_open()
         return self._store.check(deep=deep)
 
     def repair(self, *, deep: bool = True) -> list[Problem]:
-        """Repair what `check` reports: set aside damaged files, remove files that no entry names; return the repaired problems."""
+        """Repair what `check` reports: set damaged files aside, remove files that no entry names. Returns the repaired problems."""
         self._check_open()
         return self._store.repair(deep=deep)
 
     def strays(self) -> Strays:
-        """Files in the root that no entry counts. `prune` and `repair` remove those that Forebay created."""
+        """Files in the root that belong to no entry. `prune` and `repair` remove those that Forebay created."""
         self._check_open()
         return self._store.strays()
 
     # -- removing --------------------------------------------------------------------------------------------------
 
     def pin(self, name: Name) -> None:
-        """Protect this name, and its later versions, from eviction. Raises `NotCached`, or a `CacheFault`."""
+        """Protect this name and its later versions from eviction. Raises `NotCached`, or a `CacheFault`."""
         self._set_life(name, "pinned")
 
     def unpin(self, name: Name) -> None:
-        """Allow its eviction again. Raises `NotCached`, or a `CacheFault`."""
+        """Allow eviction of this name again. Raises `NotCached`, or a `CacheFault`."""
         self._set_life(name, "cached")
 
     def _set_life(self, name: Name, life: str) -> None:
@@ -510,8 +513,8 @@ class Cache:
         entries.set_life(self._origin, name, self._find(name), life)
 
     def evict(self, name: Name) -> Report:
-        """Remove a name now, if no process uses it; with an object its blocks, with a directory its files, except those that another one
-        has. Raises `NotCached`, or a `CacheFault`."""
+        """Remove a name now, if no process uses it: an object with its blocks, or a directory with its files, except files that another
+        directory shares. Raises `NotCached`, or a `CacheFault`."""
         from forebay.cache import entries
 
         return entries.evict(self._origin, name, self.entry(name))
@@ -519,28 +522,28 @@ class Cache:
     def plan(
         self, need: int | str | None = None, *, where: Callable[[Entry], bool] | None = None, space: str | None = None, all: bool = False
     ) -> Plan:  # fmt: skip
-        """What an eviction would remove, in its order, until ``need`` bytes are free, of the budget and on the disk above
-        ``min_free``; or all that ``where``, ``space`` or ``all`` selects. Pinned entries stay. `Plan.execute` removes them."""
+        """The entries that an eviction would remove, in order, until ``need`` bytes are free, both of the budget and on the disk above
+        ``min_free``; or all entries that ``where``, ``space`` or ``all`` selects. Pinned entries stay. `Plan.execute` removes them."""
         from forebay.cache import entries
 
         return entries.plan(self._origin, self._size(need, "need"), where, space, all=all)
 
     def prune(self) -> Plan:
-        """What exceeds the budget now, or what the disk lacks of ``min_free``. `Plan.execute` removes it, and also the unfinished work of
-        dead processes, and files that no entry names; unfinished downloads can be resumed, and stay until their room is needed."""
+        """The entries over the budget or ``min_free`` now. `Plan.execute` removes them, unfinished work of dead processes, and files that
+        no entry names. Unfinished downloads can be resumed; they stay until their room is needed."""
         from forebay.cache import entries
 
         self._check_open()
         return entries.prune(self._origin)
 
     def clear(self, space: str | None = None) -> Plan:
-        """A plan that removes everything in one space, or in all."""
+        """A plan that removes everything in one space, or in all spaces."""
         return self.plan(space=space, all=True)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release the root; the next `Cache` does so for a dropped one. What it returned stays valid; other calls raise `Closed`."""
+        """Release the root; the next `Cache` does this for a dropped one. What it returned stays valid; other calls raise `Closed`."""
         self._origin.close()
         self._hit = no_hit
 

@@ -29,15 +29,15 @@ MEANWHILE = 64
 
 
 class LocalFiles(Sequence[str]):
-    """The paths of the cached copies of several objects, in the order of the call; they exist, unchanged, until `close`, or the end of a
-    ``with`` block, or until this object is dropped. In a call with ``return_exceptions`` an error stands in the place of a path."""
+    """The paths of the cached copies of several objects, in the order of the call. They exist, unchanged, until `close`, the end of a
+    ``with`` block, or until this object is dropped. With ``return_exceptions``, an error can take the place of a path."""
 
     def __init__(self, leases: Sequence[Lease | Exception]) -> None:
         self._leases = tuple(leases)
 
     @property
     def leases(self) -> tuple[Lease | Exception, ...]:
-        """The leases, each of which can be closed on its own."""
+        """The leases; each can be closed on its own."""
         return self._leases
 
     @overload

@@ -24,8 +24,8 @@ FOREVER = 1 << 63
 
 
 class Space:
-    """Values of one space. Created by `Cache.space`; callable from any thread, usable in both processes after a fork, picklable
-    with its cache."""
+    """Values of one space. Created by `Cache.space`; callable from any thread, usable in both processes after a fork, pickles with its
+    cache."""
 
     def __init__(self, origin: Origin, name: str) -> None:
         self._origin, self.name = origin, name
@@ -66,8 +66,8 @@ class Space:
         return self._hit(hit)
 
     def put(self, key: str, data: Buffer, *, timeout: float | None = None) -> bool:
-        """Store bytes under a key, and replace earlier ones. False, with one warning, where they cannot be stored: then the earlier
-        ones stay. With the policy ``wait`` it blocks while all bytes are held, at most ``timeout`` seconds."""
+        """Store bytes under a key, replacing earlier ones. Returns False, with one warning, if they cannot be stored; the earlier ones then
+        stay. With the policy ``wait``, it blocks while all bytes are in use, for at most ``timeout`` seconds."""
         store = self._store()
         checked(key)
         view = as_bytes(data)
@@ -102,8 +102,8 @@ class Space:
     async def aget_or_put(
         self, key: str, fn: Callable[[], Buffer | Awaitable[Buffer]], *, timeout: float | None = None
     ) -> memoryview:  # fmt: skip
-        """`get_or_put` for a coroutine. ``fn``: a coroutine function, or a function, which is called in a thread. A call that is cancelled
-        cancels nothing for the others: ``fn`` runs to its end, and its result is stored."""
+        """`get_or_put` for a coroutine. Cancelling one call does not affect the others: ``fn`` runs to its end, and its result is stored.
+        ``fn``: a coroutine function, or a function, which runs in a thread."""
         look = functools.partial(self._look, checked(key))
         try:
             found = look()
@@ -151,7 +151,7 @@ class Space:
         return self._hit(hit)
 
     def evict(self, key: str) -> bool:
-        """Remove a key. False if there is none, or it is in use."""
+        """Remove a key. Returns False if there is none, or it is in use."""
         store = self._store()
         with waits.time_limit(self._origin.timeout):
             entry = store.entry(self.name, key)

@@ -44,19 +44,19 @@ def claim(
     dirs: PathLike | Sequence[PathLike], remotes: str | Sequence[str | None] | None = None, world: World | None = None,
     job: str | None = None, *, name: str | None = None, shared: bool = False, timeout: float | None = 60.0,
 ) -> Claim:  # fmt: skip
-    """Register what this job uses on this node. All ranks of the job call this, and get one common claim.
+    """Register what this job uses on this node. All ranks of the job call this, and share one claim.
 
-    ``dirs``: the local working directories, which need not exist yet; none for shared memory alone. ``remotes``: where each is filled
-    from, or None: only a directory with a remote must be used by this job alone. ``world``: which rank this is (default:
-    `World.detect`). ``job``: a name that the ranks of this job have in common, needed if no launcher provides one. ``name``: which of
-    the job's claims this is (default: the first call of each rank means the first claim, and so on). ``shared``: this job only reads
-    the directories, and shares them with jobs that read the same remote. ``timeout``: seconds to wait for the first rank of the node,
-    or for a job that is ending.
+    ``dirs``: the local working directories, which need not exist yet; none for shared memory alone. ``remotes``: the URL that each is
+    filled from, or None; only directories with a remote must be exclusive to this job. ``world``: which rank this is (default:
+    `World.detect`). ``job``: a name shared by the ranks of this job, needed if no launcher provides one. ``name``: which of the job's
+    claims this is (default: the first call of each rank means the first claim, and so on). ``shared``: this job only reads the directories,
+    and shares them with jobs that read the same remote. ``timeout``: seconds to wait for the first rank of the node, or for a job that is
+    ending.
 
     Raises `ClaimConflict` (a ValueError) if another live claim has such a directory, or one above or below it; `ClaimMismatch` (a
-    RuntimeError) if the arguments of a rank differ from those of the first one; `Closed` if the claim's directory is removed meanwhile;
-    `ConfigError`, `WaitTimeout`, `NoSpace`, `RootRefused`. The claim is freed when the last process that has it closes it or ends, in
-    whatever way."""
+    RuntimeError) if a rank's arguments differ from those of the first rank; `Closed` if the claim's directory is removed during the call;
+    `ConfigError`, `WaitTimeout`, `NoSpace`, `RootRefused`. The claim is freed when the last process that has it closes it or ends in any
+    way."""
     streams = _streams(dirs, remotes, shared)
     world = World.detect() if world is None else world
     if not isinstance(world, World):
@@ -165,12 +165,12 @@ def _token(record: Record) -> str:
 class Claim:
     """What a job uses on this node: its directories, and shared memory, barriers and locks for its processes. Made by `claim`.
 
-    ``prefix``: a small number that no other live claim of the node has. ``path``: of its directory, in memory. ``job``, ``name``;
-    ``directories`` (links resolved), ``remotes`` (without secrets), ``shared``; ``world``: as given or detected in this process;
-    ``is_leader``: whether this process created the claim.
+    Its attributes: `prefix`, a small number that no other live claim of the node has; `path`, its directory in memory; `job`; `name`;
+    `directories` (links resolved); `remotes` (without secrets); `shared`; `world`, as given or detected in this process; `is_leader`,
+    whether this process created the claim.
 
-    Callable from any thread. A forked child has the claim at once, and so has a process that unpickles it. An open claim stays until
-    `close` or the end of the process, even if nothing refers to it: arrays made from it may be in use."""
+    Callable from any thread. A forked child has the claim at once, as does a process that unpickles it. An open claim stays until `close`
+    or the end of the process, even if nothing refers to it: arrays made from it may be in use."""
 
     def __init__(self, registry: Registry, held: HeldClaim, world: World) -> None:
         record = held.record
@@ -185,10 +185,10 @@ class Claim:
         self.is_leader = world.is_local_leader
 
     def array(self, name: str, shape: int | Sequence[int], dtype: Any) -> numpy.ndarray[Any, Any]:
-        """Return the array in shared memory that has this name in all processes of the claim; zeros at first.
+        """Return the array in shared memory that has this name in all processes of the claim; initially zeros.
 
-        Raises `ClaimMismatch` if another shape or dtype was requested before, `NoSpace` if /dev/shm is full, `MissingExtra` without
-        NumPy. The array stays valid after `close`, and after the claim is freed."""
+        Raises `ClaimMismatch` if another shape or dtype was requested before, `NoSpace` if /dev/shm is full, `MissingExtra` without NumPy.
+        The array stays valid after `close`, and after the claim is freed."""
         from forebay.claims import shared
 
         return shared.array(self._context, name, shape, dtype)
@@ -206,15 +206,15 @@ class Claim:
         return shared.buffer(self._context, name, size)
 
     def barrier(self, name: str) -> Barrier:
-        """Return a barrier, where ``parties`` processes or threads wait for each other: ``wait(parties, timeout=None)``, any number of
+        """Return a barrier at which ``parties`` processes or threads wait for each other: ``wait(parties, timeout=None)``, any number of
         times."""
         from forebay.claims.barriers import Barrier
 
         return Barrier(self._context, name)
 
     def lock(self, name: str, timeout: float | None = None) -> NamedLock:
-        """Return a lock for a ``with`` block, held by one thread of one process at a time, and released if its holder dies. Entering
-        raises `WaitTimeout` after ``timeout`` seconds."""
+        """Return a lock for a ``with`` block, held by one thread of one process at a time, and released if its holder dies. Entering raises
+        `WaitTimeout` after ``timeout`` seconds."""
         from forebay.claims.shared import NamedLock
 
         return NamedLock(self._context, name, _config.parse_timeout(timeout))
@@ -225,7 +225,7 @@ class Claim:
         return self._members.has_left
 
     def close(self) -> None:
-        """Close the claim in this process alone; the last process frees it. Arrays and buffers made from it stay valid."""
+        """Close the claim in this process only; the last process frees it. Arrays and buffers made from it stay valid."""
         _open.pop(self._identity, None)
         if not self.closed:
             from forebay.claims import shared
@@ -234,7 +234,7 @@ class Claim:
             self._members.leave()
 
     def let_go(self) -> None:
-        """Close the claim without ever waiting, for finalizers, which may run inside anything."""
+        """Close the claim without ever waiting, for finalizers, which can run at any point."""
         _open.pop(self._identity, None)
         self._members.leave_soon()
 
@@ -258,9 +258,9 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class ClaimInfo:
-    """A claim of the node. ``pids``: the processes that have it now, and ``leader``, the one that created it, as far as this user may
-    know. ``started``: seconds since 1970; ``age``: seconds. ``bytes``: of its shared memory; None if that is hidden from this user.
-    ``live``: whether any process has it. Of a damaged claim the unknown fields are empty, 0, or None."""
+    """A claim of the node. In a damaged claim, unknown fields are empty, 0, or None. ``pids``: the processes that have it now, as far as
+    this user may know. ``leader``: the one that created it, likewise. ``started``: seconds since 1970. ``age``: seconds. ``bytes``: size of
+    its shared memory; None if hidden from this user. ``live``: whether any process has it."""
 
     prefix: int
     job: str
@@ -280,15 +280,15 @@ class ClaimInfo:
 
 
 def list_claims() -> list[ClaimInfo]:
-    """Return the claims of this node, of all users and jobs, live and dead, by their number. Raises `RootError`."""
+    """Return the claims of this node, of all users and jobs, live and dead, ordered by number. Raises `RootError`."""
     with _reading():
         registry = _existing_registry()
         return [] if registry is None else [_info(state) for state in registry.states()]
 
 
 def prune_claims() -> list[ClaimInfo]:
-    """Free what dead jobs of this user left, as the user's next claim would, and return the freed claims. A claim that any live process
-    has is never touched. Raises `RootError`, `WaitTimeout`."""
+    """Free what dead jobs of this user left, as the user's next claim would, and return the freed claims. Claims that a live process has
+    are never touched. Raises `RootError`, `WaitTimeout`."""
     with _reading():
         registry = _existing_registry()
         if registry is None:

@@ -41,14 +41,14 @@ _PICKLE = codecs.codec("pickle")
 
 
 class Prefetcher(Pool[Item_co]):
-    """Loads the items of one source into the cache, in threads of its own. Made by `Cache.prefetcher`.
+    """Loads the items of one source into the cache, in its own threads. Made by `Cache.prefetcher`.
 
-    Objects of remotes that are stored as they are, without a version or limits of this prefetcher's own, are entries of ``urls``, as for
-    `Cache.read`; all other items are entries of the prefetcher's own space. Objects of remotes with a version or limits are fetched into
+    Remote objects that are stored unchanged, by a prefetcher without a version or limits, are entries of the space ``urls``, as for
+    `Cache.read`. All other items are entries of the prefetcher's own space. Remote objects with a version or limits are fetched into
     ``urls`` too, and get a second name in that space.
 
-    Callable from any thread. Usable in both processes after a fork, whether loads are pending or not. Picklable if its source is. A context
-    manager. When the last reference to it is gone, its threads end."""
+    Callable from any thread. Usable in both processes after a fork, even while loads are pending. Picklable if its source is. A context
+    manager. Its threads end when the last reference to it is gone."""
 
     def __init__(self, origin: Origin, source: Source, options: dict[str, Any]) -> None:
         self._origin, self._options = origin, options
@@ -134,7 +134,7 @@ class Prefetcher(Pool[Item_co]):
     # -- items -----------------------------------------------------------------------------------------------------
 
     def get_lazy(self, key: str) -> Lazy[Item_co]:
-        """Start to load an item, and return at once. Raises `Closed` (a RuntimeError)."""
+        """Start loading an item, and return at once. Raises `Closed` (a RuntimeError)."""
         return Lazy(self, key, self._loader.submit(key, *self._name_of(_checked_key(key))))
 
     def _stream(self, keys: Iterable[str], ahead: int) -> Iterator[Item_co]:
@@ -180,10 +180,10 @@ class Prefetcher(Pool[Item_co]):
         return item
 
     def put(self, obj: T, name: str = "") -> Lazy[T]:
-        """Spill a pickled object to disk and return a lazy for it. Its bytes are removed when the lazy is read or dropped. ``name``: what
-        listings show.
+        """Write a pickled object to disk and return a lazy for it. Its bytes are removed when the lazy is read or dropped. ``name``: the
+        name that listings show.
 
-        If there is no room, the object stays in memory. Raises `Closed`, and what pickling it raises."""
+        If there is no room, the object stays in memory. Raises `Closed`, and any error from pickling it."""
         self._check_open()
         data = b"".join(_PICKLE.encode(obj))
         seal = _seal(data) if self._origin.others_can_write else b""
@@ -212,10 +212,10 @@ class Prefetcher(Pool[Item_co]):
         self._loader.discard(lease.entry)
 
     def warm(self, keys: Iterable[str], on_progress: OnProgress | None = None) -> WarmReport:
-        """Load items into the cache without holding them. ``on_progress`` is called for each item that is there.
+        """Load items into the cache without holding them. ``on_progress`` is called for each item that is in the cache.
 
-        Items that are there already are not read: the same call again continues an interrupted one. The report lists as failed what the
-        source raised for, and what could not be stored, with `NoSpace` or the fault of the cache. Raises `Closed`."""
+        Items that are already there are not read: repeat an interrupted call to continue it. The report lists as failed the items whose
+        source raised, and those that could not be stored, with `NoSpace` or the fault of the cache. Raises `Closed`."""
         done: list[str] = []
         failed: list[tuple[str, errors.ForebayError]] = []
         window: deque[tuple[str, Load]] = deque()
@@ -244,12 +244,12 @@ class Prefetcher(Pool[Item_co]):
 
     @property
     def used(self) -> int:
-        """Bytes of the items in this prefetcher's space now, over all processes; of objects of ``urls``, all below its prefix."""
+        """Bytes of the items now in this prefetcher's space, over all processes; for objects in ``urls``, of all below its prefix."""
         return self._usage()[0]
 
     @property
     def count(self) -> int:
-        """Number of items in this prefetcher's space now, over all processes; of objects of ``urls``, all below its prefix."""
+        """Number of items now in this prefetcher's space, over all processes; for objects in ``urls``, of all below its prefix."""
         return self._usage()[1]
 
     def _usage(self) -> tuple[int, int]:
@@ -260,8 +260,8 @@ class Prefetcher(Pool[Item_co]):
         return used + below, count + objects
 
     def set_limits(self, *, budget: int | None = None, max_count: int | None = None) -> None:
-        """Set how many bytes and items the space may have, for all processes at once. What exceeds a lower limit, and is not held, is
-        evicted. A limit that is None stays as it is. Raises `ConfigError`."""
+        """Set how many bytes and items the space may have, for all processes at once. Items over a lowered limit are evicted unless they
+        are held. None leaves a limit unchanged. Raises `ConfigError`."""
         for name, value in (("budget", budget), ("max_count", max_count)):
             if value is not None and (type(value) is not int or value < 0):
                 raise errors.ConfigError(f"{name} must be an integer that is not negative, not {value!r}", name=name, value=value)
@@ -279,8 +279,8 @@ class Prefetcher(Pool[Item_co]):
         return self._loader.closed
 
     def close(self) -> None:
-        """Cancel the loads that are queued, and wait for those that run. Lazies that were handed out stay usable; `get_lazy` raises
-        `Closed` from now on. A second call does nothing."""
+        """Cancel queued loads, and wait for running ones. Lazies that were returned stay usable; from now on `get_lazy` raises `Closed`. A
+        second call does nothing."""
         self._loader.close()
 
     def _check_open(self) -> None:

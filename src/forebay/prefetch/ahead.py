@@ -50,8 +50,8 @@ _MEASURE_AGAIN = 1.0
 
 
 class LookaheadProgress(NamedTuple):
-    """Where a look-ahead stands. ``read``: objects that were read or passed by; ``ahead``: those that are looked ahead for, of which
-    ``ready`` are there; ``total``: of all objects of the order, None where it has no length."""
+    """How far a look-ahead is. ``read``: objects read or skipped. ``ahead``: objects prefetched or being prefetched. ``ready``: those of
+    them that are there. ``total``: all objects of the order; None if it has no length."""
 
     read: int
     ahead: int
@@ -85,18 +85,18 @@ class _Next:
 
 
 class Lookahead(Iterator[memoryview]):
-    """An iterator over the bytes of objects in a known order; the next ones are fetched meanwhile. Made by `Cache.lookahead`.
+    """An iterator over the bytes of objects in a known order; the next ones are prefetched. Made by `Cache.lookahead`.
 
-    What the cache has by then, or another process is fetching, is not fetched again. As far as the order is known, the cache keeps what is
-    used soonest: what is used later than all that is there is not stored, and what is used the latest is evicted first.
+    Objects that are in the cache by then, or that another process is fetching, are not fetched again. As far as the order is known, the
+    cache keeps what is used soonest: an object needed later than all cached ones is not stored, and the one needed last is evicted first.
 
-    ``window``: bytes of objects that are fetched before their turn, about (default: a quarter of the budget, at most 1 GiB; an eighth of
-    that for what is skipped, while the cache is full).
-    ``most``: their number, at most. ``horizon``: objects that are drawn from the order before their turn, at most 1,048,576, so that
-    their next uses are known (default: 262,144 of a sequence; none of another iterable, which may have to be drawn late).
+    ``window``: approximate bytes of objects to prefetch (default: a quarter of the budget, at most 1 GiB; an eighth of that for skipped
+    objects while the cache is full). ``most``: maximum number of objects to prefetch. ``horizon``: objects to draw from the order in
+    advance, at most 1,048,576, so that their next uses are known (default: 262,144 for a sequence; none for another iterable, which may
+    have to be drawn late).
 
-    Callable from any thread. Usable in both processes after a fork, where each goes on from the same place; not picklable: another process
-    makes one of its own, as its order is its own. Nothing remains when the process ends."""
+    Callable from any thread. Usable in both processes after a fork; each continues from the same place. Not picklable: another process
+    makes its own, since its order is its own. Nothing remains when the process ends."""
 
     def __init__(
         self, origin: Origin, urls: Iterable[Url], *, window: int | None, most: int, horizon: int, workers: int,
@@ -155,13 +155,13 @@ class Lookahead(Iterator[memoryview]):
         return self._bytes_of(following)
 
     def read(self, url: Url) -> memoryview:
-        """The bytes of one object, as `Cache.read`: at its turn, or at any other. Whatever is read counts as a turn, so that an order that
-        is not kept does not stop what is ahead. Raises as `Cache.read`."""
+        """The bytes of one object, as `Cache.read`, in its turn or any other. Every read counts as a turn, so reading in another order does
+        not stop prefetching. Raises as `Cache.read` does."""
         return self._bytes_of(self._take(url))
 
     def read_many(self, urls: Iterable[Url], *, return_exceptions: bool = False) -> list[Any]:
-        """The bytes of a batch, in order, as `Cache.read_many`: what was looked ahead for is there, or on its way; the others are fetched
-        side by side. Raises the first error, after all have been read; ``return_exceptions`` returns errors in the places of objects."""
+        """The bytes of a batch, in order, as `Cache.read_many`: prefetched objects are there, or on their way; the others are fetched in
+        parallel. Raises the first error, after all have been read; ``return_exceptions`` returns errors in the places of objects."""
         every = [as_text(url) for url in urls]
         taken = [self._take(url) for url in every]
         others = [following.url for following in taken if following.load is None]
@@ -174,8 +174,8 @@ class Lookahead(Iterator[memoryview]):
         return results
 
     def skip(self) -> bool:
-        """Pass by the next object, which another process reads, as a loader's worker does. Returns whether there was one. What was fetched
-        for it stays in the cache as what was just used. Raises, behind the last one, what the order itself raised."""
+        """Skip the next object, which another process reads, as a loader's worker does. Returns whether there was one. Bytes fetched for it
+        stay in the cache as just used. After the last object, raises what the order itself raised."""
         with self._lock:
             self._fill()
             if not self._ahead:
@@ -485,7 +485,7 @@ class Lookahead(Iterator[memoryview]):
 
     @property
     def progress(self) -> LookaheadProgress:
-        """Where it stands now."""
+        """How far it is now."""
         with self._lock:
             ready = sum(following.load is None or following.load.is_settled for following in self._ahead)
             return LookaheadProgress(self._read, len(self._ahead), ready, self._total)
@@ -502,8 +502,8 @@ class Lookahead(Iterator[memoryview]):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give up what is ahead, and what is being fetched for it; where nothing is ahead any more, what was skipped is fetched to its end.
-        What was read stays valid. A second call does nothing."""
+        """Drop prefetched objects and stop fetching them; if nothing is prefetched any more, skipped objects are fetched to their end.
+        Bytes that were read stay valid. A second call does nothing."""
         with self._lock:
             gives_up, self._is_drawn = bool(self._ahead), True
             self._ahead.clear()

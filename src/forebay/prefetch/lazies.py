@@ -23,10 +23,10 @@ AHEAD = 64
 
 
 class Lazy(Generic[Item_co]):
-    """An item that is loaded, or on its way: ``Lazy[bytes]``, or of what ``decode`` returns. ``key``: its key in the source.
+    """An item that is loaded or loading: ``Lazy[bytes]``, or of the type that ``decode`` returns. Its ``key`` is its key in the source.
 
-    Callable from any thread, and usable in both processes after a fork. Unpickled in another process, it requests the item there. Lazies
-    of one source and key are equal and hash alike. A lazy may be dropped at any time: that releases its share of the item, and waits for
+    Callable from any thread, and usable in both processes after a fork. Unpickled in another process, it requests the item there. Lazies of
+    one source and key are equal and hash alike. You can drop a lazy at any time: that releases its share of the item, and waits for
     nothing."""
 
     __slots__ = ("__weakref__", "_load", "_pool", "_values", "key")
@@ -37,8 +37,8 @@ class Lazy(Generic[Item_co]):
         """The first one is the value. Whichever thread appends it takes no lock, which a fork could leave held."""
 
     def get(self, sample: Any = None) -> Item_co:
-        """The item: the same object at each call. It comes from the cache, or from memory while it is being stored; while it is still
-        queued, the calling thread reads it from the source at once.
+        """The item: the same object at each call. It comes from the cache, or from memory while it is being stored. If it is still queued,
+        the calling thread reads it from the source at once.
 
         Its provenance is added to ``sample``: a dict, under ``"__sources__"``, or an object with such an attribute. The value is the
         caller's own; the item in the cache is released. Raises, at each call, what the source or the decoder raised."""
@@ -54,7 +54,7 @@ class Lazy(Generic[Item_co]):
 
     @property
     def done(self) -> bool:
-        """Whether `get` returns without waiting for a load that is queued or running."""
+        """Whether `get` returns without waiting for a queued or running load."""
         load = self._load
         return load is None or load.is_settled
 
@@ -185,10 +185,10 @@ class Pool(Generic[Item_co]):
         return list(self.stream(keys))
 
     def stream(self, keys: Iterable[str], ahead: int = AHEAD) -> Iterator[Item_co]:
-        """The items of these keys in order. While the caller works on one, the next ``ahead`` are loaded.
+        """The items of these keys, in order. While the caller uses one, the next ``ahead`` are prefetched.
 
-        ``keys`` may be endless: it is consumed only as far ahead as items are loaded. Raises, at an item, what its source raised. Dropping
-        the iterator releases the items ahead. Raises `ConfigError` for a negative ``ahead``."""
+        ``keys`` may be endless: it is consumed only as far as items are prefetched. If the source raises for an item, so does the iterator
+        at that item. Dropping the iterator releases prefetched items. Raises `ConfigError` for a negative ``ahead``."""
         if ahead < 0:
             raise errors.ConfigError(f"ahead must not be negative: {ahead}", name="ahead", value=ahead)
         return self._stream(keys, ahead)
@@ -217,7 +217,7 @@ class Pool(Generic[Item_co]):
 
 
 class PassThrough(Pool[Item_co]):
-    """The same interface without a cache: nothing is loaded ahead, and an item is read when its lazy is asked for it. The baseline for
+    """The same interface without a cache: nothing is prefetched, and an item is read when its lazy is asked for it. The baseline for
     benchmarks. Callable from any thread.
 
     ``source``, ``decode``: as for `Cache.prefetcher`."""
@@ -235,12 +235,12 @@ class PassThrough(Pool[Item_co]):
 
     @property
     def used(self) -> int:
-        """Bytes that items have in the cache."""
+        """Bytes of items in the cache."""
         return 0 if self._opened is None else int(self._opened.used)
 
     @property
     def count(self) -> int:
-        """How many items are in the cache."""
+        """Number of items in the cache."""
         return 0 if self._opened is None else int(self._opened.count)
 
     def get_lazy(self, key: str) -> Lazy[Item_co]:
@@ -306,7 +306,7 @@ class PassThrough(Pool[Item_co]):
         return self.source[key]
 
     def close(self) -> None:
-        """Close it: `get_lazy` raises `Closed` from now on."""
+        """Close it: from now on `get_lazy` raises `Closed`."""
         self.closed = True
         if self._opened is not None:
             self._opened.close()

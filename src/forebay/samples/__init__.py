@@ -37,8 +37,8 @@ class _MovedFunction:
 class Samples(Generic[Item]):
     """An array of slots that any process fills and reads. Created by `Cache.samples`.
 
-    Callable from any thread; usable in both processes after a fork; unpickled in another process it is the same array. Returned items
-    stay valid after `close` and after an eviction; any other call after `close` raises `Closed`."""
+    Callable from any thread; usable in both processes after a fork; unpickled in another process, it is the same array. Returned items stay
+    valid after `close` and after an eviction; any other call after `close` raises `Closed`."""
 
     def __init__(self, origin: Origin, pack: Pack | NoPack, codec: codecs.Codec, name: str | None, *, copy: bool = False) -> None:
         self._origin, self._codec, self._copy = origin, codec, copy
@@ -55,8 +55,8 @@ class Samples(Generic[Item]):
             self.get = self._find  # type: ignore[method-assign, assignment]  # saves a call on the path that runs a million times a second
 
     def writable(self) -> Samples[Item]:
-        """The same array, whose items have arrays that are private to the caller and may be written to. What closes one handle closes
-        both. With the codec ``raw``, whose items have no arrays, this handle."""
+        """The same array, with items whose arrays are private to the caller and writable. Closing one handle closes both. With the codec
+        ``raw``, whose items have no arrays, returns this handle."""
         return self if self._copy or self._codec.name == "raw" else Samples(self._origin, self._pack, self._codec, self.name, copy=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -73,8 +73,8 @@ class Samples(Generic[Item]):
     def get(self, i: int, copy: bool = False) -> Item | None:
         """The item in slot ``i``; None if it is empty. Takes no lock and no system call once this process has read the slot.
 
-        With the codec ``raw`` a read-only memoryview over the mapping; arrays are read-only views of it. ``copy``: a private,
-        writable copy. Raises IndexError outside of 0..N-1, and `Closed`."""
+        With the codec ``raw``, items are read-only memoryviews of the mapping; arrays are read-only views of it. ``copy``: return a
+        private, writable copy. Raises IndexError for a slot outside 0..N-1, and `Closed`."""
         copy = copy or self._copy
         data = self._find(i, copy)
         if data is None:
@@ -90,10 +90,11 @@ class Samples(Generic[Item]):
         return items
 
     def get_or_put(self, i: int, fn: Callable[[], Item | Buffer], *, timeout: float | None = None) -> Item:
-        """The item in slot ``i``; else the result of ``fn``, which is stored: one process of the node runs it for this slot at a time.
+        """The item in slot ``i``; else the result of ``fn``, which is stored: one process of the node at a time runs it for a slot.
 
-        Returns the item as `get` does. What ``fn`` raises reaches every process that waited. Where nothing more can be stored, ``fn`` runs
-        here at once. ``timeout``: seconds to wait for another process. Raises `ConfigError` for a value that the codec does not accept."""
+        Returns the item as `get` does. An error that ``fn`` raises reaches every process that waited. If nothing more can be stored, ``fn``
+        runs here at once. ``timeout``: seconds to wait for another process. Raises `ConfigError` for a value that the codec does not
+        accept."""
         decoded = self._decoded(i, self._find(i, self._copy))
         if decoded is not None:
             return decoded[0]
@@ -109,13 +110,13 @@ class Samples(Generic[Item]):
     def get_or_put_many(
         self, indices: Iterable[SupportsIndex], fn: Callable[[list[int]], Sequence[Item | Buffer]], *, timeout: float | None = None
     ) -> list[Item]:
-        """The items of these slots, in this order, as `get` returns them. ``fn(slots)`` makes those that are missing, in one call for all
-        of them, and they are stored; a slot that is named twice is passed once.
+        """The items of these slots, in this order, as `get` returns them. One call of ``fn(slots)`` makes all missing items, and they are
+        stored; a slot that is named twice is passed once.
 
-        Slots that another process is making come last, when this call holds none: that process makes them, or `get_or_put` does here, by
-        ``fn([slot])``. What ``fn`` raises is raised here, and nothing of its call is stored; a process that waits for one of these slots
-        makes that itself. ``timeout``: seconds to wait for others, in total. Raises `ConfigError` as `get_or_put`, and ValueError where
-        ``fn`` returns another number of values."""
+        Slots that another process is making come last, when this call holds none: that process makes them, or `get_or_put` calls
+        ``fn([slot])`` here. An error of ``fn`` is raised here, and nothing of its call is stored; a process that waits for one of these
+        slots makes the item itself. ``timeout``: total seconds to wait for others. Raises `ConfigError` as `get_or_put` does, and
+        ValueError if ``fn`` returns another number of values."""
         slots = [operator.index(i) for i in indices]
         timeout = self._origin.timeout if timeout is None else timeout
         until = None if timeout is None else time.monotonic() + timeout
@@ -224,10 +225,10 @@ class Samples(Generic[Item]):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def put(self, i: int, value: Item | Buffer) -> bool:
-        """Fill slot ``i``. False if it is filled already, or nothing more is admitted: the array is frozen, or there is no room, which
-        is logged once.
+        """Fill slot ``i``. Returns False if the slot is full or nothing more is admitted: the array is frozen, or there is no room (logged
+        once).
 
-        Of several concurrent calls for one slot, one succeeds. Raises IndexError, `Closed`, `ConfigError` for a value that the codec does
+        If several calls fill one slot at once, one succeeds. Raises IndexError, `Closed`, and `ConfigError` for a value that the codec does
         not accept."""
         try:
             with waits.time_limit(self._origin.timeout):
@@ -256,7 +257,7 @@ class Samples(Generic[Item]):
 
     @property
     def frozen(self) -> bool:
-        """Whether nothing more is admitted, whatever room there is."""
+        """Whether nothing more is admitted, even if there is room."""
         return self._pack.frozen
 
     def freeze(self) -> None:
@@ -266,10 +267,10 @@ class Samples(Generic[Item]):
     # -- names -----------------------------------------------------------------------------------------------------
 
     def preserve(self, name: str, overwrite: bool = False) -> bool:
-        """Give an array without a name a name, under which later jobs find it; freeze it. Copies nothing.
+        """Name an unnamed array, so that later jobs can open it, and freeze it. Copies nothing.
 
-        False if the name is taken, unless ``overwrite``: the old array is then removed once no process has it open. Raises RuntimeError in
-        any process but the one that created this handle."""
+        Returns False if the name is taken, unless ``overwrite``: the old array is then removed once no process has it open. Raises
+        RuntimeError in any process except the one that created this handle."""
         self._check_creator("preserve")
         self._pack.has(0)  # raises Closed
         if self.name is not None:
@@ -288,8 +289,8 @@ class Samples(Generic[Item]):
         return named
 
     def preload(self, name: str) -> bool:
-        """Open the array of this name read-only, in place of the array of this handle. False if there is none, or this handle is frozen
-        already. Raises ValueError where it has another length or codec, RuntimeError in any process but the one that created this
+        """Open the array of this name read-only, in place of this handle's array. Returns False if there is none, or this handle is already
+        frozen. Raises ValueError if it has another length or codec, and RuntimeError in any process except the one that created this
         handle."""
         self._check_creator("preload")
         self._pack.has(0)
@@ -312,18 +313,18 @@ class Samples(Generic[Item]):
     import_pfio = _MovedFunction("forebay.adapters.pfio.import_pfio(path, name, cache=None)")
 
     def verify(self) -> list[int]:
-        """Compare every sample with its checksum; empty damaged slots, to be filled again, and return them."""
+        """Compare every sample with its checksum; empty damaged slots, so that they are filled again, and return them."""
         return self._pack.bad_slots()
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
-        """Whether this handle was closed, or its cache."""
+        """Whether this handle or its cache was closed."""
         return self._pack.closed
 
     def close(self) -> None:
-        """Release the array. One without a name is removed when the last process that has it calls this, or ends."""
+        """Release the array. An unnamed array is removed when the last process that has it calls this, or ends."""
         pack = self._pack
         if pack.closed:
             return

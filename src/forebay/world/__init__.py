@@ -15,9 +15,10 @@ __all__ = ["World"]
 class World:
     """The nodes, ranks and workers of a job, and which of them this process is. All counts are for the whole job.
 
-    A job runs on ``num_nodes`` nodes, each with ``ranks_per_node`` ranks, each with ``workers_per_rank`` DataLoader workers; a rank
-    without workers counts as one worker. All workers are numbered, node by node and rank by rank: ``worker`` is the number of this one.
-    ``node``, ``rank`` and the like follow from that. ``is_leader``: the first of all; ``is_local_leader``: the first of its node.
+    A job runs on ``num_nodes`` nodes, each with ``ranks_per_node`` ranks, each with ``workers_per_rank`` DataLoader workers; a rank without
+    workers counts as one worker. All workers are numbered, node by node and rank by rank: ``worker`` is this one's number. ``node``,
+    ``rank`` and the like follow from that. ``is_leader`` is true for the first worker of all, ``is_local_leader`` for the first of its
+    node.
 
     Worlds with the same numbers are equal. They can be pickled. Raises `ConfigError` for impossible numbers."""
 
@@ -49,20 +50,20 @@ class World:
 
     @classmethod
     def detect(cls) -> Self:
-        """Return the world according to the launcher of this process: torch.distributed if it is initialised, Ray Train, torchrun, MPI,
-        SLURM; a single rank if there is none. In a DataLoader worker it is that worker's.
+        """Return the world according to this process's launcher: torch.distributed if initialised, Ray Train, torchrun, MPI, SLURM; a
+        single rank if there is none. In a DataLoader worker, return that worker's world.
 
         Nothing is imported. If `torch.multiprocessing.spawn` started the ranks, initialise torch.distributed first, since nothing else
-        knows them; then every rank must call this once, because the ranks ask each other how many a node has. A spawned worker does
-        not know what its rank knows: pass it the rank's world, and call its `detect_workers()`.
+        knows them; then every rank must call this once, because the ranks ask each other how many a node has. A spawned worker does not
+        know what its rank knows: pass it the rank's world, and call that world's `detect_workers()`.
 
-        Raises `ConfigError` if environment variables contradict each other, or nodes have different numbers of ranks; `WaitTimeout`,
-        after a minute, if the ranks must ask each other and one does not."""
+        Raises `ConfigError` if environment variables contradict each other, or nodes have different numbers of ranks; `WaitTimeout` after a
+        minute if the ranks must ask each other and one does not."""
         num_nodes, ranks_per_node, rank = ranks()
         return cls(num_nodes, ranks_per_node, 1, rank).detect_workers()
 
     def detect_workers(self) -> Self:
-        """Return the same rank, with its workers as PyTorch reports them in this process."""
+        """Return the same rank, with the workers that PyTorch reports in this process."""
         worker, workers = dataloader_worker() or (0, 1)
         return type(self)(self.num_nodes, self.ranks_per_node, workers, self.rank * workers + worker)
 
@@ -73,8 +74,8 @@ class World:
     def replicate(self, replication: int) -> Self:
         """Return the world in which ``replication`` consecutive ranks count as one, so that they see the same samples.
 
-        If the remaining ranks do not fill the nodes, all count as ranks of one node. Raises
-        `ConfigError` unless ``replication`` is positive and divides the number of ranks."""
+        If the remaining ranks do not fill the nodes, all count as ranks of one node. Raises `ConfigError` unless ``replication`` is
+        positive and divides the number of ranks."""
         times = _number("replication", replication)
         if times < 1:
             raise ConfigError(f"replication={times}: Replication factor must be positive", name="replication", value=times)

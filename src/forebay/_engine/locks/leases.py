@@ -28,11 +28,11 @@ class Lease:
     """A hold on one cached file or directory: while it is open, the path exists and the bytes do not change.
 
     ``with lease as path`` gives the path, a plain ``str``, and releases the lease at the end of the block. Without a ``with``, `path` or
-    ``os.fspath(lease)`` gives the same string, until `close`, garbage collection, or the death of every process that holds it.
-    ``entry``: the entry, with its size and validator.
+    ``os.fspath(lease)`` gives the same string, until `close`, garbage collection, or the death of every process that holds it. The
+    attribute ``entry`` is the entry, with its size and validator.
 
     Callable from any thread. A lease taken before a ``fork`` also holds the entry for the child. A pickled or copied lease is separate:
-    unpickling opens the same URL again, in the process and the cache where that happens, without asking the remote for cached bytes."""
+    unpickling opens the same URL again in that process and cache, without asking the remote for cached bytes."""
 
     _reopen: tuple[Callable[..., Lease], tuple[Any, ...]] | None = None
 
@@ -54,11 +54,11 @@ class Lease:
 
     @property
     def closed(self) -> bool:
-        """Whether this lease was released."""
+        """Whether this lease has been released."""
         return not self._release
 
     def reopened_by(self, function: Callable[..., Lease], *args: Any) -> Self:
-        """Let a pickled copy of this lease be opened by ``function(*args)``. Returns the lease itself."""
+        """Make a pickled copy of this lease open with ``function(*args)``. Returns the lease itself."""
         self._reopen = function, args
         return self
 

@@ -1,0 +1,48 @@
+"""The reference pages show a parameter that a docstring describes as a row of a table."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+griffe = pytest.importorskip("griffe")
+
+REPO = Path(__file__).parents[2]
+
+
+def sections(name: str) -> list[Any]:
+    """What the page shows of a docstring, with the extensions that mkdocs.yml names."""
+    paths = [line.split("[")[1].rstrip("]") for line in (REPO / "mkdocs.yml").read_text().splitlines() if "extensions: [" in line]
+    loader = griffe.GriffeLoader(search_paths=[REPO / "src"], extensions=griffe.load_extensions(*(str(REPO / path) for path in paths)))
+    loader.load("forebay")
+    return list(loader.modules_collection[name].docstring.parsed)
+
+
+def test_a_parameter_that_a_docstring_describes_is_a_row() -> None:
+    before, table, after = sections("forebay.cache.Cache.read")
+    assert [row.name for row in table.value][:4] == ["refresh", "sha256", "etag", "bypass"]
+    assert (str(table.value[0].annotation), table.value[0].default) == ("bool", "False")
+    assert "Raises `RemoteError`." in after.value
+    assert "``refresh``" not in before.value + after.value
+
+
+def test_the_fields_of_a_result_are_attributes() -> None:
+    kinds = [section.kind.value for section in sections("forebay._model.ObjectInfo")]
+    assert kinds == ["text", "attributes"]
+
+
+def test_a_clause_ends_before_the_next_one_and_before_what_is_no_description() -> None:
+    spec = importlib.util.spec_from_file_location("parameter_tables", REPO / "tools" / "parameter_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.pieces("It reads. ``a``, ``b``: these, see `c`. More; ``d``: else. Raises X.") == [
+        ("", "It reads."),
+        ("``a``, ``b``", "These, see `c`. More."),
+        ("``d``", "Else."),
+        ("", "Raises X."),
+    ]
