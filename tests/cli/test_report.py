@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from forebay import Cache
+from forebay.cli import prefixes
 from forebay.cli.report import charts, treemap
 from forebay.cli.report.treemap import Cell, Rect, cells_of, squarify
 from forebay.reports import HistoryPoint
@@ -58,7 +59,7 @@ def test_the_example_of_the_paper_has_its_layout() -> None:
 def test_nothing_and_no_room_are_drawn_too() -> None:
     assert squarify([], Rect(0.0, 0.0, 1.0, 1.0)) == []
     assert squarify([3, 2], Rect(0.0, 0.0, 0.0, 5.0)) == [Rect(0.0, 0.0, 0.0, 0.0)] * 2
-    assert "<svg" in treemap.draw([("empty", [Cell("a", 0, 3)])], 100, 100, str, "wide")
+    assert "<svg" in treemap.draw([("empty", [Cell("a", 0, 3)])], 100, 100, "wide")
 
 
 def test_cells_are_prefixes_that_together_are_all_entries() -> None:
@@ -74,14 +75,14 @@ def test_cells_are_prefixes_that_together_are_all_entries() -> None:
 
 
 def test_a_million_prefixes_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(treemap, "MOST_NODES", 10)
+    monkeypatch.setattr(prefixes, "MOST_NODES", 10)
     cells = cells_of((f"s3://bucket/{number}/x", 1) for number in range(1000))
     assert sum(cell.entries for cell in cells) == 1000
 
 
 def test_a_chart_draws_steps_and_leaves_gaps() -> None:
     points = [HistoryPoint(0, 60, hits=1), HistoryPoint(60, 120), HistoryPoint(120, 180, hits=1, misses=1)]
-    svg = charts.draw("Hit rate", points, [charts.Series("", lambda point: point.hit_rate)], lambda value: f"{value:.0%}", top=1.0)
+    svg = charts.draw("Hit rate", points, [charts.Series("", lambda point: point.hit_rate)], lambda value: f"{value:.0%}", "none", top=1.0)
     line = re.search(r'class="line line0" d="([^"]*)"', svg)
     assert line is not None
     assert line[1].count("M") == 2
