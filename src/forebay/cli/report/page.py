@@ -29,7 +29,7 @@ h1 { font-size: 1.5em; margin: 0; } h2 { font-size: 1.15em; margin: 1.6em 0 .5em
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 8px; margin: 14px 0; padding: 0; }
 .facts div { background: var(--card); border-radius: 6px; padding: 8px 12px; } .facts dt { color: var(--soft); font-size: .85em; }
 .facts dd { margin: 0; font-size: 1.15em; font-variant-numeric: tabular-nums; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 12px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 12px; align-items: start; }
 figure { margin: 0; background: var(--card); border-radius: 6px; padding: 8px; } figcaption { font-size: .9em; }
 main > figure { margin-top: 14px; }
 svg { width: 100%; height: auto; display: block; font: 11px system-ui, sans-serif; } svg text { fill: var(--text); pointer-events: none; }
@@ -39,14 +39,17 @@ svg .axis, svg .size { fill: var(--soft); } svg .head { font-weight: 600; } .gri
 .key0 { color: var(--l0); } .key1 { color: var(--l1); } .key2 { color: var(--l2); }
 .hue0 { fill: var(--h0); } .hue1 { fill: var(--h1); } .hue2 { fill: var(--h2); } .hue3 { fill: var(--h3); } .hue4 { fill: var(--h4); }
 .hue5 { fill: var(--h5); } g:focus rect, g:hover rect { stroke: var(--text); stroke-width: 2; } g:focus { outline: none; }
-g { cursor: pointer; } .tip { display: none; pointer-events: none; } .hint { color: var(--soft); } foreignObject p { font-size: 13px; line-height: 1.3; }
+g { cursor: pointer; } .tip { display: none; pointer-events: none; } .hint { color: var(--soft); }
+foreignObject p { font-size: 13px; line-height: 1.3; }
 g:hover .tip, g:focus .tip { display: block; }
 svg:has(g:hover) g:focus:not(:hover) .tip, svg:has(g:hover, g:focus) .hint { display: none; }
 .narrow { display: none; }
-@media (max-width: 600px) { .wide { display: none; } .narrow { display: block; } body { padding: 10px; } .chart { font-size: 13px; } }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 3px 10px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { font-weight: 500; } .n { text-align: right; white-space: nowrap; } summary { cursor: pointer; color: var(--link); margin: .5em 0; }
+th { font-weight: 500; overflow-wrap: normal; } .n { text-align: right; } td.n { white-space: nowrap; }
+summary { cursor: pointer; color: var(--link); margin: .5em 0; }
+@media (max-width: 600px) { .wide { display: none; } .narrow { display: block; } body { padding: 10px; } .chart { font-size: 13px; }
+  table { font-size: .8em; } th, td { padding-right: 6px; } td.n { white-space: normal; overflow-wrap: normal; } }
 """
 
 
