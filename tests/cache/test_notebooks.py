@@ -35,7 +35,9 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_fetch_of_more_than_a_second_shows_a_bar(begin: str, tmp_path: Path, server: ScriptedServer) -> None:
     server.rate = 2e6
     slow, quick = server.put("/slow", bytes(4_000_000)), server.put("/quick", bytes(1000))
-    first, second, cache, stats = shown(tmp_path, f"{begin}len(cache.read({slow!r}))", f"len(cache.read({quick!r}))", "cache", "cache.stats()")
+    first, second, cache, stats = shown(
+        tmp_path, f"{begin}len(cache.read({slow!r}))", f"len(cache.read({quick!r}))", "cache", "cache.stats()"
+    )
     assert first["text/plain"] == "4000000"
     assert 'max="4000000"' in first["text/html"]
     assert "4 MB of 4 MB" in first["text/html"]

@@ -10,12 +10,18 @@ import shutil
 import struct
 import subprocess
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from forebay import Cache
+from forebay._engine.activity import Failure, Fetch, Now
+from forebay.claims import ClaimInfo
+from forebay.cli import prefixes
 from forebay.cli.report import charts, treemap
+from forebay.cli.report.content import gather
+from forebay.cli.report.page import page as html_of
 from forebay.cli.report.treemap import Cell, Rect, cells_of, squarify
 from forebay.reports import HistoryPoint
 from forebay.testing import ScriptedServer
@@ -58,7 +64,7 @@ def test_the_example_of_the_paper_has_its_layout() -> None:
 def test_nothing_and_no_room_are_drawn_too() -> None:
     assert squarify([], Rect(0.0, 0.0, 1.0, 1.0)) == []
     assert squarify([3, 2], Rect(0.0, 0.0, 0.0, 5.0)) == [Rect(0.0, 0.0, 0.0, 0.0)] * 2
-    assert "<svg" in treemap.draw([("empty", [Cell("a", 0, 3)])], 100, 100, str, "wide")
+    assert "<svg" in treemap.draw([("empty", [Cell("a", 0, 3)])], 100, 100, "wide")
 
 
 def test_cells_are_prefixes_that_together_are_all_entries() -> None:
@@ -74,18 +80,54 @@ def test_cells_are_prefixes_that_together_are_all_entries() -> None:
 
 
 def test_a_million_prefixes_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(treemap, "MOST_NODES", 10)
+    monkeypatch.setattr(prefixes, "MOST_NODES", 10)
     cells = cells_of((f"s3://bucket/{number}/x", 1) for number in range(1000))
     assert sum(cell.entries for cell in cells) == 1000
 
 
 def test_a_chart_draws_steps_and_leaves_gaps() -> None:
     points = [HistoryPoint(0, 60, hits=1), HistoryPoint(60, 120), HistoryPoint(120, 180, hits=1, misses=1)]
-    svg = charts.draw("Hit rate", points, [charts.Series("", lambda point: point.hit_rate)], lambda value: f"{value:.0%}", top=1.0)
+    svg = charts.draw("Hit rate", points, [charts.Series("", lambda point: point.hit_rate)], lambda value: f"{value:.0%}", "none", top=1.0)
     line = re.search(r'class="line line0" d="([^"]*)"', svg)
     assert line is not None
     assert line[1].count("M") == 2
     assert "100%" in svg
+
+
+def test_a_chart_without_data_is_a_sentence() -> None:
+    def drawn(**counts: int) -> str:
+        points = [HistoryPoint(0, 60, **counts), HistoryPoint(60, 120)]
+        fallbacks = charts.Series("", lambda point: point.fallbacks)
+        rate = charts.Series("", lambda point: point.hit_rate)
+        return charts.draw("F", points, [fallbacks], str, "None & none.") + charts.draw("R", points, [rate], str, "No calls.", top=1.0)
+
+    assert re.findall(r"<svg|None &amp; none|No calls", drawn()) == ["None &amp; none", "No calls"]
+    assert re.findall(r"<svg|None &amp; none|No calls", drawn(misses=1)) == ["None &amp; none", "<svg"]  # a rate of 0% is one
+    assert re.findall(r"<svg|None &amp; none|No calls", drawn(fallbacks=1)) == ["<svg", "<svg"]
+
+
+@pytest.mark.parametrize("seconds", [90, 960, 86_400, 2 * 86_400, 7 * 86_400, 30 * 86_400])
+def test_no_two_times_of_an_axis_are_the_same(seconds: int) -> None:
+    svg = charts.draw("", [HistoryPoint(0, seconds, hits=1)], [charts.Series("", lambda point: point.hits)], str, "")
+    times = re.findall(r'y="145"[^>]*>([^<]*)<', svg)
+    assert len(times) >= 3
+    assert len(set(times)) == len(times) - (seconds == 86_400)  # midnight and midnight
+    highest = charts.draw("", [HistoryPoint(0, 1, waits=1)], [charts.Series("", lambda point: point.waits / 300)], str, "")
+    assert "0.005" in highest  # small values reach above half of their axis
+
+
+def test_a_name_without_room_has_the_number_of_its_row_and_each_is_whole_below() -> None:
+    spaces = [("urls", [Cell("s3://b/" + "x" * 80, 10**9, 7), Cell("s3://b/small/", 10**7, 2), Cell("dot", 10**4, 1), Cell("none", 0, 1)]),
+              ("other", [Cell("y/", 2 * 10**8, 1)])]  # fmt: skip
+    svg = treemap.draw(spaces, 380, 460, "narrow")
+    labels = re.findall(r'class="name"[^>]*>([^<]*)<', svg)
+    assert re.fullmatch("1 …x+", labels[0])
+    assert "y/" in labels
+    assert re.findall(r'class="tip"[^>]*><p>([^<]*)<', svg) == re.findall(r'tabindex="0" role="img" aria-label="([^"]*)"', svg) == [
+        f"1. 1 GB in 7 entries of urls: s3://b/{'x' * 80}", "2. 10 MB in 2 entries of urls: s3://b/small/",
+        "3. 10 kB in 1 entry of urls: dot", "5. 200 MB in 1 entry of other: y/",
+    ]  # fmt: skip
+    assert treemap.HINT in svg
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -147,6 +189,55 @@ def test_json_and_a_terminal_have_the_same(run: Run, filled: Cache, home: Path) 
     assert run("report", "--json", "--html", "x").code == 2
 
 
+def test_numbers_have_units_and_their_singular(filled: Cache) -> None:
+    claim = ClaimInfo(0, "job", "", "anna", 1000, (24562,), 24562, 0.0, 1, ("/scratch",), (None,), False, 67_100_000, True, "train.py")
+    text = Elements(html_of(replace(gather(filled), claims=[claim]))).text
+    for part in ("1 entry", "4 entries", "1 process", "0 calls", "The 4 cells as a table", "B/s", "used, of a budget of 50 MB (1%)"):
+        assert part in text, part
+    assert re.findall(r"\b1 (?:entries|processes|calls|minutes|waits)", text) == []
+
+
+def test_a_bar_shows_what_is_used_and_reserved_of_the_budget(filled: Cache) -> None:
+    content = gather(filled)
+    for used, reserved, widths, said in (
+        (300, 100, ("40.00", "30.00"), "300 B used and 100 B reserved, of a budget of 1 kB (40%)"),
+        (9000, 0, ("100.00", "100.00"), "(100%)"),
+    ):  # fmt: skip
+        text = html_of(replace(content, stats=replace(content.stats, bytes_used=used, bytes_reserved=reserved, budget=1000)))
+        assert tuple(re.findall(r'class="bar\d" width="([\d.]+)"', text)) == widths
+        assert said in text
+
+
+def test_ranges_are_those_with_data(run: Run, filled: Cache) -> None:
+    content, now = gather(filled), 1_790_000_000.0
+
+    def history(count: int, seconds: int, *, idle: int = 0, end: float = now) -> list[HistoryPoint]:
+        starts = [end - (count - number) * seconds for number in range(count)]
+        return [HistoryPoint(start, start + seconds, hits=int(n >= idle)) for n, start in enumerate(starts)]
+
+    def shown(minutes: list[HistoryPoint], hours: list[HistoryPoint]) -> tuple[list[str], str]:
+        text = html_of(replace(content, time=now, minutes=minutes, hours=hours))
+        return [re.sub(" until .*,", "", title) for title in re.findall("<h3[^>]*>([^<]*)<", text)], text
+
+    titles, text = shown(history(20, 60, idle=4), history(1, 3600))
+    assert titles == ["16 minutes by minutes"]
+    assert "Charts by hours follow" in text
+    assert "The last 16 minutes as a table" in text
+    assert "Evictions and fallbacks: there were none." in text
+    assert text.count('<svg class="chart"') == 1  # the hit rate: hits without bytes, waits or evictions
+    assert shown(history(1440, 60), history(24, 3600))[0] == ["24 hours by minutes"]
+    titles, text = shown(history(1440, 60), history(72, 3600, idle=2))
+    assert titles == ["24 hours by minutes", "3 days by hours"]
+    assert "The last 48 hours as a table" in text
+    titles, text = shown([], history(1, 3600, end=now - 3 * 86_400))
+    assert titles == ["60 minutes by hours"]
+    assert "Nothing was counted in the last day." in text
+    assert "The last 1 hour as a table" in text
+    titles, text = shown(history(3, 60, idle=3), history(3, 3600, idle=3))
+    assert titles == []
+    assert "There is no history yet" in text
+
+
 def test_an_empty_cache_and_a_missing_one(run: Run, cache: Cache, tmp_path: Path) -> None:
     assert "The cache is empty." in run("report", "--html", "-").out
     assert run("-C", tmp_path / "none", "report").code == 3
@@ -197,3 +288,42 @@ def test_a_browser_shows_the_page(run: Run, filled: Cache, tmp_path: Path, dark:
     (shown_width, _), colour = size_and_corner(picture)
     assert shown_width == width
     assert (max(colour) < 64) == dark
+
+
+LOOK = """<script>onload = () => {
+  const boxes = [document.documentElement, ...document.querySelectorAll(".scroll")], named = []
+  for (const one of document.querySelectorAll("details")) one.open = true
+  for (const svg of document.querySelectorAll(".wide, .narrow")) {
+    const visible = (one) => getComputedStyle(one).display != "none", cells = svg.querySelectorAll("g")
+    if (!visible(svg)) continue
+    const hint = visible(svg.querySelector(".hint"))
+    for (const cell of cells) {
+      cell.focus()
+      const tips = [...svg.querySelectorAll(".tip, .hint")].filter(visible)
+      const room = tips[0].getBoundingClientRect(), text = tips[0].firstChild.getBoundingClientRect()
+      named.push(tips.length == 1 && cell.contains(tips[0]) && text.bottom <= room.bottom)
+    }
+    named.push(hint)
+  }
+  parent.document.title = [innerWidth, boxes.filter((one) => one.scrollWidth > one.clientWidth).length, named.length, named.every((one) => one)]
+}</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_focus_names_a_cell_and_nothing_scrolls_sideways(filled: Cache, tmp_path: Path, width: int) -> None:
+    file, now = tmp_path / "report.html", 1_790_000_000.0
+    points = [HistoryPoint(now - (9 - n) * 3600, now - (8 - n) * 3600, 10**7, bytes_hit=999 * 10**9, evictions=99_999) for n in range(9)]
+    fetch = Fetch("urls", "s3://corpus/laion/shards-01/00611.tar", "process 24562 on node7 (train.py)", 61 * 10**6, 104 * 10**6, now)
+    failure = Failure("urls", "https://weights.example/vit/h14.bin", now, "the remote answers 404 Not Found")
+    claim = ClaimInfo(
+        0, "SLURM 4711.0", "", "anna", 1000, (1,), 1, 0.0, 1, ("/scratch/train",), (None,), False, 67_100_000, True, "train.py"
+    )
+    content = replace(gather(filled), minutes=points, hours=points, now=Now((fetch,), (), 1, (failure,)), claims=[claim])
+    inner = html.escape(re.sub("<meta http-equiv[^>]*>", LOOK, html_of(content)))
+    file.write_text(
+        f'<title></title><iframe width="{width}" height="800" frameborder="0" srcdoc="{inner}"></iframe>'
+    )  # no window is as narrow
+    title = re.search("<title>([^<]*)", browse(file, tmp_path, "--dump-dom").decode())
+    assert title is not None
+    assert title[1] == f"{width},0,5,true"  # four cells and the hint

@@ -8,7 +8,7 @@ import click
 
 from forebay._config import format_size
 from forebay.cli.options import json_option, opened, root_option, verb
-from forebay.cli.render import Output
+from forebay.cli.render import Output, count
 from forebay.cli.streams import write_whole
 
 LARGEST = 12
@@ -21,7 +21,7 @@ LARGEST = 12
 @json_option
 def report(file: str | None, root: Path | None, as_json: bool) -> None:
     """Report what occupies the cache, what it did in the last day and month, and what happens now. In a terminal, as HTML or as JSON."""
-    from forebay.cli.report.content import gather
+    from forebay.cli.report.content import gather, history_of, length_of
 
     if as_json and file is not None:
         raise click.UsageError("--json and --html exclude each other")
@@ -38,12 +38,12 @@ def report(file: str | None, root: Path | None, as_json: bool) -> None:
             write_whole(Path(file), text.encode("utf-8", "backslashreplace"))
         return
     output.document(content)
-    stats, points = content.stats, content.hours
+    stats, (minutes, hours) = content.stats, history_of(content)
     output.facts({
         "cache": content.path, "used": f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}", "entries": f"{stats.entries:,}",
-        "hit rate": f"{stats.hit_rate:.1%}", "in use": f"{content.now.leased:,}", "fetches": f"{len(content.now.fetches):,}",
-        "claims": f"{len(content.claims):,}", "failures": f"{len(content.now.failures):,}",
-        "hours of history": f"{len(points):,}",
+        "hit rate": f"{stats.hit_rate:.1%}", "in use": count(content.now.leased, "entry", "entries"),
+        "fetches": f"{len(content.now.fetches):,}", "claims": f"{len(content.claims):,}", "failures": f"{len(content.now.failures):,}",
+        "history": length_of(hours or minutes),
     })  # fmt: skip
     rows = [
         (name, format_size(cell.bytes), f"{cell.entries:,}", cell.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,8 +11,9 @@ from typing import NamedTuple
 from forebay.reports import HistoryPoint
 
 WIDTH, HEIGHT = 460, 150
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 8, 10, 20
-_TICKS = 4
+_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 8, 10, 20
+_AXES = ((300, "%H:%M:%S", 2), (86_400 * 1.5, "%H:%M", 4), (86_400 * 8, "%d %b %H:%M", 2), (math.inf, "%d %b", 4))
+"""Up to how many seconds an axis has times of which form, and how many steps."""
 
 
 class Series(NamedTuple):
@@ -21,10 +23,16 @@ class Series(NamedTuple):
     value: Callable[[HistoryPoint], float | None]
 
 
-def draw(title: str, points: Sequence[HistoryPoint], series: Sequence[Series], shown: Callable[[float], str], top: float = 0.0) -> str:
-    """A chart. ``shown``: formats a value of its axis; ``top``: the end of the axis, 0: what the values need."""
+def draw(
+    title: str, points: Sequence[HistoryPoint], series: Sequence[Series], shown: Callable[[float], str], none: str, top: float = 0.0
+) -> str:
+    """A chart. ``shown``: formats a value of its axis; ``none``: the sentence in place of a chart without data; ``top``: the end of the
+    axis, 0: what the values need, and all zero is no data."""
     start, end = points[0].start, points[-1].end
-    highest = top or _round_up(max((value for one in series for point in points if (value := one.value(point)) is not None), default=0.0))
+    values = [value for one in series for point in points if (value := one.value(point)) is not None]
+    if not (values if top else any(values)):
+        return f"<figure><figcaption>{html.escape(none)}</figcaption></figure>"
+    highest = top or _round_up(max(values))
     label = html.escape(title)
     parts = [f'<figure><figcaption>{label}{_legend(series)}</figcaption><svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
     parts.append(f"<title>{label}</title>")
@@ -34,10 +42,10 @@ def draw(title: str, points: Sequence[HistoryPoint], series: Sequence[Series], s
         parts.append(
             f'<text class="axis" x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{html.escape(shown(highest * tick / 2))}</text>'
         )
-    form = "%H:%M" if end - start < 2 * 86_400 else "%d %b"
-    for tick in range(_TICKS + 1):
-        moment = start + (end - start) * tick / _TICKS
-        anchor = "start" if tick == 0 else "end" if tick == _TICKS else "middle"
+    form, ticks = next((form, ticks) for longest, form, ticks in _AXES if end - start < longest)
+    for tick in range(ticks + 1):
+        moment = start + (end - start) * tick / ticks
+        anchor = "start" if tick == 0 else "end" if tick == ticks else "middle"
         text = time.strftime(form, time.localtime(moment))
         parts.append(f'<text class="axis" x="{_x(moment, start, end):.1f}" y="{HEIGHT - 5}" text-anchor="{anchor}">{text}</text>')
     for number, one in enumerate(series):
@@ -69,7 +77,5 @@ def _path(points: Sequence[HistoryPoint], one: Series, start: float, end: float,
 
 def _round_up(value: float) -> float:
     """1, 2 or 5 times a power of ten."""
-    if value <= 0:
-        return 1.0
-    power = 10.0 ** (len(str(int(value))) - 1)
+    power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1.0, 2.0, 5.0, 10.0) if step * power >= value)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import dropwhile
 
 from forebay import __version__
 from forebay._engine.activity import Now
 from forebay.cache import Cache, origin_of
 from forebay.claims import ClaimInfo, list_claims
-from forebay.cli.render import plain, shown, shown_name
+from forebay.cli.render import count, plain, shown, shown_name
 from forebay.cli.report.treemap import Cell, cells_of
 from forebay.reports import HistoryPoint, Stats
 
@@ -64,6 +65,25 @@ def activity(cache: Cache) -> Now:
         now.leased,
         tuple(one._replace(key=name_shown(one.key), error=text_shown(one.error)) for one in now.failures),
     )
+
+
+def history_of(content: Content) -> tuple[list[HistoryPoint], list[HistoryPoint]]:
+    """Minutes and hours from the first in which something was counted. No hours where the minutes say it all: before a day is over."""
+    minutes, hours = _since_first(content.minutes), _since_first(content.hours)
+    return minutes, hours if hours and content.time - hours[0].start > 86_400 else []
+
+
+def _since_first(points: Sequence[HistoryPoint]) -> list[HistoryPoint]:
+    return list(dropwhile(lambda point: not any(astuple(point)[2:]), (point for point in points if point.seconds > 0)))
+
+
+def length_of(points: Sequence[HistoryPoint]) -> str:
+    """How long a history is, as words."""
+    seconds = points[-1].end - points[0].start if points else 0.0
+    for one, many, unit in (("day", "days", 86_400), ("hour", "hours", 3600), ("minute", "minutes", 60)):
+        if seconds >= 2 * unit:
+            return count(round(seconds / unit), one, many)
+    return count(round(seconds), "second", "seconds")
 
 
 def name_shown(name: str) -> str:

@@ -6,17 +6,20 @@ Symposium on Visualization, 2000: rows are filled along the shorter side while t
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import NamedTuple
 
 from forebay._config import format_size
 from forebay.cli.prefixes import PrefixNode, tree_of
+from forebay.cli.render import count as counted
 
 MOST_CELLS = 24
 NO_PREFIX = "(no prefix)"
-Shown = Callable[[str], str]
+HINT = "Point at a cell, tap it or press Tab to read its whole name here. A number is that of a row of the table."
 _HEAD = 18.0
 _GAP = 2.0
+_CHARACTER = 6.2  # the width of one, on average, at 11 px
 
 
 class Cell(NamedTuple):
@@ -105,18 +108,21 @@ def _row(row: Sequence[float], into: Rect) -> tuple[list[Rect], Rect]:
     return rects, Rect(into.x, into.y + across, width, max(height - across, 0.0))
 
 
-def draw(spaces: Sequence[tuple[str, Sequence[Cell]]], width: int, height: int, shown: Shown, css: str) -> str:
-    """A treemap as SVG: a frame for each space, in it its cells. ``shown``: returns a name as it is shown; ``css``: the SVG's class."""
-    spaces = sorted(((name, [c for c in cells if c.bytes]) for name, cells in spaces), key=lambda one: -_bytes(one[1]))
-    spaces = [one for one in spaces if one[1]]
-    parts = [f'<svg class="{css}" viewBox="0 0 {width} {height}" role="group" aria-label="Bytes by space and prefix">']
-    frames = squarify([_bytes(cells) for _, cells in spaces], Rect(0.0, 0.0, float(width), float(height)))
-    for hue, ((name, cells), frame) in enumerate(zip(spaces, frames, strict=True)):
-        parts += _space(shown(name), cells, _inner(frame), hue % 6, shown)
-    return "\n".join([*parts, "</svg>"])
+def draw(spaces: Sequence[tuple[str, Sequence[Cell]]], width: int, height: int, css: str) -> str:
+    """A treemap as SVG: a frame for each space, in it its cells. The one under the mouse or the focus is named whole below them. ``css``:
+    the SVG's class."""
+    number = count(1)
+    numbered = [(name, [(next(number), cell) for cell in cells]) for name, cells in spaces]
+    drawn = [(name, [one for one in cells if one[1].bytes]) for name, cells in numbered if bytes_of(cell for _, cell in cells)]
+    below = (height, width, 40 if width > 600 else 72)  # room for two lines, or four
+    parts = [f'<svg class="{css}" viewBox="0 0 {width} {height + below[2]}" role="group" aria-label="Bytes by space and prefix">']
+    frames = squarify([bytes_of(cell for _, cell in cells) for _, cells in drawn], Rect(0.0, 0.0, float(width), float(height)))
+    for hue, ((name, cells), frame) in enumerate(zip(drawn, frames, strict=True)):
+        parts += _space(name, cells, _inner(frame), hue % 6, below)
+    return "\n".join([*parts, _below("hint", HINT, below), "</svg>"])
 
 
-def _bytes(cells: Sequence[Cell]) -> int:
+def bytes_of(cells: Iterable[Cell]) -> int:
     return sum(cell.bytes for cell in cells)
 
 
@@ -124,25 +130,41 @@ def _inner(frame: Rect) -> Rect:
     return Rect(frame.x + _GAP / 2, frame.y + _GAP / 2, max(frame.width - _GAP, 0.0), max(frame.height - _GAP, 0.0))
 
 
-def _space(label: str, cells: Sequence[Cell], frame: Rect, hue: int, shown: Shown) -> Iterator[str]:
+def _space(name: str, cells: Sequence[tuple[int, Cell]], frame: Rect, hue: int, below: tuple[int, int, int]) -> Iterator[str]:
     body = frame
     if frame.height > 2 * _HEAD and frame.width > 40:
-        yield _text(label, frame.x + 3, frame.y + 13, frame.width - 6, "head")
+        yield _text(_cut(name, frame.width - 6), frame.x + 3, frame.y + 13, "head")
         body = Rect(frame.x, frame.y + _HEAD, frame.width, frame.height - _HEAD)
-    for cell, rect in zip(cells, squarify([cell.bytes for cell in cells], body), strict=True):
+    for (number, cell), rect in zip(cells, squarify([cell.bytes for _, cell in cells], body), strict=True):
         x, y, width, height = _inner(rect)
-        text, size = shown(cell.name) or NO_PREFIX, format_size(cell.bytes)
-        title = html.escape(f"{label}: {text} {size}, {cell.entries:,} entries")
-        yield f'<g tabindex="0" role="img" aria-label="{title}"><title>{title}</title>'
+        text, size = cell.name or NO_PREFIX, format_size(cell.bytes)
+        whole = f"{number}. {size} in {counted(cell.entries, 'entry', 'entries')} of {name}: {text}"
+        yield f'<g tabindex="0" role="img" aria-label="{html.escape(whole)}">'
         yield f'<rect class="hue{hue}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2"/>'
-        if height > 16 and width > 34:
-            yield _text(text, x + 4, y + 13, width - 8, "name")
-        if height > 30 and width > 50:
-            yield _text(size, x + 4, y + 26, width - 8, "size")
-        yield "</g>"
+        if height > 13:
+            yield _text(_label(number, text, width - 6), x + 3, y + 12, "name")
+        if height > 30 and len(size) * _CHARACTER < width - 6:
+            yield _text(size, x + 3, y + 26, "size")
+        yield _below("tip", whole, below) + "</g>"
 
 
-def _text(text: str, x: float, y: float, width: float, css: str) -> str:
-    most = max(int(width / 6.2), 1)  # characters of 11 px
-    cut = text if len(text) <= most else "…" + text[-(most - 1) :] if most > 3 else ""
-    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{html.escape(cut)}</text>'
+def _label(number: int, text: str, width: float) -> str:
+    """A name; one that does not fit, or not whole, has the number of its row in the table."""
+    if len(text) * _CHARACTER <= width:
+        return text
+    cut = _cut(text, width - (len(str(number)) + 1) * _CHARACTER)
+    return f"{number} {cut}".rstrip() if len(str(number)) * _CHARACTER <= width else ""
+
+
+def _cut(text: str, width: float) -> str:
+    most = int(width / _CHARACTER)
+    return text if len(text) <= most else "…" + text[-(most - 1) :] if most > 4 else ""
+
+
+def _text(text: str, x: float, y: float, css: str) -> str:
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{html.escape(text)}</text>'
+
+
+def _below(css: str, text: str, below: tuple[int, int, int]) -> str:
+    y, width, height = below
+    return f'<foreignObject class="{css}" y="{y}" width="{width}" height="{height}"><p>{html.escape(text)}</p></foreignObject>'
