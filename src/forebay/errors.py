@@ -2,6 +2,7 @@
 
     ForebayError
     ├── ConfigError (ValueError)             an invalid argument or environment variable
+    │   ├── NotBytes (TypeError)             data that is not bytes-like
     │   └── NotJson (TypeError)              metadata that JSON cannot hold
     ├── MissingExtra (ImportError)           an optional package is needed for this URL or front
     ├── Closed (ValueError, RuntimeError)    a call after close()

@@ -289,3 +289,35 @@ def test_a_listing_is_gone_through_once() -> None:
         found.passes = 0
         assert look()
         assert found.passes == 1
+
+
+# -- as a dict -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [lambda cache: cache, lambda cache: cache.space("features")], ids=["cache", "space"])
+def test_values_are_used_as_those_of_a_dict(cache: Cache, of: Callable[[Cache], Any]) -> None:
+    values = of(cache)
+    assert (len(values), list(values), "a" in values, bool(values)) == (0, [], False, True)
+    with pytest.raises(KeyError):
+        values["a"]
+    values["a"] = b"1"
+    values["b"] = bytearray(b"2")
+    assert (bytes(values["a"]), bytes(values.get("b"))) == (b"1", b"2")
+    assert (values.get("c"), values.get("c", b"none"), values.get("a", b"none") == b"1") == (None, b"none", True)
+    assert (len(values), sorted(values), "a" in values, "c" in values, 1 in values) == (2, ["a", "b"], True, False, False)
+
+
+def test_objects_of_urls_are_no_keys_of_the_dict(cache: Cache) -> None:
+    with ScriptedServer() as server:
+        url = server.put("/a", b"x")
+        cache.read(url)
+        assert (len(cache), list(cache), url in cache) == (0, [], False)
+        assert cache.entry(url) is not None
+
+
+def test_a_text_is_refused_with_what_to_do(cache: Cache) -> None:
+    with pytest.raises(TypeError, match=r"pass text\.encode\(\)"):
+        cache.put("k", "text")  # type: ignore[arg-type]
+    with pytest.raises(errors.NotBytes, match=r"pass text\.encode\(\)"):
+        cache["k"] = "text"  # type: ignore[assignment]
+    assert "k" not in cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,7 @@ from forebay._kernel import events, waits
 from forebay._logs import logger
 from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays
 from forebay.cache import seeing, unpickling
-from forebay.cache.space import VALUES, Space, checked_name
+from forebay.cache.space import VALUES, DictLike, Space, T, checked_name
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions, Target, first_touch
 from forebay.remote.urls import Url
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 log = logger("forebay.cache")
 
 
-class Cache:
+class Cache(DictLike):
     """The local cache of this node: one directory, one byte budget, any number of processes.
 
     ``root``: the directory (default: ``$FOREBAY_HOME``, else ``~/.cache/forebay``). ``budget``: bytes as int, ``"500GB"``, ``"500GiB"``, or
@@ -90,6 +89,7 @@ class Cache:
 
     @property
     def _store(self) -> Store | PassThrough:
+        self._check_open()
         return self._origin.store
 
     # -- objects of remotes ----------------------------------------------------------------------------------------
@@ -301,9 +301,9 @@ class Cache:
 
     # -- values ----------------------------------------------------------------------------------------------------
 
-    def get(self, key: str) -> memoryview | None:
-        """The bytes stored under this key, read-only; None if there are none. A hit takes no lock and no system call."""
-        return self._values.get(key)
+    def get(self, key: str, default: T | None = None) -> memoryview | T | None:
+        """The bytes stored under this key, read-only; ``default`` if there are none. A hit takes no lock and no system call."""
+        return self._values.get(key, default)
 
     def put(self, key: str, data: Buffer) -> bool:
         """Store bytes under a key, replacing earlier ones. Returns False, with one warning, if they cannot be stored."""
@@ -429,7 +429,6 @@ class Cache:
         iteration reads the cache in pages, so a million entries take no more memory than a few thousand."""
         from forebay.cache.entries import Entries
 
-        self._check_open()
         return Entries(self._store, space)
 
     def entry(self, name: Name) -> Entry | None:
@@ -452,7 +451,6 @@ class Cache:
     @property
     def budget(self) -> int:
         """Bytes that all processes together may store."""
-        self._check_open()
         return self._store.usage().budget
 
     def stats(self) -> Stats:
@@ -473,28 +471,23 @@ class Cache:
 
     def overhead(self) -> dict[str, int]:
         """Bytes on disk that the budget does not count: ``log`` (of the catalog), ``slots``, ``directories``, ``other`` files."""
-        self._check_open()
         return self._store.overhead()
 
     def reset_stats(self) -> None:
         """Set the counters to zero, for all processes."""
-        self._check_open()
         with waits.time_limit(self._origin.timeout):
             self._store.zero_counts()
 
     def check(self, *, deep: bool = False) -> list[Problem]:
         """The problems of the root; an empty list means it is sound. ``deep`` reads every byte."""
-        self._check_open()
         return self._store.check(deep=deep)
 
     def repair(self, *, deep: bool = True) -> list[Problem]:
         """Repair what `check` reports: set damaged files aside, remove files that no entry names. Returns the repaired problems."""
-        self._check_open()
         return self._store.repair(deep=deep)
 
     def strays(self) -> Strays:
         """Files in the root that belong to no entry. `prune` and `repair` remove those that Forebay created."""
-        self._check_open()
         return self._store.strays()
 
     # -- removing --------------------------------------------------------------------------------------------------
@@ -592,12 +585,7 @@ class Cache:
         return self._origin.target(url, filesystem)
 
     def _options(self, max_age: float | str | None, refresh: bool, **arguments: Any) -> FetchOptions:
-        options = FetchOptions.of(self._origin, max_age, refresh, **arguments)
-        if "ipykernel" not in sys.modules:
-            return options
-        from forebay.cache.notebook import with_bar
-
-        return with_bar(options)
+        return seeing.watched(FetchOptions.of(self._origin, max_age, refresh, **arguments))
 
 
 def origin_of(cache: Cache) -> Origin:

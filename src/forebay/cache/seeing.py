@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from forebay import errors
 from forebay.origin import Origin
+from forebay.origin.request import FetchOptions
 
 if TYPE_CHECKING:
     from forebay.reports import HistoryPoint, Stats
@@ -26,6 +28,15 @@ def stats(origin: Origin) -> Stats:
             raise  # the caller opened the root to inspect it
         origin.warn("stats", "the statistics of the cache cannot be read: %s", error)
         return Stats.of(Usage(0, 0, 0), {})
+
+
+def watched(options: FetchOptions) -> FetchOptions:
+    """The options of a call, whose fetch shows a bar in a notebook."""
+    if "ipykernel" not in sys.modules:
+        return options
+    from forebay.cache.notebook import with_bar
+
+    return with_bar(options)
 
 
 def as_html(origin: Origin) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import errors
@@ -23,7 +23,36 @@ VALUES = "values"
 FOREVER = 1 << 63
 
 
-class Space:
+class DictLike:
+    """Values as those of a dict: ``cache[key]``, ``cache[key] = data``, ``key in cache``, ``len(cache)``, ``for key in cache``.
+
+    Only keys of `put` are meant: `Cache.entry` finds objects of URLs. A missing key is a `NotCached`, which is a KeyError."""
+
+    _values: Space
+
+    def __getitem__(self, key: str) -> memoryview:
+        data = self._values.get(key)
+        if data is None:
+            raise errors.NotCached.of(key)
+        return data
+
+    def __setitem__(self, key: str, data: Buffer) -> None:
+        self._values.put(key, data)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._values._holds(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values.keys())
+
+    def __len__(self) -> int:
+        return self._values._count()
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class Space(DictLike):
     """Values of one space. Created by `Cache.space`; callable from any thread, usable in both processes after a fork, pickles with its
     cache."""
 
@@ -40,8 +69,12 @@ class Space:
     def __repr__(self) -> str:
         return f"<forebay.Space {self.name!r}>"
 
-    def get(self, key: str) -> memoryview | None:
-        """The bytes under this key, read-only; None if there are none. They stay valid after an eviction."""
+    @property
+    def _values(self) -> Space:  # type: ignore[override]
+        return self
+
+    def get(self, key: str, default: T | None = None) -> memoryview | T | None:
+        """The bytes under this key, read-only; ``default`` if there are none. They stay valid after an eviction."""
         store = self._store()
         quick = self._quick(key, FOREVER)
         if quick is not None:
@@ -62,7 +95,7 @@ class Space:
             hit = self._origin.upstream.view(self.name, key)
         if hit is None:
             store.count("misses")
-            return None
+            return default
         return self._hit(hit)
 
     def put(self, key: str, data: Buffer, *, timeout: float | None = None) -> bool:
@@ -161,8 +194,13 @@ class Space:
         """All keys, from the least to the most recently used."""
         return [entry.key for entry in self._store().entries(self.name)]
 
-    def __contains__(self, key: str) -> bool:
+    def _holds(self, key: str) -> bool:
+        """Whether there is something under this key; it counts as no use."""
         return self._store().entry(self.name, key) is not None
+
+    def _count(self) -> int:
+        """The number of keys."""
+        return sum(space.entries for space in self._store().usage().spaces if space.name == self.name)
 
     def _store(self) -> Store | PassThrough:
         store = self._origin.current()
