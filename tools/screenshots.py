@@ -69,7 +69,7 @@ def content() -> Content:
         Fetch("urls", "s3://corpus/laion/shards-01/00611.tar", "process 24562 on node7 (train.py)", 61 * 10**6, 104 * 10**6, time - 2),
         Fetch("urls", "s3://corpus/laion/shards-01/00612.tar", "process 24563 on node7 (train.py)", 12 * 10**6, 101 * 10**6, time - 1),
     )
-    failures = (Failure("urls", "https://weights.example/vit/h14.bin", time - 5000, "the remote answers 404 Not Found"),)
+    failures = (Failure("urls", "https://weights.example/vit/h14.bin", time - 5000, "the server returned 404 Not Found"),)
     claims = [ClaimInfo(0, "SLURM 4711.0", "", "anna", 1000, (24562, 24563), 24562, time - 9000, 9000, ("/scratch/train",), (None,), False,
                         67_100_000, True, "train.py")]  # fmt: skip
     return Content(

@@ -151,7 +151,7 @@ def test_stats_and_doctor_say_which_leads(server: Nginx, quick_path: Path) -> No
     assert leading == {"urls": "lru"}
     shown = {verb: command(verb, "--root", root) for verb in ("stats", "doctor")}
     assert "eviction of urls" in shown["stats"]
-    assert "lru: of the last 20 uses lru would have served 0, bimodal insertion 0" in " ".join(shown["doctor"].split())
+    assert "lru: of the last 20 uses, lru would have hit 0, bimodal insertion 0" in " ".join(shown["doctor"].split())
 
 
 def command(*words: str) -> str:

@@ -316,7 +316,7 @@ def test_the_focus_names_a_cell_and_nothing_scrolls_sideways(filled: Cache, tmp_
     file, now = tmp_path / "report.html", 1_790_000_000.0
     points = [HistoryPoint(now - (9 - n) * 3600, now - (8 - n) * 3600, 10**7, bytes_hit=999 * 10**9, evictions=99_999) for n in range(9)]
     fetch = Fetch("urls", "s3://corpus/laion/shards-01/00611.tar", "process 24562 on node7 (train.py)", 61 * 10**6, 104 * 10**6, now)
-    failure = Failure("urls", "https://weights.example/vit/h14.bin", now, "the remote answers 404 Not Found")
+    failure = Failure("urls", "https://weights.example/vit/h14.bin", now, "the server returned 404 Not Found")
     claim = ClaimInfo(
         0, "SLURM 4711.0", "", "anna", 1000, (1,), 1, 0.0, 1, ("/scratch/train",), (None,), False, 67_100_000, True, "train.py"
     )

@@ -833,5 +833,5 @@ def test_shards_that_lead_out_of_the_prefix_are_left_out(monkeypatch: pytest.Mon
     monkeypatch.setattr(RemoteAccess, "list", lambda self, url: iter(listed))
     assert TarSource("s3://b/p/").shards() == ["ok.tar"]
     assert [record.message for record in caplog.records if "left out" in record.message] == [
-        "s3://b/p: '../../evil.tar' is no name below it: such shards are left out"
+        "s3://b/p: '../../evil.tar' is outside the source; such shards are skipped"
     ]

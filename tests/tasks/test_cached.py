@@ -252,7 +252,7 @@ def test_what_was_stored_under_other_arguments_is_a_miss(tasks: Tasks, journal: 
         assert [train(1, 0.5), train(1, 2.0), train(1, 2.0), train(1, 0.5)] == [0.5, 2.0, 2.0, 0.5]
     assert len(journal) == 3
     assert len(tasks) == 1
-    assert [r.getMessage() for r in caplog.records if "other arguments" in r.getMessage()] == [caplog.records[0].getMessage()]
+    assert [r.getMessage() for r in caplog.records if "different arguments" in r.getMessage()] == [caplog.records[0].getMessage()]
 
 
 def test_a_tag_of_a_call_is_what_read_takes(tasks: Tasks) -> None:

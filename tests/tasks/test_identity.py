@@ -518,7 +518,7 @@ def test_two_scripts_of_one_name_have_results_of_their_own(train: Callable[..., 
 
 
 def test_a_changed_body_runs_again_and_says_so_once(train: Callable[..., tuple[str, str]]) -> None:
-    message = "train.features has other code than when its outputs were kept: it runs again"
+    message = "train.features: its code has changed since its outputs were stored: it runs again"
     assert message not in train("1")[1]
     printed, logged = train("2", also="features('test')\n")
     assert printed == "ran 2 2\nran"
@@ -539,4 +539,4 @@ def test_what_other_code_gave_is_told_at_info(cache: forebay.Cache, caplog: pyte
     tasks = cache.tasks("flow")
     with caplog.at_level(logging.INFO, "forebay"):
         assert [tasks.cached(one.f)(0), tasks.cached(two.f)(0), tasks.cached(one.f)(0), tasks.cached(two.f, version=1)(0)] == [1, 2, 1, 2]
-    assert [(r.levelname, "other code" in r.getMessage()) for r in caplog.records] == [("INFO", True)]
+    assert [(r.levelname, "code has changed" in r.getMessage()) for r in caplog.records] == [("INFO", True)]

@@ -208,7 +208,7 @@ def _check_tree(root: Root, catalog: Catalog, entry: Entry) -> Iterator[Problem]
         return  # evicted meanwhile; a directory that is lost is reported by its name
     wrong = sorted((names ^ set(files)) | others)
     if wrong and entries.by_id(catalog, entry.id) is not None:  # else it is being removed
-        yield Problem("damaged", entry.name, f"{wrong[0]!r} in it is not what was put there", entry.key, entry.id)
+        yield Problem("damaged", entry.name, f"{wrong[0]!r} in it has changed since it was stored", entry.key, entry.id)
 
 
 def _is_one_file(root: Root, one: str, other: str) -> bool:

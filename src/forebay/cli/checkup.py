@@ -233,7 +233,7 @@ def _content(path: Path) -> Iterator[Finding]:
         yield Finding("lost stores", "slow", f"{stats.store_failures:,} values could not be stored", "the logs of those jobs say why")
     for name, some, todo in (
         ("soundness", [p for p in problems if p.kind != "foreign"], "`forebay verify --repair`"),
-        ("foreign files", [p for p in problems if p.kind == "foreign"], "move them away, or remove them: nobody counts them"),
+        ("foreign files", [p for p in problems if p.kind == "foreign"], "not created by Forebay, not in the budget: move them out"),
     ):
         if some:
             yield Finding(name, "wrong", "; ".join(map(str, some[:3])), todo)
@@ -270,7 +270,7 @@ def _policies(standings: Mapping[str, Standing | None]) -> Iterator[Finding]:
         if standing is not None:
             (lru, bimodal), uses, share = standing.hits, standing.uses, standing.share
             sample = f"the last {uses:,} uses of 1 in {share:,} keys" if share > 1 else f"the last {uses:,} uses"
-            found = f"{standing.leader}: of {sample} lru would have served {lru:,}, bimodal insertion {bimodal:,}"
+            found = f"{standing.leader}: of {sample}, lru would have hit {lru:,}, bimodal insertion {bimodal:,}"
         yield Finding(f"eviction of {name}", "ok", found)
 
 

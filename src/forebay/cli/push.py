@@ -36,13 +36,13 @@ class Pushed:
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("url", metavar="URL")
 @click.option("--delete", is_flag=True, help="Remove files at URL that are not in DIR, except the metadata.")
-@click.option("--keep/--no-keep", help="Also keep the files in the cache, as if they had been fetched.")
+@click.option("--keep/--no-keep", help="Also keep the files in the cache, as though fetched.")
 @jobs_option(16)
 @dry_run_option
 @root_option
 @json_option
 def push(directory: Path, url: str, delete: bool, keep: bool, jobs: int, dry_run: bool, root: Path | None, as_json: bool) -> None:
-    """Upload a directory, such as a checkpoint: only missing files are sent, and no reader takes an incomplete upload for the whole."""
+    """Upload a directory, such as a checkpoint: only missing files are sent, and readers never see an incomplete upload."""
     from forebay.cli.bars import Bars
 
     began = time.monotonic()

@@ -26,7 +26,7 @@ OTHERS = ("max_age", "offline", "shared", "progress", "verbosity", *map(str.lowe
 DEFAULTS = {
     "budget": "75 % of the free space, once the cache is created", "min_free": "5 % of the disk", "max_age": "300s", "offline": "0",
     "shared": "0", "progress": "on a terminal", "verbosity": "warning", "connect_timeout": "10", "read_timeout": "30", "attempts": "5",
-    "connections": "16", "streams": "8", "s3_anonymous": "without credentials", "claims": "/dev/shm/forebay-claims",
+    "connections": "16", "streams": "8", "s3_anonymous": "only if no credentials are found", "claims": "/dev/shm/forebay-claims",
 }  # fmt: skip
 """What holds where nothing is set; no limit for the others."""
 

@@ -87,7 +87,7 @@ class Directories:
         self._listings.postpone(location, 0)
 
     def keep(self, location: RemoteDirectory, files: Sequence[tuple[File, str]]) -> None:
-        """Store local files (each with its path) that were just uploaded, as if they had been fetched.
+        """Store local files (each with its path) that were just uploaded, as though fetched.
 
         ``files``: all of the directory, with the validators of the remote. Raises `CacheFault` where there is no room."""
         store = self._origin.store

@@ -85,7 +85,7 @@ def push(
     origin: Origin, location: RemoteDirectory, local: str | os.PathLike[str], *, delete: bool = False, keep: bool = False,
     dry_run: bool = False, jobs: int = JOBS, tell: Tell | None = None,
 ) -> Uploaded:  # fmt: skip
-    """`upload`, and invalidate the listing in the cache; ``keep``: the files stay in the cache, as if they had been fetched.
+    """`upload`, and invalidate the listing in the cache; ``keep``: the files stay in the cache, as though fetched.
 
     Logs a warning if they cannot be stored. Raises `Offline` where the cache must not ask the remote."""
     if origin.offline and location.local is None:

@@ -286,7 +286,7 @@ class ItemWriter:
         if not self._too_large_reported:
             self._too_large_reported = True
             log.warning(
-                "%s has %s bytes, and the space %r may have %s in all: it is read past the cache, and so is whatever else is too large",
+                "%s has %s bytes, and the space %r may have %s in all: it bypasses the cache, like everything else that is too large",
                 key, f"{size:,}", self._config.space, f"{self.queue.limit:,}",
             )  # fmt: skip
 

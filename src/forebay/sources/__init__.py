@@ -82,7 +82,7 @@ class UrlSource:
                 yield name
             elif not has_warned:
                 has_warned = True
-                log.warning("%s: %r is no name below it: such names are left out", self.uri, name)
+                log.warning("%s: %r is outside the source; such names are skipped", self.uri, name)
 
     def size(self, key: str) -> int | None:
         """Bytes of a local file; None for a remote one, which would cost a request, and if there is none."""

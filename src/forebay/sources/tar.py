@@ -211,7 +211,7 @@ class TarSource:
         infos = {prefix.name_of(info.url): info for info in listed}
         others = [name for name in infos if not is_name(name)]
         if others:
-            log.warning("%s: %r is no name below it: such shards are left out", self.uri, others[0])
+            log.warning("%s: %r is outside the source; such shards are skipped", self.uri, others[0])
         return {name: info for name, info in infos.items() if name not in others}
 
     def _url(self, shard: str) -> str:

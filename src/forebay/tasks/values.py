@@ -131,7 +131,7 @@ class Values:
             )
             return False
         if digest is not None and digests != digest:
-            self._say(key, "digest", f"{label or key}: {self.space}:{key} was stored under other arguments: it is not used for these")
+            self._say(key, "digest", f"{label or key}: {self.space}:{key}: the tag was stored with different arguments; recomputing")
             return False
         return True
 

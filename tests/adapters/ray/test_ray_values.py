@@ -93,7 +93,7 @@ def test_what_is_kept_here_is_at_the_head_and_stays_here(head: Head, away: Remot
 def test_another_call_s_output_is_not_taken(head: Head, away: RemoteValues, caplog: pytest.LogCaptureFixture) -> None:
     head.served.keep("tag", "theirs", digest="a" * 32)
     assert [away.look("tag", "b" * 32) for _ in range(2)] == [None, None]
-    assert caplog.text.count("other arguments") == 1
+    assert caplog.text.count("different arguments") == 1
     assert away.look("tag", "a" * 32) == away.look("tag") == ("theirs",)
 
 

@@ -185,7 +185,7 @@ class Opened(NamedTuple):
 
 def error_for_status(url: str, status: int, reason: str, headers: Mapping[str, str]) -> Exception:
     """The error that a refusing status means. ``url``: without secrets."""
-    text = f"the remote answers {status} {escaped(reason[:100])}".rstrip()
+    text = f"the server returned {status} {escaped(reason[:100])}".rstrip()
     if status in RETRY_STATUSES:
         return AttemptFailed(text, retry_after=retry_after(headers), status=status)
     if status in (401, 403):
