@@ -305,7 +305,8 @@ LOOK = """<script>onload = () => {
     }
     named.push(hint)
   }
-  parent.document.title = [innerWidth, boxes.filter((one) => one.scrollWidth > one.clientWidth).length, named.length, named.every((one) => one)]
+  const wide = boxes.filter((one) => one.scrollWidth > one.clientWidth)
+  parent.document.title = [innerWidth, wide.length, named.length, named.every((one) => one)]
 }</script>"""
 
 
