@@ -117,7 +117,7 @@ def main() -> None:
             take(chromium, folder, f"report-{width}-{scheme}", report.as_uri(), width, 1240, option)
         site = serve_site(folder / "site")
         for path in PAGES:
-            take(chromium, folder, f"site-{Path(path).stem}", f"{site}/{path}", 1280, 960)
+            take(chromium, folder, f"site-{Path(path).stem}", f"{site}/{path}", 1280, 790)
 
 
 if __name__ == "__main__":
