@@ -80,7 +80,7 @@ def content() -> Content:
 
 def serve_site(folder: Path) -> str:
     """The URL of the site, built into a folder: from a file it would have no search."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     subprocess.run(command, check=True, cwd=REPO, timeout=600, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
     Thread(target=server.serve_forever, daemon=True).start()
