@@ -80,7 +80,7 @@ def content() -> Content:
 
 def serve_site(folder: Path) -> str:
     """The URL of the site, built into a folder: from a file it would have no search."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     subprocess.run(command, check=True, cwd=REPO, timeout=600, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
     Thread(target=server.serve_forever, daemon=True).start()
@@ -117,7 +117,7 @@ def main() -> None:
             take(chromium, folder, f"report-{width}-{scheme}", report.as_uri(), width, 1240, option)
         site = serve_site(folder / "site")
         for path in PAGES:
-            take(chromium, folder, f"site-{Path(path).stem}", f"{site}/{path}", 1280, 960)
+            take(chromium, folder, f"site-{Path(path).stem}", f"{site}/{path}", 1280, 790)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,8 @@ svg .axis, svg .size { fill: var(--soft); } svg .head { font-weight: 600; } .gri
 .hue0 { fill: var(--h0); } .hue1 { fill: var(--h1); } .hue2 { fill: var(--h2); } .hue3 { fill: var(--h3); } .hue4 { fill: var(--h4); }
 .hue5 { fill: var(--h5); } g:focus rect, g:hover rect { stroke: var(--text); stroke-width: 2; } g:focus { outline: none; }
 g { cursor: pointer; } .tip { display: none; pointer-events: none; } .hint { color: var(--soft); }
-foreignObject p { font-size: 13px; line-height: 1.3; }
-g:hover .tip, g:focus .tip { display: block; }
-svg:has(g:hover) g:focus:not(:hover) .tip, svg:has(g:hover, g:focus) .hint { display: none; }
+foreignObject p { height: 100%; margin: 0; padding-top: 4px; background: var(--back); font-size: 13px; line-height: 1.3; }
+g:hover .tip, g:focus .tip { display: block; } svg:hover g:focus:not(:hover) .tip { display: none; }
 .narrow { display: none; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 3px 10px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }

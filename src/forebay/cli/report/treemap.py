@@ -116,10 +116,11 @@ def draw(spaces: Sequence[tuple[str, Sequence[Cell]]], width: int, height: int, 
     drawn = [(name, [one for one in cells if one[1].bytes]) for name, cells in numbered if bytes_of(cell for _, cell in cells)]
     below = (height, width, 40 if width > 600 else 72)  # room for two lines, or four
     parts = [f'<svg class="{css}" viewBox="0 0 {width} {height + below[2]}" role="group" aria-label="Bytes by space and prefix">']
+    parts.append(_below("hint", HINT, below))  # first: the others cover it
     frames = squarify([bytes_of(cell for _, cell in cells) for _, cells in drawn], Rect(0.0, 0.0, float(width), float(height)))
     for hue, ((name, cells), frame) in enumerate(zip(drawn, frames, strict=True)):
         parts += _space(name, cells, _inner(frame), hue % 6, below)
-    return "\n".join([*parts, _below("hint", HINT, below), "</svg>"])
+    return "\n".join([*parts, "</svg>"])
 
 
 def bytes_of(cells: Iterable[Cell]) -> int:
