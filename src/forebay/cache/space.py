@@ -24,8 +24,7 @@ FOREVER = 1 << 63
 
 
 class Space:
-    """Values of one space. Created by `Cache.space`; callable from any thread, usable in both processes after a fork, pickles with its
-    cache."""
+    """Values of one space. Created by `Cache.space`; callable from any thread, usable after a fork, pickles with its cache."""
 
     def __init__(self, origin: Origin, name: str) -> None:
         self._origin, self.name = origin, name

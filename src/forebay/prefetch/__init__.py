@@ -180,8 +180,8 @@ class Prefetcher(Pool[Item_co]):
         return item
 
     def put(self, obj: T, name: str = "") -> Lazy[T]:
-        """Write a pickled object to disk and return a lazy for it. Its bytes are removed when the lazy is read or dropped. ``name``: the
-        name that listings show.
+        """Write a pickled object to disk; return a lazy for it. Its bytes are removed when the lazy is read or dropped. ``name``: for
+        listings.
 
         If there is no room, the object stays in memory. Raises `Closed`, and any error from pickling it."""
         self._check_open()
@@ -279,8 +279,7 @@ class Prefetcher(Pool[Item_co]):
         return self._loader.closed
 
     def close(self) -> None:
-        """Cancel queued loads, and wait for running ones. Lazies that were returned stay usable; from now on `get_lazy` raises `Closed`. A
-        second call does nothing."""
+        """Cancel queued loads, and wait for running ones. Returned lazies stay usable; `get_lazy` now raises `Closed`. Idempotent."""
         self._loader.close()
 
     def _check_open(self) -> None:

@@ -26,8 +26,7 @@ class Lazy(Generic[Item_co]):
     """An item that is loaded or loading: ``Lazy[bytes]``, or of the type that ``decode`` returns. Its ``key`` is its key in the source.
 
     Callable from any thread, and usable in both processes after a fork. Unpickled in another process, it requests the item there. Lazies of
-    one source and key are equal and hash alike. You can drop a lazy at any time: that releases its share of the item, and waits for
-    nothing."""
+    one source and key are equal and hash alike. Dropping a lazy at any time releases its share of the item, without waiting."""
 
     __slots__ = ("__weakref__", "_load", "_pool", "_values", "key")
 

@@ -29,9 +29,9 @@ _MOST = 16 << 10
 class CacheInfo(NamedTuple):
     """What ``cache_info()`` of a cached function returns; the names are those of `functools.lru_cache`.
 
-    ``hits``, ``misses``: calls of this function in this process that found a stored output, or none. A forked child continues its
-    parent's counts. ``maxsize``: None; the limit is a number of bytes: see `Tasks.budget`. ``currsize``: outputs of this function's
-    present code, or version, that are stored now, by whatever process."""
+    ``hits``: calls of this function in this process that found a stored output. ``misses``: calls that found none. A forked child continues
+    its parent's counts. ``maxsize``: None; the limit is in bytes: see `Tasks.budget`. ``currsize``: outputs of this function's current
+    code, or version, stored now by any process."""
 
     hits: int
     misses: int
