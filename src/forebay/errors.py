@@ -1,43 +1,43 @@
 """Every error that Forebay raises.
 
     ForebayError
-    ├── ConfigError (ValueError)             an invalid argument or environment variable
-    │   └── NotJson (TypeError)              metadata that JSON cannot hold
-    ├── MissingExtra (ImportError)           an optional package is needed for this URL or adapter
-    ├── Closed (ValueError, RuntimeError)    a call after close()
-    ├── RootError (OSError)                  this directory cannot be used as a cache
-    │   ├── RootRefused                      another user's, on a network file system, or holding foreign files
-    │   └── NewerFormat                      written by a newer Forebay
-    ├── CacheFault (OSError)                 the cache itself failed; calls are served from the source
-    │   ├── WriterBusy                       another process writes to the catalog, or was stopped while it did
-    │   ├── NoSpace                          (ENOSPC) no room, with need, free and budget
-    │   ├── ReadOnly                         (EROFS) this root is read-only
-    │   └── Damaged                          stored bytes differ from what was stored
-    ├── WaitTimeout (TimeoutError)           a lock, key or room was not free in time; names its holder
-    │   └── ConnectionsBusy (RemoteTimeout)  all connections to a host that max_connections allows are in use
-    ├── Offline (FileNotFoundError)          not in the cache, and offline mode forbids asking the remote
-    ├── NotCached (KeyError)                 the cache does not hold this key
-    │   └── Ambiguous                        a name that matches several entries
-    ├── ChecksumMismatch (ValueError)        the source's bytes are not those that the caller expected
-    ├── ClaimConflict (ValueError)           a directory belongs to another job, or to another claim of this one
-    ├── ClaimMismatch (RuntimeError)         processes of one job disagree about directories or shared memory
-    ├── BarrierBroken (BrokenBarrierError)   a participant died: the barrier cannot be crossed this time
-    ├── FillFailed (RuntimeError)            another process's function raised an error that cannot be rebuilt here
-    ├── Foreign (FileExistsError)            a file that is not Forebay's is where Forebay would write one
-    ├── SourceChanged (RuntimeError)         a local file changed while it was being uploaded
-    └── RemoteError (OSError)                the source failed
-        ├── NotFound (FileNotFoundError)
-        ├── AccessDenied (PermissionError)
-        ├── RemoteTimeout (TimeoutError)
-        ├── RemoteUnavailable (ConnectionError)   all retries failed
-        ├── RemoteChanged                    the object changed while it was being read
-        ├── Conflict (FileExistsError)       a conditional write found another object there
-        ├── Unsupported (NotImplementedError)     this kind of remote does not support the operation
-        ├── RemoteProtocolError              a response that HTTP or S3 does not allow
-        ├── BadArchive                       a tar file that is truncated, damaged, or not a tar file
-        ├── BadListing                       a remote name that cannot be a file name below the directory
-        ├── NotADirectory (NotADirectoryError)    an object where a directory was expected
-        └── Incomplete                       an upload to this directory started and has not ended
+    ├── ConfigError (ValueError)                 invalid argument or variable
+    │   └── NotJson (TypeError)                  metadata that JSON cannot hold
+    ├── MissingExtra (ImportError)               an optional package is missing
+    ├── Closed (ValueError, RuntimeError)        a call after close()
+    ├── RootError (OSError)                      the directory cannot be a cache
+    │   ├── RootRefused                          another user's, or unsuitable
+    │   └── NewerFormat                          written by a newer Forebay
+    ├── CacheFault (OSError)                     failed; calls use the source
+    │   ├── WriterBusy                           another process is writing
+    │   ├── NoSpace                              (ENOSPC) no room
+    │   ├── ReadOnly                             (EROFS) the root is read-only
+    │   └── Damaged                              stored bytes have changed
+    ├── WaitTimeout (TimeoutError)               a wait took too long
+    │   └── ConnectionsBusy (RemoteTimeout)      max_connections are in use
+    ├── Offline (FileNotFoundError)              not cached, in offline mode
+    ├── NotCached (KeyError)                     nothing under this key
+    │   └── Ambiguous                            a name of several entries
+    ├── ChecksumMismatch (ValueError)            not the expected bytes
+    ├── ClaimConflict (ValueError)               another claim has the directory
+    ├── ClaimMismatch (RuntimeError)             processes of a job disagree
+    ├── BarrierBroken (BrokenBarrierError)       a participant died
+    ├── FillFailed (RuntimeError)                another process's call failed
+    ├── Foreign (FileExistsError)                another file is in the way
+    ├── SourceChanged (RuntimeError)             changed during its upload
+    └── RemoteError (OSError)                    the source failed
+        ├── NotFound (FileNotFoundError)         no such object
+        ├── AccessDenied (PermissionError)       credentials not accepted
+        ├── RemoteTimeout (TimeoutError)         nothing arrived for too long
+        ├── RemoteUnavailable (ConnectionError)  all retries failed
+        ├── RemoteChanged                        changed while being read
+        ├── Conflict (FileExistsError)           a conditional write failed
+        ├── Unsupported (NotImplementedError)    not possible with this remote
+        ├── RemoteProtocolError                  an invalid HTTP or S3 response
+        ├── BadArchive                           not an intact tar file
+        ├── BadListing                           a name that no file can have
+        ├── NotADirectory (NotADirectoryError)   an object, not a directory
+        └── Incomplete                           an unfinished upload
 
 Each error is pickled and rebuilt with its message, facts, notes and causes, so that one raised in a worker reaches the main process. A
 cause that cannot be pickled arrives as a `RemoteCause` that holds its class name and its text.
