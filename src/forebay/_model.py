@@ -92,7 +92,7 @@ class Policy(enum.StrEnum):
         try:
             return cls(name.lower())
         except ValueError as error:
-            raise ConfigError(f"there is no policy {name!r}: use one of {', '.join(cls)}", value=name) from error
+            raise ConfigError(f"unknown policy {name!r}: use one of {', '.join(cls)}", value=name) from error
 
 
 class Codec(Protocol[Item]):

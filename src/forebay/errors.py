@@ -414,7 +414,7 @@ class SourceChanged(ForebayError, RuntimeError):
 
     @classmethod
     def of(cls, path: object) -> SourceChanged:
-        return cls(f"{path} changed while it was being uploaded: upload it again once nothing changes it", path=str(path))
+        return cls(f"{path} changed while being uploaded: upload it again once nothing changes it", path=str(path))
 
 
 class RemoteError(ForebayError, OSError):

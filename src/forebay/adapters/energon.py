@@ -324,7 +324,7 @@ def _noted_plainly(data: Any, info: Any) -> Noted:
         source = [type(path) is EPath, str(path) if type(path) is EPath else path, info.index, info.shard_name, tuple(info.file_names)]
     try:
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise errors.ConfigError(f"a {type(data).__name__} is no bytes", name="method", value="raw")
+            raise errors.ConfigError(f"a {type(data).__name__} is not bytes", name="method", value="raw")
         head = b"".join(_PYTREE.encode(source))
     except errors.ConfigError as error:
         message = f"others can write to this root, and items of the dataset need a pickle ({error}): use method='pickle' if you trust them"

@@ -350,7 +350,7 @@ class Cache:
         from forebay.samples import open_samples
 
         if policy != "freeze":
-            raise errors.ConfigError(f"policy={policy!r}: samples know 'freeze' only", name="policy", value=policy)
+            raise errors.ConfigError(f"policy={policy!r}: samples support only 'freeze'", name="policy", value=policy)
         size = self._size(quota, "quota")
         return open_samples(self._origin, name, length, codec=codec, fingerprint=fingerprint, quota=size, copy=copy)
 

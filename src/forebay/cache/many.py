@@ -228,7 +228,7 @@ class _PullRequests:
                 if lease is not None:
                     reporter.say("done", lease.entry.size, lease.entry.size)
                 elif isinstance(error, errors.NoSpace):
-                    log.warning("%s is not kept: %s", request.target.key, str(error))
+                    log.warning("%s is not stored: %s", request.target.key, str(error))
                     reporter.say("direct", 0, None)
         except BaseException:
             if lease is not None:
@@ -244,7 +244,7 @@ def pull(origin: Origin, target: Target, options: FetchOptions, reporter: Progre
             reporter.say("done", lease.entry.size, lease.entry.size)
             return lease.entry
     except errors.NoSpace as error:
-        log.warning("%s is not kept: %s", target.key, str(error))
+        log.warning("%s is not stored: %s", target.key, str(error))
         reporter.say("direct", 0, None)
         return None
 

@@ -203,7 +203,7 @@ class Prefetcher(Pool[Item_co]):
         if data is not None and seal:
             data = memoryview(bytes(data))  # a private copy: others could change the file between the check and the use
         if data is None or (seal and _seal(data) != seal):
-            raise errors.Damaged(f"the spilled object {lease.entry.key!r} is damaged or missing: create it again", key=lease.entry.key)
+            raise errors.Damaged(f"the object {lease.entry.key!r} is damaged or missing: create it again", key=lease.entry.key)
         return _PICKLE.decode(data, lambda: memoryview(bytearray(data)))
 
     def _discard(self, lease: Lease) -> None:

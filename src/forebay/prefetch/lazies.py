@@ -261,7 +261,7 @@ class PassThrough(Pool[Item_co]):
             return report
         reason = "the cache cannot be used now" if self._reopen else "the cache is switched off"
         return WarmReport(
-            (), tuple((key, errors.NoSpace(f"{key}: it cannot be kept: {reason}", key=key, need=0, free=0, budget=0)) for key in keys)
+            (), tuple((key, errors.NoSpace(f"{key}: it cannot be stored: {reason}", key=key, need=0, free=0, budget=0)) for key in keys)
         )
 
     def set_limits(self, *, budget: int | None = None, max_count: int | None = None) -> None:

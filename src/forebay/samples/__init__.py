@@ -272,7 +272,7 @@ class Samples(Generic[Item]):
         self._check_creator("preserve")
         self._pack.has(0)  # raises Closed
         if self.name is not None:
-            raise errors.ConfigError(f"this array has a name already: {self.name!r}", name="name", value=name)
+            raise errors.ConfigError(f"this array already has a name: {self.name!r}", name="name", value=name)
         checked_name(name)
         if isinstance(self._pack, NoPack):
             return False
@@ -376,7 +376,7 @@ def open_samples(
     elif length is None:
         raise errors.ConfigError("an array without a name needs a length: cache.samples(length=N)", name="length", value=None)
     if length is not None and not (isinstance(length, int) and length >= 1):
-        raise errors.ConfigError(f"length={length!r} makes no sense: it is an int of at least 1", name="length", value=length)
+        raise errors.ConfigError(f"length={length!r} is invalid: it must be an int of at least 1", name="length", value=length)
     shape = Shape(length or 0, chosen.name, digest_of(fingerprint))
 
     def find_pack() -> Pack | NoPack | None:

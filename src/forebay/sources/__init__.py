@@ -191,7 +191,7 @@ class _ByExtension:
             if decode is not None:
                 return decode
         known = ", ".join(filter(None, self._decoders))
-        raise errors.ConfigError(f"no decoder for {key!r}: there are those for {known}; one under '' would take the rest", key=key)
+        raise errors.ConfigError(f"no decoder for {key!r}: there are decoders for {known}; one under '' would handle the rest", key=key)
 
 
 def by_extension(decoders: Mapping[str, Decode]) -> Decode:
@@ -270,4 +270,4 @@ def source_of(thing: Any) -> Source:
         return source
     expected = "a path, a URL, paths or URLs of tar shards, or an object with source[key] and source.uri"
     shown = redacted(repr(thing))
-    raise errors.ConfigError(f"{shown} is no source: expected {expected}", name="source", value=shown)
+    raise errors.ConfigError(f"{shown} is not a source: expected {expected}", name="source", value=shown)

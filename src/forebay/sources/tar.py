@@ -262,7 +262,7 @@ def _laid_out(reach: RemoteAccess, texts: Sequence[str]) -> _Layout:
     """The layout of shards that are named one by one."""
     urls = [Prefix(text, plain=reach.filesystem is not None).url for text in texts]
     if not urls:
-        raise errors.ConfigError("no shards: name one at least", name="shards", value=None)
+        raise errors.ConfigError("no shards: name at least one", name="shards", value=None)
     parts = [_bare(url).split("/") for url in urls]
     folders = [each[:-1] for each in parts]
     common = sum(1 for _ in takewhile(lambda same: len(set(same)) == 1, zip(*folders, strict=False)))

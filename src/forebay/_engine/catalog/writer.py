@@ -100,7 +100,7 @@ class WriterLock:
                 return
             word, holder = stuck
             if self._words.value(WRITER_WORD) == word:  # else it was released since: it is worth waiting for
-                raise WriterBusy(f"the catalog is busy, as a moment ago: held by {holder}", waited=0.0, holder=holder)
+                raise WriterBusy(f"the catalog is still busy: held by {holder}", waited=0.0, holder=holder)
             self._stuck.pop(self._path, None)
         began = time.monotonic()
         until = began + min(HUNGRY, timeout / 2)

@@ -125,7 +125,7 @@ def get_checkpoint(cache: Cache | None = None) -> RayCheckpoint | None:
 
 
 def report(metrics: dict[str, Any], checkpoint: Any = None, checkpoint_dir_name: str | None = None, *more: Any, **options: Any) -> None:
-    """`ray.train.report`, which also accepts a Forebay `Checkpoint`. Ray copies it to its storage. ``more``, ``options``: Ray's arguments."""
+    """`ray.train.report`, which also accepts a Forebay `Checkpoint`. Ray copies it to its storage. ``more``, ``options``: Ray's own."""
     wrapped = to_ray(checkpoint) if isinstance(checkpoint, Checkpoint) else checkpoint
     if more:
         ray.train.report(metrics, wrapped, checkpoint_dir_name, *more, **options)

@@ -140,7 +140,7 @@ def size_in(size: float, units: str) -> int:
     """``size`` in bytes. Raises `ConfigError`."""
     known = {name.upper(): number for name, number in UNITS.items()}
     if not isinstance(units, str) or units.upper() not in known:
-        raise errors.ConfigError(f"units={units!r} are not known: choose one of {', '.join(UNITS)}", name="units", value=units)
+        raise errors.ConfigError(f"units={units!r} is not known: choose one of {', '.join(UNITS)}", name="units", value=units)
     number = int(size * known[units.upper()])
     if number < 0:
         raise errors.ConfigError(f"size={size} must not be negative", name="size", value=size)

@@ -83,7 +83,7 @@ class PackedUrls(Sequence[str]):
             return [self[at] for at in range(*i.indices(len(self)))]
         index = operator.index(i)
         if not 0 <= index < len(self._ends):
-            raise IndexError(f"item {index} is outside of 0..{len(self._ends) - 1}")
+            raise IndexError(f"item {index} is outside 0..{len(self._ends) - 1}")
         start = self._ends[index - 1] if index else 0
         return self._prefix + self._text[start : self._ends[index]].decode("utf-8", "surrogatepass")
 
@@ -108,7 +108,7 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
     def __init__(self, dataset: Any, samples: Samples, transform: Callable[[Any], Any] | None = None) -> None:
         if not isinstance(samples, Samples):
             advice = "open one with cache.samples(name, len(dataset), codec='pytree')"
-            raise errors.ConfigError(f"samples={samples!r} is no array of samples: {advice}", name="samples", value=repr(samples))
+            raise errors.ConfigError(f"samples={samples!r} is not an array of samples: {advice}", name="samples", value=repr(samples))
         if samples.closed:
             raise errors.Closed.of("array of samples")
         length = _length(dataset)
@@ -181,7 +181,7 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
     def _item(self, i: int) -> Any:
         index, decoded, ran = operator.index(i), [], False
         if not 0 <= index < len(self.samples):
-            raise IndexError(f"item {index} is outside of 0..{len(self.samples) - 1}")
+            raise IndexError(f"item {index} is outside 0..{len(self.samples) - 1}")
 
         def decode() -> Any:
             nonlocal ran
@@ -216,4 +216,4 @@ def _length(dataset: Any) -> int:
     except TypeError:
         log.debug("a %s has no length", type(dataset).__name__)
     kind = type(dataset).__name__
-    raise errors.ConfigError(f"{kind} is no map-style dataset: it needs __len__ and __getitem__", name="dataset", value=kind)
+    raise errors.ConfigError(f"{kind} is not a map-style dataset: it needs __len__ and __getitem__", name="dataset", value=kind)

@@ -55,7 +55,7 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
         given = [urls] if isinstance(urls, str | os.PathLike) else urls
         self.urls = [text for each in given for text in expanded(remote.as_text(each))]
         if not self.urls:
-            raise errors.ConfigError("no shards: name one at least", name="urls", value=None)
+            raise errors.ConfigError("no shards: name at least one", name="urls", value=None)
         chosen = by_extension(decode) if isinstance(decode, Mapping) else decode
         self._recipe = _Recipe(opened(cache), chosen, bool(shuffle_shards), buffer, int(seed), ahead, _digest(self.urls))
         self._world, self._spawned_by = world, _SpawnedBy(0, None)
