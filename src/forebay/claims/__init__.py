@@ -163,9 +163,9 @@ def _token(record: Record) -> str:
 class Claim:
     """What a job uses on this node: its directories, and shared memory, barriers and locks for its processes. Made by `claim`.
 
-    Its attributes: `prefix`, a small number that no other live claim of the node has; `path`, its directory in memory; `job`; `name`;
-    `directories` (links resolved); `remotes` (without secrets); `shared`; `world`, as given or detected in this process; `is_leader`,
-    whether this process created the claim.
+    ``prefix``: a small number that no other live claim of the node has. ``path``: its directory, in memory. ``job``, ``name``, ``shared``:
+    as for `claim`. ``directories``: its directories, links resolved. ``remotes``: their remotes, without secrets. ``world``: as given or
+    detected in this process. ``is_leader``: whether this process created the claim.
 
     Callable from any thread. A forked child has the claim at once, as does a process that unpickles it. An open claim stays until `close`
     or the end of the process, even if nothing refers to it: arrays made from it may be in use."""

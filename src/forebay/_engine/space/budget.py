@@ -406,7 +406,7 @@ class Budget:
             message = f"no room for {request.key!r}: there are {limit} already: raise it, or see `forebay ls --leased`"
             return errors.NoSpace(message, key=request.key, need=request.size, free=short.free, budget=short.budget, hopeless=hopeless)
         if short.quota > 0 and short.of_space is not None:
-            todo = "it can never be kept: raise the quota" if hopeless else "raise the quota, or remove what is pinned or in use"
+            todo = "it can never fit: raise the quota" if hopeless else "raise the quota, or remove what is pinned or in use"
             free = min(short.of_space, request.size - short.quota)
             return errors.NoSpace.of(request.key, request.size, free, short.of_space, todo, hopeless=hopeless, limit="quota")
         if short.files > 0 and short.bytes <= 0:
@@ -414,7 +414,7 @@ class Budget:
             return errors.NoSpace(message, key=request.key, need=request.size, free=short.free, budget=short.budget, limit="disk")
         charge = self.room.charge_of(request)
         if hopeless:
-            todo = "it can never be kept: raise the budget or the quota"
+            todo = "it can never fit: raise the budget or the quota"
             return errors.NoSpace.of(request.key, request.size, short.free, short.budget, todo, hopeless=True, charge=charge)
         if short.disk > 0:
             free, todo = max(0, min(short.free, request.size - short.disk)), "the disk is full: free some of it, or lower min_free"
