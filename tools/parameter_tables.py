@@ -16,7 +16,7 @@ HEAD = re.compile(r"(?:^|(?<=[.;])\s+)(``\w+``(?:, ``\w+``)*):\s+")
 END = re.compile(rf"(?<=[.])\s+(?=(?:{WORDS})\b)")
 CONSTRUCTED = ("RemoteOptions", "Served", "SourceInfo")
 """Dataclasses whose objects callers make: their fields are parameters. Those of all others, and of errors, are attributes."""
-MADE = re.compile(r"(?:Made|Created|Returned) by `")
+MADE = re.compile(r"(?:Made by|Created by|Returned by|result of) `([\w.]+)`")
 """What the docstring of a class says that callers do not construct: its page shows no constructor."""
 
 
@@ -44,7 +44,8 @@ def has_parameters(obj: griffe.Object, names: list[str]) -> bool:
     """Whether these are what a caller passes; else they are attributes."""
     if obj.is_function or obj.name in CONSTRUCTED:
         return True
-    if obj.path.startswith("forebay.errors.") or any("dataclass" in str(decorator.value) for decorator in getattr(obj, "decorators", ())):
+    is_dataclass = any("dataclass" in str(decorator.value) for decorator in getattr(obj, "decorators", ()))
+    if is_dataclass or obj.path.startswith("forebay.errors.") or (obj.docstring and MADE.search(obj.docstring.value)):
         return False
     return all(name in getattr(obj, "parameters", ()) for name in names) or not any(name in obj.members for name in names)
 
@@ -70,6 +71,8 @@ class ParameterTables(griffe.Extension):
         if has_parameters(obj, [r["name"] for r in rows]):
             table = griffe.DocstringSectionParameters([griffe.DocstringParameter(**r) for r in rows])
         else:
-            table = griffe.DocstringSectionAttributes([griffe.DocstringAttribute(**r) for r in rows])
+            made = MADE.search(docstring.value)
+            title = f"Arguments of {made[1]}:" if made and not any(r["name"] in obj.members for r in rows) else None
+            table = griffe.DocstringSectionAttributes([griffe.DocstringAttribute(**r) for r in rows], title=title)
         sections = [griffe.DocstringSectionText(before), table, griffe.DocstringSectionText(after)]
         docstring.parsed = [section for section in sections if section.value]

@@ -29,8 +29,9 @@ MEANWHILE = 64
 
 
 class LocalFiles(Sequence[str]):
-    """The paths of the cached copies of several objects, in the order of the call. They exist, unchanged, until `close`, the end of a
-    ``with`` block, or until this object is dropped. With ``return_exceptions``, an error can take the place of a path."""
+    """The paths of the cached copies of several objects, in the order of the call. Returned by `Cache.local_many`. They exist, unchanged,
+    until `close`, the end of a ``with`` block, or until this object is dropped. With ``return_exceptions``, an error can take the place of
+    a path."""
 
     def __init__(self, leases: Sequence[Lease | Exception]) -> None:
         self._leases = tuple(leases)

@@ -23,7 +23,8 @@ AHEAD = 64
 
 
 class Lazy(Generic[Item_co]):
-    """An item that is loaded or loading: ``Lazy[bytes]``, or of the type that ``decode`` returns. Its ``key`` is its key in the source.
+    """An item that is loaded or loading: ``Lazy[bytes]``, or of the type that ``decode`` returns. Returned by `Prefetcher.get_lazy`. Its
+    ``key`` is its key in the source.
 
     Callable from any thread, and usable in both processes after a fork. Unpickled in another process, it requests the item there. Lazies of
     one source and key are equal and hash alike. Dropping a lazy at any time releases its share of the item, without waiting."""

@@ -35,7 +35,7 @@ TAKEN = (URLS, DIRECTORIES, LISTINGS, "samples", "values")
 
 @dataclass(frozen=True, slots=True)
 class TaskStats:
-    """What a `Tasks` holds, and what this process did with this object. `Cache.stats` counts for the whole node.
+    """What a `Tasks` holds, and what this process did with this object. Returned by `Tasks.stats`. `Cache.stats` counts for the whole node.
 
     ``entries``: number of its values. ``bytes``: their stored size. ``budget``: bytes that they may have; None: limited by the cache only.
     ``hits``: reads that returned a value. ``misses``: reads that returned none. ``runs``: calls that ran. ``replays``: calls that were
