@@ -36,8 +36,8 @@ _warned: set[tuple[str, str]] = set()
 class Task:
     """A function that Ray runs unless its output is cached. Returned by `remote`; pickled as Ray's own are.
 
-    ``remote(*args, tag=None, **kwargs)`` returns an ObjectRef (a list, for several returns): of the cached output, else of a call with
-    the task's options. ``tag``: replaces the tag of the rule; for a function with a parameter of this name it is an argument:
+    ``remote(*args, tag=None, **kwargs)`` returns an ObjectRef (a list, for several returns): of the cached output, else of a call with the
+    task's options. This ``tag`` replaces the rule's tag; if the function has a parameter ``tag``, it is passed to the function instead:
     then use ``options(tag=...)``."""
 
     def __init__(
