@@ -16,6 +16,8 @@ HEAD = re.compile(r"(?:^|(?<=[.;])\s+)(``\w+``(?:, ``\w+``)*):\s+")
 END = re.compile(rf"(?<=[.])\s+(?=(?:{WORDS})\b)")
 CONSTRUCTED = ("RemoteOptions", "Served", "SourceInfo")
 """Dataclasses whose objects callers make: their fields are parameters. Those of all others, and of errors, are attributes."""
+MADE = re.compile(r"(?:Made by|Created by|Returned by|result of) `([\w.]+)`")
+"""What the docstring of a class says that callers do not construct: its page shows no constructor."""
 
 
 def pieces(paragraph: str) -> list[tuple[str, str]]:
@@ -42,9 +44,10 @@ def has_parameters(obj: griffe.Object, names: list[str]) -> bool:
     """Whether these are what a caller passes; else they are attributes."""
     if obj.is_function or obj.name in CONSTRUCTED:
         return True
-    made = "__init__" in obj.members and not obj.path.startswith("forebay.errors.")
     is_dataclass = any("dataclass" in str(decorator.value) for decorator in getattr(obj, "decorators", ()))
-    return (made and not is_dataclass) or any(name not in obj.members for name in names)
+    if is_dataclass or obj.path.startswith("forebay.errors.") or (obj.docstring and MADE.search(obj.docstring.value)):
+        return False
+    return all(name in getattr(obj, "parameters", ()) for name in names) or not any(name in obj.members for name in names)
 
 
 class ParameterTables(griffe.Extension):
@@ -53,7 +56,12 @@ class ParameterTables(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if not obj.docstring or not (obj.is_function or obj.is_class):
             return
-        found = [piece for part in re.split(r"\n\s*\n", obj.docstring.value) for piece in [*pieces(part), ("", "\n\n")]]
+        self.set_sections(obj, obj.docstring)
+        if obj.is_class and MADE.search(obj.docstring.value):
+            obj.members.pop("__init__", None)
+
+    def set_sections(self, obj: griffe.Object, docstring: griffe.Docstring) -> None:
+        found = [piece for part in re.split(r"\n\s*\n", docstring.value) for piece in [*pieces(part), ("", "\n\n")]]
         rows = [row(obj, name, text) for names, text in found for name in re.findall(r"\w+", names)]
         if not rows:
             return
@@ -63,6 +71,8 @@ class ParameterTables(griffe.Extension):
         if has_parameters(obj, [r["name"] for r in rows]):
             table = griffe.DocstringSectionParameters([griffe.DocstringParameter(**r) for r in rows])
         else:
-            table = griffe.DocstringSectionAttributes([griffe.DocstringAttribute(**r) for r in rows])
+            made = MADE.search(docstring.value)
+            title = f"Arguments of {made[1]}:" if made and not any(r["name"] in obj.members for r in rows) else None
+            table = griffe.DocstringSectionAttributes([griffe.DocstringAttribute(**r) for r in rows], title=title)
         sections = [griffe.DocstringSectionText(before), table, griffe.DocstringSectionText(after)]
-        obj.docstring.parsed = [section for section in sections if section.value]
+        docstring.parsed = [section for section in sections if section.value]

@@ -91,7 +91,7 @@ class Policy(enum.StrEnum):
         try:
             return cls(name.lower())
         except ValueError as error:
-            raise ConfigError(f"there is no policy {name!r}: use one of {', '.join(cls)}", value=name) from error
+            raise ConfigError(f"unknown policy {name!r}: use one of {', '.join(cls)}", value=name) from error
 
 
 class Codec(Protocol[Item]):
@@ -122,10 +122,9 @@ class Span(NamedTuple):
 class ObjectInfo(NamedTuple):
     """A remote's description of an object.
 
-    ``size``: bytes, None where the remote does not say. ``validator``: the ETag as sent (quotes and ``W/`` included), else
-    ``mtime-size``, else None. ``strong``: equal validators mean equal bytes, so a partial can be resumed.
-    ``modified``: seconds since 1970, or None. ``sha256``: of the bytes, in hex, where the remote says it: checked when they have come.
-    """
+    ``size``: bytes; None if the remote does not report it. ``validator``: the ETag as sent (quotes and ``W/`` included), else
+    ``mtime-size``, else None. ``strong``: whether equal validators mean equal bytes, so that a partial can be resumed. ``modified``:
+    seconds since 1970, or None. ``sha256``: the checksum of the bytes, in hex, if the remote reports it; checked once they have arrived."""
 
     url: str
     size: int | None
@@ -136,7 +135,7 @@ class ObjectInfo(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """The part that an earlier fetch left. A fetch may resume it while the object still has this validator and this size."""
+    """The part that an earlier fetch left. A fetch may resume it if the object still has this validator and size."""
 
     size: int
     validator: str
@@ -144,7 +143,7 @@ class Partial(NamedTuple):
 
 
 class Transfer:
-    """What a remote did for one call, for the counters and for the user."""
+    """What a remote did during one call, for the counters and for the user."""
 
     def __init__(
         self, requests: int = 0, received: int = 0, retries: int = 0, resumed: int = 0, info: ObjectInfo | None = None
@@ -153,7 +152,7 @@ class Transfer:
 
 
 class SourceInfo(NamedTuple):
-    """Where an item comes from. ``uri``: of the dataset; ``key``: of the item in it; ``shard``: the shard that holds it, if any;
+    """Where an item comes from. ``uri``: the dataset's; ``key``: the item's key in it; ``shard``: the shard that holds it, if any;
     ``files``: the names of its files."""
 
     uri: str
@@ -169,19 +168,19 @@ class Source(Protocol):
     Optional members:
 
     - ``version``: str or None. Different items under the same keys have different versions. Items of a source with neither this nor
-      ``version_of`` are kept no longer than the processes that use them.
-    - ``version_of(key)``: str or None. The version of one item, where that is cheap to find out.
+      ``version_of`` are stored no longer than the processes that use them.
+    - ``version_of(key)``: str or None. The version of one item, if that is cheap to find out.
     - ``identity``: str. Used in place of ``uri`` to tell its items from those of other sources. It is stored as a hash, and not shown.
-    - ``size(key)``: int or None. The bytes of an item, so that room is reserved before it is read.
+    - ``size(key)``: int or None. The bytes of an item, used to reserve room before it is read.
     - ``info(key)``: `SourceInfo`.
-    - ``lease(key)``: a `Lease` on the item's bytes where the cache has exactly these, from `Cache.read` or a `pull`; else None. The bytes
-      get a second name then, and are not read.
+    - ``lease(key)``: a `Lease` on the item's bytes if the cache has exactly these, from `Cache.read` or a `pull`; else None. The bytes
+      then get a second name, and are not read.
     - ``fetch(key)``: as ``source[key]``, called for items for which ``lease`` returned None.
     - ``bind(origin)``: called once with the cache's own `Origin`, before the first item is requested."""
 
     @property
     def uri(self) -> str:
-        """Identifies the dataset, in keys and in provenance. Contains no secrets."""
+        """Identifies the dataset in keys and provenance. Contains no secrets."""
         ...
 
     def __getitem__(self, key: str, /) -> bytes:
@@ -193,14 +192,14 @@ class Sink(Protocol):
     """Receives the bytes of one object from a remote. Made by the engine or by `PassThrough`; used by one fetch."""
 
     partial: Partial | None
-    """Set where an earlier fetch left a part that can be resumed."""
+    """Set if an earlier fetch left a part that can be resumed."""
 
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
-        """Reserve room for the object that the remote has found, and return the spans to fetch.
+        """Reserve room for the object that the remote found, and return the spans to fetch.
 
-        Called once per successful fetch, and again (with the new info) when the object changed meanwhile: everything written before is
-        void then. ``info.size`` None: returns one span of length -1; the room grows as bytes come.
-        Raises `NoSpace` when the object cannot be stored: the remote passes that on."""
+        Called once per successful fetch, and again (with the new info) if the object changed during it: everything written before is then
+        void. If ``info.size`` is None, returns one span of length -1; the room grows as bytes arrive. Raises `NoSpace` if the object cannot
+        be stored; the remote passes that on."""
 
     def write(self, offset: int, data: Buffer) -> None:
         """Store ``data`` at ``offset``. Called from several threads at once for different spans; in order within a span."""
@@ -260,42 +259,41 @@ class BegunFetch(Protocol):
 
 
 class Remote(Protocol):
-    """A kind of storage that objects are fetched from. Callable from several threads and after a fork."""
+    """A kind of storage to fetch objects from. Callable from several threads and after a fork."""
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """Return the remote's description of the object; None if its validator is still ``known``. Raises `RemoteError`."""
 
     def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
-        """Fetch the whole object (or what `Sink.partial` lacks) into ``sink``. Retries, resumes, checks lengths.
-        Raises `RemoteError`, or what ``sink`` raises. Caller: holds no lock but this key's own.
+        """Fetch the whole object (or what `Sink.partial` lacks) into ``sink``. Retries, resumes, checks lengths. Raises `RemoteError`, or
+        what ``sink`` raises. The caller holds no lock except this key's.
 
-        ``listed``: how a listing described the object a moment ago. A remote that has to ask for the description first may take this one,
-        and compares it with the object when all bytes have come."""
+        ``listed``: how a recent listing described the object. A remote that must first ask for the description may use this one instead,
+        and then compares it with the object once all bytes have arrived."""
 
     def read(
         self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None, exact: bool = False
     ) -> bytes:  # fmt: skip
-        """Return exactly the bytes of ``span`` (fewer only where the object ends). Raises `RemoteChanged` if the object no longer has
-        ``validator``.
+        """Return exactly the bytes of ``span`` (fewer only if the object ends). Raises `RemoteChanged` if ``validator`` no longer holds.
 
-        ``info``: an earlier description of the object. Its validator counts as ``validator``; its other fields are compared where a
-        response has no validator. ``exact``: raise `Unsupported` rather than receive bytes that are not in ``span``."""
+        ``info``: an earlier description of the object. Its validator counts as ``validator``; its other fields are compared if a response
+        has no validator. ``exact``: raise `Unsupported` rather than receive bytes outside ``span``."""
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """Yield all objects whose URL begins with ``url``, in order of name."""
+        """Yield all objects whose URL starts with ``url``, in order of name."""
 
     def write(
         self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None,
         on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
-        """Write ``source`` as a whole object, replacing the one that is there. A file is never held in memory as a whole.
+        """Write ``source`` as a whole object, replacing any that is there. A file is never held in memory as a whole.
 
-        ``if_none_match="*"``: only if there is no object yet; ``if_match``: only over the one with this validator; else `Conflict`, or
-        `Unsupported` where the remote has no conditional writes. A write whose response was lost is sent again: under a condition it
-        fails then, though the object was written. ``on_sent`` is called, from any thread, with the number of bytes sent so far (lower
-        than before where some are sent again); an error that it raises ends the write. ``resume``: where a large object is sent in parts
-        (S3), received parts stay there when the write fails, and the next write with ``resume`` continues from them. Raises
-        `RemoteError`, `SourceChanged`, or what reading the source raises."""
+        ``if_none_match``: with ``"*"``, write only if there is no object yet. ``if_match``: only replace the object with this validator. If
+        a condition fails, raises `Conflict`, or `Unsupported` if the remote has no conditional writes. A write whose response was lost is
+        sent again; under a condition it then fails although the object was written. ``on_sent``: called, from any thread, with the number
+        of bytes sent so far (lower than before if some are sent again); an error that it raises ends the write. ``resume``: if a large
+        object is sent in parts (S3), received parts stay there when the write fails, and the next write with ``resume`` continues from
+        them. Raises `RemoteError`, `SourceChanged`, or what reading the source raises."""
 
     def delete(self, url: str) -> None:
         """Remove the object, if there is one. Raises `RemoteError`."""
@@ -343,12 +341,10 @@ class Noted(bytes):
 
 
 class Entry(NamedTuple):
-    """One version of one key in one space.
+    """One version of one key in one space. Times are in seconds since 1970.
 
-    ``size``: bytes stored. ``charge``: bytes counted against the budget (whole blocks). ``kind``: ``blob``, ``value``,
-    ``tree`` or ``pack``. ``life``: ``cached``, ``pinned`` or ``held``. ``checksum``: xxh3-128 over the xxh3-128 of
-    each 8 MiB. Times in seconds since 1970.
-    """
+    ``size``: bytes stored. ``charge``: bytes counted against the budget (whole blocks). ``kind``: ``blob``, ``value``, ``tree`` or
+    ``pack``. ``life``: ``cached``, ``pinned`` or ``held``. ``checksum``: the xxh3-128 over the xxh3-128 of each 8 MiB."""
 
     id: int
     space: str
@@ -406,8 +402,8 @@ class Victim(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The result of a removal: ``freed`` bytes of ``removed`` entries, and of ``stray_files`` that no entry named; ``spared`` were in use,
-    pinned, or already gone."""
+    """The result of a removal. ``freed``: bytes freed. ``removed``: entries removed. ``stray_files``: removed files that no entry named.
+    ``spared``: entries that were in use, pinned, or already gone."""
 
     removed: tuple[str, ...] = ()
     spared: tuple[str, ...] = ()

@@ -208,8 +208,7 @@ class Checkpoint(metaclass=_Kind):
         return stored.read(self._origin, self._location())
 
     def set_metadata(self, metadata: dict[str, Any]) -> None:
-        """Store this as its metadata, replacing what is there. Raises `NotJson` (a ValueError and a TypeError) for values that JSON cannot
-        hold, and `RemoteError`."""
+        """Store this as its metadata, replacing what is there. Raises `RemoteError`, or `NotJson` (a ValueError and a TypeError)."""
         stored.write(self._origin, self._location(), metadata)
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:

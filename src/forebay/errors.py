@@ -1,44 +1,44 @@
 """Every error that Forebay raises.
 
     ForebayError
-    ├── ConfigError (ValueError)             an invalid argument or environment variable
-    │   ├── NotBytes (TypeError)             data that is not bytes-like
-    │   └── NotJson (TypeError)              metadata that JSON cannot hold
-    ├── MissingExtra (ImportError)           an optional package is needed for this URL or front
-    ├── Closed (ValueError, RuntimeError)    a call after close()
-    ├── RootError (OSError)                  this directory cannot be used as a cache
-    │   ├── RootRefused                      another user's, on a network file system, or holding foreign files
-    │   └── NewerFormat                      written by a newer Forebay
-    ├── CacheFault (OSError)                 the cache itself failed; calls are served from the source
-    │   ├── WriterBusy                       another process writes to the catalog, or was stopped while it did
-    │   ├── NoSpace                          (ENOSPC) no room, with need, free and budget
-    │   ├── ReadOnly                         (EROFS) this root may only be read
-    │   └── Damaged                          stored bytes differ from what was stored
-    ├── WaitTimeout (TimeoutError)           a lock, key or room was not free in time; names its holder
-    │   └── ConnectionsBusy (RemoteTimeout)  all connections to a host that max_connections allows are in use
-    ├── Offline (FileNotFoundError)          not in the cache, and offline mode forbids asking the remote
-    ├── NotCached (KeyError)                 the cache does not hold this key
-    │   └── Ambiguous                        a name that matches several entries
-    ├── ChecksumMismatch (ValueError)        the source's bytes are not those the caller expected
-    ├── ClaimConflict (ValueError)           a directory belongs to another job, or to another claim of this one
-    ├── ClaimMismatch (RuntimeError)         processes of one job disagree about directories or shared memory
-    ├── BarrierBroken (BrokenBarrierError)   a participant died: the barrier cannot be crossed this time
-    ├── FillFailed (RuntimeError)            another process's function raised an error that cannot be rebuilt here
-    ├── Foreign (FileExistsError)            a file that is not Forebay's stands where Forebay would write one
-    ├── SourceChanged (RuntimeError)         a local file changed while it was being uploaded
-    └── RemoteError (OSError)                the source failed
-        ├── NotFound (FileNotFoundError)
-        ├── AccessDenied (PermissionError)
-        ├── RemoteTimeout (TimeoutError)
-        ├── RemoteUnavailable (ConnectionError)   all retries failed
-        ├── RemoteChanged                    the object changed while it was being read
-        ├── Conflict (FileExistsError)       a conditional write found another object there
-        ├── Unsupported (NotImplementedError)     this kind of remote does not support the operation
-        ├── RemoteProtocolError              a response that HTTP or S3 does not allow
-        ├── BadArchive                       a tar file that is truncated, damaged, or not a tar file
-        ├── BadListing                       a remote name that cannot be a file name below the directory
-        ├── NotADirectory (NotADirectoryError)    an object where a directory was expected
-        └── Incomplete                       an upload to this directory has begun and not ended
+    ├── ConfigError (ValueError)                 invalid argument or variable
+    │   ├── NotBytes (TypeError)                 data that is not bytes-like
+    │   └── NotJson (TypeError)                  metadata that JSON cannot hold
+    ├── MissingExtra (ImportError)               an optional package is missing
+    ├── Closed (ValueError, RuntimeError)        a call after close()
+    ├── RootError (OSError)                      the directory cannot be a cache
+    │   ├── RootRefused                          another user's, or unsuitable
+    │   └── NewerFormat                          written by a newer Forebay
+    ├── CacheFault (OSError)                     failed; calls use the source
+    │   ├── WriterBusy                           another process is writing
+    │   ├── NoSpace                              (ENOSPC) no room
+    │   ├── ReadOnly                             (EROFS) the root is read-only
+    │   └── Damaged                              stored bytes have changed
+    ├── WaitTimeout (TimeoutError)               a wait took too long
+    │   └── ConnectionsBusy (RemoteTimeout)      max_connections are in use
+    ├── Offline (FileNotFoundError)              not cached, in offline mode
+    ├── NotCached (KeyError)                     nothing under this key
+    │   └── Ambiguous                            a name of several entries
+    ├── ChecksumMismatch (ValueError)            not the expected bytes
+    ├── ClaimConflict (ValueError)               another claim has the directory
+    ├── ClaimMismatch (RuntimeError)             processes of a job disagree
+    ├── BarrierBroken (BrokenBarrierError)       a participant died
+    ├── FillFailed (RuntimeError)                another process's call failed
+    ├── Foreign (FileExistsError)                another file is in the way
+    ├── SourceChanged (RuntimeError)             changed during its upload
+    └── RemoteError (OSError)                    the source failed
+        ├── NotFound (FileNotFoundError)         no such object
+        ├── AccessDenied (PermissionError)       credentials not accepted
+        ├── RemoteTimeout (TimeoutError)         nothing arrived for too long
+        ├── RemoteUnavailable (ConnectionError)  all retries failed
+        ├── RemoteChanged                        changed while being read
+        ├── Conflict (FileExistsError)           a conditional write failed
+        ├── Unsupported (NotImplementedError)    not possible with this remote
+        ├── RemoteProtocolError                  an invalid HTTP or S3 response
+        ├── BadArchive                           not an intact tar file
+        ├── BadListing                           a name that no file can have
+        ├── NotADirectory (NotADirectoryError)   an object, not a directory
+        └── Incomplete                           an unfinished upload
 
 Each error is pickled and rebuilt with its message, facts, notes and causes, so that one raised in a worker reaches the main process. A
 cause that cannot be pickled arrives as a `RemoteCause` that holds its class name and its text.
@@ -75,8 +75,7 @@ _DEEPEST = 32  # causes of causes
 class ForebayError(Exception):
     """Base of all errors of Forebay.
 
-    ``facts`` holds the values that the message was formatted from; each is also an attribute.
-    """
+    ``facts`` holds the values that the message was formatted from; each is also an attribute."""
 
     facts: dict[str, Any]
 
@@ -115,7 +114,7 @@ def _others_of(error: ForebayError) -> dict[str, Any]:
 
 
 class RemoteCause(Exception):
-    """Replaces an error of another process that cannot be pickled. Its text holds the name of that error's class, and its message."""
+    """Replaces an error of another process that cannot be pickled. Its text holds the name of that error's class and its message."""
 
 
 _History = tuple[Any, Any, bool, list[str]]  # cause, context, whether that is hidden, notes
@@ -262,11 +261,11 @@ class RootError(ForebayError, OSError):
 
 
 class RootRefused(RootError):
-    """The directory belongs to another user, lies on a file system that cannot hold a cache, holds foreign files, or cannot be created."""
+    """The directory belongs to another user, is on a file system that cannot hold a cache, holds foreign files, or cannot be created."""
 
 
 class NewerFormat(RootError):
-    """The root was written by a newer Forebay. ``found``, ``known``: the two format versions."""
+    """The root was written by a newer Forebay. ``found``: its format version. ``known``: the newest known one."""
 
     found: int
     known: int
@@ -277,7 +276,7 @@ class CacheFault(ForebayError, OSError):
 
 
 class WriterBusy(CacheFault):
-    """The catalog cannot be written now: another process is writing, or was stopped while writing. ``waited``: seconds; ``holder``: that
+    """The catalog cannot be written now: another process is writing, or was stopped while writing. ``waited``: seconds. ``holder``: that
     process, with its pid and command."""
 
     waited: float
@@ -285,8 +284,8 @@ class WriterBusy(CacheFault):
 
 
 class NoSpace(CacheFault):
-    """No room in the cache or on the disk. ``need``, ``free``, ``budget``: bytes. ``hopeless``: it would not fit into an empty cache.
-    ``limit``: which limit was reached: ``budget``, ``disk`` or ``quota``; ``budget`` holds the bytes of that limit."""
+    """No room in the cache or on the disk. ``need``: bytes needed. ``free``: bytes free. ``budget``: bytes of the limit that was reached.
+    ``limit``: which one: ``budget``, ``disk`` or ``quota``. ``hopeless``: whether it would not fit even into an empty cache."""
 
     errno = errno.ENOSPC
     need: int
@@ -300,7 +299,7 @@ class NoSpace(CacheFault):
         cls, key: str, need: int, free: int, budget: int, todo: str = "raise the budget, or see `forebay ls --leased`",
         *, hopeless: bool = False, limit: str = "budget", charge: int = 0,
     ) -> NoSpace:  # fmt: skip
-        """``charge``: bytes on the disk for ``need`` bytes of data, where the limit counts those."""
+        """``charge``: bytes on disk for ``need`` bytes of data, if the limit counts those."""
         what = "quota" if limit == "quota" else "budget"
         takes = f" ({charge:,} on the disk)" if charge > need else ""
         return cls(
@@ -321,13 +320,13 @@ class ReadOnly(CacheFault):
 
 
 class Damaged(CacheFault):
-    """Stored bytes differ from what was stored. ``key``: of the entry, which is set aside and fetched again."""
+    """Stored bytes differ from what was stored. ``key``: the key of the entry, which is set aside and fetched again."""
 
     key: str
 
 
 class WaitTimeout(ForebayError, TimeoutError):
-    """A wait ended without success. ``what``: what was waited for; ``waited``: seconds; ``holder``: the process that held it, or did not
+    """A wait ended without success. ``what``: what was awaited; ``waited``: seconds; ``holder``: the process that held it or did not
     arrive."""
 
     what: str
@@ -340,7 +339,7 @@ class WaitTimeout(ForebayError, TimeoutError):
 
 
 class Offline(ForebayError, FileNotFoundError):
-    """The URL is not in the cache, and offline mode forbids asking the remote. ``url``."""
+    """The URL is not in the cache, and offline mode forbids asking the remote. ``url``: the URL."""
 
     url: str
 
@@ -350,7 +349,7 @@ class Offline(ForebayError, FileNotFoundError):
 
 
 class NotCached(ForebayError, KeyError):
-    """The cache holds nothing under this key. ``key``."""
+    """The cache holds nothing under this key. ``key``: the key."""
 
     key: str
 
@@ -370,7 +369,7 @@ class Ambiguous(NotCached):
 
 
 class ChecksumMismatch(ForebayError, ValueError):
-    """The source's bytes are not those that the caller expected. ``wanted``, ``found``: the two checksums."""
+    """The source's bytes are not those that the caller expected. ``wanted``: the expected checksum; ``found``: the actual one."""
 
     wanted: str
     found: str
@@ -381,8 +380,8 @@ class ChecksumMismatch(ForebayError, ValueError):
 
 
 class ClaimConflict(ForebayError, ValueError):
-    """A requested directory overlaps one of another live claim. Nothing was claimed. ``ours``, ``theirs``: the two claims as plain values:
-    job, directories, remotes, pids, user, started (seconds since 1970), command."""
+    """A requested directory overlaps one of another live claim. Nothing was claimed. ``ours``: this claim as plain values: job,
+    directories, remotes, pids, user, started (seconds since 1970), command. ``theirs``: the other claim, likewise."""
 
     ours: dict[str, Any]
     theirs: dict[str, Any]
@@ -393,38 +392,38 @@ class ClaimMismatch(ForebayError, RuntimeError):
 
 
 class BarrierBroken(ForebayError, threading.BrokenBarrierError):
-    """A participant died while others waited at this ``barrier``. ``missing``: a description of each process that did not arrive. Once
-    every survivor has received this error, the barrier can be used again."""
+    """A participant died while others waited at this barrier. Once every survivor has received this error, the barrier can be used again.
+    ``barrier``: its name. ``missing``: a description of each process that did not arrive."""
 
     barrier: str
     missing: list[str]
 
 
 class FillFailed(ForebayError, RuntimeError):
-    """The function that another process ran for this key raised an error that cannot be rebuilt here. ``kind``: its class."""
+    """The function that another process ran for this key raised an error that cannot be rebuilt here. ``kind``: the error's class."""
 
     kind: str
 
 
 class Foreign(ForebayError, FileExistsError):
-    """A file that is not Forebay's, or was modified, stands where Forebay would write one. Nothing was written. ``path``: the file."""
+    """A file that is not Forebay's, or was modified, is where Forebay would write one. Nothing was written. ``path``: the file."""
 
     path: str
     errno = errno.EEXIST
 
 
 class SourceChanged(ForebayError, RuntimeError):
-    """A local file was changed or removed while it was being uploaded. ``path``: the file. Upload it again once nothing changes it."""
+    """A local file changed or was removed during its upload. Upload it again once nothing changes it. ``path``: the file."""
 
     path: str
 
     @classmethod
     def of(cls, path: object) -> SourceChanged:
-        return cls(f"{path} changed while it was being uploaded: upload it again once nothing changes it", path=str(path))
+        return cls(f"{path} changed while being uploaded: upload it again once nothing changes it", path=str(path))
 
 
 class RemoteError(ForebayError, OSError):
-    """The source failed. ``url``; ``status``: the HTTP status of the response, if there was one."""
+    """The source failed. ``url``: the URL. ``status``: the HTTP status of the response, if there was one."""
 
     url: str
     status: int | None = None
@@ -443,15 +442,15 @@ class AccessDenied(RemoteError, PermissionError):
 
 
 class RemoteTimeout(RemoteError, TimeoutError):
-    """The remote sent nothing for too long. ``done``: bytes received before; ``attempts``: 0 where the remote was not even asked."""
+    """The remote sent nothing for too long. ``done``: bytes received before; ``attempts``: 0 if the remote was not even asked."""
 
     done: int = 0
     attempts: int = 1
 
 
 class ConnectionsBusy(WaitTimeout, RemoteTimeout):
-    """Other transfers have all connections to a host that ``max_connections`` of the root allows. ``holder``: the processes that have them.
-    The remote was not asked."""
+    """Other transfers use all connections to a host that the root's ``max_connections`` allows; the remote was not asked. ``holder``: the
+    processes that use them."""
 
     @classmethod
     def of_host(cls, url: str, host: str, limit: int, waited: float, holder: str, done: int) -> ConnectionsBusy:
@@ -461,7 +460,7 @@ class ConnectionsBusy(WaitTimeout, RemoteTimeout):
 
 
 class RemoteUnavailable(RemoteError, ConnectionError):
-    """Every attempt failed. ``attempts``: their number; ``done``: bytes received."""
+    """Every attempt failed. ``attempts``: number of attempts; ``done``: bytes received."""
 
     attempts: int = 1
     done: int = 0
@@ -483,17 +482,17 @@ class Unsupported(RemoteError, NotImplementedError):
 
 
 class RemoteProtocolError(RemoteError):
-    """A response that does not match its request: a wrong range, a body that is too short or too long."""
+    """A response that does not match its request: a wrong range, or a body that is too short or too long."""
 
 
 class BadArchive(RemoteError):
-    """A tar file that is truncated, damaged, compressed, or not a tar file. ``offset``: of the byte where that was detected."""
+    """A tar file that is truncated, damaged, compressed, or not a tar file. ``offset``: the byte at which that was detected."""
 
     offset: int
 
 
 class BadListing(RemoteError):
-    """A remote directory lists a name that cannot be a local file name below the directory. ``name``. Nothing was written."""
+    """A remote directory lists a name that cannot be a local file name below the directory. Nothing was written. ``name``: the name."""
 
     name: str
 
@@ -505,13 +504,13 @@ class NotADirectory(RemoteError, NotADirectoryError):
 
 
 class Incomplete(RemoteError):
-    """An upload to this directory has begun and not ended: the directory is incomplete. ``missing``: how many files are missing."""
+    """An upload to this directory started and has not ended: the directory is incomplete. ``missing``: how many files are missing."""
 
     missing: int
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
-    """Return the error as plain JSON values, for other processes. Nothing that is read back from it runs code."""
+    """Return the error as plain JSON values, for other processes. Reading it back runs no code."""
     # Of a class that is not of this module the nearest one that is.
     own = (base.__name__ for base in type(error).__mro__ if globals().get(base.__name__) is base)
     wire: dict[str, Any] = {"kind": next(own, type(error).__name__), "message": str(error)}
@@ -531,7 +530,7 @@ def _is_plain(value: object) -> bool:
 
 
 def from_wire(wire: dict[str, Any]) -> Exception:
-    """Return the error that `to_wire` described: of the same class for Forebay's own and the built-in ones, else `FillFailed`."""
+    """Return the error that `to_wire` described: of the same class for Forebay's own and built-in ones, else `FillFailed`."""
     kind, message, args = str(wire.get("kind")), str(wire.get("message")), wire.get("args")
     own, known = globals().get(kind), getattr(builtins, kind, None)
     if isinstance(own, type) and issubclass(own, ForebayError):

@@ -23,13 +23,12 @@ if TYPE_CHECKING:
 class Stats:
     """What all processes of the node have done together since the counters were last zeroed, and what is stored now.
 
-    ``hits`` were served from the cache; ``misses`` fetched bytes from the remote, of which ``fills`` were stored; ``fallbacks`` were
-    served without the cache. ``bytes_hit``: bytes served by hits; ``bytes_remote``: bytes received over the network, in ``requests``
-    requests, ``retries`` of them repeated. ``wait_ns_*``: nanoseconds spent waiting for the remote, for another process, for room.
-    ``store_failures``: values that could not be stored. ``damaged``: entries that were set aside. ``max_rate``, ``max_connections``: the
-    limits of transfers, 0: none. ``leading``: of each space with the policy ``auto`` or ``wait``, which of the two orders of eviction keeps
-    more, and is used: ``lru`` or ``bimodal``.
-    """
+    ``hits``: calls served from the cache. ``misses``: calls that fetched bytes from the remote. ``fills``: those of them whose bytes were
+    stored. ``fallbacks``: calls served without the cache. ``bytes_hit``: bytes served by hits. ``bytes_remote``: bytes received over the
+    network. ``requests``: requests sent, of which ``retries`` were repeats. ``wait_ns_remote``, ``wait_ns_lock``, ``wait_ns_space``:
+    nanoseconds spent waiting for the remote, for another process, and for room, respectively. ``store_failures``: values that could not be
+    stored. ``damaged``: entries set aside. ``max_rate``, ``max_connections``: the limits of transfers; 0: none. ``leading``: for each space
+    with the policy ``auto`` or ``wait``, which of the two eviction orders keeps more, and is used: ``lru`` or ``bimodal``."""
 
     hits: int = 0
     misses: int = 0
@@ -106,7 +105,7 @@ def _with_unit(name: str, value: float) -> str:
 class HistoryPoint:
     """What all processes of the node did from ``start`` to ``end``, in seconds since 1970. The other fields are those of `Stats`.
 
-    A period is about a minute, or an hour, and longer where no process used the cache in between."""
+    A period is about a minute or an hour, and longer if no process used the cache during it."""
 
     start: float
     end: float
@@ -129,12 +128,12 @@ class HistoryPoint:
 
     @property
     def seconds(self) -> float:
-        """How long the period is."""
+        """The length of the period in seconds."""
         return self.end - self.start
 
     @property
     def hit_rate(self) -> float | None:
-        """Hits as a share of all calls that asked for bytes; None: there were none."""
+        """Hits as a share of all calls that asked for bytes; None if there were none."""
         calls = self.hits + self.misses + self.fallbacks
         return self.hits / calls if calls else None
 
@@ -142,8 +141,8 @@ class HistoryPoint:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The progress of fetching one URL. ``state``: ``waiting`` (for ``holder``, for ``waited`` seconds so far), ``fetching``, ``done`` or
-    ``direct`` (not stored, since there was no room); of an upload ``reading`` (to find out what to send), then ``sending``. ``done`` and
-    ``total`` in bytes; total None: unknown. ``url``: without its secrets."""
+    ``direct`` (not stored, since there was no room); for an upload ``reading`` (to find out what to send), then ``sending``. ``done``:
+    bytes so far. ``total``: all bytes; None: unknown. ``url``: the URL without secrets."""
 
     url: str
     done: int = 0
@@ -158,7 +157,7 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class WarmReport:
-    """The result of `Cache.warm`: the URLs that are in the cache now, and those that are not, each with its error."""
+    """The result of `Cache.warm`: URLs that are in the cache now, and those that are not, each with its error."""
 
     done: tuple[str, ...]
     failed: tuple[tuple[str, ForebayError], ...]
@@ -166,8 +165,7 @@ class WarmReport:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Entries to remove, coldest first; `execute` removes them. ``lacking``: bytes that must be freed for what was asked; the victims may
-    have fewer."""
+    """Entries to remove, coldest first; `execute` removes them. ``lacking``: bytes to free for the request; the victims may hold fewer."""
 
     victims: Sequence[Victim]
     _remove: Callable[[Sequence[Victim]], Report]
@@ -175,11 +173,11 @@ class Plan:
 
     @property
     def frees(self) -> int:
-        """Bytes of disk that `execute` frees if none of the victims is in use by then."""
+        """Bytes of disk that `execute` frees if no victim is in use by then."""
         return sum(victim.charge for victim in self.victims)
 
     def execute(self) -> Report:
-        """Remove the victims. Entries that are in use or pinned by now are spared; the report names them."""
+        """Remove the victims. Entries that are in use or pinned by then are spared; the report names them."""
         return self._remove(self.victims)
 
 

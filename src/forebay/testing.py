@@ -23,8 +23,8 @@ _ONE_RANGE = re.compile(r"bytes=(\d+)-(\d*)\Z")
 
 
 class MemorySink:
-    """A strict `Sink` in memory: a byte that is written twice, outside of the object or of the requested spans, or before `begin`,
-    raises `AssertionError`. ``data``: the bytes so far; ``infos``: the argument of each `begin`. Callable from any thread."""
+    """A strict `Sink` in memory: a byte that is written twice, outside the object or the requested spans, or before `begin`, raises
+    `AssertionError`. ``data``: the bytes so far; ``infos``: the argument of each `begin`. Callable from any thread."""
 
     def __init__(self, partial: Partial | None = None, data: Buffer = b"") -> None:
         self.partial = partial
@@ -35,7 +35,7 @@ class MemorySink:
         self._missing: set[Span] = set()
 
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
-        """See `Sink.begin`. Resumes from ``partial`` where size and validator are still the same."""
+        """See `Sink.begin`. Resumes from ``partial`` if size and validator are still the same."""
         with self._lock:
             kept = self.partial if not self.infos else None
             self.infos.append(info)
@@ -73,14 +73,14 @@ class MemorySink:
 
 @dataclass
 class Served:
-    """One path of a `ScriptedServer`: its bytes, and how it misbehaves. Every field may be changed at any time.
+    """One path of a `ScriptedServer`: its bytes, and how it misbehaves. You can change every field at any time.
 
-    ``etag``: None sends none. ``modified``: seconds since 1970; None sends none. ``statuses``: of the first responses, each used once,
-    together with ``retry_after``. ``latency``: seconds before each response. ``rate``: bytes per second of one connection.
-    ``stall_after``, ``cut_after``: bytes of a body after which it stalls until `ScriptedServer.go` is set, or its connection is closed;
-    for the first ``stalls`` and ``cuts`` bodies that are long enough. ``ranges``, ``conditions``, ``head``: False ignores (or, for HEAD,
-    refuses) them. ``content_range``: sent instead of the correct one. ``redirect``: the target. ``require``: headers without which the
-    response is 401."""
+    ``etag``: None sends none. ``modified``: seconds since 1970; None sends none. ``statuses``: statuses of the first responses, each used
+    once, with ``retry_after``. ``latency``: seconds before each response. ``rate``: bytes per second of one connection. ``stall_after``:
+    bytes of a body after which it stalls until `ScriptedServer.go` is set, for the first ``stalls`` bodies that are long enough.
+    ``cut_after``: likewise, closing the connection, for the first ``cuts`` bodies. ``ranges``, ``conditions``, ``head``: False ignores (or,
+    for HEAD, refuses) them. ``content_range``: sent instead of the correct one. ``redirect``: the target. ``require``: headers without
+    which the response is 401."""
 
     body: bytes
     etag: str | None = None
@@ -115,10 +115,11 @@ class Request:
 
 
 class ScriptedServer:
-    """An HTTP/1.1 server on loopback, with one thread for each connection. A context manager. ``port``: 0 for any that is free.
+    """An HTTP/1.1 server on loopback, with one thread per connection. A context manager. ``stalled`` is set when a body stalls; setting
+    ``go`` resumes all.
 
-    ``stalled`` is set when a body stalls; setting ``go`` lets all continue. ``rate``: bytes per second of all connections together.
-    ``on_request`` is called with each `Request` before its response, in the connection's thread."""
+    ``port``: 0 for any free one. ``rate``: bytes per second of all connections together. ``on_request``: called with each `Request` before
+    its response, in the connection's thread."""
 
     def __init__(self, port: int = 0) -> None:
         self.requests: list[Request] = []
@@ -149,7 +150,7 @@ class ScriptedServer:
         self._thread.join()
 
     def drop(self) -> None:
-        """Close all connections that are open."""
+        """Close all open connections."""
         with self._lock:
             connections = list(self._open)
         for connection in connections:

@@ -140,7 +140,7 @@ def test_a_gated_repository_says_what_to_do(there: Hub, cache: Cache) -> None:
 
 @pytest.mark.parametrize("name", ["../x", "x/..", ".", "a/b/c", "/a", "a/", "a@b", "a b", "a?b", ""])
 def test_what_names_no_repository_is_not_asked_for(there: Hub, cache: Cache, name: str) -> None:
-    with pytest.raises(errors.ConfigError, match="is no repository"):
+    with pytest.raises(errors.ConfigError, match="is not a repository"):
         snapshot_download(name, cache=cache)
     assert there.asked == []
 

@@ -620,7 +620,7 @@ def test_warm_ends_though_the_cache_fails_while_items_wait_for_room(cache: foreb
         on_step(None)
         ((key, error),) = report.failed
         assert key == "grown"
-        assert str(error).startswith("grown cannot be kept: ")
+        assert str(error).startswith("grown cannot be stored: ")
         assert "the disk went away" in str(error)
         assert pool.get_many(KEYS[:8]) == [body(key) for key in KEYS[:8]]
 

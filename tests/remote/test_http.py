@@ -347,7 +347,7 @@ def test_an_object_that_changes_all_the_time_and_is_cut(server: ScriptedServer, 
         server.put("/a", BODY[len(server.requests) :], cut_after=None if "Range" in request.headers else PART)
 
     server.on_request = change
-    with pytest.raises(errors.RemoteChanged, match="/a became another object"):
+    with pytest.raises(errors.RemoteChanged, match="/a changed to another object"):
         http.fetch(url, sink)
     assert len(sink.infos) == 3
 

@@ -233,7 +233,7 @@ def test_a_host_that_cannot_be(small: forebay.Cache, raw: RawServer, server: Scr
         f"HTTP/1.1 302 Found\r\nLocation: http://{host}/\r\nContent-Length: 0\r\n\r\n".encode()
     )
     with small:
-        with pytest.raises(errors.RemoteProtocolError, match="redirects to what is no HTTP URL" if "\0" not in host else "not HTTP"):
+        with pytest.raises(errors.RemoteProtocolError, match="redirects to a URL that is not HTTP" if "\0" not in host else "not HTTP"):
             small.read(f"{raw.url}/a")
         good = server.put("/a", b"12345")
         report = small.warm([f"http://{host}/a", good])

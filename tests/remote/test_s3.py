@@ -590,7 +590,7 @@ def test_s17_parent_and_child_read_at_once(aws: RgwServer, s3: S3Remote, put: Ca
 def test_a_file_that_changes_while_it_is_sent(aws: RgwServer, client: Any, s3: S3Remote, bucket: str, tmp_path: Path, change: Any) -> None:
     (tmp_path / "source").write_bytes(bytes(26 << 20))
     s3 = S3Remote(RemoteOptions(part=PART, streams=1))
-    with pytest.raises(errors.SourceChanged, match="source changed while it was being uploaded"):
+    with pytest.raises(errors.SourceChanged, match="source changed while being uploaded"):
         s3.write(f"s3://{bucket}/at odds", tmp_path / "source", on_sent=lambda done: change(tmp_path / "source"))
     assert "Uploads" not in client.list_multipart_uploads(Bucket=bucket, Prefix="at odds")
     with pytest.raises(errors.NotFound):

@@ -426,5 +426,5 @@ def test_what_is_meant_by_a_path_or_url(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("thing", [None, 3, {"a": b""}, [], ["a.tar", "b"], object()])
 def test_anything_else_is_none(thing: Any) -> None:
-    with pytest.raises(errors.ConfigError, match="is no source"):
+    with pytest.raises(errors.ConfigError, match="is not a source"):
         source_of(thing)

@@ -98,9 +98,9 @@ def test_what_a_condition_raises_reaches_the_caller() -> None:
 
 
 def test_only_functions_are_taken() -> None:
-    with pytest.raises(errors.ConfigError, match="the provider of 'f' is no function"):
+    with pytest.raises(errors.ConfigError, match="the provider of 'f' is not a function"):
         Bypass().set_provider("f", 3)  # type: ignore[arg-type]
-    with pytest.raises(errors.ConfigError, match="the condition of 'f' is no function"):
+    with pytest.raises(errors.ConfigError, match="the condition of 'f' is not a function"):
         Bypass().set_condition("f", None)  # type: ignore[arg-type]
 
 

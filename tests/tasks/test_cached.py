@@ -430,7 +430,7 @@ def test_an_output_that_does_not_unpickle_is_told_once(tasks: Tasks, caplog: pyt
         assert [type(one_way(x)) for x in (1, 1, 2)] == [OneWay] * 3
     why = f"its {HERE}.OneWay cannot be recreated from what the codec 'pickle' stores: RuntimeError: cannot be made"
     told = [r.getMessage() for r in caplog.records]
-    assert told == [f"what {one_way.__module__}.{one_way.__qualname__} gave is not kept: {why}"]
+    assert told == [f"the output of {one_way.__module__}.{one_way.__qualname__} is not stored: {why}"]
     assert (tasks.stats().store_failures, tasks.stats().damaged, tasks.keys()) == (3, 0, [])
 
 

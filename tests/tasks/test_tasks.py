@@ -1,4 +1,4 @@
-"""`Tasks` as a store: what is written is read, what cannot be kept is told, and nothing but pickle ever unpickles."""
+"""`Tasks` as a store: what is written is read, what cannot be stored is told, and nothing but pickle ever unpickles."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_a_budget_of_nothing_keeps_nothing(cache: Cache) -> None:
     assert tasks.keys() == []
 
 
-# -- what cannot be kept -----------------------------------------------------------------------------------------------
+# -- what cannot be stored ---------------------------------------------------------------------------------------------
 
 
 class Stubborn:

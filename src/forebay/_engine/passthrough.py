@@ -279,4 +279,4 @@ class PassThrough:
 
 
 def _refusal(why: str, key: str, size: int = 0) -> errors.NoSpace:
-    return errors.NoSpace(f"{key!r} cannot be kept: {why}", key=key, need=size, free=0, budget=0)
+    return errors.NoSpace(f"{key!r} cannot be stored: {why}", key=key, need=size, free=0, budget=0)

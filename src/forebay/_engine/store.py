@@ -443,7 +443,7 @@ class Store:
     def ensure_room(self, space: str, files: Sequence[tuple[str, int]]) -> None:
         """Make room for files (key and size of each) that will be written one by one, evicting where needed. The room is not reserved.
 
-        Raises `NoSpace`, so that a caller learns before the first byte that its files cannot be kept."""
+        Raises `NoSpace`, so that a caller learns before the first byte that its files cannot be stored."""
         self.engine.check_usable(writing=True)
         with faults(space):
             self.engine.writers.publisher.ensure_room(self.spaces.ensure(space).id, files)
@@ -539,7 +539,13 @@ class Store:
             if problem is None:
                 problems = check.check(self.root, self.engine.catalog, self.engine.slots, deep=deep)
                 others = [name for name in foreign(self.root.path) if not name.startswith("tmp/")]  # which are reported already
-                return [*problems, *(Problem("foreign", str(self.root.path / name), "not created by Forebay, not in the budget: move it out") for name in others)]
+                return [
+                    *problems,
+                    *(
+                        Problem("foreign", str(self.root.path / name), "not created by Forebay, not in the budget: move it out")
+                        for name in others
+                    ),
+                ]
         except CatalogBroken as error:
             if not error.damaged:
                 raise

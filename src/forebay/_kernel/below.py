@@ -289,7 +289,7 @@ class Below:
             except FileNotFoundError:
                 return  # another process was first
             except OSError as error:
-                raise CacheFault(f"{os.fspath(path)}: a directory stands in the way: remove it ({error.strerror})") from error
+                raise CacheFault(f"{os.fspath(path)}: a directory is in the way: remove it ({error.strerror})") from error
 
     def rmdir(self, path: Path) -> None:
         """See `host.rmdir`."""

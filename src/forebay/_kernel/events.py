@@ -15,11 +15,11 @@ Kind = Literal["fetch", "wait", "evict", "fault"]
 
 
 class Event(NamedTuple):
-    """Something that a cache did, in this process.
+    """Something that a cache did in this process.
 
-    ``kind``: ``fetch`` (``size`` bytes came from a remote), ``wait`` (for another process or thread), ``evict`` (``entries`` of them were
-    removed), or ``fault`` (a call was served without the cache, or an entry was damaged). ``key``: of the entry, without secrets; empty
-    for evictions. ``began``: in seconds since 1970; ``seconds``: how long it took. ``error``: why it failed, or the fault; else empty."""
+    ``kind``: ``fetch`` (``size`` bytes came from a remote), ``wait`` (for another process or thread), ``evict`` (``entries`` entries were
+    removed), or ``fault`` (a call was served without the cache, or an entry was damaged). ``key``: the entry's, without secrets; empty for
+    evictions. ``began``: seconds since 1970. ``seconds``: its duration. ``error``: why it failed, or the fault; else empty."""
 
     kind: Kind
     root: str

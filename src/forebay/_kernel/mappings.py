@@ -133,7 +133,7 @@ class Window:
     def map_at(self, fd: int, length: int, at: int) -> None:
         """Map ``length`` bytes of a file, read-only, at ``at``, a multiple of the page size. Raises OSError."""
         if at + length > self.length:
-            raise ValueError(f"{length} bytes at {at} lie outside of a window of {self.length}")
+            raise ValueError(f"{length} bytes at {at} are outside a window of {self.length}")
         _mapped(_map(self._address + at, length, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, fd, 0))
 
 

@@ -2,9 +2,8 @@
 
 `install` makes CHIA itself use them: its ``@ChiaFunction`` imports its own modules, whatever a flow imports.
 
-Values are stored in a root of Forebay, in the tasks called ``chia``: ``forebay.Cache(directory).tasks("chia")``. A directory with CHIA's
-own pickles is refused; `Tasks.import_chia` imports it. New code should use `forebay.adapters.ray.tasks`, which does more.
-"""
+Values are stored in a Forebay root, in the tasks named ``chia``: ``forebay.Cache(directory).tasks("chia")``. A directory with CHIA's own
+pickles is refused; `Tasks.import_chia` imports it. New code should use `forebay.adapters.ray.tasks`, which does more."""
 
 from __future__ import annotations
 
@@ -42,10 +41,10 @@ log = logger("forebay.chia")
 V = TypeVar("V")
 
 NAME = "ChiaCacheStore"
-"""The name of the actor, which is CHIA's own: every process of the cluster finds the running cache by it, with or without `install`."""
+"""The actor's name, which is CHIA's own: every process of the cluster finds the running cache by it, with or without `install`."""
 SPACE = "chia"
 UNITS = {name.upper(): number for name, number in ray_tasks.UNITS.items()}
-"""Bytes of the units of `start_cache`, by their names in capitals."""
+"""Bytes per unit of `start_cache`, by the unit's name in capitals."""
 _PICKLE = re.compile(r".*_[0-9a-f]{16}\.pkl")
 
 
@@ -102,9 +101,9 @@ Cache: Any = ray.remote(num_cpus=0)(_Cache)
 
 
 class Handle:
-    """The handle of the running cache: ``handle.read.remote(tag)`` returns an ObjectRef, and so does ``handle.read.chia_remote(tag)``.
+    """The handle of the running cache: ``handle.read.remote(tag)`` returns an ObjectRef, as does ``handle.read.chia_remote(tag)``.
 
-    ``actor``: Ray's own handle. Can be pickled, as that can."""
+    ``actor``: Ray's own handle. Picklable, as that is."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -151,9 +150,9 @@ def start_cache(
 ) -> Handle:  # fmt: skip
     """The running cache, else a new one on this node, with at most ``size`` ``units`` in ``cache_dir_path``.
 
-    ``units``: B, KB to TB or KiB to TiB, always powers of 1024. ``yaml_path``: its section ``cache`` lists what is cached.
-    ``namespace``: of Ray; default: that of this job. Raises ValueError for other units and for errors in the file, `RootRefused`,
-    and `ConfigError` if CHIA's own actor is running under the cache's name."""
+    ``units``: B, KB to TB or KiB to TiB, always powers of 1024. ``yaml_path``: a file whose section ``cache`` lists what is cached.
+    ``namespace``: Ray's namespace; default: this job's. Raises ValueError for other units and for errors in the file, `RootRefused`, and
+    `ConfigError` if CHIA's own actor is running under the cache's name."""
     running = get_active_cache(namespace)
     if running is not None:
         if not hasattr(running.actor, "root"):
@@ -194,8 +193,7 @@ def get_active_cache(namespace: str | None = None) -> Handle | None:
 
 
 def is_cached(func_name: str, tag: str | None = None) -> bool:
-    """Whether the running cache is to keep the output of this call: its function is listed, and the tag matches a pattern, if it has any.
-    False without a cache."""
+    """Whether the running cache stores the output of this call: its function is listed, and the tag matches a pattern, if any."""
     handle = get_active_cache()
     if handle is None:
         return False
@@ -257,10 +255,9 @@ BypassFileServer: Any = ray.remote(num_cpus=0)(_FileServer)
 
 
 class Bypass:
-    """The calls that are replayed, and from what. The one created last is the active one of its process.
+    """The calls that are replayed, and from what. The last one created is the active one of its process.
 
-    ``yaml_path``: a file with a section ``bypass``; without one nothing is bypassed. Raises ValueError for errors in it, with the
-    line."""
+    ``yaml_path``: a file with a section ``bypass``; without it, nothing is bypassed. Raises ValueError, with the line, for errors in it."""
 
     def __init__(self, yaml_path: str | os.PathLike[str] | None = None) -> None:
         # By the name of a function. Programs are known to assign to these attributes.
@@ -338,7 +335,7 @@ _active: list[Bypass | None] = [None]
 
 
 def get_active_bypass() -> Bypass | None:
-    """The `Bypass` created last in this process; None if there is none."""
+    """The last `Bypass` created in this process; None if there is none."""
     return _active[0]
 
 
@@ -368,9 +365,9 @@ _undo: list[tuple[ModuleType, str, Any]] = []  # (module, name, original value)
 def install() -> None:
     """Make CHIA use this module, in this process and in the workers that a bypass reaches. Idempotent.
 
-    Call it at the beginning of the program, before a cache is started or a `Bypass` created; the order of imports does not matter, as
-    names that modules have bound already are replaced too. Workers in which nothing calls it find the running cache by its name.
-    Raises `MissingExtra` if CHIA is not installed."""
+    Call it at the start of the program, before a cache is started or a `Bypass` created. The order of imports does not matter: names that
+    modules have already bound are replaced too. Workers in which nothing calls it find the running cache by its name. Raises `MissingExtra`
+    if CHIA is not installed."""
     global _handle
     if _undo:
         return
@@ -400,7 +397,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore CHIA's own modules. Objects created meanwhile stay as they are."""
+    """Restore CHIA's own modules. Objects created in between stay as they are."""
     global _handle
     while _undo:
         module, name, value = _undo.pop()

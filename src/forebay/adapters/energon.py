@@ -51,9 +51,9 @@ Item = tuple[Any, Any]
 
 
 class FileCacheLazy(Lazy):  # type: ignore[misc]  # Energon is optional: to mypy it is Any
-    """An item that is loaded in the background. ``ds``, ``fname``: the store, and the name in it; lazies of the same item are equal.
+    """An item that is loaded in the background. ``ds``: its store. ``fname``: its name there. Lazies of the same item are equal.
 
-    Callable from any thread. A lazy that is dropped releases its share of the item, and nothing else."""
+    Callable from any thread. Dropping a lazy releases its share of the item, and nothing else."""
 
     __slots__ = ("__weakref__", "_kept", "_load")
 
@@ -103,13 +103,13 @@ class SpilledLazy(FileCacheLazy):
 class FileStoreCachePool(CachePool):  # type: ignore[misc]
     """Energon's pool: items are loaded in the background to local disk, and removed when their last lazy is read or dropped.
 
-    ``parent_cache_dir``: a directory for the cache's root; or ``cache``: an open `Cache`; default: the default root.
-    ``num_workers``: threads that load, in each process. ``max_cache_size_gbytes`` (GiB), ``max_cache_count``: limits for the items of
-    all processes that use the same root. ``method``: ``raw`` stores the dataset's bytes, and decodes them at each lazy's first `get`;
-    ``pickle`` stores decoded values, pickled. In a root that others can write to, nothing is unpickled unless ``method`` is ``pickle``.
+    ``parent_cache_dir``: a directory for the cache's root (default: the default root). ``cache``: an open `Cache` to use instead.
+    ``num_workers``: loading threads in each process. ``max_cache_size_gbytes``: GiB for the items of all processes that use the same root.
+    ``max_cache_count``: likewise, the number of items. ``method``: ``raw`` stores the dataset's bytes, and decodes them at each lazy's
+    first `get`; ``pickle`` stores decoded values, pickled; only ``pickle`` unpickles in a root that others can write to.
 
-    An item that several processes need at the same time is read once. Callable from any thread, usable in both processes after a fork,
-    also with pending loads; picklable, if ``cache`` is. Raises `ConfigError`, and what opening a `Cache` raises."""
+    An item that several processes need at the same time is read once. Callable from any thread, usable in both processes after a fork, even
+    with pending loads; picklable if ``cache`` is. Raises `ConfigError`, and what opening a `Cache` raises."""
 
     def __init__(
         self, *, parent_cache_dir: str | os.PathLike[str] | None = None, num_workers: int = 8, max_cache_size_gbytes: float = 1024,
@@ -136,7 +136,7 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
         return ds.get(fname, sample)
 
     def get_lazy(self, ds: Any, fname: str) -> FileCacheLazy:
-        """Start to load an item. Raises RuntimeError after `close`."""
+        """Start loading an item. Raises RuntimeError after `close`."""
         ds, fname = _resolved(ds, fname)
         lazy = self._prefetcher.get_lazy(self._stores.key(ds, fname))
         return FileCacheLazy(ds, fname, self, lambda: _decoded(ds, fname, lazy.get(), self._plain))
@@ -147,7 +147,7 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
         return SpilledLazy(None, name, self, lambda: (lazy.get(), None))
 
     def close(self) -> None:
-        """Stop loading, and wait for running loads. Lazies that were returned before stay usable. Idempotent."""
+        """Stop loading, and wait for running loads. Lazies returned earlier stay usable. Idempotent."""
         self._prefetcher.close()
         if self._given is None:
             self._cache.close()
@@ -324,7 +324,7 @@ def _noted_plainly(data: Any, info: Any) -> Noted:
         source = [type(path) is EPath, str(path) if type(path) is EPath else path, info.index, info.shard_name, tuple(info.file_names)]
     try:
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise errors.ConfigError(f"a {type(data).__name__} is no bytes", name="method", value="raw")
+            raise errors.ConfigError(f"a {type(data).__name__} is not bytes", name="method", value="raw")
         head = b"".join(_PYTREE.encode(source))
     except errors.ConfigError as error:
         message = f"others can write to this root, and items of the dataset need a pickle ({error}): use method='pickle' if you trust them"

@@ -120,7 +120,7 @@ def _url_of(repo_id: str, repo_type: str | None, revision: str | None) -> str:
     if repo_type not in _FOLDERS:
         raise errors.ConfigError(f"repo_type={repo_type!r}: use 'model', 'dataset' or 'space'", name="repo_type", value=repo_type)
     if not re.fullmatch(r"(?:\w[\w.-]*/)?\w[\w.-]*", repo_id, re.ASCII) or ".." in repo_id:
-        raise errors.ConfigError(f"{repo_id!r} is no repository: expected owner/name", name="repo_id", value=repo_id)
+        raise errors.ConfigError(f"{repo_id!r} is not a repository: expected owner/name", name="repo_id", value=repo_id)
     return f"hf://{_FOLDERS[repo_type]}{repo_id}@{quote(revision or MAIN, safe='')}"
 
 

@@ -42,13 +42,11 @@ def register() -> None:
 class StoreBackend(StoreBackendMixin, StoreBackendBase):  # type: ignore[misc]  # joblib is optional: to mypy it is Any
     """A store of ``joblib.Memory`` in a Forebay root. Created by joblib; ``cache`` is the open `Cache`.
 
-    ``location``: the root; the ``joblib`` that joblib appends to a str is not part of it. ``backend_options``: ``cache``, an open
-    `Cache` to use instead of the location; ``space``, the name of the part of the cache that holds the results (``joblib``);
-    ``quota``, its maximum bytes; ``codec``, as for `Cache.tasks`; all others are arguments of `Cache`, such as ``budget``.
-
-    ``mmap_mode``: with None, arrays are private copies; with ``"r"`` read-only views of the cached file; with ``"c"`` private memory
-    that is copied when it is written to. ``"r+"``, ``"w+"`` and ``compress`` raise `ConfigError` (a ValueError). Raises what opening a
-    `Cache` raises.
+    ``location``: the root; if it is a str, without the ``joblib`` that joblib appends. ``backend_options``: ``cache``, an open `Cache` to
+    use instead of the location; ``space``, the name of the part of the cache that holds the results (``joblib``); ``quota``, its maximum
+    bytes; ``codec``, as for `Cache.tasks`; all others are arguments of `Cache`, such as ``budget``. ``mmap_mode``: with None, arrays are
+    private copies; with ``"r"`` read-only views of the cached file; with ``"c"`` private memory that is copied on write. ``"r+"``, ``"w+"``
+    and ``compress`` raise `ConfigError` (a ValueError). Raises what opening a `Cache` raises.
 
     Callable from any thread, usable in both processes after a fork, and picklable: it is the same store in another process. A result is
     visible completely or not at all. A result that cannot be stored is still returned, with a warning."""
@@ -97,7 +95,7 @@ class StoreBackend(StoreBackendMixin, StoreBackendBase):  # type: ignore[misc]  
         return output
 
     def dump_item(self, call_id: Sequence[str], item: Any, verbose: int = 1) -> None:
-        """Store the result of a call. Where that is impossible, it warns."""
+        """Store the result of a call. Warns if that is impossible."""
         if verbose > 10:
             _say(f"Persisting in {self._shown(call_id)}")
         key, is_stored = _key(*call_id, OUTPUT), False
@@ -122,18 +120,18 @@ class StoreBackend(StoreBackendMixin, StoreBackendBase):  # type: ignore[misc]  
         self._tasks.write(_key(*call_id, METADATA), metadata)
 
     def get_metadata(self, call_id: Sequence[str]) -> dict[str, Any]:
-        """What `store_metadata` stored; empty if it is not there."""
+        """What `store_metadata` stored; empty if there is nothing."""
         hit, metadata = self._tasks.read(_key(*call_id, METADATA))
         return metadata if hit else {}
 
     def get_item_info(self, call_id: Sequence[str]) -> dict[str, str]:
-        """Where joblib says that a result is."""
+        """Where joblib expects a result."""
         return {"location": self._shown(call_id)}
 
     # -- functions -------------------------------------------------------------------------------------------------
 
     def store_cached_func_code(self, call_id: Sequence[str], func_code: str | None = None) -> None:
-        """Store the source of a function, by which joblib notices a change."""
+        """Store the source of a function, by which joblib detects a change."""
         if func_code is not None:
             # Pinned: joblib takes a function whose source is gone for a changed one, and would compute all again.
             self._tasks.write(_key(*call_id, CODE), func_code, pin=True)
@@ -146,7 +144,7 @@ class StoreBackend(StoreBackendMixin, StoreBackendBase):  # type: ignore[misc]  
         return str(code)
 
     def get_cached_func_info(self, call_id: Sequence[str]) -> dict[str, str]:
-        """Where joblib says that the results of a function are."""
+        """Where joblib expects the results of a function."""
         return {"location": self._shown(call_id)}
 
     def contains_path(self, call_id: Sequence[str]) -> bool:

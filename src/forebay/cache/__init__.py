@@ -139,8 +139,7 @@ class Cache(DictLike):
         """A remote directory as a local one: ``with cache.directory(url) as path`` gives its path, a ``str``, valid until the block ends.
 
         The directory is complete and read-only. Without a ``with``, keep the returned `Lease`: nothing in the directory changes until the
-        lease is closed or dropped. One process of the node fetches it, each file once; files shared with another version or another part
-        are not fetched again.
+        lease is closed or dropped. One process of the node fetches it, each file once, and reuses files of other versions and parts.
 
         ``include``: patterns of files to fetch, such as ``model-*.safetensors`` or ``weights/`` (``*`` also matches ``/``). ``exclude``:
         patterns of files to leave out. ``max_age``, ``refresh``, ``timeout``, ``offline``, ``pin``: as for `read`. Without ``force`` a
@@ -208,8 +207,7 @@ class Cache(DictLike):
         self, urls: Iterable[Url], *, return_exceptions: bool = False, max_age: float | str | None = None, refresh: bool = False,
         filesystem: Any = None, **arguments: Any,
     ) -> list[memoryview]:  # fmt: skip
-        """The bytes of many objects, in the order of ``urls``: hits at once, misses in parallel, and an object that is named twice only
-        once.
+        """The bytes of many objects, in the order of ``urls``: hits at once, misses in parallel. An object named twice is fetched once.
 
         Works even if all objects together exceed the budget. The first error is raised after all other objects are done; with
         ``return_exceptions``, errors are list items instead. The other options and errors are those of `read`."""
@@ -256,8 +254,8 @@ class Cache(DictLike):
     async def aread(
         self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any
     ) -> memoryview:  # fmt: skip
-        """`read` for a coroutine. Objects awaited at the same time are fetched in parallel, as by `read_many`. Cancelling one call does not
-        affect the others: the object is fetched anyway."""
+        """`read` for a coroutine. Objects awaited at the same time are fetched in parallel, as by `read_many`. Cancelling a call stops no
+        fetch."""
         if max_age is None and not (refresh or filesystem or arguments):
             view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
             if view is not None or (view := first_touch(self._origin, url, force=False)) is not None:
@@ -353,7 +351,7 @@ class Cache(DictLike):
         from forebay.samples import open_samples
 
         if policy != "freeze":
-            raise errors.ConfigError(f"policy={policy!r}: samples know 'freeze' only", name="policy", value=policy)
+            raise errors.ConfigError(f"policy={policy!r}: samples support only 'freeze'", name="policy", value=policy)
         size = self._size(quota, "quota")
         return open_samples(self._origin, name, length, codec=codec, fingerprint=fingerprint, quota=size, copy=copy)
 
@@ -404,8 +402,8 @@ class Cache(DictLike):
 
         ``budget``: bytes for all values together; it applies to every process, at once. ``config``: a YAML file, or a mapping of the same
         shape, that lists which functions are cached and which are replayed. ``codec``: ``pickle`` (any object), ``pytree``, ``numpy``,
-        ``arrow``, ``json``, ``raw``, or an object with ``encode`` and ``decode``. By default ``pickle``; in a root that others can write
-        to, ``pytree``, which executes nothing. ``copy``: functions and `Tasks.read` return private, writable copies. Raises `ConfigError`,
+        ``arrow``, ``json``, ``raw``, or an object with ``encode`` and ``decode``. Default: ``pickle``, or ``pytree``, which executes
+        nothing, in a root that others can write to. ``copy``: functions and `Tasks.read` return writable copies. Raises `ConfigError`,
         `MissingExtra`."""
         from forebay.tasks import open_tasks  # imported late: many programs never use it
 

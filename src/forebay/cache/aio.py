@@ -229,7 +229,7 @@ async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
 
 
 class AsyncLocal:
-    """An awaitable local copy: ``async with`` gives its path, ``await`` its `Lease`."""
+    """An awaitable local copy: ``async with`` gives its path, ``await`` its `Lease`. Returned by `Cache.alocal`."""
 
     def __init__(self, get: Callable[[], Any]) -> None:
         self._get = get

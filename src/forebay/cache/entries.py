@@ -69,8 +69,8 @@ class _Listing(Sequence[T]):
 class Entries(_Listing[Entry]):
     """The result of `Cache.entries`: the entries of a cache, or of one of its spaces, the least recently used first.
 
-    A sequence that each iteration reads from the cache, in pages: in order of names by `by_name`, in any other order by `sorted_by`.
-    Entries that are added or removed meanwhile may be in it or not; no entry is in it twice. Callable from any thread."""
+    A sequence. Each iteration reads the cache in pages: in order of names by `by_name`, in any other order by `sorted_by`. Entries that are
+    added or removed during an iteration may or may not be in it; no entry is in it twice. Callable from any thread."""
 
     def __init__(self, store: Store | PassThrough, space: str | None = None, where: Callable[[Entry], bool] | None = None) -> None:
         self._store, self._space, self._where = store, space, where
@@ -93,14 +93,14 @@ class Entries(_Listing[Entry]):
         return chain(*listings) if len(listings) < 2 else heapq.merge(*listings, key=attrgetter("name"), reverse=backwards)
 
     def names(self, *, backwards: bool = False) -> Iterator[str]:
-        """The names alone, in order: quicker than `by_name`."""
+        """The names alone, in order: faster than `by_name`."""
         if self._where is not None:
             return (entry.name for entry in self.by_name(backwards=backwards))
         listings = [self._names_of(space, backwards) for space in self._spaces()]
         return chain(*listings) if len(listings) < 2 else heapq.merge(*listings, reverse=backwards)
 
     def facts(self, *, backwards: bool = False) -> Iterator[Facts]:
-        """Names, in order, each with the facts that a listing for people shows: quicker than `by_name`."""
+        """Names, in order, each with what a listing for people shows: faster than `by_name`."""
         listings = [self._facts_of(space, backwards) for space in self._spaces()]
         return chain(*listings) if len(listings) < 2 else heapq.merge(*listings, key=itemgetter(0), reverse=backwards)
 
@@ -119,7 +119,7 @@ class Entries(_Listing[Entry]):
             page = self._store.key_page(space, page[-1], backwards=backwards)
 
     def sorted_by(self, number: Callable[[Entry], float], *, backwards: bool = False) -> Iterator[Entry]:
-        """In order of this number; many entries are sorted in a temporary file."""
+        """In order of this number; if there are many entries, they are sorted in a temporary file."""
         some: list[Entry] = []
         spill: Spill | None = None
         for entry in chain.from_iterable(self._of(space, False) for space in self._spaces()):

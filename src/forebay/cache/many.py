@@ -29,8 +29,9 @@ MEANWHILE = 64
 
 
 class LocalFiles(Sequence[str]):
-    """The paths of the cached copies of several objects, in the order of the call. They exist, unchanged, until `close`, the end of a
-    ``with`` block, or until this object is dropped. With ``return_exceptions``, an error can take the place of a path."""
+    """The paths of the cached copies of several objects, in the order of the call. Returned by `Cache.local_many`. They exist, unchanged,
+    until `close`, the end of a ``with`` block, or until this object is dropped. With ``return_exceptions``, an error can take the place of
+    a path."""
 
     def __init__(self, leases: Sequence[Lease | Exception]) -> None:
         self._leases = tuple(leases)
@@ -228,7 +229,7 @@ class _PullRequests:
                 if lease is not None:
                     reporter.say("done", lease.entry.size, lease.entry.size)
                 elif isinstance(error, errors.NoSpace):
-                    log.warning("%s is not kept: %s", request.target.key, str(error))
+                    log.warning("%s is not stored: %s", request.target.key, str(error))
                     reporter.say("direct", 0, None)
         except BaseException:
             if lease is not None:
@@ -244,7 +245,7 @@ def pull(origin: Origin, target: Target, options: FetchOptions, reporter: Progre
             reporter.say("done", lease.entry.size, lease.entry.size)
             return lease.entry
     except errors.NoSpace as error:
-        log.warning("%s is not kept: %s", target.key, str(error))
+        log.warning("%s is not stored: %s", target.key, str(error))
         reporter.say("direct", 0, None)
         return None
 

@@ -109,7 +109,7 @@ class Space(DictLike):
                 store.put(self.name, key, view, timeout=timeout)
         except errors.CacheFault as error:
             store.count("store_failures")
-            self._origin.warn(f"put {type(error).__name__}", "%s is not kept: %s", f"{self.name}:{key}", error)
+            self._origin.warn(f"put {type(error).__name__}", "%s is not stored: %s", f"{self.name}:{key}", error)
             return False
         return True
 
@@ -128,7 +128,7 @@ class Space(DictLike):
     def _keep(self, key: str, data: memoryview) -> memoryview:
         """Store what was made. Where that fails, those that wait make it themselves: all at once, instead of one after the other."""
         if not self.put(key, data):
-            error = errors.CacheFault(f"another caller has made {key!r}, and could not store it", key=key)
+            error = errors.CacheFault(f"another caller made {key!r}, but could not store it", key=key)
             self._store().locks.note_failure(self.name, key, error)
         return data
 

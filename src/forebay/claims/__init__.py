@@ -49,14 +49,12 @@ def claim(
     ``dirs``: the local working directories, which need not exist yet; none for shared memory alone. ``remotes``: the URL that each is
     filled from, or None; only directories with a remote must be exclusive to this job. ``world``: which rank this is (default:
     `World.detect`). ``job``: a name shared by the ranks of this job, needed if no launcher provides one. ``name``: which of the job's
-    claims this is (default: the first call of each rank means the first claim, and so on). ``shared``: this job only reads the directories,
-    and shares them with jobs that read the same remote. ``timeout``: seconds to wait for the first rank of the node, or for a job that is
-    ending.
+    claims this is (default: each rank's first call means the first claim, and so on). ``shared``: this job only reads the directories, and
+    shares them with jobs that read the same remote. ``timeout``: seconds to wait for the node's first rank, or for a job that is ending.
 
     Raises `ClaimConflict` (a ValueError) if another live claim has such a directory, or one above or below it; `ClaimMismatch` (a
     RuntimeError) if a rank's arguments differ from those of the first rank; `Closed` if the claim's directory is removed during the call;
-    `ConfigError`, `WaitTimeout`, `NoSpace`, `RootRefused`. The claim is freed when the last process that has it closes it or ends in any
-    way."""
+    `ConfigError`, `WaitTimeout`, `NoSpace`, `RootRefused`. The claim is freed when its last process closes it or ends."""
     streams = _streams(dirs, remotes, shared)
     world = World.detect() if world is None else world
     if not isinstance(world, World):
@@ -165,9 +163,9 @@ def _token(record: Record) -> str:
 class Claim:
     """What a job uses on this node: its directories, and shared memory, barriers and locks for its processes. Made by `claim`.
 
-    Its attributes: `prefix`, a small number that no other live claim of the node has; `path`, its directory in memory; `job`; `name`;
-    `directories` (links resolved); `remotes` (without secrets); `shared`; `world`, as given or detected in this process; `is_leader`,
-    whether this process created the claim.
+    ``prefix``: a small number that no other live claim of the node has. ``path``: its directory, in memory. ``job``, ``name``, ``shared``:
+    as for `claim`. ``directories``: its directories, links resolved. ``remotes``: their remotes, without secrets. ``world``: as given or
+    detected in this process. ``is_leader``: whether this process created the claim.
 
     Callable from any thread. A forked child has the claim at once, as does a process that unpickles it. An open claim stays until `close`
     or the end of the process, even if nothing refers to it: arrays made from it may be in use."""
@@ -206,8 +204,7 @@ class Claim:
         return shared.buffer(self._context, name, size)
 
     def barrier(self, name: str) -> Barrier:
-        """Return a barrier at which ``parties`` processes or threads wait for each other: ``wait(parties, timeout=None)``, any number of
-        times."""
+        """Return a barrier at which ``parties`` processes or threads wait for each other with ``wait(parties, timeout=None)``. Reusable."""
         from forebay.claims.barriers import Barrier
 
         return Barrier(self._context, name)

@@ -45,7 +45,7 @@ def by_name(name: str, code: bytes) -> Any:
     if value is None and code:
         return pickle.loads(code)
     if value is None:
-        raise AttributeError(f"this program has no {name!r}, which the program that stored the value had")
+        raise AttributeError(f"this program has no {name!r}, but the program that stored the value had it")
     return value
 
 

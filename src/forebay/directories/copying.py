@@ -42,7 +42,7 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     """The target directory: ``~`` expanded, absolute, symbolic links resolved. Raises `ConfigError`."""
     text = remote.as_text(path)
     if not text:
-        raise errors.ConfigError("to_directory needs a path: '' is none", name="path", value=text)
+        raise errors.ConfigError("to_directory needs a path, not ''", name="path", value=text)
     return Path(os.path.realpath(os.path.expanduser(text)))
 
 
@@ -116,7 +116,7 @@ def copy_tree(
                 sink.copy(fd)
             after = os.fstat(fd)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            raise errors.RemoteChanged(f"{top / file.name} was written to while it was copied", url=str(top / file.name))
+            raise errors.RemoteChanged(f"{top / file.name} was written to while being copied", url=str(top / file.name))
 
     copy.make(bring, COPIES, on_progress)
 

@@ -100,7 +100,7 @@ class Listings:
 
     def _nothing(self, location: RemoteDirectory) -> errors.RemoteError:
         if location.is_object():
-            return errors.NotADirectory(f"{location.key}: this is an object, and no directory: see `Cache.local`", url=location.key)
+            return errors.NotADirectory(f"{location.key}: this is an object, not a directory: see `Cache.local`", url=location.key)
         return errors.NotFound(f"{location.key}: there is no object below this URL", url=location.key)
 
     # -- asking ----------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Directories:
             return _as_it_is(location.local)
         store = self._origin.store
         if not store.keeps:
-            raise errors.NoSpace(f"{location.key} cannot be kept: {store.why}", key=location.key, need=0, free=0, budget=0)
+            raise errors.NoSpace(f"{location.key} cannot be stored: {store.why}", key=location.key, need=0, free=0, budget=0)
         with waits.time_limit(options.timeout):
             return _Tree(self._origin, self._listings, store, location, part, options).lease()
 
@@ -100,7 +100,7 @@ class Directories:
             entry = adopt(self._origin, URLS, key, path, validator=file.validator)
             if file.digest is not None and entry.checksum.hex() != file.digest:
                 store.remove([Victim.of(entry)])
-                raise errors.CacheFault(f"{path} was written to since it was uploaded: it is not kept", key=entry.key)
+                raise errors.CacheFault(f"{path} was written to since it was uploaded: it is not stored", key=entry.key)
         self._listings.keep(location, Manifest.of(location.key, (file for file, _ in files)))
 
 
@@ -126,14 +126,14 @@ def _is_in_place(location: RemoteDirectory, options: FetchOptions) -> bool:
 def _as_it_is(path: str) -> Lease:
     lease = in_place(path)
     if lease.entry.kind != "directory":
-        raise errors.NotADirectory(f"{path}: this is a file, and no directory", url=path)
+        raise errors.NotADirectory(f"{path}: this is a file, not a directory", url=path)
     return lease
 
 
 def _chosen(location: RemoteDirectory, part: Part, whole: Manifest) -> Manifest:
     chosen = part.choose(whole)
     if not chosen.files:
-        raise errors.NotFound(f"{location.key}: none of its {len(whole.files):,} files is what {part} asks for", url=location.key)
+        raise errors.NotFound(f"{location.key}: none of its {len(whole.files):,} files matches {part}", url=location.key)
     return chosen
 
 
@@ -295,7 +295,7 @@ class _Tree:
         self._check_fits(manifest)
         with self._files(manifest, listing.at) as leases:
             if self._came_unseen and self._listings.ask(self._location, self._options).version != listing.version:
-                raise errors.RemoteChanged(f"{self._key}: it changed while it was fetched", url=self._key)
+                raise errors.RemoteChanged(f"{self._key}: it changed while being fetched", url=self._key)
             members = [(file.name, leases[file.name]) for file in manifest.files]
             life = "pinned" if self._options.pin else "cached"
             meta = _meta(listing, manifest)

@@ -98,7 +98,7 @@ def push(
         try:
             Directories(origin).keep(location, done.files)
         except errors.CacheFault as error:
-            origin.warn("keep", "%s is uploaded, and not kept in the cache: %s", location.key, error)
+            origin.warn("keep", "%s is uploaded, but not stored in the cache: %s", location.key, error)
     return done
 
 

@@ -27,7 +27,7 @@ def info_of(source: Any, key: str) -> SourceInfo:
 def checked_name(key: object) -> str:
     """A name that stays below its prefix. Raises `ConfigError`."""
     if not isinstance(key, str):
-        raise errors.ConfigError(f"{key!r} is no key: expected a str", name="key", value=repr(key))
+        raise errors.ConfigError(f"{key!r} is not a key: expected a str", name="key", value=repr(key))
     if not is_name(key):
         message = f"{key!r} is no key: expected a name below the source, such as 'a/b.jpg', without . and .."
         raise errors.ConfigError(message, name="key", value=key)

@@ -180,8 +180,8 @@ class Prefetcher(Pool[Item_co]):
         return item
 
     def put(self, obj: T, name: str = "") -> Lazy[T]:
-        """Write a pickled object to disk and return a lazy for it. Its bytes are removed when the lazy is read or dropped. ``name``: the
-        name that listings show.
+        """Write a pickled object to disk; return a lazy for it. Its bytes are removed when the lazy is read or dropped. ``name``: for
+        listings.
 
         If there is no room, the object stays in memory. Raises `Closed`, and any error from pickling it."""
         self._check_open()
@@ -203,7 +203,7 @@ class Prefetcher(Pool[Item_co]):
         if data is not None and seal:
             data = memoryview(bytes(data))  # a private copy: others could change the file between the check and the use
         if data is None or (seal and _seal(data) != seal):
-            raise errors.Damaged(f"the spilled object {lease.entry.key!r} is damaged or missing: create it again", key=lease.entry.key)
+            raise errors.Damaged(f"the object {lease.entry.key!r} is damaged or missing: create it again", key=lease.entry.key)
         return _PICKLE.decode(data, lambda: memoryview(bytearray(data)))
 
     def _discard(self, lease: Lease) -> None:
@@ -279,8 +279,7 @@ class Prefetcher(Pool[Item_co]):
         return self._loader.closed
 
     def close(self) -> None:
-        """Cancel queued loads, and wait for running ones. Lazies that were returned stay usable; from now on `get_lazy` raises `Closed`. A
-        second call does nothing."""
+        """Cancel queued loads, and wait for running ones. Returned lazies stay usable; `get_lazy` now raises `Closed`. Idempotent."""
         self._loader.close()
 
     def _check_open(self) -> None:

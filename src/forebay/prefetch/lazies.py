@@ -23,11 +23,11 @@ AHEAD = 64
 
 
 class Lazy(Generic[Item_co]):
-    """An item that is loaded or loading: ``Lazy[bytes]``, or of the type that ``decode`` returns. Its ``key`` is its key in the source.
+    """An item that is loaded or loading: ``Lazy[bytes]``, or of the type that ``decode`` returns. Returned by `Prefetcher.get_lazy`. Its
+    ``key`` is its key in the source.
 
     Callable from any thread, and usable in both processes after a fork. Unpickled in another process, it requests the item there. Lazies of
-    one source and key are equal and hash alike. You can drop a lazy at any time: that releases its share of the item, and waits for
-    nothing."""
+    one source and key are equal and hash alike. Dropping a lazy at any time releases its share of the item, without waiting."""
 
     __slots__ = ("__weakref__", "_load", "_pool", "_values", "key")
 
@@ -262,7 +262,7 @@ class PassThrough(Pool[Item_co]):
             return report
         reason = "the cache cannot be used now" if self._reopen else "the cache is switched off"
         return WarmReport(
-            (), tuple((key, errors.NoSpace(f"{key}: it cannot be kept: {reason}", key=key, need=0, free=0, budget=0)) for key in keys)
+            (), tuple((key, errors.NoSpace(f"{key}: it cannot be stored: {reason}", key=key, need=0, free=0, budget=0)) for key in keys)
         )
 
     def set_limits(self, *, budget: int | None = None, max_count: int | None = None) -> None:

@@ -103,8 +103,8 @@ class Loader:
         if state is State.FAILED:
             return load.failure
         if load.reason:
-            return errors.CacheFault(f"{load.key} cannot be kept: {load.reason}")
-        return errors.NoSpace(f"{load.key} cannot be kept", key=load.key, need=load.size or 0, free=0, budget=self.queue.limit)
+            return errors.CacheFault(f"{load.key} cannot be stored: {load.reason}")
+        return errors.NoSpace(f"{load.key} cannot be stored", key=load.key, need=load.size or 0, free=0, budget=self.queue.limit)
 
     def take(self, load: Load) -> Buffer:
         """The bytes of an item: from the cache, from memory, or from the source in this very thread, whichever is first.

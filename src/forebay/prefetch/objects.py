@@ -141,7 +141,7 @@ class ObjectLoader:
             return load.failure
         if isinstance(load.error, errors.NoSpace):
             return load.error
-        return errors.CacheFault(f"{load.key} cannot be kept: {load.reason or 'there is no room for it'}")
+        return errors.CacheFault(f"{load.key} cannot be stored: {load.reason or 'there is no room for it'}")
 
     def _is_there(self, load: Load) -> bool:
         try:

@@ -39,17 +39,16 @@ _SENDABLE = r"[\t\x20-\x7e\xa0-\xff]*\Z"
 class RemoteOptions:
     """How requests to remotes are sent. Hashable; can be pickled; its repr shows no secret.
 
-    ``headers``, ``token`` (sent as ``Authorization: Bearer``): go with every request for a URL, but not to another scheme, host or port
-    to which it redirects. Credentials of a single host belong into ``~/.netrc`` (or ``$NETRC``). ``connect_timeout``, ``read_timeout``:
-    seconds; the latter counts from the last byte received. ``total_timeout``: seconds for one call with all its retries; None: no limit.
-    ``attempts``: of one request or range. ``backoff``: seconds before the second attempt, doubled from attempt to attempt up to 10 s, with
-    jitter; a Retry-After header replaces it. ``connections``: that ranges may use at once in a process; more are opened only while more
-    calls need one. ``streams``: parallel ranges of one object. ``part``: bytes of a range. ``buffer``: bytes of a body that are held in
-    memory until its reader takes them. ``proxies``: use ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. ``netrc``: use the
-    netrc file. ``anonymous``, ``requester_pays``: for ``s3://``. ``allow_downgrade``: follow a redirect from ``https://`` to ``http://``.
-    ``partition``: is part of the keys, so that what was fetched with these options is only served to those with the same one. By default
-    the token or ``Authorization`` header, for ``https://`` and ``http://``; "": credentials make no difference.
-    """
+    ``headers``: sent with every request for a URL, but not if it redirects to another scheme, host or port. ``token``: likewise, as
+    ``Authorization: Bearer``. Credentials for a single host belong in ``~/.netrc`` (or ``$NETRC``). ``connect_timeout``: seconds.
+    ``read_timeout``: seconds since the last byte received. ``total_timeout``: seconds for one call with all its retries; None: no limit.
+    ``attempts``: how often one request or range is tried. ``backoff``: seconds before the second attempt, doubled each time up to 10 s,
+    with jitter; a Retry-After header replaces it. ``connections``: maximum connections for ranges in a process; more are opened only while
+    more calls need one. ``streams``: parallel ranges of one object. ``part``: bytes of a range. ``buffer``: bytes of a body held in memory
+    until its reader takes them. ``proxies``: use ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. ``netrc``: use the netrc
+    file. ``anonymous``, ``requester_pays``: for ``s3://``. ``allow_downgrade``: follow a redirect from ``https://`` to ``http://``.
+    ``partition``: part of the keys, so that objects fetched with these options are only served to callers with the same partition. By
+    default the token or ``Authorization`` header, for ``https://`` and ``http://``; "": credentials make no difference."""
 
     headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
     token: str | None = field(default=None, repr=False)
@@ -93,12 +92,12 @@ class RemoteOptions:
 
     @property
     def authorization(self) -> str:
-        """The value of the ``Authorization`` header, or the token without one; "": neither was given."""
+        """The value of the ``Authorization`` header, else the token; "" if neither was given."""
         given = next((value for name, value in self.headers.items() if name.lower() == "authorization"), "")
         return given or (f"Bearer {self.token}" if self.token else "")
 
     def for_check(self) -> Self:
-        """These options with a short time limit, for asking whether a known version is still current: the caller can do without."""
+        """These options with a short time limit, for asking whether a known version is still current, which is optional for the caller."""
         limit = min(CHECK_TIMEOUT, self.total_timeout or CHECK_TIMEOUT)
         return replace(self, attempts=min(2, self.attempts), total_timeout=limit)
 

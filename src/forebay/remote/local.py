@@ -149,7 +149,7 @@ class LocalRemote:
 def _path(url: str) -> str:
     path = local_path(url)
     if path is None:
-        raise errors.ConfigError(f"{_shown(url)} is no local file", url=_shown(url))
+        raise errors.ConfigError(f"{_shown(url)} is not a local file", url=_shown(url))
     return path
 
 
@@ -311,8 +311,8 @@ def _validator(url: str) -> str | None:
 
 
 def _conflict(url: str) -> errors.Conflict:
-    return errors.Conflict(f"{canonical(url)}: it is there already, or another version of it: nothing was written", url=canonical(url))
+    return errors.Conflict(f"{canonical(url)}: it, or another version of it, already exists: nothing was written", url=canonical(url))
 
 
 def _changed(url: str) -> errors.RemoteChanged:
-    return errors.RemoteChanged(f"{canonical(url)} was written to while it was read", url=canonical(url))
+    return errors.RemoteChanged(f"{canonical(url)} was written to while being read", url=canonical(url))

@@ -93,8 +93,7 @@ class Samples(Generic[Item]):
         """The item in slot ``i``; else the result of ``fn``, which is stored: one process of the node at a time runs it for a slot.
 
         Returns the item as `get` does. An error that ``fn`` raises reaches every process that waited. If nothing more can be stored, ``fn``
-        runs here at once. ``timeout``: seconds to wait for another process. Raises `ConfigError` for a value that the codec does not
-        accept."""
+        runs here at once. ``timeout``: seconds to wait for another process. Raises `ConfigError` if the codec rejects a value."""
         decoded = self._decoded(i, self._find(i, self._copy))
         if decoded is not None:
             return decoded[0]
@@ -225,11 +224,10 @@ class Samples(Generic[Item]):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def put(self, i: int, value: Item | Buffer) -> bool:
-        """Fill slot ``i``. Returns False if the slot is full or nothing more is admitted: the array is frozen, or there is no room (logged
-        once).
+        """Fill slot ``i``. Returns False if it is full, the array is frozen, or there is no room (logged once).
 
-        If several calls fill one slot at once, one succeeds. Raises IndexError, `Closed`, and `ConfigError` for a value that the codec does
-        not accept."""
+        If several calls fill one slot at once, one succeeds. Raises IndexError, `Closed`, and `ConfigError` if the codec rejects the value.
+        """
         try:
             with waits.time_limit(self._origin.timeout):
                 return self._pack.put(i, self._codec.encode, value)
@@ -274,7 +272,7 @@ class Samples(Generic[Item]):
         self._check_creator("preserve")
         self._pack.has(0)  # raises Closed
         if self.name is not None:
-            raise errors.ConfigError(f"this array has a name already: {self.name!r}", name="name", value=name)
+            raise errors.ConfigError(f"this array already has a name: {self.name!r}", name="name", value=name)
         checked_name(name)
         if isinstance(self._pack, NoPack):
             return False
@@ -290,8 +288,7 @@ class Samples(Generic[Item]):
 
     def preload(self, name: str) -> bool:
         """Open the array of this name read-only, in place of this handle's array. Returns False if there is none, or this handle is already
-        frozen. Raises ValueError if it has another length or codec, and RuntimeError in any process except the one that created this
-        handle."""
+        frozen. Raises ValueError if it has another length or codec, and RuntimeError except in the process that created this handle."""
         self._check_creator("preload")
         self._pack.has(0)
         if self.frozen:
@@ -379,7 +376,7 @@ def open_samples(
     elif length is None:
         raise errors.ConfigError("an array without a name needs a length: cache.samples(length=N)", name="length", value=None)
     if length is not None and not (isinstance(length, int) and length >= 1):
-        raise errors.ConfigError(f"length={length!r} makes no sense: it is an int of at least 1", name="length", value=length)
+        raise errors.ConfigError(f"length={length!r} is invalid: it must be an int of at least 1", name="length", value=length)
     shape = Shape(length or 0, chosen.name, digest_of(fingerprint))
 
     def find_pack() -> Pack | NoPack | None:

@@ -29,10 +29,10 @@ Decode: TypeAlias = Callable[[str, Any], Any]
 class UrlSource:
     """The objects below a prefix: ``UrlSource("s3://bucket/photos")["2024/a b.jpg"]``.
 
-    ``prefix``: a directory, a URL of any kind that the cache supports, or a path of ``filesystem``, an object of fsspec or pyarrow; the
-    query of an HTTP URL, such as a signature, stays after the names. Keys are plain names: this class quotes them for URLs.
-    ``version``: of the whole dataset, if it has one. ``options``: for requests; by default those of the cache, or of the environment.
-    Each object is read whole: with retries and resumes, and in concurrent ranges if it is large.
+    ``prefix``: a directory, a URL of any kind that the cache supports, or a path on ``filesystem``. The query of an HTTP URL, such as a
+    signature, stays after the names. Keys are plain names: this class quotes them for URLs. ``filesystem``: an fsspec or pyarrow
+    filesystem. ``version``: the version of the whole dataset, if it has one. ``options``: for requests; default: those of the cache, or of
+    the environment. Reads each object whole, with retries and resumes, and large ones in parallel ranges.
 
     Callable from any thread and after a fork; picklable if the filesystem is. Raises `ConfigError`, `MissingExtra`."""
 
@@ -44,7 +44,7 @@ class UrlSource:
         self.uri = self._reach.shown(self._prefix.url)
         self.version = version
         self.is_local = self._prefix.local is not None
-        """Whether its objects are local files: only those tell their sizes and versions without a request."""
+        """Whether its objects are local files: only these give their sizes and versions without a request."""
 
     def __repr__(self) -> str:
         return f"UrlSource({self.uri!r})"
@@ -69,12 +69,12 @@ class UrlSource:
         return self._reach.whole(self._url(key))
 
     def lease(self, key: str) -> Lease | None:
-        """A lease on the object if the cache has it already, from `Cache.read` or a `pull`, in the remote's current version; else None."""
+        """A lease on the object if the cache already has it, from `Cache.read` or a `pull`, in the remote's current version; else None."""
         return self._reach.kept(self._url(key), versioned=self.version is not None)
 
     def keys(self) -> Iterator[str]:
-        """All names, in the order of the remote. Omits names that are not below the prefix, such as ``../x``, with one warning.
-        Raises `RemoteError`, also for HTTP, which has no listings."""
+        """All names, in the order of the remote. Omits names that are not below the prefix, such as ``../x``, with one warning. Raises
+        `RemoteError`, also for HTTP, which has no listings."""
         has_warned = False
         for info in self._reach.list(self._prefix.folder):
             name = self._prefix.name_of(info.url)
@@ -85,12 +85,12 @@ class UrlSource:
                 log.warning("%s: %r is outside the source; such names are skipped", self.uri, name)
 
     def size(self, key: str) -> int | None:
-        """Bytes of a local file; None for a remote one, which would cost a request, and if there is none."""
+        """Bytes of a local file; None for a remote one, which would cost a request, or if there is none."""
         status = self._local(key)
         return None if status is None else status.st_size
 
     def version_of(self, key: str) -> str | None:
-        """Time, size and inode of a local file; None for a remote one, which would cost a request, and if there is none."""
+        """Time, size and inode of a local file; None for a remote one, which would cost a request, or if there is none."""
         status = self._local(key)
         return None if status is None else f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
 
@@ -117,9 +117,9 @@ class UrlSource:
 class DecodedSource:
     """A source whose items are the results of ``decode(key, data)`` for the items of ``inner``.
 
-    ``decode`` may be a dict from extensions to such functions, see `by_extension`. ``version``: of the decoder; raise it when the
-    decoder returns other values, so that stored earlier values are not used. Its name is its attribute ``name``, else its module and
-    qualified name; the name of a lambda, an inner function, or a function of a script also contains a hash of its code."""
+    ``decode``: such a function, or a dict from extensions to functions, see `by_extension`. Its name is its attribute ``name``, else its
+    module and qualified name; the name of a lambda, an inner function, or a function of a script also contains a hash of its code.
+    ``version``: the decoder's version; raise it when the decoder returns other values, so that stored earlier values are not used."""
 
     def __init__(self, inner: Any, decode: Decode | Mapping[str, Decode], version: str | None = None) -> None:
         self.inner = inner
@@ -151,7 +151,7 @@ class DecodedSource:
 
     @property
     def keys(self) -> Any:
-        """The method of ``inner``, as are `size`, `version_of` and `bind`: None if it has none. Sizes are those before decoding."""
+        """The method of ``inner``, like `size`, `version_of` and `bind`; None if it has none. Sizes are those before decoding."""
         return getattr(self.inner, "keys", None)
 
     @property
@@ -191,13 +191,13 @@ class _ByExtension:
             if decode is not None:
                 return decode
         known = ", ".join(filter(None, self._decoders))
-        raise errors.ConfigError(f"no decoder for {key!r}: there are those for {known}; one under '' would take the rest", key=key)
+        raise errors.ConfigError(f"no decoder for {key!r}: there are decoders for {known}; one under '' would handle the rest", key=key)
 
 
 def by_extension(decoders: Mapping[str, Decode]) -> Decode:
-    """A ``decode(key, data)`` that calls the decoder for the longest extension of the key: of ``{".png": f, ".seg.png": g, "": h}``
-    ``g`` decodes ``a.seg.png``, and ``h`` everything that matches no other. Ignores case, and the dot at the beginning.
-    Raises `ConfigError` for a key that matches none."""
+    """A ``decode(key, data)`` that calls the decoder for the longest extension of the key: with ``{".png": f, ".seg.png": g, "": h}``,
+    ``g`` decodes ``a.seg.png``, and ``h`` everything that matches no other. Ignores case and the leading dot. Raises `ConfigError` for a
+    key that matches none."""
     return _ByExtension(decoders)
 
 
@@ -255,8 +255,8 @@ def identity_of(source: Any) -> str:
 
 
 def source_of(thing: Any) -> Source:
-    """The source for an argument of a caller: a path or URL that ends with ``.tar``, or several of them, are shards; any other is a
-    prefix; an object with ``source[key]`` and ``uri`` is used as it is. Raises `ConfigError` for anything else."""
+    """The source for an argument of a caller. A path or URL that ends with ``.tar``, or several of them, are shards; any other is a prefix;
+    an object with ``source[key]`` and ``uri`` is used as is. Raises `ConfigError` for anything else."""
     if isinstance(thing, (str, os.PathLike)):
         return TarSource(thing) if is_tar(os.fspath(thing)) else UrlSource(thing)
     if (
@@ -270,4 +270,4 @@ def source_of(thing: Any) -> Source:
         return source
     expected = "a path, a URL, paths or URLs of tar shards, or an object with source[key] and source.uri"
     shown = redacted(repr(thing))
-    raise errors.ConfigError(f"{shown} is no source: expected {expected}", name="source", value=shown)
+    raise errors.ConfigError(f"{shown} is not a source: expected {expected}", name="source", value=shown)

@@ -50,15 +50,14 @@ class _Indexing(NamedTuple):
 class TarSource:
     """The members of tar shards, such as webdataset's: ``TarSource("s3://bucket/train")["shard-000017.tar/000123.jpg"]``.
 
-    ``shards``: the path or URL of a shard, also as ``shard-{000..999}.tar``; several of them; or a directory, or a prefix of URLs: all
-    ``.tar`` below it. With ``filesystem``, an object of fsspec or pyarrow: its paths. A key is the shard's path below the common directory
-    of all shards, a slash, and the member's name. ``version``: of the whole dataset; without it an item has the version of its shard: its
-    ETag, or its time and size.
+    ``shards``: the path or URL of a shard, also as ``shard-{000..999}.tar``; several of them; or a directory or URL prefix: all ``.tar``
+    files below it. A key is the shard's path below the common directory of all shards, a slash, and the member's name. ``filesystem``: an
+    fsspec or pyarrow filesystem; ``shards`` are paths on it. ``version``: the version of the whole dataset; by default an item has its
+    shard's version: its ETag, or its time and size.
 
-    Reads only the bytes of members, with an index of the shard that is built from its headers on first use: once per node, and stored in
-    the cache, if the source is bound to a cache; else once per process. A shard that changes meanwhile is indexed again.
-    Supports uncompressed tars of all formats; of several members with the same name the last counts; symbolic links and directories are
-    omitted.
+    Reads only the bytes of members. It builds an index of a shard from its headers on first use: once per node, stored in the cache, if the
+    source is bound to one; else once per process. A shard that changes later is indexed again. Supports uncompressed tars of all formats.
+    If members share a name, the last one counts. Symbolic links and directories are omitted.
 
     Callable from any thread and after a fork; picklable if the filesystem is. Raises `ConfigError`, `MissingExtra`."""
 
@@ -108,8 +107,8 @@ class TarSource:
         raise AssertionError("unreachable: the last turn returns or raises")
 
     def kept(self, key: str, *, only_whether: bool = False) -> bytes | None:
-        """The member's bytes out of the whole shard, where the bound cache has that; else None. ``only_whether``: no bytes of it. Asks no
-        remote, and raises nothing."""
+        """The member's bytes from the whole shard, if the bound cache has it; else None. Asks no remote, and raises nothing.
+        ``only_whether``: return no bytes."""
         try:
             shard, name = self._split(key)
             url = self._url(shard)
@@ -132,8 +131,8 @@ class TarSource:
         return data
 
     def keys(self) -> Iterator[str]:
-        """All members, shard by shard, in their order. Builds missing indexes, of several shards concurrently. Closing the iterator does
-        not wait for those that are being built."""
+        """All members, shard by shard, in order. Builds missing indexes, several shards at a time. Closing the iterator does not wait for
+        indexes that are being built."""
         threads = Threads(self._index, AT_ONCE, name="index")
         shards, window = iter(self._laid_out().urls.items()), deque[_Indexing]()
         try:
@@ -160,7 +159,7 @@ class TarSource:
         return list(self._laid_out().urls)
 
     def size(self, key: str) -> int | None:
-        """Bytes of a member; None if unknown: reading it will raise the error."""
+        """Bytes of a member; None if unknown: reading it then raises the error."""
         try:
             shard, name = self._split(key)
             span = self._shards.index(self._url(shard)).members.get(name)
@@ -263,7 +262,7 @@ def _laid_out(reach: RemoteAccess, texts: Sequence[str]) -> _Layout:
     """The layout of shards that are named one by one."""
     urls = [Prefix(text, plain=reach.filesystem is not None).url for text in texts]
     if not urls:
-        raise errors.ConfigError("no shards: name one at least", name="shards", value=None)
+        raise errors.ConfigError("no shards: name at least one", name="shards", value=None)
     parts = [_bare(url).split("/") for url in urls]
     folders = [each[:-1] for each in parts]
     common = sum(1 for _ in takewhile(lambda same: len(set(same)) == 1, zip(*folders, strict=False)))

@@ -35,12 +35,12 @@ TAKEN = (URLS, DIRECTORIES, LISTINGS, "samples", "values")
 
 @dataclass(frozen=True, slots=True)
 class TaskStats:
-    """What a `Tasks` holds, and what this process did with this object.
+    """What a `Tasks` holds, and what this process did with this object. Returned by `Tasks.stats`. `Cache.stats` counts for the whole node.
 
-    ``entries``, ``bytes``: number and stored size of its values. ``budget``: bytes that they may have; None: limited by the cache only.
-    ``hits``, ``misses``: reads that returned a value, or none. ``runs``: calls that ran; ``replays``: calls that were replayed instead.
-    ``waits``: values that another process or thread computed while this one waited. ``store_failures``: values that could not be stored.
-    ``damaged``: stored values that could not be read. `Cache.stats` counts for the whole node."""
+    ``entries``: number of its values. ``bytes``: their stored size. ``budget``: bytes that they may have; None: limited by the cache only.
+    ``hits``: reads that returned a value. ``misses``: reads that returned none. ``runs``: calls that ran. ``replays``: calls that were
+    replayed instead. ``waits``: values that another process or thread computed while this one waited. ``store_failures``: values that could
+    not be stored. ``damaged``: stored values that could not be read."""
 
     entries: int
     bytes: int
@@ -82,18 +82,17 @@ class Tasks:
     # -- values ----------------------------------------------------------------------------------------------------
 
     def write(self, tag: str, value: Any, *, pin: bool = False) -> bool:
-        """Store a value under a tag, and replace the one that was there in one step. ``pin``: the value is never evicted.
+        """Store a value under a tag, replacing any earlier one in one step. ``pin``: never evict the value.
 
-        Returns False, with one warning, if the value cannot be stored: it is larger than the budget (nothing is evicted for it then), there
-        is no room, or it cannot be pickled. The previous value stays then. Raises `ConfigError` for a value that the codec does not
-        support."""
+        Returns False, with one warning, if the value cannot be stored: it is larger than the budget (then nothing is evicted for it), there
+        is no room, or it cannot be pickled. The previous value then stays. Raises `ConfigError` if the codec rejects the value."""
         return self._values.keep(_key(tag), value, pin=pin)
 
     def read(self, tag: str, *, copy: bool | None = None) -> tuple[bool, Any]:
         """``(True, value)``, or ``(False, None)`` if there is none: one step, so that no eviction comes in between.
 
-        Arrays are read-only views of the mapping, and stay usable after an eviction. ``copy``: return a private, writable copy instead; by
-        default as the handle was created. ``tag`` may be what ``fn.tag_of()`` returns."""
+        Arrays are read-only views of the mapping, and stay usable after an eviction. ``tag`` may be what ``fn.tag_of()`` returns. ``copy``:
+        return a private, writable copy instead (default: as set when the handle was created)."""
         hit = self._values.look(_key(tag), copy=self._copy if copy is None else copy)
         return (True, hit[0]) if hit is not None else (False, None)
 
@@ -110,7 +109,7 @@ class Tasks:
         return self._values.flush()
 
     def keys(self) -> list[str]:
-        """All keys, from the least to the most recently used. The keys of a function's outputs are what ``fn.tag_of()`` returns."""
+        """All keys, from the least to the most recently used. For a function's outputs, they are what ``fn.tag_of()`` returns."""
         return self._values.keys()
 
     def size_bytes(self) -> int:
@@ -140,9 +139,9 @@ class Tasks:
     def import_chia(self, directory: str | os.PathLike[str], *, overwrite: bool = False) -> int:
         """Import a directory of CHIA's cache: its tags and values, in CHIA's order of use. Returns how many were imported.
 
-        The files are pickles, and are unpickled here: import only a directory that nobody else can write to. They are not changed.
-        Damaged files, and files that are not CHIA's, are skipped with a warning each. If the values do not fit, the least recently used
-        ones are evicted. ``overwrite``: replace values whose tag is in use. Raises OSError if the directory cannot be read."""
+        The files are pickles, and are unpickled here: import only a directory that nobody else can write to. They are not changed. Damaged
+        files, and files that are not CHIA's, are skipped with a warning each. If the values do not fit, the least recently used ones are
+        evicted. ``overwrite``: replace values whose tag is in use. Raises OSError if the directory cannot be read."""
         taken = 0
         for path in _oldest_first(Path(directory)):
             loaded = _loaded(path)
@@ -185,11 +184,11 @@ class Tasks:
     ) -> Any:  # fmt: skip
         """Decorator: the function's output is stored, and a call with the same arguments does not run it again.
 
-        ``tag``: a format string over the arguments (``"iter-{step}"``), a callable that gets them, or by default a stable digest of them.
-        A function is identified by its name and its code. ``version`` replaces the code: change it when the function changes. ``ignore``:
-        parameters that do not count. ``copy``: return private, writable outputs, whether they were computed or stored; by default as the
-        handle was created, where arrays are read-only views of the mapping. Raises `ConfigError`; so does a call, if no tag can be made
-        of its arguments or the codec does not support the output."""
+        A function is identified by its name and its code. ``tag``: a format string over the arguments (``"iter-{step}"``), or a callable
+        that receives them; default: a stable digest of them. ``version``: replaces the code: change it when the function changes.
+        ``ignore``: parameters that do not count. ``copy``: return private, writable outputs, whether computed or stored; by default as set
+        when the handle was created, where arrays are read-only views of the mapping. Raises `ConfigError`; so does a call if no tag can be
+        made from its arguments or the codec does not support the output."""
         from forebay.tasks.cached import decorate
 
         return decorate(self, fn, tag, version, ignore, self._copy if copy is None else copy)
@@ -199,7 +198,7 @@ class Tasks:
         self._bypass.set_provider(name, provider)
 
     def set_condition(self, name: str, cond: Callable[..., bool]) -> None:
-        """Set what decides, last, whether a call of ``name`` is replayed: ``cond(tag, data_path, *args, **kwargs)``."""
+        """Set the last check of whether a call of ``name`` is replayed: ``cond(tag, data_path, *args, **kwargs)``."""
         self._bypass.set_condition(name, cond)
 
 

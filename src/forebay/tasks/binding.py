@@ -119,7 +119,9 @@ class Naming:
         prefix, any_code = encodable(self._prefix()), encodable(any_code_of(self.identity))
         if not has_any(prefix) and has_any(any_code):
             log.info(
-                "%s: its code has changed since its outputs were stored: it runs again, and they are no longer used (%s)", self.identity, prefix
+                "%s: its code has changed since its outputs were stored: it runs again, and they are no longer used (%s)",
+                self.identity,
+                prefix,
             )
 
     # -- calls -----------------------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ def reads_cache(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _callable(given: Any, what: str) -> Any:
     if not callable(given):
-        raise errors.ConfigError(f"{what} is no function: {given!r}", name="provider", value=repr(given))
+        raise errors.ConfigError(f"{what} is not a function: {given!r}", name="provider", value=repr(given))
     return given
 
 

@@ -21,7 +21,7 @@ log = logger("forebay.tasks")
 T = TypeVar("T")
 
 COUNTED = ("hits", "misses", "runs", "replays", "waits", "store_failures", "damaged")
-NOT_KEPT = "what was made cannot be kept"
+NOT_KEPT = "what was made cannot be stored"
 _MOST = 16 << 10
 """Largest pickle of an error, in bytes, that is passed on to other processes."""
 
@@ -29,9 +29,9 @@ _MOST = 16 << 10
 class CacheInfo(NamedTuple):
     """What ``cache_info()`` of a cached function returns; the names are those of `functools.lru_cache`.
 
-    ``hits``, ``misses``: calls of this function in this process that found a stored output, or none. A forked child continues its
-    parent's counts. ``maxsize``: None; the limit is a number of bytes: see `Tasks.budget`. ``currsize``: outputs of this function's
-    present code, or version, that are stored now, by whatever process."""
+    ``hits``: calls of this function in this process that found a stored output. ``misses``: calls that found none. A forked child continues
+    its parent's counts. ``maxsize``: None; the limit is in bytes: see `Tasks.budget`. ``currsize``: outputs of this function's current
+    code, or version, stored now by any process."""
 
     hits: int
     misses: int
@@ -223,7 +223,7 @@ class Values:
             return self.codec.encode(value)
         except errors.ConfigError as error:
             if label:
-                error.add_note(f"What {label} gave is not kept.")
+                error.add_note(f"The output of {label} is not stored.")
             raise
         except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is taken apart
             self._not_kept(key, label, f"its value cannot be stored by the codec {self.codec.name!r}: {error}", error)
@@ -246,7 +246,7 @@ class Values:
         self.counted["store_failures"] += 1
         self.origin.store.count("store_failures")
         kind = f"{type(error).__name__} {getattr(error, 'limit', '')}"
-        self._say(label, kind, f"what {label} gave is not kept: {why}" if label else f"{self.space}:{key} is not kept: {why}")
+        self._say(label, kind, f"the output of {label} is not stored: {why}" if label else f"{self.space}:{key} is not stored: {why}")
 
     def _say(self, name: str, kind: str, message: str) -> None:
         """Log a warning once per process for each name and kind."""

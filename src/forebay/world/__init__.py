@@ -17,8 +17,7 @@ class World:
 
     A job runs on ``num_nodes`` nodes, each with ``ranks_per_node`` ranks, each with ``workers_per_rank`` DataLoader workers; a rank without
     workers counts as one worker. All workers are numbered, node by node and rank by rank: ``worker`` is this one's number. ``node``,
-    ``rank`` and the like follow from that. ``is_leader`` is true for the first worker of all, ``is_local_leader`` for the first of its
-    node.
+    ``rank`` and the like follow from that. ``is_leader`` is true for the first of all, ``is_local_leader`` for the first of its node.
 
     Worlds with the same numbers are equal. They can be pickled. Raises `ConfigError` for impossible numbers."""
 

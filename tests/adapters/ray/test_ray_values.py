@@ -174,7 +174,7 @@ def test_what_is_too_large_for_the_head_is_told_once(head: Head, away: RemoteVal
     away.keep("a", "old")
     for _ in range(2):
         assert away.keep("a", np.zeros(20 << 20, "u1"), label="f") is False
-    assert caplog.text.count("what f gave is not kept") == 1
+    assert caplog.text.count("the output of f is not stored") == 1
     assert away.counted["store_failures"] == 2
     assert away.look("a") == ("old",)
     assert away.keep("b", (i for i in range(3))) is False

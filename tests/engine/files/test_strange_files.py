@@ -445,7 +445,7 @@ def test_an_empty_directory_in_the_place_of_a_file_goes_and_a_full_one_is_named(
     (place / name / "theirs").mkdir(parents=True)
     found = subprocess.run([*VERIFY, "--root", str(place)], capture_output=True, text=True)
     assert found.returncode == 1
-    assert f"{place / name}: a directory stands in the way: remove it" in " ".join(found.stderr.split())
+    assert f"{place / name}: a directory is in the way: remove it" in " ".join(found.stderr.split())
     assert (place / name / "theirs").is_dir()
     (place / name / "theirs").rmdir()
     assert in_child(lambda: use(place))

@@ -95,7 +95,7 @@ class Catalog:
                     return
                 self._close_locked()
             if not os.access(self._path, os.W_OK) and os.path.exists(self._path):
-                raise errors.CacheFault(f"the catalog {self._path} is damaged, or may not be written to: look at its mode and its owner")
+                raise errors.CacheFault(f"the catalog {self._path} is damaged or not writable: check its mode and owner")
             self._root.files.make_way(self._path)
             self.lost = why if self._create() else self.lost
             with self._mutex, translated():
@@ -155,7 +155,7 @@ class Catalog:
 
     def _connect_locked(self) -> None:
         if os.path.islink(self._path):
-            raise CatalogBroken(f"the catalog {self._path} is a symbolic link: none is followed", damaged=True)
+            raise CatalogBroken(f"the catalog {self._path} is a symbolic link, which Forebay does not follow", damaged=True)
         # The process that closes a catalog last removes its log. Without a log no process writes, and in a read-only directory
         # SQLite could not create one.
         self._still = self._immutable or (self._root.read_only and not self._wal.exists())
@@ -487,7 +487,7 @@ class Catalog:
         if size <= REFUSE and (size <= KEEP // 4 or self.free > EASY or host.free_bytes(self._root.path) > KEEP):
             return
         if not self._try_to_bound_locked(size) and size > REFUSE:
-            raise errors.CacheFault(f"{self._wal.log} has {size:,} bytes, and cannot be copied into the catalog")
+            raise errors.CacheFault(f"{self._wal.log} has {size:,} bytes and cannot be copied into the catalog")
 
     def _bound_log_locked(self) -> None:
         """After a commit: copy the log into the database if it has grown, whichever process wrote it. The next transaction restarts it.

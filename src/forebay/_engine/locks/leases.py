@@ -25,7 +25,7 @@ HEAL_WITHIN = 1.0
 
 
 class Lease:
-    """A hold on one cached file or directory: while it is open, the path exists and the bytes do not change.
+    """A hold on one cached file or directory: while it is open, the path exists and the bytes do not change. Returned by `Cache.local`.
 
     ``with lease as path`` gives the path, a plain ``str``, and releases the lease at the end of the block. Without a ``with``, `path` or
     ``os.fspath(lease)`` gives the same string, until `close`, garbage collection, or the death of every process that holds it. The

@@ -382,7 +382,7 @@ class Pack:
         index = operator.index(slot)
         self._check_open()
         if not 0 <= index < self.length:
-            raise IndexError(f"sample {index} is outside of 0..{self.length - 1}")
+            raise IndexError(f"sample {index} is outside 0..{self.length - 1}")
         return index
 
     def _check_open(self) -> None:
@@ -410,7 +410,7 @@ class NoPack:
         if self.closed:
             raise errors.Closed.of("array of samples")
         if not 0 <= operator.index(slot) < self.length:
-            raise IndexError(f"sample {slot} is outside of 0..{self.length - 1}")
+            raise IndexError(f"sample {slot} is outside 0..{self.length - 1}")
         return False
 
     def is_damaged(self, slot: int) -> bool:

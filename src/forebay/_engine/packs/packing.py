@@ -153,7 +153,7 @@ class Packing:
                     segment = replace(segment, number=self._next_number(txn, room))
                 elif spare is None or not self._tails.is_as_seen(txn, spare[0]):
                     # P1 sees it left / P2 takes it over, appends, leaves it / P1: its tail is another one now.
-                    raise errors.CacheFault(f"segment {segment.number} of pack {segment.pack:x} was taken by another process meanwhile")
+                    raise errors.CacheFault(f"segment {segment.number} of pack {segment.pack:x} was taken by another process")
                 return self._own(txn, segment, room, me)
         except BaseException:
             self._budget.cancel(reserved.id)

@@ -243,7 +243,7 @@ class Budget:
         reservations.set_size(txn, attempt.id, request.size, self.room.charge_of(request), True, request.entries)
         reservation = reservations.by_id(txn, attempt.id)
         if reservation is None:
-            raise errors.CacheFault(f"the reservation of {request.key!r} is gone: the catalog was recreated meanwhile")
+            raise errors.CacheFault(f"the reservation of {request.key!r} is gone: the catalog was recreated")
         return reservation
 
     def _enter(self, txn: Txn, request: SpaceRequest, attempt: _Reserving, *, granted: bool) -> Reservation:
@@ -388,7 +388,7 @@ class Budget:
         self._eviction.sweep()
         left = until - time.monotonic()
         if left <= 0:
-            raise errors.CacheFault("room that others are making did not come in time")
+            raise errors.CacheFault("other callers did not free the room in time")
         self._words.sleep(SPACE_WORD, min(left, 0.02))
 
     def _others_write(self, attempt: _Reserving) -> bool:

@@ -42,7 +42,7 @@ class Linker:
         with faults(label.key), self._catalog.write() as txn:
             entry = entries.by_id(txn, id)
             if entry is None:
-                raise errors.CacheFault(f"what was to be called {label.key!r} is gone: the catalog was recreated meanwhile", key=label.key)
+                raise errors.CacheFault(f"the object to be named {label.key!r} is gone: the catalog was recreated", key=label.key)
             if entries.find(txn, label.space, label.key) is not None and not overwrite:
                 return False
             self._move(txn, entry, label)

@@ -292,7 +292,7 @@ class Publisher:
         try:
             with self._catalog.write() as txn:
                 if reservations.by_id(txn, reserved.id) is None:
-                    raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was recreated meanwhile")
+                    raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was recreated")
                 writing.named(reserved.id)
                 entry = self.inserter.insert(txn, label, reserved.id, "blob", size, checksum, writing.validator)
                 reservations.delete(txn, reserved.id)
@@ -455,7 +455,7 @@ class Writing:
                     sink.write(at, block)
                     at += len(block)
             if at < stage.done:
-                raise errors.CacheFault(f"{stage.path}: {stage.done:,} bytes came, and {at:,} are there", path=str(stage.path))
+                raise errors.CacheFault(f"{stage.path}: {stage.done:,} bytes arrived, but {at:,} are there", path=str(stage.path))
             stage.discard()
             self._publisher.budget.cancel(self.reserved.id)
         self._stage = self._reserved = None

@@ -145,7 +145,7 @@ class SpaceReservation:
             return self.need(len(item.data))
         source = item.data.entry
         if not self._leases.is_own_file(item.data):
-            raise errors.CacheFault(f"{source.key!r} cannot be linked: it is no file of {self._publisher.root.path}", key=source.key)
+            raise errors.CacheFault(f"{source.key!r} cannot be linked: it is not a file of {self._publisher.root.path}", key=source.key)
         return Need(source.size, self._budget.room.charge(source.size), 1)
 
     def _insert(self, txn: Txn, items: Sequence[Item], life: str, held: list[int]) -> list[Entry]:
@@ -190,7 +190,7 @@ class SpaceReservation:
         """The row without what was ``used``, and with ``more`` if that fits; None if nothing is left."""
         row = reservations.by_id(txn, self._row.id) if self._row is not None else None
         if row is None:
-            raise errors.CacheFault(f"what was promised to {self._space.name} is gone: the catalog was recreated meanwhile")
+            raise errors.CacheFault(f"the room promised to {self._space.name} is gone: the catalog was recreated")
         if not self.promised.covers(used):
             raise errors.CacheFault(f"{used.size:,} bytes were not promised to {self._space.name}: {self.promised.size:,} are")
         left = self.promised.minus(used)

@@ -77,17 +77,16 @@ class _InstanceCache(type(ChainedFileSystem)):  # type: ignore[misc]  # fsspec h
 class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: ignore[misc]
     """The filesystem ``fs``, or that of ``target_protocol`` and ``target_options``, with its objects read through the cache.
 
-    ``fetch``: ``file`` fetches and keeps whole objects; ``blocks`` only those blocks of ``block_size`` that are read: see `Cache.open`.
-    ``force``: keep copies of local files too. ``cache``: an open `Cache`; or the arguments to open one, by their names (``root``,
-    ``budget``, ``max_age``...), once in a process for equal ones. ``fo`` is ignored: fsspec passes it.
+    ``fetch``: ``file`` fetches and stores whole objects; ``blocks`` only the blocks of ``block_size`` that are read: see `Cache.open`.
+    ``force``: store copies of local files too. ``cache``: an open `Cache`, or pass the arguments to open one by name (``root``, ``budget``,
+    ``max_age``...); equal ones share one per process. ``fo``: ignored; fsspec passes it.
 
-    Listings and descriptions come from the source; `open`, `cat`, `cat_file`, `cat_ranges`, `get` and what is made of them from the cache.
-    What writes is passed to the source, and makes the next reader of any process ask it. A read with arguments that only the source
-    knows, such as ``version_id``, goes past the cache.
+    Listings and descriptions come from the source; `open`, `cat`, `cat_file`, `cat_ranges`, `get` and calls built on them use the cache.
+    Writes go to the source, and make the next reader in any process ask it. A read with arguments that only the source knows, such as
+    ``version_id``, bypasses the cache.
 
     A synchronous filesystem: usable in a thread that runs an event loop, and by `AsyncFileSystemWrapper` for coroutines. Callable from any
-    thread; usable in both processes after a fork; picklable. Raises `ConfigError`, and when it reads first what opening a `Cache` raises.
-    """
+    thread; usable in both processes after a fork; picklable. Raises `ConfigError`, and, on first read, what opening a `Cache` raises."""
 
     protocol: str | tuple[str, ...] = "forebay"
     _strip_tokenize_options = ("fo",)
@@ -118,7 +117,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
 
     @property
     def fs(self) -> Any:
-        """The filesystem behind the cache. After a fork, another one with the same settings, since connections cannot be shared."""
+        """The filesystem behind the cache. After a fork, a new one with the same settings, since connections cannot be shared."""
         if self._pid != os.getpid() and not is_in_process(self._inner):
             self._inner = type(self._inner)(*self._inner.storage_args, **self._inner.storage_options)
         self._pid = os.getpid()
@@ -208,7 +207,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
     def cat_ranges(
         self, paths: Sequence[str], starts: Any, ends: Any, max_gap: int | None = None, on_error: str = "return", **arguments: Any
     ) -> list[Any]:  # fmt: skip
-        """Ranges of objects, in their order; what is missing is fetched side by side."""
+        """Ranges of objects, in order; missing ones are fetched in parallel."""
         if not isinstance(paths, list):
             raise TypeError("paths is a list")
         starts, ends = (each if isinstance(each, Sequence) else [each] * len(paths) for each in (starts, ends))
@@ -218,7 +217,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         return self._side_by_side(calls, returns=on_error == "return")
 
     def cat(self, path: Any, recursive: bool = False, on_error: str = "raise", **arguments: Any) -> Any:
-        """The bytes of an object, or a dict of those of several; what is missing is fetched side by side."""
+        """The bytes of an object, or a dict of those of several; missing ones are fetched in parallel."""
         paths = self.expand_path(path, recursive=recursive)
         if not isinstance(path, list) and paths == [self._stripped(path)]:
             return self.cat_file(paths[0], **arguments)
@@ -244,7 +243,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         self, rpath: Any, lpath: Any, recursive: bool = False, callback: Any = DEFAULT_CALLBACK, maxdepth: int | None = None,
         **arguments: Any,
     ) -> None:  # fmt: skip
-        """Copy objects to local files; what is missing is fetched side by side."""
+        """Copy objects to local files; missing ones are fetched in parallel."""
         plan = _CopyPlan(self)
         ChainedFileSystem.get(plan, _unchained(rpath), lpath, recursive=recursive, maxdepth=maxdepth, **arguments)
         lock = threading.Lock()  # guards the callback
@@ -411,7 +410,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         _forget_below(self._origin, source.key if source.filesystem is None else source.key.rpartition("#")[0])
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Drop listings that the source keeps; with a path, make the next reader ask the source for what lies at or below it."""
+        """Drop the source's cached listings; with a path, make the next reader ask the source for everything at or below it."""
         self.fs.invalidate_cache(None if path is None else _unchained(path))
         if path is not None:
             self._forget(self._stripped(path))

@@ -163,7 +163,7 @@ class Stored(Shared):
 
 def checked_length(length: int) -> int:
     if not 0 < length < 1 << 64:
-        raise errors.ConfigError(f"length={length} makes no sense: it is at least 1, and less than 2**64", name="length", value=length)
+        raise errors.ConfigError(f"length={length} is invalid: it must be at least 1, and less than 2**64", name="length", value=length)
     return operator.index(length)
 
 
@@ -313,7 +313,7 @@ class Filling(Stored):
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            warnings.warn(f"{target} is not kept: {error.strerror}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{target} is not stored: {error.strerror}", RuntimeWarning, stacklevel=3)
             return False
         finally:
             with contextlib.suppress(FileNotFoundError):

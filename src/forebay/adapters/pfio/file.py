@@ -98,7 +98,7 @@ def _count(view: memoryview, path: str) -> int:
         if size >= 0:
             end = min(end, offset)
     if count == 0 or RECORD.size * count != end:
-        raise errors.Damaged(f"{path} is no file that PFIO preserved, or its index was cut short", key="", path=path)
+        raise errors.Damaged(f"{path} is not a file that PFIO preserved, or its index was cut short", key="", path=path)
     return count
 
 
@@ -210,7 +210,7 @@ def import_pfio(
     ``overwrite``), `Damaged` if the file is not PFIO's or was cut short, `NoSpace` if it does not fit, and OSError."""
     payload_of: Callable[[Any], bytes] | None = bytes if codec == "raw" else codecs.framed if codec == "pickle" else None
     if payload_of is None:
-        raise errors.ConfigError(f"codec={codec!r}: what PFIO stored is 'raw', or 'pickle'", name="codec", value=codec)
+        raise errors.ConfigError(f"codec={codec!r}: PFIO stores 'raw' or 'pickle'", name="codec", value=codec)
     file = PfioFile(path)
     target = Cache() if cache is None else cache
     array: Samples[Any] = target.samples(length=len(file), codec=codec)

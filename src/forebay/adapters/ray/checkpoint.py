@@ -26,9 +26,9 @@ __all__ = ["RayCheckpoint", "from_ray", "get_checkpoint", "report", "to_ray"]
 class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optional: to mypy it is Any
     """A checkpoint of Ray Train whose files are read through the cache: the processes of a node share one copy, which is fetched once.
 
-    ``path``, ``filesystem``: as Ray's. ``cache``: an open `Cache`; default: the process's default cache, opened when it is needed.
-    It is an instance of Ray's own class, and `ray.train.report` accepts it. It can be pickled, with the path of its cache.
-    Raises `ConfigError` (a ValueError) for a URL together with a filesystem."""
+    It is an instance of Ray's own class, and `ray.train.report` accepts it. It can be pickled, with the path of its cache. ``path``,
+    ``filesystem``: as Ray's. ``cache``: an open `Cache`; default: the process's default cache, opened when needed. Raises `ConfigError` (a
+    ValueError) for a URL together with a filesystem."""
 
     def __init__(self, path: str | os.PathLike[str], filesystem: Any = None, cache: Cache | None = None) -> None:
         self._set(Checkpoint(path, filesystem, cache))
@@ -44,7 +44,7 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
 
     @cached_property
     def filesystem(self) -> Any:
-        """The pyarrow filesystem with which Ray itself copies and removes, perhaps around one of fsspec. Created at the first access."""
+        """The pyarrow filesystem with which Ray itself copies and removes, perhaps wrapping an fsspec one. Created on first access."""
         filesystem = self._ours.filesystem
         if filesystem is None:
             import fsspec.core
@@ -75,9 +75,9 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
     def to_directory(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = True, **options: Any) -> str:
         """Make a private, writable copy of its files, and return its path. To read only, use `as_directory`, which makes no copy.
 
-        As with Ray, files of the same name in ``path`` are overwritten and others stay; without a ``path``, all processes that got the
-        handle share one directory in the temporary directory, which the caller removes. For ``overwrite=False``, ``options`` and errors
-        see `Checkpoint.to_directory`."""
+        As with Ray, files of the same name in ``path`` are overwritten and others stay. Without a ``path``, all processes that got the
+        handle share one directory in the temporary directory, which the caller removes. For ``overwrite=False``, ``options`` and errors see
+        `Checkpoint.to_directory`."""
         target = os.path.normpath(os.path.expanduser(os.fspath(path) if path is not None else self._get_temporary_checkpoint_dir()))
         if path is None:
             os.makedirs(target, mode=0o700, exist_ok=True)
@@ -104,15 +104,15 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
 
 
 def to_ray(checkpoint: Checkpoint) -> RayCheckpoint:
-    """A checkpoint of Forebay as one of Ray's: of the same directory, through the same cache."""
+    """A Forebay checkpoint as one of Ray's, for the same directory and cache."""
     wrapped = RayCheckpoint.__new__(RayCheckpoint)
     wrapped._set(checkpoint)
     return wrapped
 
 
 def from_ray(checkpoint: Any, cache: Cache | None = None) -> Checkpoint:
-    """A checkpoint of Ray's, such as `ray.train.Result.checkpoint`, as one of Forebay. ``cache``: default: that of a `RayCheckpoint`, else
-    the default cache."""
+    """A Ray checkpoint, such as `ray.train.Result.checkpoint`, as one of Forebay. ``cache``: default: a `RayCheckpoint`'s, else the
+    default."""
     if isinstance(checkpoint, RayCheckpoint) and cache is None:
         return checkpoint._ours
     return Checkpoint(checkpoint.path, checkpoint.filesystem, cache)
@@ -125,8 +125,7 @@ def get_checkpoint(cache: Cache | None = None) -> RayCheckpoint | None:
 
 
 def report(metrics: dict[str, Any], checkpoint: Any = None, checkpoint_dir_name: str | None = None, *more: Any, **options: Any) -> None:
-    """`ray.train.report`, which also accepts a `Checkpoint` of Forebay. ``more``, ``options``: Ray's further arguments. Ray copies the
-    checkpoint to its storage."""
+    """`ray.train.report`, which also accepts a Forebay `Checkpoint`. Ray copies it to its storage. ``more``, ``options``: Ray's own."""
     wrapped = to_ray(checkpoint) if isinstance(checkpoint, Checkpoint) else checkpoint
     if more:
         ray.train.report(metrics, wrapped, checkpoint_dir_name, *more, **options)

@@ -36,8 +36,8 @@ _warned: set[tuple[str, str]] = set()
 class Task:
     """A function that Ray runs unless its output is cached. Returned by `remote`; pickled as Ray's own are.
 
-    ``remote(*args, tag=None, **kwargs)`` returns an ObjectRef (a list, for several returns): of the cached output, else of a call with
-    the task's options. ``tag``: replaces the tag of the rule; for a function with a parameter of this name it is an argument:
+    ``remote(*args, tag=None, **kwargs)`` returns an ObjectRef (a list, for several returns): of the cached output, else of a call with the
+    task's options. This ``tag`` replaces the rule's tag; if the function has a parameter ``tag``, it is passed to the function instead:
     then use ``options(tag=...)``."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Task:
         tag = self._tag if self._takes_tag else kwargs.pop("tag", self._tag)
         returns = self._returns()
         if not isinstance(returns, int) or returns < 1 or self._yields():
-            self._warn_once("returns", f"{self._naming.identity} runs uncached: output in parts, or without a return, is not kept")
+            self._warn_once("returns", f"{self._naming.identity} runs uncached: output in parts, or without a return, is not stored")
             return self._plain(args, kwargs)
         plan, value = make_plan(self._session(), self._naming, self._mode, tag, returns, args, kwargs, needs_tag=self._needs_tag())
         if value is not None:
@@ -192,7 +192,7 @@ def make_task(
     elif isinstance(fn, Cached):
         naming, fn = fn._naming, fn.__wrapped__
     if not callable(fn) or inspect.isclass(fn) or isinstance(fn, ActorClass):
-        raise errors.ConfigError(f"{fn!r} is no function, nor a method of an actor's handle", name="fn", value=repr(fn))
+        raise errors.ConfigError(f"{fn!r} is neither a function nor a method of an actor's handle", name="fn", value=repr(fn))
     if inspect.iscoroutinefunction(fn):
         raise errors.ConfigError(f"{fn!r} is a coroutine, which Ray does not run as a task", name="fn", value=repr(fn))
     if naming is None:
@@ -297,7 +297,7 @@ def make_plan(
     """The plan of a call, and its value in a tuple if it is cached already. ``needs_tag``: its output depends on more than its
     arguments."""
     if tag is not None and not isinstance(tag, str):
-        raise errors.ConfigError(f"{naming.identity}: the tag {tag!r} is no str", name="tag", value=repr(tag))
+        raise errors.ConfigError(f"{naming.identity}: the tag {tag!r} is not a str", name="tag", value=repr(tag))
     with _as_caller():
         call = naming.call(args, kwargs, tag)
         met = bool(_calling.met)

@@ -1,8 +1,7 @@
-"""Tasks of a Ray cluster: outputs of remote functions, kept on the head's node for all drivers and workers.
+"""Tasks of a Ray cluster: outputs of remote functions, stored on the head node for all drivers and workers.
 
-``start()`` once in a driver; then ``task = remote(function)`` and ``task.remote(*args, tag="iter-3")``. The head is the node of the
-process that calls `start`: the cache is on that node, whose processes read and write it through the mapping.
-"""
+``start()`` once in a driver; then ``task = remote(function)`` and ``task.remote(*args, tag="iter-3")``. The head is the node of the process
+that calls `start`: the cache is on that node, and its processes read and write it through the mapping."""
 
 from __future__ import annotations
 
@@ -40,10 +39,10 @@ def start(
 ) -> RayTasks:  # fmt: skip
     """The cache of the cluster: the running one, else a new one in ``cache_dir`` on this node, with at most ``size`` ``units``.
 
-    ``units``: B, KB to TB or KiB to TiB, always powers of 1024. ``namespace``: by default that of the running task, else
-    ``forebay``, in all of this module. ``config``: a YAML file or a mapping; read in this process. ``mode``:
-    ``read-through``, or ``replay``: outputs are kept, and read only by bypass. Callable by several drivers at once. A cache that is
-    running stays as it is, with a warning if its settings differ. Raises `ConfigError` (a ValueError) and `RootRefused`."""
+    ``units``: B, KB to TB or KiB to TiB, always powers of 1024. ``namespace``: for this whole module; default: the running task's, else
+    ``forebay``. ``config``: a YAML file or a mapping; read in this process. ``mode``: ``read-through``, or ``replay``: outputs are stored,
+    and read only by bypass. Callable by several drivers at once. A running cache stays as it is, with a warning if its settings differ.
+    Raises `ConfigError` (a ValueError) and `RootRefused`."""
     requested = _location(size, cache_dir, units, config, mode_of(mode) or READ_THROUGH)
     session = session_of(namespace)
     actor, location = ray_head.start_head(session.namespace, requested)
@@ -70,10 +69,10 @@ def remote(
     fn: Any = None, *, tag: str | Callable[..., str] | None = None, version: str | int | None = None, ignore: tuple[str, ...] | str = (),
     mode: str | None = None, namespace: str | None = None, **ray_options: Any,
 ) -> Any:  # fmt: skip
-    """A `Task` of a function, of a method of an actor's handle, or of the result of ``ray.remote`` or ``cached``. Also a decorator.
+    """A `Task` of a function, of an actor handle's method, or of the result of ``ray.remote`` or ``cached``. Also a decorator.
 
-    ``tag``, ``version``, ``ignore``: as for `Tasks.cached`. ``mode``: default: that of `start`. ``ray_options``: those of ``ray.remote``.
-    The cache may be started later: each call looks for it."""
+    The cache may be started later: each call looks for it. ``tag``, ``version``, ``ignore``: as for `Tasks.cached`. ``mode``: default: that
+    of `start`. ``ray_options``: those of ``ray.remote``."""
     settings: dict[str, Any] = {
         "tag": tag,
         "version": version,
@@ -90,8 +89,8 @@ def remote(
 class RayTasks(Tasks):
     """The cache of a cluster, in any of its processes. Returned by `start` and `active`; can be pickled, with its providers.
 
-    Callable from any thread. Processes of the head's node read and write through the mapping; those of other nodes get values through
-    Ray's object store, and keep a copy in their own node's cache."""
+    Callable from any thread. Processes of the head node read and write through the mapping; those of other nodes get values through Ray's
+    object store, and store a copy in their own node's cache."""
 
     def __init__(self, namespace: str | None = None) -> None:
         self.name = SPACE
@@ -141,7 +140,7 @@ def size_in(size: float, units: str) -> int:
     """``size`` in bytes. Raises `ConfigError`."""
     known = {name.upper(): number for name, number in UNITS.items()}
     if not isinstance(units, str) or units.upper() not in known:
-        raise errors.ConfigError(f"units={units!r} are not known: choose one of {', '.join(UNITS)}", name="units", value=units)
+        raise errors.ConfigError(f"units={units!r} is not known: choose one of {', '.join(UNITS)}", name="units", value=units)
     number = int(size * known[units.upper()])
     if number < 0:
         raise errors.ConfigError(f"size={size} must not be negative", name="size", value=size)

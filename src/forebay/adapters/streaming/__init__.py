@@ -1,8 +1,7 @@
 """The shared memory, barriers and prefixes of MosaicML Streaming, built on claims: same names, same calls.
 
-`install` makes an installed Streaming use them. A killed job then blocks no directory and leaves nothing behind, a process that dies at
-a barrier is an error for the others, and nothing polls. Jobs with an unmodified Streaming may run on the same node.
-"""
+`install` makes an installed Streaming use them. A killed job then blocks no directory and leaves nothing behind, a process that dies at a
+barrier is an error for the others, and nothing polls. Jobs with an unmodified Streaming may run on the same node."""
 
 from __future__ import annotations
 
@@ -49,10 +48,10 @@ _undo: list[tuple[ModuleType, str, Any]] = []  # modules, names and their former
 
 
 def install() -> None:
-    """Make Streaming use this module, in this process and in those that get one of its data sets from here. Does nothing the second time.
+    """Make Streaming use this module, in this process and in those that receive one of its data sets from here. A second call does nothing.
 
-    Call it at the beginning of the program in every rank, before or after Streaming is imported, and before the first data set is
-    created. Raises `MissingExtra` if Streaming is not installed."""
+    Call it at the start of the program in every rank, before or after importing Streaming, and before creating the first data set. Raises
+    `MissingExtra` if Streaming is not installed."""
     if _undo:
         return
     try:
@@ -75,7 +74,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore Streaming's own classes. Objects created meanwhile stay as they are."""
+    """Restore Streaming's own classes. Objects created in between stay as they are."""
     while _undo:
         module, name, value = _undo.pop()
         if value is _MISSING:

@@ -158,7 +158,7 @@ def get_shm_prefix(
     except errors.WaitTimeout as error:
         if here.is_local_leader:
             raise
-        raise errors.ClaimMismatch(f"{error}: does the first rank of this node create this data set, too?", **error.facts) from error
+        raise errors.ClaimMismatch(f"{error}: does the first rank of this node also create this data set?", **error.facts) from error
     claim = claims.opened(registry, held, here)
     return claim.prefix, Locals(claim, is_leader=here.is_local_leader)
 

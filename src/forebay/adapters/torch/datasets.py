@@ -28,14 +28,14 @@ ADVICE = "Tuples and dicts of arrays, tensors and plain values: codec='pytree'; 
 class UrlDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to mypy it is Any
     """The objects of URLs, through the cache: item ``i`` is ``decode(url, data)`` of ``urls[i]``.
 
-    ``urls``: URLs or paths: a list, a NumPy array of text, any iterable; they are copied into one packed text, so that millions of them
-    cost little in a fork and in a pickle. ``decode``: gets the URL as it was given, and the object's bytes as a read-only memoryview; a
-    dict from extensions to such functions is used as in `forebay.sources.by_extension`; without it items are bytes. ``cache``: an open
-    `Cache`, or the arguments to open one (``{"root": "/nvme/forebay"}``; default: the default root).
+    ``urls``: URLs or paths: a list, a NumPy array of text, any iterable; they are packed into one text, so millions of them cost little in
+    a fork and in a pickle. ``decode``: receives the URL as given, and the object's bytes as a read-only memoryview; a dict from extensions
+    to such functions works as in `forebay.sources.by_extension`; without it items are bytes. ``cache``: an open `Cache`, or the arguments
+    to open one (``{"root": "/nvme/forebay"}``; default: the default root).
 
-    PyTorch's loaders request whole batches: what a batch misses is fetched side by side, an object that it names twice once. Errors are
-    those of `Cache.read_many`, and of ``decode``. Picklable if ``decode`` is; usable in both processes after a fork; callable from any
-    thread if ``decode`` is. Raises `ConfigError`, and what opening the cache raises."""
+    PyTorch's loaders request whole batches: misses of a batch are fetched in parallel, an object named twice only once. Errors are those of
+    `Cache.read_many` and ``decode``. Picklable if ``decode`` is; usable in both processes after a fork; callable from any thread if
+    ``decode`` is. Raises `ConfigError`, and what opening the cache raises."""
 
     def __init__(
         self, urls: Iterable[Url], decode: Decode | Mapping[str, Decode] | None = None, *, cache: Cache | Mapping[str, Any] | None = None
@@ -83,7 +83,7 @@ class PackedUrls(Sequence[str]):
             return [self[at] for at in range(*i.indices(len(self)))]
         index = operator.index(i)
         if not 0 <= index < len(self._ends):
-            raise IndexError(f"item {index} is outside of 0..{len(self._ends) - 1}")
+            raise IndexError(f"item {index} is outside 0..{len(self._ends) - 1}")
         start = self._ends[index - 1] if index else 0
         return self._prefix + self._text[start : self._ends[index]].decode("utf-8", "surrogatepass")
 
@@ -94,21 +94,21 @@ def opened(cache: Cache | Mapping[str, Any] | None) -> Cache:
 
 
 class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to mypy it is Any
-    """``dataset`` behind an array of samples: ``dataset[i]`` runs once on the node, and its result is kept. If the dataset has
-    ``__getitems__``, as `UrlDataset` has, what a batch misses is requested by one call of that.
+    """``dataset`` behind an array of samples: ``dataset[i]`` runs once on the node, and its result is stored. If the dataset has
+    ``__getitems__``, as `UrlDataset` has, one call of it requests what a batch misses.
 
     ``samples``: an open array of ``len(dataset)`` slots, as returned by ``cache.samples(name, len(dataset), codec="pytree")``.
-    ``transform``: applied to the item at each access, and its result is never stored: for random augmentations.
+    ``transform``: applied to the item at each access; its result is never stored: for random augmentations.
 
-    Items are those of `Samples.get`, and the caller's own: tensors and arrays may be written to. With the codec ``raw`` the transform gets
-    a read-only view, and without a transform the items are bytes. Errors of ``dataset`` and ``transform`` reach
-    the caller; faults of the cache do not, as ``dataset[i]`` runs instead. Picklable, usable in both processes after a fork, callable from
-    any thread if ``dataset`` is. Raises `ConfigError` if ``samples`` is no such array, or has another length; `Closed`."""
+    Items are those of `Samples.get`, and the caller's own: tensors and arrays are writable. With the codec ``raw`` the transform gets a
+    read-only view, and without a transform the items are bytes. Errors of ``dataset`` and ``transform`` reach the caller; faults of the
+    cache do not: ``dataset[i]`` runs instead. Picklable, usable in both processes after a fork, callable from any thread if ``dataset`` is.
+    Raises `ConfigError` if ``samples`` is no such array, or has another length; `Closed`."""
 
     def __init__(self, dataset: Any, samples: Samples, transform: Callable[[Any], Any] | None = None) -> None:
         if not isinstance(samples, Samples):
             advice = "open one with cache.samples(name, len(dataset), codec='pytree')"
-            raise errors.ConfigError(f"samples={samples!r} is no array of samples: {advice}", name="samples", value=repr(samples))
+            raise errors.ConfigError(f"samples={samples!r} is not an array of samples: {advice}", name="samples", value=repr(samples))
         if samples.closed:
             raise errors.Closed.of("array of samples")
         length = _length(dataset)
@@ -181,7 +181,7 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
     def _item(self, i: int) -> Any:
         index, decoded, ran = operator.index(i), [], False
         if not 0 <= index < len(self.samples):
-            raise IndexError(f"item {index} is outside of 0..{len(self.samples) - 1}")
+            raise IndexError(f"item {index} is outside 0..{len(self.samples) - 1}")
 
         def decode() -> Any:
             nonlocal ran
@@ -216,4 +216,4 @@ def _length(dataset: Any) -> int:
     except TypeError:
         log.debug("a %s has no length", type(dataset).__name__)
     kind = type(dataset).__name__
-    raise errors.ConfigError(f"{kind} is no map-style dataset: it needs __len__ and __getitem__", name="dataset", value=kind)
+    raise errors.ConfigError(f"{kind} is not a map-style dataset: it needs __len__ and __getitem__", name="dataset", value=kind)

@@ -27,7 +27,7 @@ class Lookahead(Sampler):  # type: ignore[misc]  # PyTorch is optional: to mypy 
     ) -> None:  # fmt: skip
         if not isinstance(dataset, UrlDataset):
             advice = "its items must be objects of URLs: UrlDataset(urls, decode)"
-            raise errors.ConfigError(f"a {type(dataset).__name__} cannot be looked ahead in: {advice}", name="dataset", value=repr(dataset))
+            raise errors.ConfigError(f"a {type(dataset).__name__} cannot be prefetched: {advice}", name="dataset", value=repr(dataset))
         self.sampler, self.dataset, self._window = sampler, dataset, window
         self._horizon, self._workers = horizon, workers
 

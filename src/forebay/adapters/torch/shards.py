@@ -33,16 +33,16 @@ _EPOCH, _IN_WORKERS = 0, 1  # of the words that a dataset shares with its copies
 class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to mypy it is Any
     """The samples of tar shards: ``{"__key__": "000017", "__url__": ..., "jpg": bytes, "cls": bytes}``, grouped as webdataset groups them.
 
-    ``urls``: of the shards; ``shard-{000..999}.tar`` names a thousand. Each rank, and each DataLoader worker of it, reads shards of its
-    own, whole: a shard is fetched once into the cache, and read from there; the next ``ahead`` shards are fetched meanwhile, as far as a
-    quarter of the budget reaches, see `Cache.lookahead`.
-    ``shuffle_shards``: in an order that differs by ``seed`` and epoch, see `set_epoch`, and is the same in all ranks. ``buffer``: samples
-    that a worker keeps in memory and draws from at random; 0 keeps the order. ``decode``: as for `Cache.prefetcher`, called with the name
-    and the bytes of each member; a dict from extensions is used as in `forebay.sources.by_extension`. ``cache``: an open `Cache`, or the
-    arguments to open one. ``world``: ranks and nodes, if `World.detect` cannot know them.
+    Each rank, and each of its DataLoader workers, reads its own whole shards: a shard is fetched once into the cache, and read from there.
 
-    Where the cache has no room, a shard is kept in memory until it has been read, and fetched again in the next epoch. Damaged shards raise
-    `BadArchive`, others their `RemoteError`; iterating further goes on with the next shard. Picklable if ``decode`` is; usable in both
+    ``urls``: URLs of the shards; ``shard-{000..999}.tar`` names a thousand. ``ahead``: shards to prefetch, within a quarter of the budget,
+    see `Cache.lookahead`. ``shuffle_shards``: use an order that differs by ``seed`` and epoch, see `set_epoch`, and is the same in all
+    ranks. ``buffer``: samples that a worker keeps in memory and draws from at random; 0 keeps the order. ``decode``: as for
+    `Cache.prefetcher`, called with the name and bytes of each member; a dict from extensions works as in `forebay.sources.by_extension`.
+    ``cache``: an open `Cache`, or the arguments to open one. ``world``: ranks and nodes, if `World.detect` cannot know them.
+
+    If the cache has no room, a shard stays in memory until it has been read, and is fetched again in the next epoch. Damaged shards raise
+    `BadArchive`, others their `RemoteError`; iterating further continues with the next shard. Picklable if ``decode`` is; usable in both
     processes after a fork. For one thread. Raises `ConfigError`, and what opening the cache raises."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
         given = [urls] if isinstance(urls, str | os.PathLike) else urls
         self.urls = [text for each in given for text in expanded(remote.as_text(each))]
         if not self.urls:
-            raise errors.ConfigError("no shards: name one at least", name="urls", value=None)
+            raise errors.ConfigError("no shards: name at least one", name="urls", value=None)
         chosen = by_extension(decode) if isinstance(decode, Mapping) else decode
         self._recipe = _Recipe(opened(cache), chosen, bool(shuffle_shards), buffer, int(seed), ahead, _digest(self.urls))
         self._world, self._spawned_by = world, _SpawnedBy(0, None)
@@ -65,7 +65,7 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
         self._world_here()  # ranks that must ask each other how many a node has can do so now, and not in a worker
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration, in workers that persist too. All ranks must set the same epoch."""
+        """Choose the order of the next iteration, also in persistent workers. All ranks must set the same epoch."""
         self._shared[_EPOCH] = epoch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -86,9 +86,9 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last iteration of this process stands: numbers only, some for each sample in the buffer.
+        """The position of this process's last iteration: numbers only, a few per sample in the buffer.
 
-        torchdata's StatefulDataLoader collects those of its workers. Raises `ConfigError` in a process whose workers iterate."""
+        torchdata's StatefulDataLoader collects its workers' states. Raises `ConfigError` in a process whose workers iterate."""
         if self._position is None and self._shared[_IN_WORKERS] and get_worker_info() is None:
             message = "the workers have the positions, and this process has none: use torchdata's StatefulDataLoader, or num_workers=0"
             raise errors.ConfigError(message, name="state_dict", value=None)
@@ -96,7 +96,7 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
         return {**self._recipe.identity(), **position.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next iteration return exactly the samples that were left when this state was saved.
+        """Make the next iteration return exactly the samples that were left when this state was saved.
 
         Raises `ConfigError` if it is no such state, or was saved with other shards, another seed, buffer or order, by another rank or
         worker, or with another number of ranks or workers."""

@@ -16,14 +16,14 @@ log = logger("forebay.adapters.torch")
 def tensor(buffer: Any, dtype: Any = None, *, count: int = -1, offset: int = 0) -> Any:
     """A writable tensor with the bytes of ``buffer``, such as `Cache.read` returns. Nothing else sees what is written to it.
 
-    It uses a private mapping of the same file: a page is copied when it is first written to. Small values, which have no file of their
-    own, records of an array of samples, entries evicted meanwhile and buffers from elsewhere are copied as a whole. The mapping lives as
-    long as the tensor and everything that shares its storage.
+    It uses a private mapping of the same file: a page is copied on first write. Buffers without such a file are copied whole: small values,
+    samples of an array, entries evicted in between, and buffers from elsewhere. The mapping lives as long as the tensor and everything that
+    shares its storage. A NumPy array, or an object that NumPy converts (an image), gives a tensor of its own type and shape, unless an
+    option is given. The options are those of `torch.frombuffer`, whose own tensors over a read-only mapping kill the process when written
+    to.
 
-    ``dtype`` (default: `torch.uint8`), ``count`` (elements; -1: all), ``offset`` (bytes): as for `torch.frombuffer`, whose own tensors
-    over a read-only mapping kill the process when they are written to. A NumPy array, or an object that NumPy converts (an image), gives a
-    tensor of its own type and shape, unless one of these is given. Raises ValueError for what `torch.frombuffer` refuses, and TypeError
-    for an object that is no buffer."""
+    ``dtype``: default: `torch.uint8`. ``count``: elements; -1: all. ``offset``: bytes to skip. Raises ValueError for what
+    `torch.frombuffer` refuses, and TypeError for an object that is no buffer."""
     if isinstance(buffer, memoryview) or not hasattr(buffer, "__array_interface__"):
         array, view = None, memoryview(buffer)
     else:

@@ -225,7 +225,7 @@ class FilesystemRemote:
             if _size(content) != size:
                 raise SourceChanged.of(content)
             if info.size != size:
-                raise RemoteProtocolError(f"{call.url}: {info.size} bytes are there where {size:,} were sent", url=call.url)
+                raise RemoteProtocolError(f"{call.url}: {info.size} bytes are there, but {size:,} were sent", url=call.url)
             report(size)
             return info
 
@@ -393,7 +393,7 @@ class HelperClient:
 
     def delete(self, call: Call, url: str) -> None:
         for _ in self._send(call, call.options.read_timeout, "delete", url):
-            raise AttemptFailed("an answer that makes no sense", retryable=False)
+            raise AttemptFailed("an answer that is invalid", retryable=False)
 
     def _send(self, call: Call, timeout: float, *request: str | int, body: bytes | None = None) -> Iterator[bytearray]:
         """Send a request, and yield the items or blocks of its answer. ``timeout``: seconds for each. ``body``: sent after the request."""

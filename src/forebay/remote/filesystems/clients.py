@@ -67,7 +67,7 @@ class FsspecClient:
         if span.length >= 0 and fs.async_impl:
             data = fs.cat_file(path, start=span.start, end=span.end)
             if len(data) > span.length:  # fsspec's http returns the whole file where the server ignores Range
-                raise RemoteProtocolError(f"{len(data):,} bytes came where {span.length:,} were asked for", url=url)
+                raise RemoteProtocolError(f"{len(data):,} bytes arrived, but {span.length:,} were requested", url=url)
             yield data
             return
         with fs.open(path, "rb") as file:

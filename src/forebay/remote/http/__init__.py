@@ -162,7 +162,7 @@ class HttpRemote:
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """HTTP has no listing: raises `RemoteError`."""
         key = canonical(url)
-        raise errors.RemoteError(f"{key}: HTTP cannot list what begins with a URL", url=key)
+        raise errors.RemoteError(f"{key}: HTTP cannot list the objects below a URL", url=key)
 
     def write(
         self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None,
@@ -211,7 +211,7 @@ def _unsupported(url: str) -> errors.Unsupported:
 
 def _changed(url: str) -> errors.RemoteChanged:
     """``url``: without secrets."""
-    return errors.RemoteChanged(f"{url} became another object while it was read", url=url)
+    return errors.RemoteChanged(f"{url} changed to another object while being read", url=url)
 
 
 def _conditions(known: str | None) -> dict[str, str]:

@@ -129,7 +129,7 @@ class Exchange:
             target = urljoin(url, location)
             scheme, _ = endpoint_of(*urlsplit(target)[:2])[:2]
         except ValueError:
-            raise errors.RemoteProtocolError(f"{call.url} redirects to what is no HTTP URL", url=call.url) from None
+            raise errors.RemoteProtocolError(f"{call.url} redirects to a URL that is not HTTP", url=call.url) from None
         if scheme == "http" and urlsplit(url).scheme.lower() == "https" and not self.options.allow_downgrade:
             reason = f"{call.url} redirects to http://, where others can read and replace what is sent"
             raise errors.RemoteProtocolError(f"{reason}: to follow it, pass RemoteOptions(allow_downgrade=True)", url=call.url)
@@ -194,7 +194,7 @@ def error_for_status(url: str, status: int, reason: str, headers: Mapping[str, s
     if status in (404, 410):
         return errors.NotFound(f"{url}: {text}", url=url, status=status)
     if status < 400 or status in (412, 416):
-        return errors.RemoteProtocolError(f"{url}: {text}, which does not fit the request", url=url, status=status)
+        return errors.RemoteProtocolError(f"{url}: {text}, which does not match the request", url=url, status=status)
     return errors.RemoteError(f"{url}: {text}", url=url, status=status)
 
 

@@ -102,7 +102,7 @@ class HubRemote:
         with shared_time_limit():
             current = self._described(url, Transfer(), self.options)
             if expected is not None and not is_same_validator(current.validator, expected):
-                raise errors.RemoteChanged(f"{canonical(url)} became another object while it was read", url=canonical(url))
+                raise errors.RemoteChanged(f"{canonical(url)} changed to another object while being read", url=canonical(url))
             return self._http.read(current.url, span, info=current, exact=exact)
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
@@ -206,7 +206,7 @@ class HubRemote:
             if path and not _is_on(path, self._endpoint):  # it would get the user's headers
                 raise errors.RemoteProtocolError(f"{canonical(url)}: its listing continues on another host", url=canonical(url))
         if path:
-            raise errors.RemoteProtocolError(f"{canonical(url)}: its listing comes back to where it was: it has no end", url=canonical(url))
+            raise errors.RemoteProtocolError(f"{canonical(url)}: its listing repeats itself and never ends", url=canonical(url))
 
     def _ask(
         self, method: str, url: str, path: str, spent: Transfer, options: RemoteOptions, ok: tuple[int, ...] = (200,)
@@ -371,4 +371,4 @@ def _json_in(url: str, response: SmallResponse) -> Any:
 
 def _invalid(url: str, what: str) -> errors.RemoteProtocolError:
     shown = canonical(url)
-    return errors.RemoteProtocolError(f"{shown}: the hub answers with what is not {what}: check HF_ENDPOINT", url=shown)
+    return errors.RemoteProtocolError(f"{shown}: the hub's answer is not {what}: check HF_ENDPOINT", url=shown)

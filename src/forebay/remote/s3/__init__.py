@@ -219,7 +219,7 @@ def _in_its_region(request: Callable[[], T]) -> T:
 
 def _conflict(url: str, status: int | None = None) -> errors.Conflict:
     shown = canonical(url)
-    return errors.Conflict(f"{shown}: it is there already, or another version of it: nothing was written", url=shown, status=status)
+    return errors.Conflict(f"{shown}: it, or another version of it, already exists: nothing was written", url=shown, status=status)
 
 
 # -- responses in XML --------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def _number_in(url: str, item: ElementTree.Element, tag: str) -> int:
 
 
 def _invalid(url: str, tag: str) -> errors.RemoteProtocolError:
-    return errors.RemoteProtocolError(f"{canonical(url)}: S3 lists it with a {tag} that makes no sense", url=canonical(url))
+    return errors.RemoteProtocolError(f"{canonical(url)}: S3 lists it with a {tag} that is invalid", url=canonical(url))
 
 
 class _PageGuard:
@@ -285,7 +285,7 @@ class _PageGuard:
         self._empty = self._empty + 1 if first is None else 0
         marks = {f"token {token}"} | ({f"item {first}"} if first is not None else set())
         if self._empty > MAX_EMPTY_PAGES or not self._seen.isdisjoint(marks):
-            raise errors.RemoteProtocolError(f"{self._url}: its listing comes back to where it was: it has no end", url=self._url)
+            raise errors.RemoteProtocolError(f"{self._url}: its listing repeats itself and never ends", url=self._url)
         self._seen |= marks
 
 
