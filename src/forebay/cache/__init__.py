@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -583,7 +584,8 @@ class Cache(DictLike):
         return self._origin.target(url, filesystem)
 
     def _options(self, max_age: float | str | None, refresh: bool, **arguments: Any) -> FetchOptions:
-        return seeing.watched(FetchOptions.of(self._origin, max_age, refresh, **arguments))
+        options = FetchOptions.of(self._origin, max_age, refresh, **arguments)
+        return seeing.watched(options) if "ipykernel" in sys.modules else options
 
 
 def origin_of(cache: Cache) -> Origin:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from forebay import errors
@@ -31,9 +30,7 @@ def stats(origin: Origin) -> Stats:
 
 
 def watched(options: FetchOptions) -> FetchOptions:
-    """The options of a call, whose fetch shows a bar in a notebook."""
-    if "ipykernel" not in sys.modules:
-        return options
+    """The options of a call in a notebook, whose fetch shows a bar."""
     from forebay.cache.notebook import with_bar
 
     return with_bar(options)
