@@ -56,7 +56,7 @@ def test_s19_strays_are_counted_told_and_removed(planted: dict[str, Path], home:
     assert all(str(path.parent if path.name in ("file", "index") else path) in told.out for path in planted.values())
     doctor = run("doctor")
     assert doctor.code == 1
-    assert re.search("foreign files: move them away", doctor.out)
+    assert re.search("foreign files: not created by Forebay", doctor.out)
     assert strays_of(run("prune", "--dry-run", "--json")) == (5, 3)
     assert all(path.exists() for path in planted.values())  # who looks removes nothing
     done = run(*by, *(["--yes"] if by == ["prune"] else []))
