@@ -105,7 +105,8 @@ def _with_unit(name: str, value: float) -> str:
 class HistoryPoint:
     """What all processes of the node did from ``start`` to ``end``, in seconds since 1970. The other fields are those of `Stats`.
 
-    A period is about a minute or an hour, and longer if no process used the cache during it."""
+    ``bytes_used``, ``budget``: at ``end``, within 10 seconds, reserved bytes included; both 0 if no process has written yet. A period is
+    about a minute or an hour, and longer if no process used the cache during it."""
 
     start: float
     end: float
@@ -125,6 +126,8 @@ class HistoryPoint:
     wait_ns_space: int = 0
     store_failures: int = 0
     damaged: int = 0
+    bytes_used: int = 0
+    budget: int = 0
 
     @property
     def seconds(self) -> float:

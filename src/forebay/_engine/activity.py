@@ -24,11 +24,14 @@ _END = 1 << 62  # no id or hash of a key is as large
 
 
 class Period(NamedTuple):
-    """What was counted from ``start`` to ``end``, in seconds since 1970; ``counts`` in the order of `counters.NAMES`."""
+    """What was counted from ``start`` to ``end``, in seconds since 1970; ``counts`` in the order of `counters.NAMES`; ``used`` bytes of the
+    ``budget`` at the end, both 0 if that is unknown."""
 
     start: float
     end: float
     counts: tuple[int, ...]
+    used: int = 0
+    budget: int = 0
 
 
 class Fetch(NamedTuple):
@@ -84,9 +87,10 @@ class Activity:
         clock = self.engine.slots.clock
         totals = self.engine.history.read(HOURS if hours else MINUTES, clock.look())
         walls = clock.walls(one.time for one in totals)
+        periods = zip(walls, walls[1:], totals, totals[1:], strict=False)
         return [
-            Period(walls[at], walls[at + 1], tuple(max(b - a, 0) for a, b in zip(totals[at].counts, totals[at + 1].counts, strict=True)))
-            for at in range(len(totals) - 1)
+            Period(start, end, tuple(max(b - a, 0) for a, b in zip(before.counts, after.counts, strict=True)), after.used, after.budget)
+            for start, end, before, after in periods
         ]
 
     @recover_and_retry

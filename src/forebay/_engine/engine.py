@@ -386,9 +386,15 @@ class Engine:
         if writing:
             if not self._epoch_began:
                 self.begin_epoch()
+            self.history.use = self._use
             self.history.note(self.slots.clock.now())
             if self._unset is not None or self._lower:
                 self._set_late()
+
+    def _use(self) -> tuple[int, int]:
+        """Bytes used, and the budget."""
+        charge, granted, budget = spaces.usage(self.catalog)
+        return max(charge + granted, 0), budget or 0
 
     def touch(self, entry: Entry) -> None:
         """Note that an entry is used now."""

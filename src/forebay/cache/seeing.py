@@ -56,4 +56,4 @@ def history(origin: Origin, by: str) -> list[HistoryPoint]:
     if by not in ("minute", "hour"):
         raise errors.ConfigError(f"by={by!r}: use 'minute' or 'hour'", name="by", value=by)
     periods = origin.store.activity.history(hours=by == "hour")
-    return [HistoryPoint(period.start, period.end, **by_name(period.counts)) for period in periods]
+    return [HistoryPoint(one.start, one.end, **by_name(one.counts), bytes_used=one.used, budget=one.budget) for one in periods]

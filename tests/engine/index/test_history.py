@@ -63,6 +63,22 @@ def test_who_passes_writes_what_all_have_counted(root: Root, history: History, c
     assert [record.time - start for record in records[1:]] == [MINUTE, 2 * MINUTE, 3 * MINUTE]
 
 
+def test_what_is_used_is_told_by_processes_that_write_and_carried_by_others(
+    root: Root, history: History, counters: Counters, start: int
+) -> None:
+    other = History(root, counters)
+    for one in (history, other):
+        one.note(start)
+    history.note(start + MINUTE)
+    other.use = lambda: (5, 10)
+    other.note(start + MINUTE + 1)  # another has just written the record: it stores what is used all the same
+    history.note(start + 2 * MINUTE)
+    other.use = lambda: (-1, 10)  # a damaged catalog
+    other.note(start + 3 * MINUTE)
+    history.note(start + 4 * MINUTE)
+    assert [(one.used, one.budget) for one in history.read(MINUTES, start + 5 * MINUTE)] == [(0, 0), (0, 0), (5, 10), (5, 10)]
+
+
 def test_an_hour_is_one_record(history: History, counters: Counters, start: int) -> None:
     history.note(start)
     first = (start // HOURS.period + 1) * HOURS.period
@@ -199,6 +215,23 @@ def store(quick_path: Path, at_once: None) -> Iterator[Store]:
     with opened(quick_path / "root", 256 * MiB) as store:
         yield store
         assert store.check() == []
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_cache_tells_what_was_used(quick_path: Path) -> None:
+    """Of the bytes that a process stores last, too, though it then only reads; and after it has left."""
+    with Clocks() as clocks:
+        with Cache(quick_path / "root", budget="256MiB", min_free=0) as cache:
+            cache.put("key", bytes(MiB))
+            clocks.step(MINUTE)
+            cache.get("key")
+            used = cache.stats().bytes_used
+            (point,) = cache.history()[-1:]
+            assert (point.bytes_used, point.budget) == (used, 256 * MiB)
+            cache.put("more", bytes(MiB))
+        clocks.step(MINUTE)
+        with Cache(quick_path / "root") as cache:
+            assert cache.history()[-1].bytes_used == cache.stats().bytes_used >= used + MiB
 
 
 @pytest.mark.usefixtures("at_once")

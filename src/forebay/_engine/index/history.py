@@ -1,7 +1,10 @@
 """What all processes of the node have counted over time, written by whichever of them passes: a day by minutes, a month by hours.
 
-``index/history``   a page of header, then records of 24 words, 1,440 of minutes and 744 of hours: the time, a checksum, and the totals of
-                    the counters at that time
+``index/history``   a page of header, then records of 24 words, 1,440 of minutes and 744 of hours: the time, a checksum, the totals of
+                    the counters at that time, and what was used of which budget, in bytes
+
+What is used is in the catalog, which a process that only reads does not ask. So processes that write also store it in the header, from
+where each record takes it.
 
 A record is in the place of its minute, or hour, modulo their number. Its time is that of the root's clock, which never goes back. All of it
 is a hint: any process may write to the file without a lock, and a record that is torn, damaged or too old is left out by the reader. The
@@ -12,6 +15,7 @@ from __future__ import annotations
 import os
 import struct
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import xxhash
@@ -30,10 +34,11 @@ EVERY = 10 * SECOND
 DELAY = SECOND
 """Nanoseconds from the first pass of a process to its first write: the first reads of a young process wait for nothing here."""
 _MAGIC = int.from_bytes(b"FBHIST01", "little")
-_NOTED = 16  # in the header, after the magic and the root's id: the time at which a process began to write last
+_NOTED, _USE = 16, 24  # in the header, after the magic and the root's id: when a process began to write last; bytes used, and the budget
 _WORDS = 24  # of a record: there is room for counters of later versions
 _RECORD = 8 * _WORDS
-_COUNTS = struct.Struct(f"<{len(NAMES)}Q")
+_CONTENT = struct.Struct(f"<{len(NAMES) + 2}Q")
+_TWO = struct.Struct("<2Q")
 
 
 class _Ring(NamedTuple):
@@ -53,18 +58,22 @@ SIZE = -(-(HOURS.start + HOURS.length * _RECORD) // PAGE) * PAGE
 
 
 class Totals(NamedTuple):
-    """The totals of the counters at one time of the root's clock, in the order of `counters.NAMES`."""
+    """The totals of the counters at one time of the root's clock, in the order of `counters.NAMES`. ``used`` bytes of the ``budget``, both
+    0 if no process has told them."""
 
     time: int
     counts: tuple[int, ...]
+    used: int = 0
+    budget: int = 0
 
 
 class History:
     """The history of one root. Callable from any thread, and after a fork. No call raises: one that meets a fault of the disk does
-    without."""
+    without. ``use``: returns the bytes used, and the budget; None in a process that has not written."""
 
     def __init__(self, root: Root, counters: Counters) -> None:
         self._counters = counters
+        self.use: Callable[[], tuple[int, int]] | None = None
         self.restart(root)
 
     def restart(self, root: Root) -> None:
@@ -111,17 +120,19 @@ class History:
         try:
             fd = self._opened(now)
             try:
+                if self.use is not None:
+                    host.pwrite(fd, _TWO.pack(*self.use()), _USE)
                 noted = int.from_bytes(os.pread(fd, 8, _NOTED), "little")
                 if not leaves and 0 <= now - noted < EVERY:
                     self._due = noted + EVERY
                     return
                 host.pwrite(fd, now.to_bytes(8, "little"), _NOTED)  # first: adding up takes a millisecond, and many processes may pass
-                record = _packed(now, self._counters.totals())
+                record = _packed(now, [*self._counters.totals(), *_TWO.unpack(os.pread(fd, _TWO.size, _USE))])
                 for ring in (MINUTES, HOURS):
                     host.pwrite(fd, record, ring.place(now))
             finally:
                 os.close(fd)
-        except (CacheFault, OSError) as error:
+        except (CacheFault, OSError, struct.error) as error:  # the last: the file was truncated
             log.debug("the history of %s is not written: %s", self._root.path, str(error))
 
     def _opened(self, now: int) -> int:
@@ -162,15 +173,15 @@ class History:
         """The record before all others: in a root that is young, nothing was counted when it was created."""
         age = time.time_ns() - self._root.files.lstat(self._root.path / "FORMAT").st_mtime_ns
         if 0 <= age < HOURS.period:
-            return _packed(now - age, [0] * len(NAMES))
-        return _packed(now, self._counters.totals())
+            return _packed(now - age, [0] * (len(NAMES) + 2))
+        return _packed(now, [*self._counters.totals(), 0, 0])
 
     def _header(self) -> bytes:
         return _MAGIC.to_bytes(8, "little") + self._root.id.to_bytes(8, "little")
 
 
 def _packed(now: int, totals: list[int]) -> bytes:
-    content = now.to_bytes(8, "little") + _COUNTS.pack(*totals).ljust(_RECORD - 16, b"\0")
+    content = now.to_bytes(8, "little") + _CONTENT.pack(*totals).ljust(_RECORD - 16, b"\0")
     return content[:8] + xxhash.xxh3_64_digest(content) + content[8:]
 
 
@@ -178,4 +189,5 @@ def _parsed(record: bytes) -> Totals | None:
     """A record; None where there is none, or not a whole one."""
     if record[8:16] != xxhash.xxh3_64_digest(record[:8] + record[16:]):
         return None
-    return Totals(int.from_bytes(record[:8], "little"), _COUNTS.unpack_from(record, 16))
+    *counts, used, budget = _CONTENT.unpack_from(record, 16)
+    return Totals(int.from_bytes(record[:8], "little"), tuple(counts), used, budget)

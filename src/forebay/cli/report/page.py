@@ -83,7 +83,7 @@ def _facts(content: Content) -> str:
 
 
 def _budget(content: Content) -> str:
-    """Bytes used against the budget, as a bar. There is none over time: the history does not have the bytes of evicted entries."""
+    """Bytes used against the budget now, as a bar."""
     stats = content.stats
     reserved = f" and {format_size(stats.bytes_reserved)} reserved" if stats.bytes_reserved else ""
     used, taken = (min(size / max(stats.budget, 1), 1.0) * 100 for size in (stats.bytes_used, stats.bytes_used + stats.bytes_reserved))
@@ -136,10 +136,12 @@ def _charts(points: Sequence[HistoryPoint]) -> list[str]:
     def per(seconds: float, name: str, field: str) -> Series:
         return Series(name, lambda point: getattr(point, field) * seconds / point.seconds)
 
+    use = [Series("used", lambda point: point.bytes_used if point.budget else None), Series("budget", lambda point: point.budget or None)]
     rates = [per(1, "from the cache", "bytes_hit"), per(1, "from remotes", "bytes_remote")]
     events = [per(60, "evictions", "evictions"), per(60, "fallbacks", "fallbacks")]
     waits = [per(1e-9, "for remotes", "wait_ns_remote"), per(1e-9, "for processes", "wait_ns_lock"), per(1e-9, "for room", "wait_ns_space")]
     return [
+        charts.draw("Bytes on the disk:", points, use, format_size, "Bytes on the disk: no process has written yet."),
         charts.draw("Hit rate", points, [Series("", lambda point: point.hit_rate)], lambda value: f"{value:.0%}",
                     "Hit rate: no call asked for bytes.", top=1.0),
         charts.draw("Bytes a second:", points, rates, lambda value: f"{format_size(value)}/s", "Bytes a second: none was read."),
