@@ -37,7 +37,7 @@ def verify(repair: bool, quick: bool, root: Path | None, as_json: bool) -> None:
 @root_option
 @json_option
 def doctor(root: Path | None, as_json: bool) -> None:
-    """Check this machine and this cache: what is wrong, what would make it slow, and what to do about it. Changes nothing."""
+    """Find what is wrong or slow on this machine and in this cache, and say what to do. Changes nothing."""
     from forebay.cli.checkup import check_up  # here: the other verbs need not load it
 
     try:

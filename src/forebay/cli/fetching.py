@@ -192,13 +192,13 @@ def end(failed: Sequence[tuple[str, Exception]]) -> None:
 @verb("forebay pull https://host/shard-000.tar", "forebay pull https://host/model/ --include '*.json' --to model/")
 @click.argument("urls", nargs=-1, required=True, metavar="URL...")
 @click.option("--to", metavar="PATH", help="Also copy to this file, or into this directory.")
-@click.option("--include", multiple=True, metavar="PATTERN", help="Of a directory only these, such as 'model-*'.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Of a directory all but these.")
+@click.option("--include", multiple=True, metavar="PATTERN", help="Of directories, only files that match, such as 'model-*'.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Of directories, no files that match.")
 @click.option("--overwrite", is_flag=True, help="Replace existing files where --to copies to.")
 @jobs_option(4)
-@click.option("--sha256", metavar="HEX", help="The expected hash of the bytes (one URL).")
+@click.option("--sha256", metavar="HEX", help="The expected SHA-256 (for one URL).")
 @refresh_option
-@click.option("--pin", is_flag=True, help="Exclude them from eviction, as `forebay pin` does.")
+@click.option("--pin", is_flag=True, help="Exclude the objects from eviction, as `forebay pin` does.")
 @dry_run_option
 @root_option
 @json_option
@@ -217,7 +217,7 @@ def pull(
     as_json: bool,
 ) -> None:
     """Fetch objects and directories into the cache, each once for the whole node. The URL of a directory ends with a slash. If another
-    process is fetching one already, wait for it and show its progress. Braces stand for several URLs: 'shard-{000..127}.tar'."""
+    process is already fetching one, wait for it and show its progress. Braces expand as in bash: 'shard-{000..127}.tar'."""
     urls = expand_all(urls)
     folders = [url for url in urls if _is_directory(url)]
     if sha256 is not None and (len(urls) > 1 or folders or not _is_sha256(sha256)):
@@ -469,8 +469,8 @@ def _foreign(target: Path) -> Foreign:
 @refresh_option
 @root_option
 def cat(urls: Sequence[str], refresh: bool, root: Path | None) -> None:
-    """Write objects to standard output, one after another, for piping; each is fetched into the cache first, if it is not there. Stops
-    at the first that fails: `set -o pipefail` tells the shell. Braces stand for several URLs: 'shard-{000..127}.tar'."""
+    """Write objects to standard output, one after another, for piping. Objects that are not in the cache are fetched first. Stops at the
+    first failure; `set -o pipefail` passes it on to the shell. Braces expand as in bash: 'shard-{000..127}.tar'."""
     several = [url for text in urls for url in expand(text)]
     for url in several:
         if _is_directory(url) or _is_local_directory(url):
@@ -491,9 +491,9 @@ def cat(urls: Sequence[str], refresh: bool, root: Path | None) -> None:
 @root_option
 @json_option
 def warm(sources: Sequence[str], jobs: int, dry_run: bool, root: Path | None, as_json: bool) -> None:
-    """Fill the cache before a job, from lists of URLs, or with all objects that share a URL prefix. FILE has one URL a line ('-': standard
-    input). URL is a prefix, one HTTP object, or, with braces, several objects: 's3://bucket/shard-{000..127}.tar'. Objects in the cache
-    are skipped: after an interruption the same command resumes."""
+    """Fill the cache before a job, from lists of URLs, or with all objects that share a URL prefix. FILE has one URL per line ('-':
+    standard input). URL is a prefix, one HTTP object, or, with braces, several objects: 's3://bucket/shard-{000..127}.tar'. Objects in
+    the cache are skipped, so the same command resumes after an interruption."""
     sizes: dict[str, int | None] = {}
     for source in sources:
         for url, size in _expanded(source):

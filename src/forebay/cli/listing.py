@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 @click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete_names)
 @click.option(
     "--sort", "-s", type=click.Choice(["name", "size", "used", "created"]), default="name", show_default=True,
-    help="Largest, latest used, latest created first.",
+    help="By name, or the largest, last used or newest first.",
 )  # fmt: skip
 @click.option("--reverse", "-r", is_flag=True, help="Reverse the order.")
-@click.option("--leased", is_flag=True, help="Only entries that some process holds now.")
+@click.option("--leased", is_flag=True, help="Show only entries that a process is using.")
 @filter_option
 @space_option
-@click.option("--tree", is_flag=True, help="Sums by prefix, the largest first, instead of entries.")
-@click.option("--limit", "-n", type=click.IntRange(min=1), metavar="N", help="At most N lines.")
-@click.option("--quiet", "-q", is_flag=True, help="Names only, one a line.")
+@click.option("--tree", is_flag=True, help="Show sums by prefix instead of entries, the largest first.")
+@click.option("--limit", "-n", type=click.IntRange(min=1), metavar="N", help="Show at most N lines.")
+@click.option("--quiet", "-q", is_flag=True, help="Show only names, one per line.")
 @root_option
 @json_option
 def ls(
@@ -149,7 +149,7 @@ def _readable(facts: Mapping[str, Any]) -> dict[str, str]:
 @root_option
 @json_option
 def du(root: Path | None, as_json: bool) -> None:
-    """Show how many bytes each space holds, and how much of the budget and the disk is left."""
+    """Show the bytes in each space, and how much of the budget and the disk is free."""
     with opened(root) as cache:
         usage, directory, overhead, strays = cache.stats(), cache.path, cache.overhead(), cache.strays()
     disk = os.statvfs(directory)
@@ -181,7 +181,7 @@ def du(root: Path | None, as_json: bool) -> None:
 @root_option
 @json_option
 def stats(zero: bool, form: str | None, textfile: Path | None, root: Path | None, as_json: bool) -> None:
-    """Show what all processes of the node did with this cache: hits, misses, bytes, waits, evictions."""
+    """Show what all processes on the node did with this cache: hits, misses, bytes, waits, evictions."""
     if as_json and form not in (None, "json"):
         raise click.UsageError(f"--json and --format {form} exclude each other")
     from forebay.cli import metrics  # here, as it is seldom needed
@@ -209,8 +209,8 @@ def stats(zero: bool, form: str | None, textfile: Path | None, root: Path | None
 @root_option
 @json_option
 def path(name: str | None, root: Path | None, as_json: bool) -> None:
-    """Show the path of an entry's file, without fetching; without NAME, the cache's directory. The file may be evicted once no process
-    holds it: `forebay pin` keeps it."""
+    """Show the path of an entry's file, or without NAME the cache's directory. Fetches nothing. The file may be evicted when no process
+    uses it; `forebay pin` prevents that."""
     output = Output(as_json)
     if name is None:
         file = str(existing(root))
@@ -235,7 +235,7 @@ def path(name: str | None, root: Path | None, as_json: bool) -> None:
 @verb("forebay claims")
 @json_option
 def claims(as_json: bool) -> None:
-    """List the claims of this node: which job has which directories, and how much shared memory. Those of dead jobs too."""
+    """List the claims on this node, those of dead jobs too: which job has which directories, and how much shared memory."""
     from forebay.claims import list_claims  # here, so that `forebay --help` need not load them
 
     listed = [

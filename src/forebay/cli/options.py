@@ -71,19 +71,19 @@ root_option = click.option(
     help="The cache's directory (default: $FOREBAY_HOME, else ~/.cache/forebay).",
 )  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
-refresh_option = click.option("--refresh", is_flag=True, help="Ask the source now, however fresh the copy is.")
-yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+refresh_option = click.option("--refresh", is_flag=True, help="Ask the source now, even if the copy is fresh.")
+yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 dry_run_option = click.option("--dry-run", "-n", is_flag=True, help="Only show what would be done.")
-space_option = click.option("--space", metavar="SPACE", shell_complete=complete_spaces, help="Only this named part of the cache.")
+space_option = click.option("--space", metavar="SPACE", shell_complete=complete_spaces, help="Only this space.")
 filter_option = click.option(
-    "--filter", "-f", "filters", multiple=True, metavar="TERM", help="Such as 'size>1GB', 'used>30d', 'space=urls'; all must hold."
+    "--filter", "-f", "filters", multiple=True, metavar="TERM", help="Such as 'size>1GB', 'used>30d', 'space=urls'; all must match."
 )
 names_argument = click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=complete_names)
 
 
 def jobs_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return click.option(
-        "--jobs", "-j", type=click.IntRange(min=1), default=default, show_default=True, metavar="N", help="How many at a time."
+        "--jobs", "-j", type=click.IntRange(min=1), default=default, show_default=True, metavar="N", help="Transfers at a time."
     )
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 @root_option
 @json_option
 def rm(names: tuple[str, ...], filters: tuple[str, ...], dry_run: bool, yes: bool, root: Path | None, as_json: bool) -> None:
-    """Remove entries by name, or (after asking) by filter. Entries that are in use or pinned stay, and are listed."""
+    """Remove entries by name, or by filter after asking. Entries that are in use or pinned stay, and are listed."""
     if bool(names) == bool(filters):
         raise ConfigError("rm takes names, or --filter: one of the two", name="rm", value="")
     output = Output(as_json)
@@ -113,8 +113,8 @@ def prune(
 ) -> None:
     """Remove what exceeds the limits, and what killed processes left unfinished; or what --free and --filter select.
 
-    Entries that some process is using stay. Unfinished downloads stay too, to be resumed, until their room is needed. Without
-    --free and --filter the claims of dead jobs are freed as well, even if there is no cache.
+    Entries in use stay. Unfinished downloads stay too, to be resumed, until their room is needed. Without --free and --filter,
+    the claims of dead jobs are freed as well, even if there is no cache.
     """
     passes = parse_filters(filters) if filters else None
     if space is not None and free is None and passes is None:
@@ -173,7 +173,7 @@ def _dead_claims(*, dry_run: bool) -> list[ClaimInfo]:
 @root_option
 @json_option
 def clear(space: str | None, dry_run: bool, yes: bool, root: Path | None, as_json: bool) -> None:
-    """Remove everything, or one space, after asking. Entries that are pinned, or used by some process, stay."""
+    """Remove everything, or one space, after asking. Entries that are pinned or in use stay."""
     with opened(root, change=not dry_run) as cache:
         check_space(cache, space)
         _carry_out(cache.clear(space), Output(as_json), dry_run=dry_run, yes=yes)
@@ -211,7 +211,7 @@ def _carry_out(
 @root_option
 @json_option
 def pin(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
-    """Keep entries: they are not evicted until `forebay unpin`, and count against the budget."""
+    """Exclude entries from eviction until `forebay unpin`. They still count against the budget."""
     with opened(root, change=True) as cache:
         _each_name(cache, names, cache.pin, done="pinned", as_json=as_json)
 
@@ -221,7 +221,7 @@ def pin(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
 @root_option
 @json_option
 def unpin(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
-    """Let pinned entries be evicted again when space is needed."""
+    """Allow pinned entries to be evicted again."""
     with opened(root, change=True) as cache:
         _each_name(cache, names, cache.unpin, done="unpinned", as_json=as_json)
 

@@ -41,8 +41,8 @@ DEFAULTS = {
 @root_option
 @json_option
 def budget(size: str | None, dry_run: bool, yes: bool, root: Path | None, as_json: bool) -> None:
-    """Show the budget of the cache, or change it for all processes: `forebay budget 500GB`. A lower one evicts at once, least recently used
-    first, after asking. No other verb changes it: FOREBAY_BUDGET is for a cache that is created."""
+    """Show the budget of the cache, or change it for all processes. Lowering it evicts the least recently used entries at once, after
+    asking. No other verb changes it; FOREBAY_BUDGET applies only when a cache is created."""
     from forebay._kernel import host  # here, so that `forebay --help` need not load it
 
     output = Output(as_json)
@@ -115,7 +115,7 @@ class Setting:
 @root_option
 @json_option
 def config(root: Path | None, as_json: bool) -> None:
-    """Show all settings: their values, and whether an argument, a variable, your forebay.toml or the cache set them. Creates nothing."""
+    """Show all settings, their values, and what set each: an argument, a variable, your forebay.toml or the cache. Creates nothing."""
     from forebay.cli.checkup import setting_faults  # here: other verbs need not load it
 
     settings = list(_settings(root))

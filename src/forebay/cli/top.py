@@ -56,7 +56,7 @@ class Table(NamedTuple):
 @root_option
 @json_option
 def top(once: bool, interval: float, root: Path | None, as_json: bool) -> None:
-    """Watch what all processes of the node do with this cache: hits, bytes a second, fetches, waits, leases, evictions. Press q to quit."""
+    """Watch what all processes on the node do with this cache: hits, bytes per second, fetches, waits, evictions. Press q to quit."""
     if not math.isfinite(interval):
         raise click.BadParameter(f"{interval} is no time in seconds", param_hint="'--interval'")
     before = _look(root)

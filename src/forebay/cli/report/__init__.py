@@ -20,7 +20,7 @@ LARGEST = 12
 @root_option
 @json_option
 def report(file: str | None, root: Path | None, as_json: bool) -> None:
-    """Report what occupies the cache, what it did in the last day and month, and what happens now. In a terminal, as HTML or as JSON."""
+    """Show what occupies the cache, what it did in the last day and month, and what happens now: as text, HTML or JSON."""
     from forebay.cli.report.content import gather, history_of, length_of
 
     if as_json and file is not None:

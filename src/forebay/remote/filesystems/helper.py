@@ -71,7 +71,7 @@ def _receive(channel: socket.socket, length: int) -> bytearray:
 def failed_by(error: Exception, url: str = "") -> AttemptFailed | errors.MissingExtra:
     """What an error of a filesystem at ``url`` means for the call; its text without secrets."""
     reason = f"{type(error).__name__}: {redacted(str(error)[:MAX_TEXT])}"[:500]
-    cause = error.__cause__
+    cause, what = error.__cause__, f"{scheme(url)}://" if is_url(url) else "this filesystem"
     status = status_of(error) or status_of(cause)
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and status_of(cause) not in (None, 404, 410):
         return failed_by(cause, url)  # fsspec's http raises it for whatever a server answers
@@ -91,9 +91,8 @@ def failed_by(error: Exception, url: str = "") -> AttemptFailed | errors.Missing
         case errors.RemoteError():
             return AttemptFailed(redacted(str(error)[:MAX_TEXT]), type(error), retryable=False)
         case ImportError(name="fsspec"):
-            return errors.MissingExtra.of("this URL", "fsspec")
+            return errors.MissingExtra.of(what, "fsspec")
         case ImportError():
-            what = f"{scheme(url)}://" if is_url(url) else "this filesystem"
             return errors.MissingExtra(f"{what} needs a package of its own beside the extra 'fsspec' ({reason})", extra="fsspec")
         case ValueError() | TypeError() | AttributeError() | LookupError() | NotImplementedError():
             return AttemptFailed(reason, errors.RemoteError, retryable=False)
