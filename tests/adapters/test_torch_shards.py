@@ -443,7 +443,7 @@ def test_impossible_arguments_are_refused(cache: forebay.Cache) -> None:
     for wrong in ({"buffer": -1}, {"ahead": -1}):
         with pytest.raises(errors.ConfigError, match="must not be negative"):
             Shards("/a.tar", cache=cache, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(errors.ConfigError, match="name one"):
+    with pytest.raises(errors.ConfigError, match="name at least one"):
         Shards([], cache=cache)
 
 

@@ -463,7 +463,7 @@ def test_what_cannot_be_cached_is_told_at_once(tasks: Tasks) -> None:
     for function in (pieces, later, Pieces(), functools.partial(pieces)):
         with pytest.raises(errors.ConfigError, match=r"cannot be cached: it yields its output piece by piece"):
             tasks.cached(function)
-    with pytest.raises(errors.ConfigError, match=r"'iter-\{step\}' cannot be cached: it is no function"):
+    with pytest.raises(errors.ConfigError, match=r"'iter-\{step\}' cannot be cached: it is not a function"):
         tasks.cached("iter-{step}")  # type: ignore[arg-type]
 
 

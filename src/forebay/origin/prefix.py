@@ -29,7 +29,7 @@ def checked_name(key: object) -> str:
     if not isinstance(key, str):
         raise errors.ConfigError(f"{key!r} is not a key: expected a str", name="key", value=repr(key))
     if not is_name(key):
-        message = f"{key!r} is no key: expected a name below the source, such as 'a/b.jpg', without . and .."
+        message = f"{key!r} is not a key: expected a name below the source, such as 'a/b.jpg', without . and .."
         raise errors.ConfigError(message, name="key", value=key)
     return key
 

@@ -201,7 +201,7 @@ class _HeaderWalk:
         if not self._tar.reaches(span.end):
             raise self._tar.bad(at, f"cut short within {_text(name)!r}, of {span.length:,} bytes")
         if sparse or kind == b"S":
-            log.warning("%s: %s has holes: its bytes do not lie in one piece, and it is left out", self._tar.name, _text(name))
+            log.warning("%s: %s has holes, which are not supported; it is skipped", self._tar.name, _text(name))
         elif kind in (b"\0", b"0", b"7") and not name.endswith(b"/"):  # the first tars marked directories like that
             self._enter(_plain(name), span)
 
@@ -211,7 +211,7 @@ class _HeaderWalk:
             self._found[name] = span
             return
         if not self._left_out:
-            log.warning("%s: %r is no name of a file below a directory: such members are left out", self._tar.name, _text(name))
+            log.warning("%s: %r is not the name of a file below a directory; such members are skipped", self._tar.name, _text(name))
         self._left_out = True
 
     def _linked(self, kind: bytes, name: bytes, target: bytes) -> None:

@@ -43,7 +43,7 @@ def decorate(
     if isinstance(function, types.MethodType):
         return Bound(decorate(tasks, function.__func__, tag, version, ignore, copy), function.__self__)
     if not callable(function):
-        message = f"{function!r} cannot be cached: it is no function. Options are given by name: @tasks.cached(tag=...)"
+        message = f"{function!r} cannot be cached: it is not a function. Options are given by name: @tasks.cached(tag=...)"
         raise errors.ConfigError(message, name="function", value=repr(function))
     naming = Naming(function, tag, version, ignore)
     if _is(function, inspect.isgeneratorfunction) or _is(function, inspect.isasyncgenfunction):

@@ -289,7 +289,7 @@ def test_tags(tasks: ours.RayTasks, log: Log, caplog: pytest.LogCaptureFixture) 
     assert "different arguments" in caplog.text
     assert ray.get(squares.options(tag="iter-1").remote(5, log)) == 25
     assert len(log) == 3
-    with pytest.raises(ValueError, match="no str"):
+    with pytest.raises(ValueError, match="not a str"):
         squares.remote(3, log, tag=7)
 
 
@@ -445,7 +445,7 @@ def test_what_ray_or_cached_decorated_is_taken(tasks: ours.RayTasks, log: Log) -
         with pytest.raises(ValueError, match="is a coroutine"):
             tasks.remote(wrong)
     for wrong in (3, Reader, Log):
-        with pytest.raises(ValueError, match="no function"):
+        with pytest.raises(ValueError, match="neither a function"):
             tasks.remote(wrong)
 
 

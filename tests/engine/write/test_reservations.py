@@ -222,7 +222,7 @@ def test_what_is_leased_in_another_root_is_not_linked(tmp_path: Path) -> None:
         credit.ask(credit.need(50_000))
         with lease_of(other, "other"), contextlib.closing(lease_of(other, "other")) as lease:
             assert not mine.is_own_file(lease)
-            with pytest.raises(errors.CacheFault, match="no file of"):
+            with pytest.raises(errors.CacheFault, match="not a file of"):
                 credit.keep([Item("k", lease)])
         assert bytes_of(mine, "k", "b") is None
 
