@@ -51,7 +51,7 @@ class Cache(DictLike):
     otherwise a root that a group can write to is refused. ``read_only``: never write to the root. ``upstream``: a root to search second; it
     is never written to. ``offline``: never ask a remote. ``max_age``: seconds for which an entry is served without asking the remote, or
     ``"forever"``. ``timeout``: total seconds that a call waits for other processes (default: as long as they live; for the catalog 10 s).
-    ``enabled``: if False, the same calls without a cache.
+    ``remote_options``: how requests are sent. ``enabled``: if False, the same calls without a cache.
 
     Callable from any thread; usable in both processes after a fork; pickles as its path and options. Opening it raises `RootRefused`,
     `NewerFormat` and `ConfigError`. After that, faults of the cache never reach the caller: calls are served from the source."""
