@@ -17,11 +17,16 @@ nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
 
-def shown(tmp_path: Path, *cells: str) -> list[dict[str, Any]]:
-    """What each cell shows, by kind of content."""
+def outputs(tmp_path: Path, *cells: str) -> list[list[Any]]:
+    """What each cell shows."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
-    return [{kind: text for output in cell.outputs for kind, text in output["data"].items()} for cell in notebook.cells]
+    return [cell.outputs for cell in notebook.cells]
+
+
+def shown(tmp_path: Path, *cells: str) -> list[dict[str, Any]]:
+    """What each cell shows, by kind of content."""
+    return [{kind: text for one in some for kind, text in one["data"].items()} for some in outputs(tmp_path, *cells)]
 
 
 @pytest.fixture
@@ -46,6 +51,13 @@ def test_a_fetch_of_more_than_a_second_shows_a_bar(begin: str, tmp_path: Path, s
     assert "of 67.1 MB" in cache["text/html"]
     assert "<th>misses</th><td>2</td>" in stats["text/html"]
     assert "<th>bytes remote</th><td>4 MB</td>" in stats["text/html"]
+
+
+def test_fetches_at_the_same_time_show_one_bar(begin: str, tmp_path: Path, server: ScriptedServer) -> None:
+    server.rate = 5e6
+    urls = [server.put(f"/{number}", bytes(1_000_000)) for number in range(10)]
+    (some,) = outputs(tmp_path, f"import asyncio\n{begin}await asyncio.gather(*map(cache.aread, {urls!r}))\nNone")
+    assert 1 <= len(some) <= 2
 
 
 def test_it_can_be_switched_off(begin: str, tmp_path: Path, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ class Cache(DictLike):
 
         self._check_open()
         hit = None if max_age is not None or refresh or filesystem or arguments else self._hit
-        options = functools.partial(self._options, max_age, refresh, **arguments)
+        options = functools.partial(FetchOptions.of, self._origin, max_age, refresh, **arguments)
         targets = functools.partial(self._target, filesystem=filesystem)
         return many.read_many(self._origin, urls, hit, targets, options, return_exceptions=return_exceptions)
 
@@ -234,7 +234,7 @@ class Cache(DictLike):
 
         self._check_open()
         targets = functools.partial(self._target, filesystem=filesystem)
-        options = self._options(max_age, refresh, **arguments)
+        options = FetchOptions.of(self._origin, max_age, refresh, **arguments)
         return many.local_many(self._origin, urls, targets, options, reopened, return_exceptions=return_exceptions)
 
     def warm(

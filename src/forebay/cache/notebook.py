@@ -29,13 +29,15 @@ def with_bar(options: FetchOptions) -> FetchOptions:
 
 
 class _Bar:
-    """The bar of one call. Any thread may report."""
+    """The bar of one call. Any thread may report. Of calls at the same time, such as awaited ones, one shows its bar."""
+
+    _lock = threading.Lock()  # guards all below
+    _shown: _Bar | None = None
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._due = self._began + AFTER
         self._handle: Any = None
-        self._lock = threading.Lock()  # guards _due and _handle
 
     def fetching(self, done: int, total: int | None) -> None:
         """Report the bytes that have arrived."""
@@ -48,10 +50,14 @@ class _Bar:
 
     def _show(self, done: int, total: int | None, state: str) -> None:
         now = time.monotonic()
-        with self._lock:
+        with _Bar._lock:
+            other = _Bar._shown
+            if other not in (None, self) and now < other._due + AFTER:
+                return
             if now < self._due and not (self._handle is not None and done == total):
                 return
             self._due = now + EVERY
+            _Bar._shown = self if done != total else None
             from IPython.display import HTML, display
 
             amount = format_size(done) + (f" of {format_size(total)}" if total else "")
