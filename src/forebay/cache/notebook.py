@@ -51,19 +51,20 @@ class _Bar:
     def _show(self, done: int, total: int | None, state: str) -> None:
         now = time.monotonic()
         with _Bar._lock:
-            other = _Bar._shown
-            if other not in (None, self) and now < other._due + AFTER:
+            other, ends = _Bar._shown, done == total
+            begins = self._handle is None
+            if begins and (ends or (other is not None and now < other._due + AFTER)):
                 return
-            if now < self._due and not (self._handle is not None and done == total):
+            if now < self._due and not ends:
                 return
             self._due = now + EVERY
-            _Bar._shown = self if done != total else None
+            _Bar._shown = None if ends else self
             from IPython.display import HTML, display
 
             amount = format_size(done) + (f" of {format_size(total)}" if total else "")
             value = f'value="{done}" max="{total}"' if total else ""
             content = HTML(f"<progress {value}></progress> {amount}, {html.escape(state)}")
-            if self._handle is None:
+            if begins:
                 self._handle = display(content, display_id=True)
             else:
                 self._handle.update(content)
