@@ -54,8 +54,8 @@ def test_a_fetch_of_more_than_a_second_shows_a_bar(begin: str, tmp_path: Path, s
 
 
 def test_fetches_at_the_same_time_show_one_bar(begin: str, tmp_path: Path, server: ScriptedServer) -> None:
-    server.rate = 5e6
-    urls = [server.put(f"/{number}", bytes(1_000_000)) for number in range(10)]
+    server.rate = 8e6
+    urls = [server.put(f"/{number}", bytes(4_000_000)) for number in range(6)]
     (some,) = outputs(tmp_path, f"import asyncio\n{begin}await asyncio.gather(*map(cache.aread, {urls!r}))\nNone")
     assert 1 <= len(some) <= 2
 
