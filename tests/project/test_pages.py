@@ -8,6 +8,7 @@ import io
 import json
 import re
 import tarfile
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class AutoModel:
 
 keys = [f"clip_{number:04}.mp4" for number in range(4)]
 """,
-        between={2: "dataset = UrlDataset(urls, decode, cache=cache)", 6: "import atexit"},
+        between={2: "dataset = UrlDataset(urls, decode, cache=cache)"},
         needs=("torch", "numpy"),
         replaced={
             "http://127.0.0.1:8930": "https://host",
@@ -131,16 +132,17 @@ cache.read("https://host/old.tar")
     "docs/reference/settings.md": Given("import forebay\n", after="cache.read('https://host/0.bin')"),
     "docs/use/checkpoint.md": Given(
         """
-import shutil, torch
+import os, shutil, torch
 
 class Model:
-    load_state_dict = staticmethod(print)
+    load_state_dict = staticmethod(len)
 
 model = Model()
 torch.save({}, "s3://bucket/run/step_100/model.pt")
 """,
         between={1: "ckpt = forebay.Checkpoint('s3://bucket/run/step_100')\n"},
         needs=("torch",),
+        after="assert 'model.pt' in os.listdir('s3://bucket/run/step_200')",
     ),
     "docs/use/claims.md": Given(
         f"{SEVEN}import torch\ndef fetch_what_is_missing(directory):\n    pass\n",
@@ -372,14 +374,20 @@ pool.close()
     ),
     "docs/use/ray.md": Given(
         """
+import os
 import ray.train.torch
 import torch
+ray.init()
 
 class Net(torch.nn.Linear):
     def __init__(self):
         super().__init__(1, 1)
 
 def train_epoch(model):
+    with open("/data/epochs", "a") as log:
+        log.write("x")
+    if os.path.getsize("/data/epochs") == 2:
+        raise RuntimeError("as was agreed")
     return 0.5
 
 def build_design(design, seed):
@@ -387,10 +395,12 @@ def build_design(design, seed):
 
 design = "chip"
 """,
-        between={1: "assert trainer.fit().metrics['loss'] == 0.5\nray.shutdown()"},
+        between={1: "assert trainer.fit().metrics['loss'] == 0.5 and os.path.getsize('/data/epochs') == 3  # resumed\nray.shutdown()"},
         needs=("ray", "torch"),
         replaced={
-            "ray.init()": "ray.init(num_cpus=4, resources={'eda': 1}, include_dashboard=False, log_to_driver=False)",
+            "ray.init()": "ray.init('local', num_cpus=4, resources={'eda': 1}, include_dashboard=False, log_to_driver=False)",
+            '{"epochs": 10}': '{"epochs": 2}',
+            "RunConfig(": "RunConfig(failure_config=ray.train.FailureConfig(max_failures=1), ",
         },
         after="assert report == value == 'chip 3' and hit\nray_tasks.stop()",
     ),
@@ -402,7 +412,8 @@ with open(f"/data/chia_cache/old_{hashlib.sha256(b'old').hexdigest()[:16]}.pkl",
     pickle.dump(("old", 3), file)
 """,
         needs=("chia", "ray", "yaml"),
-        replaced={"ray.init()": "ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)"},
+        order=(1, 0),
+        replaced={"ray.init()": "ray.init('local', num_cpus=2, include_dashboard=False, log_to_driver=False)"},
         after="""
 @ChiaFunction()
 def run_verilator_test(seed):
@@ -414,6 +425,7 @@ assert open("log").read() == "run\\n" and tasks.keys() == ["old", "iter7"]
 """,
     ),
 }
+FRAMEWORKS = {"chia", "megatron", "ray", "streaming", "torch"}
 FLOWS = {
     "docs/use/chia.md": "cache:\n  run_verilator_test: true\nbypass:\n  run_verilator_test: true\n",
     "docs/use/ray.md": "cache:\n  build_design: true\n",
@@ -502,8 +514,14 @@ def fill(hub: Any) -> None:
     hub.commit("datasets/me/rows", {"train.jsonl": "".join(f'{{"text": "row {number}"}}\n' for number in range(5)).encode()})
 
 
+def marked(page: str) -> Any:
+    """A page, among the tests of adapters if its program takes as long as these."""
+    marks = [pytest.mark.frameworks] if FRAMEWORKS & set(PAGES[page].needs) else []
+    return pytest.param(page, marks=marks, id=page)
+
+
 @pytest.mark.rotates
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES])
 def test_the_blocks_of_the_page_run(page: str, server: ScriptedServer, tmp_path: Path) -> None:
     for package in PAGES[page].needs:
         require(package)
@@ -517,6 +535,8 @@ def test_the_blocks_of_the_page_run(page: str, server: ScriptedServer, tmp_path:
             hub = stack.enter_context(importlib.import_module("tests.servers.hub").hub())
             fill(hub)
             variables |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        if "ray" in PAGES[page].needs:  # the paths of sockets are short
+            variables["RAY_TMPDIR"] = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
         run(here(program_of(page), tmp_path, server.url), tmp_path, **variables)
 
 
