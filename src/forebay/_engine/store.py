@@ -539,13 +539,8 @@ class Store:
             if problem is None:
                 problems = check.check(self.root, self.engine.catalog, self.engine.slots, deep=deep)
                 others = [name for name in foreign(self.root.path) if not name.startswith("tmp/")]  # which are reported already
-                return [
-                    *problems,
-                    *(
-                        Problem("foreign", str(self.root.path / name), "not created by Forebay, not in the budget: move it out")
-                        for name in others
-                    ),
-                ]
+                what = "not created by Forebay, not in the budget: move it out"
+                return [*problems, *(Problem("foreign", str(self.root.path / name), what) for name in others)]
         except CatalogBroken as error:
             if not error.damaged:
                 raise
