@@ -14,7 +14,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.testing import ScriptedServer
+from forebay.testing import Request, ScriptedServer
 from tests.items import until
 from tests.processes import Line, in_child, talk_to
 
@@ -282,17 +282,23 @@ def test_a_value_without_room_is_returned(tmp_path: Path) -> None:
 
 
 def test_a_failure_reaches_all_coroutines_that_wait_for_it(cache: forebay.Cache, server: ScriptedServer) -> None:
-    server.on_request = lambda request: server.go.wait()  # the answer comes when all of them wait
+    last = server.put("/last", b"last")
+
+    def answer(request: Request) -> None:
+        """The answer for what is missing comes when the object that was awaited last is requested: all before it are waited for then."""
+        if request.path == "/last":
+            server.go.set()
+        else:
+            server.go.wait(60)
+
+    server.on_request = answer
 
     async def main() -> list[object]:
-        waiting = [asyncio.ensure_future(cache.aread(f"{server.url}/missing")) for _ in range(20)]
-        while not server.requests:
-            await asyncio.sleep(0.01)
-        server.go.set()
-        return await asyncio.gather(*waiting, return_exceptions=True)
+        return await asyncio.gather(*(cache.aread(url) for url in [f"{server.url}/missing"] * 20 + [last]), return_exceptions=True)
 
-    assert {type(error) for error in asyncio.run(main())} == {errors.NotFound}
-    assert server.gets == 1
+    *failed, read = asyncio.run(main())
+    assert {type(error) for error in failed} == {errors.NotFound}
+    assert (read, server.gets) == (b"last", 2)
 
 
 def test_hits_and_local_files_do_not_wait_behind_objects_that_stall(
