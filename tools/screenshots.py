@@ -42,6 +42,7 @@ def points(count: int, seconds: float, end: float) -> list[HistoryPoint]:
             first + number * seconds, first + (number + 1) * seconds, hits=hits, misses=calls - hits, fills=calls - hits,
             evictions=int((calls - hits) * 0.4 * warm), bytes_hit=hits * 110_000, bytes_remote=(calls - hits) * 110_000,
             wait_ns_remote=(calls - hits) * 20_000_000, wait_ns_lock=(calls - hits) * 4_000_000,
+            bytes_used=int(447 * GB * min(1.0, 1.6 * warm)), budget=500 * GB,
         ))  # fmt: skip
     return result
 
