@@ -68,6 +68,7 @@ def test_no_statement_is_needed_for_a_file(store: Store, monkeypatch: pytest.Mon
     def no_statement(*_: object) -> None:
         raise AssertionError("the catalog was asked")
 
+    monkeypatch.setattr(store.engine.history, "use", None)  # which asks every 10 s, whatever is read
     monkeypatch.setattr(store.engine.catalog, "one", no_statement)
     monkeypatch.setattr(store.engine.catalog, "all", no_statement)
     assert touched(store, "large") == LARGE

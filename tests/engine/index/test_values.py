@@ -54,6 +54,7 @@ def no_statement(store: Store) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("the catalog was asked")
 
+    store.engine.history.use = None  # which asks every 10 s, whatever is read
     for name in ("one", "all", "quick_one"):
         setattr(store.engine.catalog, name, refuse)
 
