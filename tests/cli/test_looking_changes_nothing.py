@@ -138,7 +138,7 @@ def test_a_lower_budget_of_a_space_says_so_too(home: Path, caplog: pytest.LogCap
     assert "6 entries of the space s were evicted for its lower limit, 300 kB" in caplog.text
 
 
-@pytest.mark.parametrize(("budget", "said"), [(500, "500 B holds hardly anything"), (1 << 60, "more than the whole disk"), (BUDGET, "")])
+@pytest.mark.parametrize(("budget", "said"), [(500, "500 B holds almost nothing"), (1 << 60, "more than the whole disk"), (BUDGET, "")])
 def test_doctor_notices_a_budget_that_is_absurd(budget: int, said: str, run: Run, home: Path) -> None:
     with Cache(home, budget=budget):
         pass

@@ -206,7 +206,7 @@ def test_doctor_looks_into_a_groups_root(run: Run, home: Path) -> None:
     with Cache(home, budget=50_000_000, shared=True) as cache:
         cache.put("k", b"v")
     finding = {finding["name"]: finding for finding in run("doctor", "--json").json}["content"]
-    assert (finding["state"], "1 entries" in finding["found"]) == ("ok", True)
+    assert (finding["state"], "1 entry" in finding["found"]) == ("ok", True)
 
 
 def test_doctor_makes_nothing(run: Run, home: Path) -> None:

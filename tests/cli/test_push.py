@@ -51,7 +51,7 @@ def test_a_dry_run_changes_nothing(run: Run, near: Path, far: Path) -> None:
     (near / "config.json").write_bytes(b"[]")
     (near / "empty").unlink()
     ran = run("push", "--dry-run", "--delete", near, far)
-    assert ran.lines == ["would send: config.json", "would remove: empty", "1 files, 2 B to send; 1 to remove"]
+    assert ran.lines == ["would send: config.json", "would remove: empty", "1 file, 2 B to send; 1 to remove"]
     assert files_of(far) == before
 
 

@@ -29,6 +29,7 @@ from forebay._config import (
 )
 from forebay._kernel import host, mappings
 from forebay.cli.options import opened
+from forebay.cli.render import count
 
 if TYPE_CHECKING:
     from forebay._engine.index.ghosts import Standing
@@ -144,8 +145,8 @@ def _disk(path: Path) -> Iterator[Finding]:
     yield Finding("free space", "slow" if todo else "ok", f"{format_size(disk.free)} of {format_size(disk.total)} ({share:.0%})", todo)
     few = disk.inodes_free < ENOUGH_INODES
     todo = "each object takes one, and objects are evicted to free some: store larger ones, or use another disk" if few else ""
-    count = "no limit" if disk.inodes_free == host.UNCOUNTED else f"{disk.inodes_free:,}"
-    yield Finding("free inodes", "slow" if few else "ok", count, todo)
+    free = "no limit" if disk.inodes_free == host.UNCOUNTED else f"{disk.inodes_free:,}"
+    yield Finding("free inodes", "slow" if few else "ok", free, todo)
 
 
 def _limits(path: Path) -> Iterator[Finding]:
@@ -221,16 +222,19 @@ def _content(path: Path) -> Iterator[Finding]:
         standings = store.usage().standings
     disk = host.disk(path)
     yield from _budget(path, stats.budget, disk.total)
-    facts = f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}, {stats.entries:,} entries, hit rate {stats.hit_rate:.0%}"
+    entries = count(stats.entries, "entry", "entries")
+    facts = f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}, {entries}, hit rate {stats.hit_rate:.0%}"
     short = stats.budget - stats.bytes_used > disk.free
     todo = "the disk is full before the budget is: lower the budget, or make room" if short else ""
     yield Finding("content", "slow" if short else "ok", facts, todo)
     yield from _index(index, path / "index")
     yield from _policies(standings)
     if stats.fallbacks:
-        yield Finding("fallbacks", "slow", f"{stats.fallbacks:,} calls bypassed the cache", "the logs of those jobs say why")
+        calls = count(stats.fallbacks, "call", "calls")
+        yield Finding("fallbacks", "slow", f"{calls} bypassed the cache", "the logs of those jobs say why")
     if stats.store_failures:
-        yield Finding("lost stores", "slow", f"{stats.store_failures:,} values could not be stored", "the logs of those jobs say why")
+        values = count(stats.store_failures, "value", "values")
+        yield Finding("lost stores", "slow", f"{values} could not be stored", "the logs of those jobs say why")
     for name, some, todo in (
         ("soundness", [p for p in problems if p.kind != "foreign"], "`forebay verify --repair`"),
         ("foreign files", [p for p in problems if p.kind == "foreign"], "not created by Forebay, not in the budget: move them out"),
@@ -277,7 +281,7 @@ def _policies(standings: Mapping[str, Standing | None]) -> Iterator[Finding]:
 def _budget(path: Path, budget: int, disk: int) -> Iterator[Finding]:
     how = "`forebay budget SIZE` changes it for all processes"
     if budget < LEAST_BUDGET:
-        yield Finding("budget", "slow", f"{format_size(budget)} holds hardly anything", how)
+        yield Finding("budget", "slow", f"{format_size(budget)} holds almost nothing", how)
     elif budget > disk:
         yield Finding("budget", "slow", f"{format_size(budget)} is more than the whole disk, {format_size(disk)}", how)
     try:

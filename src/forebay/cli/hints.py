@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -87,7 +88,6 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
     (errors.Offline, Hint("`forebay warm` fills a cache while there is a network", ABSENT)),
     (NoSuchSpace, Hint("`forebay du` lists the spaces", ABSENT)),
     (errors.Ambiguous, Hint("use one of these names: `forebay ls` lists the entries", ABSENT)),
-    (errors.NotCached, Hint("`forebay pull URL` fetches it", ABSENT)),
     (errors.ChecksumMismatch, Hint("check the expected sum; `forebay pull --refresh URL` asks the source again")),
     (errors.NotFound, Hint("check the name; the URL of a directory ends with a slash")),
     (errors.NotADirectory, Hint("remove the slash at the end of the URL to get the object")),
@@ -110,8 +110,10 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
 def hint_for(error: BaseException) -> Hint:
     """Return what to do about ``error``: its own ``todo`` if it has one, else that of its class."""
     hint = next((hint for kind, hint in _HINTS if isinstance(error, kind)), None)
-    if type(error) is errors.NotCached and not _is_url(getattr(error, "key", "")):
-        hint = Hint("check the name: `forebay ls -q` lists all", ABSENT)
+    if type(error) is errors.NotCached:
+        key = str(getattr(error, "key", ""))
+        todo = f"`forebay pull {shlex.quote(key)}` fetches it" if _is_url(key) else "check the name: `forebay ls -q` lists all"
+        hint = Hint(todo, ABSENT)
     name = str(getattr(error, "name", "")) if isinstance(error, errors.ConfigError) else ""
     if _config_file.NAME in name:
         hint = Hint("correct the file: `forebay config` shows all settings", USAGE)

@@ -14,7 +14,7 @@ import click
 from forebay._config import EnvironmentSettings, format_size
 from forebay.cli.hints import NoCache
 from forebay.cli.options import dry_run_option, filled, jobs_option, json_option, opened, root_option, verb
-from forebay.cli.render import Output, note, shown_name
+from forebay.cli.render import Output, count, note, shown_name
 
 if TYPE_CHECKING:
     from forebay.directories.uploading import Tell, Uploaded
@@ -61,7 +61,7 @@ def push(directory: Path, url: str, delete: bool, keep: bool, jobs: int, dry_run
         for verb, names in (("would send", done.sent), ("would remove", done.removed)):
             for name in names:
                 output.line(f"{verb}: {name}")
-        output.line(f"{len(done.sent):,} files, {format_size(done.bytes)} to send; {len(done.removed):,} to remove")
+        output.line(f"{count(len(done.sent), 'file', 'files')}, {format_size(done.bytes)} to send; {len(done.removed):,} to remove")
 
 
 def _push(

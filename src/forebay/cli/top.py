@@ -18,7 +18,7 @@ import click
 
 from forebay._config import format_age, format_size
 from forebay.cli.options import json_option, opened, root_option, verb
-from forebay.cli.render import Output, console, plain
+from forebay.cli.render import Output, console, count, plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -156,7 +156,7 @@ def rates(before: Look, after: Look) -> dict[str, float]:
     under_way = {_identity(one) for one in after.now.fetches}
     ended = sum(one.done for one in before.now.fetches if one.space == "urls" and _identity(one) not in under_way)
     counts["bytes_remote"] = max(counts["bytes_remote"] - ended, 0) + max(came, 0)
-    return {name: count / seconds for name, count in counts.items()} | {"hit_rate": counts["hits"] / calls if calls else 0.0}
+    return {name: number / seconds for name, number in counts.items()} | {"hit_rate": counts["hits"] / calls if calls else 0.0}
 
 
 def _facts(before: Look, after: Look) -> dict[str, str]:
@@ -173,7 +173,7 @@ def _facts(before: Look, after: Look) -> dict[str, str]:
         "evictions": f"{per_second['evictions']:,.1f}/s",
         "fallbacks": f"{per_second['fallbacks']:,.1f}/s",
         "waits": f"{per_second['waits']:,.1f}/s, {len(after.now.waiters):,} waiting now",
-        "in use": f"{after.now.leased:,} entries",
+        "in use": count(after.now.leased, "entry", "entries"),
     }
 
 

@@ -73,12 +73,12 @@ def apply(
     texts = {name: (_shown(name, there[name]), _shown(name, value)) for name, value in changed.items()}
     changes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in texts.items() if old != new)
     if changes and not first:
-        messages = [f"{root.path}: changed for everybody: {changes}"]
+        messages = [f"{root.path}: changed for all processes: {changes}"]
         try:
             messages += _shrink(catalog, make_room) if not changed.keys() <= OF_TRANSFERS else ()
         except WriterBusy as error:
             applied = False
-            messages.append(f"it is not met yet, a later call that writes evicts for it: {error}")
+            messages.append(f"the new limit is not met yet; a later call that writes evicts for it: {error}")
         messages += _others(counters)
         (log.warning if len(messages) > 1 else log.info)("%s", "; ".join(messages))
     return Settings(**there | changed), applied
@@ -124,9 +124,9 @@ def _shrink(catalog: Catalog, make_room: Callable[[], bool]) -> Iterator[str]:
     fits = make_room()
     after, left = spaces.usage(catalog)[0], sum(space.entries for space in spaces.every(catalog))
     if there > left:
-        yield f"{there - left:,} entries were evicted for it, {format_size(max(before - after, 0))}"
+        yield f"{there - left:,} entries were evicted to meet it, {format_size(max(before - after, 0))}"
     if not fits:
-        yield f"it is not met yet: {format_size(after)} are kept, in use or pinned, or the disk lacks room"
+        yield f"the new limit is not met yet: {format_size(after)} are in use or pinned, or the disk lacks room"
 
 
 def _others(counters: Counters) -> Iterator[str]:

@@ -89,7 +89,7 @@ class Screen:
             self._console.print(Text(text), soft_wrap=True)
 
     def begin(self, number: int, shards: Sequence[int]) -> None:
-        self.print(f"epoch {number}: each worker reads all {shards[0]} shards in an order of its own, and loads the next ones meanwhile")
+        self.print(f"epoch {number}: each worker reads all {shards[0]} shards in its own order, and prefetches the next ones")
         self._progress = self._new()
         self._workers = [self._progress.add_task(f"worker {n + 1}", total=total, about="") for n, total in enumerate(shards)]
         self._all = self._progress.add_task("all", total=sum(shards), about="")
@@ -183,7 +183,7 @@ def play(folder: Path, scene: Scene, screen: Screen) -> Result:
         screen.print(f"{scene.workers} workers, {format_size(data)} behind a server that sends {pace}")
         epochs = (course.epoch(1, kill=True), course.epoch(2))
         halved = data // 2
-        screen.print("the budget is halved while the workers have the cache open")
+        screen.print("halving the budget while the workers have the cache open")
         with Cache(root, budget=halved):
             left = workers.measure()
         half = read_with_half_a_budget(folder / "half", server, objects, scene.object_size, screen)
@@ -194,7 +194,7 @@ def read_with_half_a_budget(root: Path, server: DemoServer, names: Sequence[str]
     """Three epochs over all objects, each in an order of its own that a look-ahead knows, with room for half of them. ``size``: of an
     object; a multiple of a block."""
     epochs = []
-    screen.print(f"{len(names)} objects in three epochs, each in an order of its own that is known, with room for {len(names) // 2}")
+    screen.print(f"{len(names)} objects in three epochs, each in a different order that is known, with room for {len(names) // 2}")
     with Cache(root, budget=size * len(names) // 2, min_free=0, max_age="forever") as cache:
         for number in range(1, 4):
             order = random.Random(number).sample(names, len(names))
@@ -258,7 +258,7 @@ class _Course:
         """Kill the worker that has just begun to load this shard, when part of it may have arrived."""
         time.sleep(self.scene.latency + 0.5 * self.shards[name].size / self.scene.rate)
         self.killed = self.workers.replace(index)
-        self.screen.print(f"worker {index + 1} (process {self.killed}) was killed with -9 in a fetch; another one replaces it")
+        self.screen.print(f"worker {index + 1} (process {self.killed}) was killed with -9 during a fetch; a new worker replaces it")
 
     def _check(self, read: Mapping[str, object]) -> None:
         shard = self.shards[str(read["name"])]
