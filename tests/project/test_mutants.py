@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.tools import tool
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,16 +29,8 @@ class Files:
 
 @pytest.fixture(scope="module")
 def mutants() -> Iterator[Any]:
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "tools/mutants.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mutants"] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
+    with tool("mutants") as module:
         yield module
-    finally:
-        del sys.modules["mutants"]
 
 
 @pytest.fixture

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.tools import tool
 
 griffe = pytest.importorskip("griffe")
 
@@ -36,14 +37,10 @@ def test_what_a_call_returns_has_attributes_and_no_constructor() -> None:
 
 
 def test_a_clause_ends_before_the_next_one_and_before_what_is_no_description() -> None:
-    spec = importlib.util.spec_from_file_location("parameter_tables", REPO / "tools" / "parameter_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.pieces("It reads. ``a``, ``b``: these, see `c`. More; ``d``: else. Raises X.") == [
-        ("", "It reads."),
-        ("``a``, ``b``", "These, see `c`. More."),
-        ("``d``", "Else."),
-        ("", "Raises X."),
-    ]
+    with tool("parameter_tables") as module:
+        assert module.pieces("It reads. ``a``, ``b``: these, see `c`. More; ``d``: else. Raises X.") == [
+            ("", "It reads."),
+            ("``a``, ``b``", "These, see `c`. More."),
+            ("``d``", "Else."),
+            ("", "Raises X."),
+        ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests import tools
+
 pytestmark = pytest.mark.rotates
 
 REPO = Path(__file__).parents[2]
@@ -19,14 +19,8 @@ REPO = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("plots", REPO / "tools" / "plots.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = list(sys.path)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path[:] = before
+    with tools.tool("plots") as module:
+        yield module
 
 
 def line(ours: str, epoch: int, *, hits: list[float] | None = None, **seconds: float) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests import tools
 
 REPO = Path(__file__).parents[2]
 TEXT = """# A comment.
@@ -20,13 +20,8 @@ TEXT = """# A comment.
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("structure", REPO / "tools" / "structure.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["structure"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["structure"]
+    with tools.tool("structure") as module:
+        yield module
 
 
 def numbers(lines: int = 50_000, functions: int = 358) -> dict[str, int]:
