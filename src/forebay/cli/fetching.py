@@ -33,7 +33,7 @@ from forebay.cli.options import (
 )
 from forebay.cli.render import Output, count, note, print_error, shown_name, wants_bars
 from forebay.cli.streams import copy_to_output
-from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound, RemoteError
+from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound, Offline, RemoteError
 
 if TYPE_CHECKING:
     from forebay._engine.locks.leases import Lease
@@ -44,7 +44,9 @@ if TYPE_CHECKING:
 
 log = logger("forebay.cli")
 TURN = 0.1  # seconds
-_STATES = {"fetched": "fetched", "kept": "in the cache already", "past": "copied but not stored: no room", "failed": "failed"}
+_STATES = {
+    "fetched": "fetched", "kept": "in the cache already", "past": "copied but not stored: no room", "failed": "failed", "fetch": "to fetch",
+}  # fmt: skip
 
 
 # -- many objects at once ----------------------------------------------------------------------------------------------
@@ -52,7 +54,8 @@ _STATES = {"fetched": "fetched", "kept": "in the cache already", "past": "copied
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result for one URL. ``state``: ``fetched``, ``kept`` (it was in the cache), ``past`` (no room: not kept) or ``failed``."""
+    """The result for one URL. ``state``: ``fetched``, ``kept`` (it was in the cache), ``past`` (no room: not kept) or ``failed``; of a dry
+    run ``fetch`` in place of the first."""
 
     url: str
     state: str
@@ -246,27 +249,22 @@ def pull(
     conclude(results, Output(as_json))
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """What `pull` or `warm` would do with a URL. ``state``: ``cached``, ``fetch`` or ``failed``; ``size``: in bytes; None: unknown."""
-
-    url: str
-    state: str
-    size: int | None = None
-    error: Exception | None = None
-
-
 def _show_what_would_be_fetched(
     sizes: Mapping[str, int | None], root: Path | None, output: Output, *, jobs: int, include: Any = None, exclude: Any = None
 ) -> None:
     """Print what would be fetched, and its size: asked of the remote where ``sizes`` does not have it. Changes nothing, and creates no
     cache."""
-    from concurrent.futures import ThreadPoolExecutor
+    from forebay.cli.bars import Bars  # here, so that `forebay --help` need not load it
 
-    with looked_into(root) as cache, ThreadPoolExecutor(jobs) as pool:
-        planned = list(pool.map(functools.partial(_planned, cache, include, exclude), sizes, sizes.values()))
+    with looked_into(root) as cache, Bars(0, quiet=True) as bars:
+        results = Results(bars, jobs)
+        for url, size in sizes.items():
+            results.call(url, functools.partial(_planned, cache, include, exclude, url, size))
+        results.wait()
+    by_url = {outcome.url: outcome for outcome in results.outcomes}
+    planned = [by_url[url] for url in sizes]
     output.document([replace(one, url=shown_name(one.url)) for one in planned])
-    rows = [("?" if one.size is None else format_size(one.size), one.state, shown_name(one.url)) for one in planned]
+    rows = [("?" if one.size is None else format_size(one.size), _STATES[one.state], shown_name(one.url)) for one in planned]
     output.table(("SIZE>", "STATE", "URL"), rows)
     to_fetch = [one for one in planned if one.state == "fetch"]
     unknown = sum(one.size is None for one in to_fetch)
@@ -275,7 +273,8 @@ def _show_what_would_be_fetched(
     end([(one.url, one.error) for one in planned if one.error is not None])
 
 
-def _planned(cache: Cache, include: Any, exclude: Any, url: str, size: int | None) -> Planned:
+def _planned(cache: Cache, include: Any, exclude: Any, url: str, size: int | None) -> Outcome:
+    """What would happen to a URL. Raises what describing it raises; `Offline` where the cache must not ask the remote."""
     from forebay.cache import origin_of
     from forebay.directories.location import locate
     from forebay.directories.manifests import Part
@@ -283,20 +282,21 @@ def _planned(cache: Cache, include: Any, exclude: Any, url: str, size: int | Non
     from forebay.origin.request import FetchOptions
 
     origin = origin_of(cache)
-    try:
-        if _is_directory(url):
-            location, part = locate(origin, url), Part.of(include, exclude)
-            key = f"directories:{Directories.key_of(location, part)}"
-            size = Directories(origin).chosen(location, part, FetchOptions.of(origin)).size
-        else:
-            key = origin.target(url).key
-        entry = cache.entry(key)
-        if entry is None and size is None:
-            info = origin.target(url).remote.stat(url)
+    if _is_directory(url):
+        location, part = locate(origin, url), Part.of(include, exclude)
+        entry = cache.entry(f"directories:{Directories.key_of(location, part)}")
+        size = Directories(origin).chosen(location, part, FetchOptions.of(origin)).size
+    else:
+        target = origin.target(url)
+        entry = cache.entry(target.key)
+        if entry is not None:
+            size = entry.size
+        elif size is None:
+            if cache.offline and target.in_place is None:
+                raise Offline.of(target.key)
+            info = target.remote.stat(url)
             size = None if info is None else info.size
-    except Exception as error:  # noqa: BLE001 (the result for this URL)
-        return Planned(url, "failed", size, error)
-    return Planned(url, "fetch" if entry is None else "cached", entry.size if entry is not None and not _is_directory(url) else size)
+    return Outcome(url, "fetch" if entry is None else "kept", size)
 
 
 def _pull_objects(

@@ -101,7 +101,12 @@ def which(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
     output = Output(as_json)
     with opened(root) as cache:
         entries, missing = find_each(cache, names)
-        found = [_facts_of(cache, entry) for entry in entries]
+        found = []
+        for entry in entries:
+            try:
+                found.append(_facts_of(cache, entry))
+            except NotCached as evicted:
+                missing[entry.name] = evicted
     output.document(found)
     for facts in found:
         output.facts(_readable(facts))
