@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 import os
@@ -93,8 +92,10 @@ class NoSuchVerb(click.UsageError):
     """A verb that does not exist. ``todo``: the one that was perhaps meant."""
 
     def __init__(self, name: str, context: click.Context | None) -> None:
+        from difflib import get_close_matches  # here: each start of the command would pay for it
+
         super().__init__(f"there is no verb {name!r}", context)
-        near = difflib.get_close_matches(name, VERBS, 1)
+        near = get_close_matches(name, VERBS, 1)
         self.todo = f"did you mean `forebay {near[0]}`? " if near else ""
         self.todo += "`forebay help` lists all verbs"
 
