@@ -43,6 +43,23 @@ def test_a_directory_is_shown_with_the_size_of_the_part(run: Run, cache: Cache, 
     assert [one["state"] for one in run("pull", "-n", "--json", url).json] == ["fetch"]
 
 
+def test_a_refresh_asks_what_has_changed(run: Run, cache: Cache, server: ScriptedServer) -> None:
+    same, changed = server.put("/same", bytes(1000)), server.put("/changed", bytes(1000))
+    url = http_directory(server, FILES)
+    assert run("pull", same, changed, url).code == 0
+    server.put("/changed", bytes(3000))
+    assert [(one["state"], one["size"]) for one in run("pull", "-n", "--json", same, changed).json] == [("kept", 1000)] * 2
+    planned = run("pull", "-n", "--refresh", "--json", same, changed, url).json
+    assert [(one["state"], one["size"]) for one in planned[:2]] == [("kept", 1000), ("fetch", 3000)]
+    assert planned[2]["state"] == "kept"
+    assert run("pull", "-n", "--refresh", same).lines[-1] == "0 URLs would be fetched, 0 B"
+    name = next(iter(FILES))
+    http_directory(server, FILES | {name: b"another version"})
+    assert [one["state"] for one in run("pull", "-n", "--json", url).json] == ["kept"]
+    assert [one["state"] for one in run("pull", "-n", "--refresh", "--json", url).json] == ["fetch"]
+    assert [cache.entry(each).size for each in (same, changed)] == [1000, 1000]
+
+
 def test_a_listing_gives_the_sizes(run: Run, home: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for number in range(3):

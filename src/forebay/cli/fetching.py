@@ -235,7 +235,7 @@ def pull(
         _check_writable(target, directory=_is_directory(url))
     part: dict[str, Any] = {"include": include or None, "exclude": exclude or None}
     if dry_run:
-        _show_what_would_be_fetched(dict.fromkeys(urls), root, Output(as_json), jobs=jobs, **part)
+        _show_what_would_be_fetched(dict.fromkeys(urls), root, Output(as_json), jobs=jobs, refresh=refresh, **part)
         return
     with filled(root) as cache, _results(urls, jobs, quiet=as_json) as results:
         objects = [url for url in urls if url not in folders]
@@ -249,17 +249,15 @@ def pull(
     conclude(results, Output(as_json))
 
 
-def _show_what_would_be_fetched(
-    sizes: Mapping[str, int | None], root: Path | None, output: Output, *, jobs: int, include: Any = None, exclude: Any = None
-) -> None:
+def _show_what_would_be_fetched(sizes: Mapping[str, int | None], root: Path | None, output: Output, *, jobs: int, **options: Any) -> None:
     """Print what would be fetched, and its size: asked of the remote where ``sizes`` does not have it. Changes nothing, and creates no
-    cache."""
+    cache. ``options``: of `_planned`."""
     from forebay.cli.bars import Bars  # here, so that `forebay --help` need not load it
 
     with looked_into(root) as cache, Bars(0, quiet=True) as bars:
         results = Results(bars, jobs)
         for url, size in sizes.items():
-            results.call(url, functools.partial(_planned, cache, include, exclude, url, size))
+            results.call(url, functools.partial(_planned, cache, url, size, **options))
         results.wait()
     by_url = {outcome.url: outcome for outcome in results.outcomes}
     planned = [by_url[url] for url in sizes]
@@ -273,8 +271,9 @@ def _show_what_would_be_fetched(
     end([(one.url, one.error) for one in planned if one.error is not None])
 
 
-def _planned(cache: Cache, include: Any, exclude: Any, url: str, size: int | None) -> Outcome:
-    """What would happen to a URL. Raises what describing it raises; `Offline` where the cache must not ask the remote."""
+def _planned(cache: Cache, url: str, size: int | None, *, include: Any = None, exclude: Any = None, refresh: bool = False) -> Outcome:
+    """What would happen to a URL; with ``refresh``, the remote is asked whether what is kept has changed. Raises what describing it
+    raises; `Offline` where the cache must not ask the remote."""
     from forebay.cache import origin_of
     from forebay.directories.location import locate
     from forebay.directories.manifests import Part
@@ -285,17 +284,18 @@ def _planned(cache: Cache, include: Any, exclude: Any, url: str, size: int | Non
     if _is_directory(url):
         location, part = locate(origin, url), Part.of(include, exclude)
         entry = cache.entry(f"directories:{Directories.key_of(location, part)}")
-        size = Directories(origin).chosen(location, part, FetchOptions.of(origin)).size
-    else:
-        target = origin.target(url)
-        entry = cache.entry(target.key)
-        if entry is not None:
-            size = entry.size
-        elif size is None:
-            if cache.offline and target.in_place is None:
-                raise Offline.of(target.key)
-            info = target.remote.stat(url)
-            size = None if info is None else info.size
+        chosen = Directories(origin).chosen(location, part, FetchOptions.of(origin, refresh=refresh))
+        is_kept = entry is not None and (not refresh or entry.validator == chosen.version)
+        return Outcome(url, "kept" if is_kept else "fetch", chosen.size)
+    target = origin.target(url)
+    entry = cache.entry(target.key)
+    size = size if entry is None else entry.size
+    if refresh or (entry is None and size is None):
+        if cache.offline and target.in_place is None:
+            raise Offline.of(target.key)
+        info = target.remote.stat(url, known=None if entry is None else entry.validator)
+        if info is not None:  # None: the version that is kept
+            entry, size = None, info.size
     return Outcome(url, "fetch" if entry is None else "kept", size)
 
 
