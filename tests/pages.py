@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,16 @@ def run(program: str, folder: Path, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FOREBAY_")}
     environment |= {"FOREBAY_MIN_FREE": "0", "FOREBAY_HOME": str(folder / "home"), **variables}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    command = [sys.executable, "program.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = [sys.executable, "-X", "faulthandler", "program.py"]
+    output, complaints = folder / "output.txt", folder / "complaints.txt"  # no pipes: what the program leaves running may keep them open
+    with open(output, "w") as out, open(complaints, "w") as err:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err)
+        try:
+            code = process.wait(200)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # it says where its threads are
+            code = process.wait(30)
+        finally:
+            process.kill()
+    assert code == 0, output.read_text() + complaints.read_text()
+    return output.read_text()

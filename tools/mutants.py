@@ -97,9 +97,9 @@ MUTANTS = (
         "engine/catalog/test_writer.py::test_a_sweeper_leaves_a_file_alone_that_is_about_to_be_published",
     ),
     Mutant(
-        1, "rows that were read while the log restarted are believed", "_engine.catalog.connection:Catalog._try_all",
-        "self._is_current_locked()", "True",
-        "engine/catalog/test_wal.py::test_a_reader_that_stands_still_is_left_behind",
+        1, "an index of the log that was deleted is read by", "_engine.catalog.connection:Catalog._is_current_locked",
+        "self._index == self._wal.current_index()", "True",
+        "engine/catalog/test_wal.py::test_all_go_on_by_another_index_once_theirs_is_deleted",
     ),
     Mutant(
         1, "two appenders fill one slot of a pack", "_engine.packs.pack:Pack._append_locked",
@@ -227,9 +227,9 @@ MUTANTS = (
         "engine/space/test_budget.py::test_what_was_rolled_back_withdraws_nothing_of_others",
     ),
     Mutant(
-        4, "a stopped reader lets the catalog's log grow", "_engine.catalog.connection:Catalog._try_to_bound_locked",
-        "size >= RETIRE", "False",
-        "engine/catalog/test_wal.py::test_a_reader_that_stands_still_is_left_behind",
+        4, "what a stopped reader makes the catalog's log grow by does not count", "_engine.catalog.connection:Catalog.look_at_log",
+        "size - FREE", "0",
+        "engine/catalog/test_wal.py::test_a_log_that_a_stopped_reader_needs_counts_against_the_budget",
     ),
     Mutant(
         4, "free ends of a dead writer's segments are not returned",
@@ -345,9 +345,9 @@ MUTANTS = (
         "crash/test_every_step.py::test_replace[blob-blob]",
     ),
     Mutant(
-        7, "a replaced log leaves an unmarked index", "_engine.catalog.wal:Wal.retire_index",
-        "words[0] = _RETIRED", "",
-        "engine/catalog/test_wal.py::test_who_has_a_retired_index_can_neither_read_nor_copy_by_it",
+        7, "the process that closes the catalog last copies the log by an old index", "_engine.catalog.connection:Catalog._close_locked",
+        "self._guard.try_lock(_SHARED, exclusive=False)", "False",
+        "engine/catalog/test_wal.py::test_a_process_with_a_deleted_index_that_closes_last_does_not_copy_the_log_by_it",
     ),
     Mutant(
         7, "an old log is applied to a new catalog", "_engine.catalog.connection:Catalog._create",
@@ -425,7 +425,7 @@ MUTANTS = (
         "adapters/test_torch_shards.py::test_ranks_that_are_spawned_with_a_dataset_have_parts_of_their_own",
     ),
     Mutant(
-        9, "a child keeps the catalogs of its ancestors", "_engine.catalog.peers:forget_ancestors",
+        9, "a child keeps the catalogs of its ancestors", "_engine.catalog.connection:Catalog.after_fork_child",
         "_peers.pop", "_peers.get",
         "engine/test_forks.py::test_s17_a_child_knows_no_catalogs_of_its_ancestors",
     ),

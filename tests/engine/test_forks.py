@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
-from forebay._engine.catalog import peers, writer
+from forebay._engine.catalog import connection, writer
 from forebay._engine.space import budget
 from forebay._engine.store import Store
 from forebay._engine.write import publish
@@ -238,7 +238,7 @@ def test_s17_a_dead_parents_locks_do_not_live_on_in_the_child(quick_path: Path, 
 def test_s17_a_child_knows_no_catalogs_of_its_ancestors(quick_path: Path) -> None:
     """A process number comes round: what an ancestor had under it, his mutex too, is not the descendant's."""
     with opened(quick_path / "root", 8 * MiB):
-        known = in_child(lambda: list(peers._peers))
+        known = in_child(lambda: list(connection._peers))
     assert known
     assert os.getpid() not in {pid for pid, _ in known}
     assert len({pid for pid, _ in known}) == 1

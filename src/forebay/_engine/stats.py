@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from forebay._engine.catalog import Catalog, entries, spaces
-from forebay._engine.catalog.wal import Wal
+from forebay._engine.catalog.wal import FREE, Wal
 from forebay._engine.files.layout import FANS
 from forebay._engine.files.root import Root
 from forebay._engine.index.adaptive import AdaptiveSpaces
@@ -139,7 +139,7 @@ class StatsReader:
         folders += [root.path, *(root.blobs_dir / fan for fan in FANS)]
         other = sum(self._blocks(path) for path in (root.path / name for name in top)) + sum(map(self._blocks, self._in(root.words.parent)))
         return {
-            "log": self._blocks(Path(wal.log)) + self._blocks(Path(wal.index)),
+            "log": min(self._blocks(Path(wal.log)), FREE) + self._blocks(Path(wal.index)),
             "slots": sum(map(self._blocks, self._in(root.slots_dir) + self._in(root.index_dir))),
             "directories": sum(map(self._blocks, folders)),
             "other": other + spaces.uncharged(self._catalog),

@@ -11,31 +11,52 @@ import os
 import sqlite3
 import stat
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import schema
-from forebay._engine.catalog.names import Names
-from forebay._engine.catalog.peers import Apart, Peers, forget_ancestors, peers_of
 from forebay._engine.catalog.transactions import CatalogBroken as CatalogBroken
 from forebay._engine.catalog.transactions import DiskFull as DiskFull
 from forebay._engine.catalog.transactions import Rows as Rows
 from forebay._engine.catalog.transactions import Txn as Txn
 from forebay._engine.catalog.transactions import UnreadableRows, fetched, translated
-from forebay._engine.catalog.wal import EASY, KEEP, REFUSE, RETIRE, SOFT, STEP, Ballast, Wal
+from forebay._engine.catalog.wal import EASY, FREE, KEEP, PART, SOFT, STEP, WARN, Ballast, Wal
 from forebay._engine.catalog.writer import Holding, WriterLock
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root
-from forebay._kernel import host, waits
+from forebay._kernel import host, locks, waits
 from forebay._logs import logger
 
 log = logger("forebay.catalog")
 T = TypeVar("T")
 
-TRIES, LOOKS = 3, 8
-"""How often a statement that other processes' writes have overtaken is repeated: before it takes the writer lock; where it cannot."""
-_RESERVED = 0x4000_0001  # https://www.sqlite.org/lockingv3.html: a writer with a rollback journal has this byte of the database locked
+TRIES = 8
+"""How often a statement is repeated where the index of the log was deleted meanwhile, or was being written."""
+# https://www.sqlite.org/lockingv3.html: a writer with a rollback journal has the first byte of the database locked; who closes a catalog
+# last has all of those locked of which the second is one, while it copies the log.
+_RESERVED, _SHARED = 0x4000_0001, 0x4000_0002
+
+
+class _Peers:
+    """What the catalogs of one path in this process share: SQLite lets their connections share the index of the log, so all are closed
+    before one of them opens another index."""
+
+    def __init__(self) -> None:
+        self.mutex = threading.RLock()
+        self.catalogs: weakref.WeakSet[Catalog] = weakref.WeakSet()  # guarded by the mutex
+        self._guard: Callable[[], locks.LockFile | None] = lambda: None
+
+    def guard(self, path: str, opener: locks.Opener) -> locks.LockFile:
+        """A lock file on the catalog itself. It is closed only when no connection is open: closing any descriptor of a file drops all of
+        SQLite's locks on it. Caller: holds the mutex."""
+        guard = self._guard() or locks.LockFile(path, opener, writable=False)
+        self._guard = weakref.ref(guard)
+        return guard
+
+
+_peers: dict[tuple[int, str], _Peers] = {}  # by process and path: a forked child has none yet
 
 
 class Catalog:
@@ -50,12 +71,14 @@ class Catalog:
         self._root, self._words, self._immutable = root, words, immutable
         self._path, self._wal = str(root.catalog), Wal(str(root.catalog), root.files)
         self._writer = WriterLock(root, words)
-        self._names = Names(str(root.path), self._writer.state)
         self._mutex = self._join_peers()  # guards _con, _seen, _index, _pid, _ids
         self._con: sqlite3.Connection | None = None
         self._seen: tuple[int, int] | None = None
         self._index: tuple[int, int] | None = None
         self._log_size = 0  # before the transaction that runs
+        self.log_over = 0
+        """Bytes of the log that the budget counts, when a transaction last looked."""
+        self._warned = False  # of the size of the log
         self.free = self.inodes_free = 0  # of the disk, when a transaction last looked
         self._copied_at = 0  # the size of the log when this process last copied it into the database
         self._unreadable = UnreadableRows()
@@ -67,10 +90,10 @@ class Catalog:
         self._pid = os.getpid()
 
     def _join_peers(self) -> threading.RLock:
-        self._peers: Peers[Catalog] = peers_of(self._path, self._root.files.open)
+        self._peers = _peers.setdefault((os.getpid(), self._path), _Peers())
         with self._peers.mutex:
             self._peers.catalogs.add(self)
-            self._guard = self._peers.guard()
+            self._guard = self._peers.guard(self._path, self._root.files.open)
         return self._peers.mutex
 
     # -- opening ---------------------------------------------------------------------------------------------------
@@ -81,7 +104,7 @@ class Catalog:
             with self.writer():
                 if self._create() and any(os.path.lexists(path) for path in (self._root.settings, self._root.slots_dir / "000")):
                     self.lost = f"the catalog {self._path} was deleted"
-        self.all("SELECT 1 FROM meta")  # looks again where the index of the log was retired just then
+        self.all("SELECT 1 FROM meta")
 
     def rebuild(self, why: str) -> None:
         """Replace the catalog by an empty one. The caller then sweeps the files that no row names. If two processes have seen the
@@ -107,7 +130,7 @@ class Catalog:
         try:
             with translated():
                 self._connect_locked()
-                if self.problem(apart=False) or self._seen == self._suspect or (con := self._con) is None or not schema.is_sane(con):
+                if self.problem() or self._seen == self._suspect or (con := self._con) is None or not schema.is_sane(con):
                     return False
                 con.execute("BEGIN IMMEDIATE")
                 con.execute("ROLLBACK")
@@ -121,11 +144,10 @@ class Catalog:
         """Forget that this catalog was reported as damaged and proved sound: it has worked since."""
         self._suspect = None
 
-    def problem(self, *, apart: bool = True) -> str | None:
-        """What SQLite finds wrong with the pages of the catalog; None: nothing. Reads all of it: seconds, for a million entries. ``apart``:
-        other threads of this process go on meanwhile."""
+    def problem(self) -> str | None:
+        """What SQLite finds wrong with the pages of the catalog; None: nothing. Reads all of it: seconds, for a million entries."""
         try:
-            (answer,) = self._until_current(self._try_apart if apart else self._try_all, "PRAGMA quick_check(1)", ())[0]
+            answer = self.one("PRAGMA quick_check(1)")[0]
         except CatalogBroken as error:
             if not error.damaged:
                 raise
@@ -235,15 +257,15 @@ class Catalog:
             con.execute("PRAGMA wal_autocheckpoint = 0")
             con.execute(f"PRAGMA journal_size_limit = {KEEP}")
         con.execute("PRAGMA temp_store = MEMORY")
-        con.execute("SELECT 1 FROM meta").fetchone()  # opens the index of the log
-        self._index = self._wal.current_index()  # were it another one than was opened, that one would be unreadable to what follows
-        if not self._root.read_only and con.execute("PRAGMA journal_mode").fetchone() != ("wal",):
-            raise CatalogBroken(f"the catalog {self._path} has lost its log: its header says so", damaged=True)
         meta = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root')").fetchall())
         if meta.get("format") != schema.FORMAT:
             raise CatalogBroken(f"the catalog has format {meta.get('format')!r}, {schema.FORMAT} was expected")
         if meta.get("root") != self._root.id:
             raise CatalogBroken(f"the catalog in {self._root.path} belongs to another root: it was copied or moved here")
+        if not self._root.read_only and con.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+            raise CatalogBroken(f"the catalog {self._path} has lost its log: its header says so", damaged=True)
+        con.execute("SELECT 1 FROM meta").fetchone()  # opens the index of the log
+        self._index = self._wal.current_index()
 
     def _connection_locked(self) -> sqlite3.Connection:
         if self._pid != os.getpid():  # forked behind Python's back: SQLite's state here is the parent's, not to be used nor closed
@@ -258,82 +280,37 @@ class Catalog:
     # -- reading and writing ---------------------------------------------------------------------------------------
 
     def all(self, sql: str, *values: Any) -> list[Any]:
-        """The rows of one statement, fetched to the end: a reader that stays open would let the log grow.
-
-        A statement that takes longer than other processes need to write some MiB is repeated, and finally run under the writer lock."""
-        return self._until_current(self._try_all, sql, values)
-
-    def _until_current(self, attempt: Callable[[str, tuple[Any, ...]], list[Any] | None], sql: str, values: tuple[Any, ...]) -> list[Any]:
+        """The rows of one statement, fetched to the end: a reader that stays open would let the log grow."""
         try:
-            for _ in range(LOOKS if self._root.read_only else TRIES):
-                rows = attempt(sql, values)
+            for _ in range(TRIES):
+                rows = self._try_all(sql, values)
                 if rows is not None:
                     return rows
-            if not self._root.read_only:
-                with contextlib.nullcontext() if self._writer.is_mine() else self.writer():
-                    self._unlink_retired()
-                    rows = attempt(sql, values)
         except DiskFull as error:  # even a reader needs room where the index of the log is yet to be made
             self.ballast.give_up(error)
             raise
-        if rows is None:
-            raise errors.WriterBusy(f"the catalog {self._path} changes faster than it can be read", waited=0.0, holder="")
-        return rows
+        raise errors.CacheFault(f"{self._wal.index} changes faster than the catalog can be read")
 
     def _try_all(self, sql: str, values: tuple[Any, ...]) -> list[Any] | None:
-        """None: the index of the log was retired meanwhile, and what was read is worth nothing."""
+        """None: the index of the log was deleted meanwhile, or was being written, and what was read is worth nothing."""
         with self._mutex, translated():
             try:
-                con = self._connection_locked()
-                rows = fetched(con, sql, values)
+                rows = fetched(self._connection_locked(), sql, values)
             except Exception as error:
-                if not self._was_retired_locked(error):
+                being_written = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_READONLY_RECOVERY
+                if self._is_current_locked() and not being_written:
                     raise
-                return None
-            if self._is_current_locked():
-                return rows
+            else:
+                if self._is_current_locked():
+                    return rows
             self._close_peers_locked()
             return None
 
-    def _try_apart(self, sql: str, values: tuple[Any, ...]) -> list[Any] | None:
-        """`_try_all`, by a connection of its own and outside the mutex. None: it was stopped, for a fork or since the index was retired."""
-        if self._root.read_only:
-            return self._try_all(sql, values)
-        one, index = Apart(), None
-        try:
-            with self._mutex, translated():
-                if self._try_all("SELECT 1 FROM meta", ()) is None:
-                    return None
-                index = self._index
-                self._peers.begin_apart(one, self._opened("mode=ro"))
-            with translated():
-                rows = one.run(sql)
-        except errors.CacheFault:
-            if index is None or index == self._wal.current_index():
-                raise
-            return None
-        finally:
-            self._peers.end_apart(one)
-        return rows if index == self._wal.current_index() else None
-
     def _is_current_locked(self) -> bool:
-        """Whether the index of the log is the one that was opened. During a transaction no process can retire it."""
+        """Whether the index of the log is the one that was opened, or that does not matter: during a transaction nobody else writes."""
         if self._con is None or self._still or self._con.in_transaction:
             return True
         return self._index is not None and self._index == self._wal.current_index()
-
-    def _was_retired_locked(self, error: Exception) -> bool:
-        """Whether that is why a statement failed, or since the index was being written: then this process's connections are closed."""
-        code, again = getattr(error, "sqlite_errorcode", 0), not self._is_current_locked()
-        unread = code & 0xFF == sqlite3.SQLITE_CANTOPEN and not (self._con and self._con.in_transaction)
-        if not (again or unread or code == sqlite3.SQLITE_READONLY_RECOVERY):
-            return False
-        with self._wal.pinned_index() as index:
-            # P1 marks the index / P2 cannot read it, and sees the same file still / P1 unlinks it, and its mark with it.
-            # Where it was never opened there is nothing to compare: the holder of the writer lock knows that it was not retired.
-            again |= not unread or (index != self._index if self._con else not self._writer.is_mine())
-            self._close_peers_locked()
-            return again or self._wal.is_retired() or self._wal.current_index() != index
 
     def one(self, sql: str, *values: Any) -> Any:
         """The first row, or None."""
@@ -341,7 +318,7 @@ class Catalog:
         return rows[0] if rows else None
 
     def quick_one(self, sql: str, *values: Any) -> Any:
-        """`one`, for a row that proves itself by a checksum: it does not look whether the index of the log was retired meanwhile. Caller:
+        """`one`, for a row that proves itself by a checksum: it does not look whether the index of the log was deleted meanwhile. Caller:
         knows that this process was not forked by C code (`Engine.check_usable`)."""
         with self._mutex:
             if self._con is not None and not self._still:
@@ -394,7 +371,11 @@ class Catalog:
                         if self._unreadable.waiting:
                             txn.set_aside_unreadable()
                         yield txn
-                        self._commit(txn)
+                        host.step("commit", self._path)
+                        txn.run("COMMIT")
+                        host.step("committed", self._path)
+                        for call in txn.after_commit:
+                            call()
                     except BaseException:
                         self._roll_back(txn)
                         raise
@@ -417,27 +398,11 @@ class Catalog:
 
     def _begin_locked(self) -> sqlite3.Connection:
         """Caller: holds the writer lock."""
-        if not self._names.noted and not self._is_current_locked():
-            self._close_peers_locked()
-        try:
-            self._make_way_locked()
-            con = self._connection_locked()
-            con.execute("BEGIN IMMEDIATE")
-        except sqlite3.Error as error:
-            if not self._was_retired_locked(error):
-                raise
-            self._unlink_retired()
-            con = self._connection_locked()
-            con.execute("BEGIN IMMEDIATE")
+        self._make_way_locked()
+        con = self._connection_locked()
+        con.execute("BEGIN IMMEDIATE")
         self._number += 1
         return con
-
-    def _commit(self, txn: Txn) -> None:
-        host.step("commit", self._path)
-        txn.run("COMMIT")
-        host.step("committed", self._path)
-        for call in txn.after_commit:
-            call()
 
     def _roll_back(self, txn: Txn) -> None:
         self._ids, self._number = [0, 0], self._number + 1  # ids may have been taken in this very transaction
@@ -457,11 +422,8 @@ class Catalog:
                 log.warning("sweeping %s failed: %s", self._root.path, str(error))
 
     def check_same(self) -> None:
-        """Check that the path still names the file that is open: else commits would go to a file that no other process sees. Raises
-        `CatalogBroken`: ids of spaces and owners from the old file mean nothing in the new one. Looks closely only where names have
-        changed since it last did: see `Names`."""
-        if self._names.are_same():
-            return
+        """Check that the paths still name the files that are open: else commits would go to files that no other process sees. Raises
+        `CatalogBroken`: ids of spaces and owners from the old catalog mean nothing in the new one."""
         if not self._writer.is_same():
             raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
         try:
@@ -472,8 +434,8 @@ class Catalog:
             if self._seen is not None and self._seen != (where.st_dev, where.st_ino):
                 self._close_locked()
                 raise CatalogBroken(f"the catalog {self._path} was replaced")
-            if self._con is not None and self._is_current_locked():
-                self._names.note()
+            if self._con is not None and self._index != self._wal.current_index():
+                self._close_peers_locked()
 
     def has_its_lock(self) -> bool:
         """Whether the writer lock is still the one that other processes take."""
@@ -481,13 +443,28 @@ class Catalog:
 
     # -- room ------------------------------------------------------------------------------------------------------
 
+    def look_at_log(self) -> int:
+        """Returns `log_over`, as it is now. Above `KEEP` the log has the size of what is in use: it is cut when it starts again."""
+        try:
+            self._log_size = size = os.stat(self._wal.log).st_size
+        except FileNotFoundError:
+            self._log_size = size = 0
+        self.log_over = max(0, size - FREE)
+        return self.log_over
+
     def _make_way_locked(self) -> None:
         """Before a transaction: the log does not grow above its bound, and on a full disk it starts again in the blocks that it has."""
-        size = self._log_size = self._wal.size()
-        if size <= REFUSE and (size <= KEEP // 4 or self.free > EASY or host.free_bytes(self._root.path) > KEEP):
-            return
-        if not self._try_to_bound_locked(size) and size > REFUSE:
-            raise errors.CacheFault(f"{self._wal.log} has {size:,} bytes and cannot be copied into the catalog")
+        over = self.look_at_log()
+        is_full = self._log_size > KEEP // 4 and self.free <= EASY and host.free_bytes(self._root.path) <= KEEP
+        if (over or is_full) and self._copy_log_locked():
+            self._log_size = self.log_over = 0  # this transaction starts it again
+        elif over and over > self._budget_locked() // PART:
+            message = f"{self._wal.log} has {self._log_size:,} bytes, since {self._wal.reader()} stands still inside a query"
+            raise errors.CacheFault(f"{message}: continue that process, or end it")
+
+    def _budget_locked(self) -> int:
+        row = self._connection_locked().execute("SELECT value FROM meta WHERE name = 'budget'").fetchone()
+        return row[0] if row and type(row[0]) is int else 0
 
     def _bound_log_locked(self) -> None:
         """After a commit: copy the log into the database if it has grown, whichever process wrote it. The next transaction restarts it.
@@ -495,62 +472,47 @@ class Catalog:
         Caller: holds the writer lock, so that no process can be stopped while it copies, and continue later."""
         size = self._log_size
         if size <= SOFT:
-            self._copied_at = 0
+            self._copied_at, self._warned = 0, False
         elif not self._copied_at <= size < self._copied_at + STEP:
             self._copied_at = size
-            self._try_to_bound_locked(size)
+            self._copy_log_locked()
+            if size >= WARN and not self._warned:
+                self._warned = True
+                message = "%s has %d MiB, which count against the budget: %s stands still inside a query: continue that process, or end it"
+                log.warning(message, self._wal.log, size >> 20, self._wal.reader())
 
-    def _try_to_bound_locked(self, size: int) -> bool:
-        """Return whether the log is completely copied. Never waits; commits stay valid whatever fails here."""
+    def _copy_log_locked(self) -> bool:
+        """Whether all of it is copied: then it starts again. Never waits; commits stay valid whatever fails here."""
         try:
-            done = self._copy_log_locked()
-            if size >= RETIRE:  # it did not start again for several transactions: a reader is in the way
-                self._retire_index_locked()
-                done = self._copy_log_locked()
+            host.step("checkpoint", self._path)
+            busy, frames, copied = self._connection_locked().execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         except (sqlite3.Error, errors.CacheFault, OSError) as error:
             log.info("the log %s stays as it is: %s", self._wal.log, str(error))
             return False
-        return done
-
-    def _copy_log_locked(self) -> bool:
-        host.step("checkpoint", self._path)
-        busy, frames, copied = self._connection_locked().execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         return not busy and bool(frames == copied)
-
-    def _retire_index_locked(self) -> None:
-        """Continue without the processes that are reading: they notice, and read again. See the module `wal`."""
-        con = self._connection_locked()
-        con.execute("BEGIN IMMEDIATE")  # while SQLite's writer lock is held, no process recreates the index
-        try:
-            retired = self._wal.retire_index()
-        finally:
-            con.execute("ROLLBACK")
-        if retired:
-            log.info("a stopped process reads %s: its log continues without that process", self._path)
-            self._close_peers_locked()
-
-    def _unlink_retired(self) -> None:
-        """End what a process began that was killed before it had unlinked the index. Caller: holds the writer lock."""
-        with self._mutex:
-            self._close_peers_locked()
-            self._wal.unlink_retired()
 
     # -- process life ----------------------------------------------------------------------------------------------
 
     def _close_locked(self) -> None:
-        con, self._con, self._seen, self._index, self._ids = self._con, None, None, None, [0, 0]
+        con, self._con, self._seen, index, self._index, self._ids = self._con, None, None, self._index, None, [0, 0]
         self._number += 1
-        self._names.forget()
         if con is not None and self._writer.is_lost():
             # the job closed SQLite's descriptors, and may have reopened their numbers: closing would write into its files
             host.never_free(con)
         elif con is not None and self._pid == os.getpid():
-            with contextlib.suppress(sqlite3.Error):
-                con.close()
+            # Who closes the catalog last copies its log into it: by the index that it has, which may be older than the log.
+            got = False
+            with contextlib.suppress(FileNotFoundError):  # then it has no name, and SQLite copies nothing either
+                got = index != self._wal.current_index() and self._guard.try_lock(_SHARED, exclusive=False)
+            try:
+                with contextlib.suppress(sqlite3.Error):
+                    con.close()
+            finally:
+                if got:
+                    self._guard.unlock(_SHARED)
 
     def _close_peers_locked(self) -> None:
         """Close all connections of this process. Caller: continues with the same catalog, and notices if it was replaced."""
-        self._peers.stop_apart()
         for catalog in self._peers.catalogs:
             seen = catalog._seen
             catalog._close_locked()
@@ -568,7 +530,6 @@ class Catalog:
 
     def before_fork(self) -> None:
         self._mutex.acquire()  # held over the fork: no thread is inside SQLite while the process is copied
-        self._peers.stop_apart()
         self._close_locked()
         self._writer.before_fork()
 
@@ -577,9 +538,9 @@ class Catalog:
         self._mutex.release()
 
     def after_fork_child(self) -> None:
-        forget_ancestors()
+        for name in [name for name in _peers if name[0] != os.getpid()]:  # a process id may be reused, and an ancestor's mutex may be held
+            _peers.pop(name, None)
         self._guard.after_fork_child(keep=False)
         self._mutex = self._join_peers()
         self._con, self._seen, self._index, self._pid, self._ids = None, None, None, os.getpid(), [0, 0]
-        self._names.forget()
         self._writer.after_fork_child()

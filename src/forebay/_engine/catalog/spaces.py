@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from forebay._engine.catalog import entries
-from forebay._engine.catalog.connection import CatalogBroken, Rows, Txn
+from forebay._engine.catalog.connection import Catalog, CatalogBroken, Rows, Txn
 from forebay._engine.catalog.schema import DOOMED, LIVE
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.settings_file import NAMES, Kept, SpaceLimits
@@ -86,8 +86,8 @@ SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) *
 FROM reservations WHERE id IS NOT ?
 """
 _USAGE = """
-SELECT coalesce(sum(charge), 0), (SELECT coalesce(sum(charge * granted), 0) FROM reservations),
-    coalesce((SELECT value FROM meta WHERE name = 'budget'), 0)
+SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), (SELECT page_count FROM pragma_page_count),
+    (SELECT coalesce(sum(charge * granted), 0) FROM reservations), coalesce((SELECT value FROM meta WHERE name = 'budget'), 0)
 FROM spaces
 """
 _SUMS = f"""
@@ -190,10 +190,10 @@ def uncharged(rows: Rows) -> int:
     return int(max(0, min(pages * PAGE - inline, ALLOWANCE)))
 
 
-def usage(rows: Rows) -> tuple[int, int, int]:
-    """Bytes of all entries, bytes that are promised, and the budget: of one moment."""
-    charge, granted, budget = _numbers(rows.one(_USAGE))
-    return charge, granted, budget
+def usage(catalog: Catalog) -> tuple[int, int, int]:
+    """Bytes that are used, bytes that are promised, and the budget: of one moment."""
+    charge, inline, pages, granted, budget = _numbers(catalog.one(_USAGE))
+    return charge + max(0, pages * PAGE - inline - ALLOWANCE) + catalog.look_at_log(), granted, budget
 
 
 def setting(rows: Rows, name: str) -> Any:

@@ -1,26 +1,17 @@
-"""The files beside the catalog: its write-ahead log with its size limit, its ballast, and foreign files.
+"""The files beside the catalog: its write-ahead log, its ballast, and foreign files.
 
-SQLite restarts its log once all of it is in the database and no reader needs it any more. A reader marks what it needs by a lock on the
-log's index, the file ``catalog.sqlite-shm``. A process that is stopped inside a SELECT holds that lock as long as it is stopped, and
-the log would grow meanwhile.
-
-So the holder of the writer lock can *retire* the index: it marks the index as unreadable for any SQLite, then unlinks it. Every process
-notices at its next statement, reconnects and gets the new index, which SQLite makes from the log. A statement that was running
-meanwhile may have read pages of two moments: its rows are discarded and it runs again. The mark comes before the unlink: a connection
-that still has the old index can neither read by it nor, when it is closed, copy the log by it."""
+SQLite restarts its log once all of it is in the database and no reader needs it any more. A process that is stopped inside a SELECT needs
+it as long as it is stopped: the log grows meanwhile, and what it has above `FREE` counts against the budget."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
-import struct
-from collections.abc import Iterator
 
 from forebay._engine.catalog.transactions import DiskFull
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root
-from forebay._kernel import host
+from forebay._kernel import host, locks
 from forebay._kernel.below import Below
 from forebay._logs import logger
 
@@ -28,22 +19,22 @@ log = logger("forebay.catalog")
 
 SOFT, STEP = 6 << 20, 512 << 10
 """Above ``SOFT`` bytes the log is copied into the database, again after each ``STEP`` while readers keep it from starting again."""
-RETIRE = 8 << 20
-"""What the log may have when its readers are waited for no longer."""
 KEEP = SOFT
 """The blocks that the log keeps when it restarts: on a full disk they are room for the transactions that evict, and freeing and allocating
 blocks each time makes a small put a tenth slower."""
 EASY = 256 << 20
 """If this much of the disk was free a transaction ago, the free space is not checked again."""
-REFUSE = 12 << 20
-"""No transaction begins above this size. One takes at most 4 MiB, so the log never exceeds 16 MiB. The exception are the links of a
-directory, which are written and deleted at once: about 100 bytes plus the name for each of its files."""
+FREE, WARN = 16 << 20, 64 << 20
+"""Bytes of the log that the budget does not count, and from which on a warning names the process in the way. One transaction takes at most
+4 MiB. The exception are the links of a directory, which are written and deleted at once: about 100 bytes plus the name for each of its
+files."""
+PART = 4
+"""No transaction begins while the log has more above `FREE` than this part of the budget."""
 BALLAST, LEAST_BALLAST = 4 << 20, 128 << 10
 """The ballast is restored with what is free, but leaves ``LEAST_BALLAST`` bytes for the next transaction."""
 
-# https://www.sqlite.org/walformat.html: two copies of a header of 48 bytes in native order, the last 8 are a checksum of those before.
-_HEADER = struct.Struct("=12I")
-_VERSION, _RETIRED = 3_007_000, 0xF0BEBA11
+# https://www.sqlite.org/walformat.html: the bytes of the index that readers lock.
+_READERS, _COUNT = 123, 5
 # https://www.sqlite.org/fileformat.html: how it is written and how it is read; 2 by a log, 1 by a rollback journal.
 _MAGIC, _MODE_AT, _LOG_MODE = b"SQLite format 3\0", 18, b"\x02\x02"
 
@@ -61,13 +52,6 @@ class Wal:
         """The URI by which SQLite opens the catalog."""
         return f"file:{self._catalog.replace('%', '%25').replace('?', '%3f').replace('#', '%23')}?{how}"
 
-    def size(self) -> int:
-        """Bytes of the log. Above `KEEP` that is what is in use of it: it is cut to that when it starts again."""
-        try:
-            return os.stat(self.log).st_size
-        except FileNotFoundError:
-            return 0
-
     def exists(self) -> bool:
         return _is_plain(self.log) is True
 
@@ -76,9 +60,9 @@ class Wal:
         return next((path for path in (self.log, self.index) if _is_plain(path) is False), None)
 
     def mend(self) -> None:
-        """Remove foreign files, and restore the header's flag that there is a log. Caller: holds the writer lock, and this process has
+        """Remove what is `strange`, and restore the header's flag that there is a log. Caller: holds the writer lock, and this process has
         no open connection: closing a descriptor of the catalog would drop its locks."""
-        if _is_plain(self.log) is False and _is_plain(self.index) and not self.retire_index():
+        if _is_plain(self.log) is False and _is_plain(self.index):
             self._files.unlink(self.index)  # it is of another log, which is gone
         for path in (self.log, self.index):
             if _is_plain(path) is False:
@@ -101,62 +85,17 @@ class Wal:
         self._files.make_way(path)
 
     def current_index(self) -> tuple[int, int] | None:
-        """Which file the index is: another one after it was retired; None between the two."""
+        """Which file the index is: another one after it was deleted; None between the two."""
         try:
             status = os.stat(self.index)
         except FileNotFoundError:
             return None
         return status.st_dev, status.st_ino
 
-    @contextlib.contextmanager
-    def pinned_index(self) -> Iterator[tuple[int, int] | None]:
-        """`current_index`, whose inode number is not reused while the block runs. Closing its descriptor releases none of SQLite's
-        locks."""
-        try:
-            fd = self._files.open(self.index, os.O_PATH)
-        except FileNotFoundError:
-            yield None
-            return
-        try:
-            status = os.fstat(fd)
-            yield status.st_dev, status.st_ino
-        finally:
-            os.close(fd)
-
-    def retire_index(self) -> bool:
-        """Mark the index as unreadable, and unlink it. False if this SQLite's index has a form that is not known here.
-
-        Caller: holds the writer lock and SQLite's own in a transaction, and closes this process's connections to the catalog next: they
-        lose their locks on the index."""
-        fd = self._files.open(self.index, os.O_RDWR)
-        try:
-            head = os.pread(fd, _HEADER.size, 0)
-            words = list(_HEADER.unpack(head)) if len(head) == _HEADER.size else [0]
-            if words[0] != _VERSION or words[10:] != _checksum(words[:10]):
-                return False
-            words[0] = _RETIRED
-            header = _HEADER.pack(*words[:10], *_checksum(words[:10]))
-            host.pwrite(fd, header + header, 0)
-            self._files.unlink(self.index)
-        finally:
-            os.close(fd)  # after the unlinking: a process that is alone, since our locks are gone, would make the marked file anew
-        return True
-
-    def is_retired(self) -> bool:
-        """Whether there is an index that a process marked and was killed before unlinking it. Caller: has no connection open."""
-        try:
-            fd = self._files.open(self.index)
-        except FileNotFoundError:
-            return False
-        try:
-            return os.pread(fd, 4, 0) == struct.pack("=I", _RETIRED)
-        finally:
-            os.close(fd)
-
-    def unlink_retired(self) -> None:
-        """Go on from there. Caller: holds the writer lock too."""
-        if self.is_retired():
-            self._files.unlink(self.index)
+    def reader(self) -> str:
+        """The processes that have a place in the log, in words for people."""
+        pids = {pid for byte in range(_READERS, _READERS + _COUNT) for pid in locks.posix_holders(self.index, byte)} - {os.getpid()}
+        return ", ".join(map(locks.describe_process, sorted(pids))) or "a process"
 
 
 def _is_plain(path: str) -> bool | None:
@@ -165,15 +104,6 @@ def _is_plain(path: str) -> bool | None:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except FileNotFoundError:
         return None
-
-
-def _checksum(words: list[int]) -> list[int]:
-    """Of whole pairs of words, as SQLite has it."""
-    a = b = 0
-    for first, second in zip(words[::2], words[1::2], strict=True):
-        a = (a + first + b) & 0xFFFFFFFF
-        b = (b + second + a) & 0xFFFFFFFF
-    return [a, b]
 
 
 class Ballast:

@@ -215,7 +215,7 @@ class Budget:
                     return self._grant(txn, request, attempt)
                 if not self._enter_pending(txn, request, attempt, short):
                     return None
-                attempt.gave_back = short.bytes > 0 and txn.give_back(short.bytes)
+                attempt.gave_back = short.bytes > 0 and not short.log and txn.give_back(short.bytes)
                 if attempt.gave_back:
                     return None
                 attempt.tails = attempt.tails is None and self._tails.any_left(txn)
@@ -307,7 +307,7 @@ class Budget:
         need = _Freed(charge=lacking, count=short.rows, files=short.files)
         self._take_partials(txn, need, freed, partials)
         scope = Scope() if evicts_own or space is None else Scope(but=space.id)
-        self._doom(txn, scope, request, attempt, freed, doomed, need)
+        self._doom(txn, scope, request, attempt, freed, doomed, need, only_files=short.log > 0)
         attempt.given, attempt.given_files = attempt.given + freed.charge, attempt.given_files + freed.files
         if not freed.meets(need):
             self._stuck_unless(bool(doomed or partials) or short.leaving > 0, attempt, short)
@@ -325,12 +325,16 @@ class Budget:
         freed: _Freed,
         doomed: list[EvictionVictim],
         need: _Freed,
+        *,
+        only_files: bool = False,
     ) -> None:
         left = AT_ONCE
         while left > 0 and not freed.meets(need):
             locked, planned = [], replace(freed)
             # Where all entries are read all the time, each was used since it was picked: then nearly the coldest will do.
             for candidate in self._ranking.coldest(scope, exact=attempt.picks[scope] < PICKS):
+                if only_files and candidate.kind == "value":
+                    continue
                 if (request is None or candidate.id != request.replaces) and self._eviction.lock(candidate.id):
                     locked.append(candidate)
                     planned.add(candidate, is_file=candidate.kind != "value")
@@ -419,6 +423,9 @@ class Budget:
         if short.disk > 0:
             free, todo = max(0, min(short.free, request.size - short.disk)), "the disk is full: free some of it, or lower min_free"
             return errors.NoSpace.of(request.key, request.size, free, short.budget, todo, limit="disk")
+        if short.log > 0:
+            todo = f"the log of the catalog has {short.log:,} of them, since a process stands still inside a query: continue it, or end it"
+            return errors.NoSpace.of(request.key, request.size, short.free, short.budget, todo, charge=charge)
         return errors.NoSpace.of(request.key, request.size, short.free, short.budget, charge=charge)
 
     def wait_for_room(self, request: SpaceRequest, timeout: float | None) -> None:

@@ -20,7 +20,7 @@ NO_LIMIT = 1 << 62
 FEW_FILES, MANY_FILES = 64, 1024
 """Where the disk has fewer inodes, files are evicted until there are twice as many; more than these are counted less often."""
 GROWTH = 64 << 10
-"""More bytes than the catalog grows by for a small value, beside its charge and its key, which lies in two places."""
+"""More bytes than the catalog or its log grows by for a small value, beside its charge and its key, which lies in two places."""
 
 
 class SpaceRequest(NamedTuple):
@@ -43,7 +43,8 @@ class SpaceRequest(NamedTuple):
 class SpaceDeficit(NamedTuple):
     """What is lacking: ``quota`` and ``bytes`` in bytes, ``here`` (of the space) and ``rows`` in entries; positive where something must
     be evicted. ``leaving``: bytes that are being evicted already. ``disk``: bytes below ``min_free``. ``leftovers``: see
-    `spaces.Totals`. ``of_space``: the quota itself. ``files``: how many files must go before the disk takes another one."""
+    `spaces.Totals`. ``of_space``: the quota itself. ``files``: how many files must go before the disk takes another one. ``log``: bytes of
+    the catalog's log that count; while there are any, only files make room, since evicted values make it grow."""
 
     quota: int
     bytes: int
@@ -56,6 +57,7 @@ class SpaceDeficit(NamedTuple):
     here: int = -NO_LIMIT
     of_space: int | None = None
     files: int = -NO_LIMIT
+    log: int = 0
 
     @property
     def fits(self) -> bool:
@@ -147,7 +149,10 @@ class FreeSpace:
 
     def _short(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
         charge = self.charge_of(request) if request is not None else 0
-        used = totals.entries + totals.granted + totals.pending + totals.over
+        grown = totals.over + self._catalog.log_over
+        used = totals.entries + totals.granted + totals.pending + grown
+        if grown and request is not None:
+            used += GROWTH
         if request is not None and request.inline:
             used -= totals.spare
         floor = totals.min_free + self._catalog.ballast.owed + charge
@@ -160,8 +165,9 @@ class FreeSpace:
         if request is not None and not request.inline and self._catalog.inodes_free < FEW_FILES:
             files = 2 * FEW_FILES - self._catalog.inodes_free
         return SpaceDeficit(
-            quota, lacking, rows_over, totals.leaving, budget - used, budget, floor, totals.leftovers, count, totals.quota, files
-        )
+            quota, lacking, rows_over, totals.leaving, budget - used, budget, floor, totals.leftovers, count, totals.quota, files,
+            self._catalog.log_over,
+        )  # fmt: skip
 
     def _free_bytes(self, floor: int) -> int:
         """The bytes that are free on the disk. If there are many more than ``floor``, and many inodes, they are counted again some

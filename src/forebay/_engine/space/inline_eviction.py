@@ -57,7 +57,7 @@ class InlineEviction:
         quota = request.size if short.of_space is None else short.of_space
         large = self._budget.room.charge(request.size, inline=True) > short.budget or request.size > quota
         both = max(short.quota, short.here) > 0 and max(short.bytes, short.rows) > 0
-        if large or both or max(short.disk, short.leaving) > 0:
+        if large or both or max(short.disk, short.leaving, short.log) > 0:
             return False
         space = spaces.by_id(txn, request.space)
         return space is not None and Policy.parse(space.policy).evicts_own and not reservations.abandoned(txn)
