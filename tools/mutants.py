@@ -323,8 +323,8 @@ MUTANTS = (
         "engine/index/test_limits.py::test_a_process_that_is_stopped_while_it_waits_holds_nobody_up",
     ),
     Mutant(
-        6, "a dead process's look-ahead still protects entries", "_engine.index.orders:Orders._map",
-        "locks.locked_at(fd, 0, 1) is None", "False",
+        6, "a dead process's look-ahead still protects entries", "_engine.index.orders:Orders._is_used",
+        "lock.is_locked(0)", "True",
         "engine/index/test_orders.py::test_what_a_killed_process_wanted_is_wanted_no_more",
     ),
     # 7. kill -9 anywhere is fine

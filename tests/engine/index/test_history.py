@@ -174,9 +174,9 @@ def test_a_record_with_any_bit_changed_is_left_out(root: Root, history: History,
     for minute in (1, 2):
         counters.add(HITS)
         history.note(start + minute * MINUTE)
-    path, place = root.index_dir / "history", MINUTES.place(start + MINUTE)
+    path, place = root.index_dir / "history", 8 * MINUTES.place(start + MINUTE)
     sound = path.read_bytes()
-    for bit in random.Random(2).sample(range(8 * module._RECORD), 40):
+    for bit in random.Random(2).sample(range(64 * module._WORDS), 40):
         damaged = bytearray(sound)
         damaged[place + bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
@@ -197,7 +197,7 @@ def test_a_process_killed_at_any_step_leaves_a_history(root: Root, start: int, k
         history.note(start + 2 * MINUTE)
         assert history.read(MINUTES, start + 3 * MINUTE)
         (root.index_dir / "history").unlink()
-    assert step > 5
+    assert step > 3
 
 
 # -- in a store --------------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from typing import TypeVar
 
 import pytest
 
+from forebay._engine.files.table import SharedTable
 from forebay._engine.index import adaptive, ghosts
-from forebay._engine.index.adaptive import AdaptiveSpace, AdaptiveSpaces, hash_of
+from forebay._engine.index.adaptive import AdaptiveSpace, hash_of
 from forebay._engine.index.ghosts import BIMODAL, LRU
 from forebay._engine.store import Store
 from forebay._kernel import host
@@ -396,10 +397,10 @@ def test_what_noise_puts_on_trial_is_passed_by(trying: Store, monkeypatch: pytes
 def test_a_full_disk_costs_the_choice_and_nothing_else(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(store, "auto", "auto", sum(SIZES[:50]))
 
-    def full(self: AdaptiveSpaces, id: int) -> None:
+    def full(self: SharedTable, fill: object = None) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(AdaptiveSpaces, "_create", full)
+    monkeypatch.setattr(SharedTable, "create", full)
     hits(store, "auto", range(100))
     assert not policy_file(store).exists()
     assert leader(store) == "none"

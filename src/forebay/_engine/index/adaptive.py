@@ -8,7 +8,6 @@ stale or another program's misleads the choice of victims for a while, and nothi
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -16,23 +15,21 @@ from typing import NamedTuple
 import xxhash
 
 from forebay._engine.files.layout import PAGE, ROW, Root
+from forebay._engine.files.table import FREE, HEADER, SharedTable
 from forebay._engine.index import ghosts
 from forebay._engine.index.ghosts import Ghosts, Standing
 from forebay._engine.index.slots import Slots
-from forebay._kernel import host, mappings
+from forebay._kernel import host
 from forebay._logs import logger
 from forebay.errors import CacheFault
 
 log = logger("forebay.index")
 
-_MAGIC = int.from_bytes(b"FBPOLI01", "little")
-_HEADER = PAGE // 8
-_FIRST, _NEXT, _BYTES, _INSERTED = range(2, 6)  # of the trials: words of the header, after the magic and the root's id
-_DISMISSED = 6  # of the dismissed entries: the first of three such words
+_FIRST, _NEXT, _BYTES, _INSERTED = range(FREE, FREE + 4)  # of the trials: words of the header
+_DISMISSED = FREE + 4  # of the dismissed entries: the first of three such words
 _TRIALS = 512  # of a ring
 _WORDS = 4  # of a trial
-_RING = _HEADER + ghosts.WORDS
-_SIZE = -(-8 * (_RING + 2 * _WORDS * _TRIALS) // PAGE) * PAGE
+_RING = HEADER + ghosts.WORDS
 _BELIEVED = 1 << 62
 _TRIES = 64
 _NOTED_EVERY = 100_000_000
@@ -128,7 +125,7 @@ class AdaptiveSpace:
 
     def __init__(self, words: memoryview, slots: Slots) -> None:
         self._words, self._slots = words, slots
-        self.ghosts = Ghosts(words[_HEADER : _HEADER + ghosts.WORDS])
+        self.ghosts = Ghosts(words[HEADER : HEADER + ghosts.WORDS])
         self._trials = _Ring(words, _FIRST, _RING)
         self._dismissed = _Ring(words, _DISMISSED, _RING + _WORDS * _TRIALS)
         self._offered: list[tuple[_Ring, Trial]] = []  # by `overdue`, and perhaps evicted since
@@ -287,7 +284,7 @@ class AdaptiveSpaces:
             return None
         self._tried[id] = time.monotonic() + _OPEN_AGAIN
         try:
-            space = self._open(id) or (None if self._is_read_only else self._create(id))
+            space = self._open(id, create=not self._is_read_only)
         except (CacheFault, OSError) as error:
             log.debug("the policy of the space %d is lru: %s", id, str(error))
             return None
@@ -295,37 +292,13 @@ class AdaptiveSpaces:
             space = self._spaces.setdefault(id, space)
         return space
 
-    def _create(self, id: int) -> AdaptiveSpace | None:
-        root = self._root
-        assert root is not None
-        path = root.index_dir / f"policy-{id}"
-        root.files.mkdir(root.index_dir, root.dir_mode)
-        header = _MAGIC.to_bytes(8, "little") + root.id.to_bytes(8, "little")
-        for _ in range(2):
-            root.install(path, lambda fd: host.pwrite(fd, header.ljust(_SIZE, b"\0"), 0))  # with its blocks: see `values`
-            space = self._open(id)
-            if space is not None:
-                return space
-            root.files.make_way(path)
-        return None
-
-    def _open(self, id: int) -> AdaptiveSpace | None:
+    def _open(self, id: int, *, create: bool = False) -> AdaptiveSpace | None:
         root, slots = self._root, self._slots
         if root is None or slots is None:
             return None
-        try:
-            fd = root.files.open(root.index_dir / f"policy-{id}", os.O_RDONLY if root.read_only else os.O_RDWR)
-        except OSError:
-            return None
-        try:
-            if os.fstat(fd).st_size != _SIZE:
-                return None
-            words = mappings.words(mappings.map_file(fd, _SIZE, writable=not root.read_only))
-        except OSError:
-            return None
-        finally:
-            os.close(fd)
-        return AdaptiveSpace(words, slots) if (words[0], words[1]) == (_MAGIC, root.id) else None
+        table = SharedTable(root, root.index_dir / f"policy-{id}", b"FBPOLI01", ghosts.WORDS + 2 * _WORDS * _TRIALS)
+        words = table.create() if create else table.words()
+        return AdaptiveSpace(words, slots) if words is not None else None
 
 
 def hash_of(key: str) -> int:

@@ -12,7 +12,6 @@ file may be deleted at any time: the history begins anew then."""
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from collections.abc import Callable
@@ -20,9 +19,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from forebay._engine.files.layout import PAGE, Root
+from forebay._engine.files.layout import Root
+from forebay._engine.files.table import FREE, HEADER, SharedTable
 from forebay._engine.index.counters import NAMES, Counters
-from forebay._kernel import host
 from forebay._logs import logger
 from forebay.errors import CacheFault
 
@@ -33,28 +32,24 @@ EVERY = 10 * SECOND
 """Nanoseconds between two writes, of all processes together: the record of a minute is that of its last seconds."""
 DELAY = SECOND
 """Nanoseconds from the first pass of a process to its first write: the first reads of a young process wait for nothing here."""
-_MAGIC = int.from_bytes(b"FBHIST01", "little")
-_NOTED, _USE = 16, 24  # in the header, after the magic and the root's id: when a process began to write last; bytes used, and the budget
+_NOTED, _USED, _BUDGET = FREE, FREE + 1, FREE + 2  # words of the header: when a process began to write last; bytes used, and the budget
 _WORDS = 24  # of a record: there is room for counters of later versions
-_RECORD = 8 * _WORDS
 _CONTENT = struct.Struct(f"<{len(NAMES) + 2}Q")
-_TWO = struct.Struct("<2Q")
 
 
 class _Ring(NamedTuple):
-    """Records of equal periods: the place of the first one in the file, their number, and nanoseconds of a period."""
+    """Records of equal periods: the word at which the first one begins, their number, and nanoseconds of a period."""
 
     start: int
     length: int
     period: int
 
     def place(self, moment: int) -> int:
-        return self.start + moment // self.period % self.length * _RECORD
+        return self.start + moment // self.period % self.length * _WORDS
 
 
-MINUTES = _Ring(PAGE, 1440, 60 * SECOND)
-HOURS = _Ring(PAGE + 1440 * _RECORD, 744, 3600 * SECOND)
-SIZE = -(-(HOURS.start + HOURS.length * _RECORD) // PAGE) * PAGE
+MINUTES = _Ring(HEADER, 1440, 60 * SECOND)
+HOURS = _Ring(HEADER + 1440 * _WORDS, 744, 3600 * SECOND)
 
 
 class Totals(NamedTuple):
@@ -78,7 +73,8 @@ class History:
 
     def restart(self, root: Root) -> None:
         """Go on with a root that was recreated."""
-        self._root, self._path = root, root.index_dir / "history"
+        self._root = root
+        self._table = SharedTable(root, root.index_dir / "history", b"FBHIST01", (MINUTES.length + HOURS.length) * _WORDS)
         self._due = 0  # no write before; 0: this process has not passed yet
 
     def note(self, now: int) -> None:
@@ -98,19 +94,11 @@ class History:
 
     def read(self, ring: _Ring, now: int) -> list[Totals]:
         """The sound records of one ring, oldest first."""
-        try:
-            fd = self._root.files.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError:
+        words = self._table.words()
+        if words is None:
             return []
-        try:
-            if os.fstat(fd).st_size != SIZE or os.pread(fd, 16, 0) != self._header():
-                return []
-            data = os.pread(fd, ring.length * _RECORD, ring.start)
-        except OSError:
-            return []
-        finally:
-            os.close(fd)
-        records = (_parsed(data[at : at + _RECORD]) for at in range(0, len(data) - _RECORD + 1, _RECORD))
+        data = words[ring.start : ring.start + ring.length * _WORDS].tobytes()
+        records = (_parsed(data[at : at + 8 * _WORDS]) for at in range(0, len(data), 8 * _WORDS))
         oldest = now - ring.length * ring.period
         return sorted(record for record in records if record is not None and oldest < record.time <= now)
 
@@ -118,70 +106,36 @@ class History:
         if self._root.read_only:
             return
         try:
-            fd = self._opened(now)
-            try:
-                if self.use is not None:
-                    host.pwrite(fd, _TWO.pack(*self.use()), _USE)
-                noted = int.from_bytes(os.pread(fd, 8, _NOTED), "little")
-                if not leaves and 0 <= now - noted < EVERY:
-                    self._due = noted + EVERY
-                    return
-                host.pwrite(fd, now.to_bytes(8, "little"), _NOTED)  # first: adding up takes a millisecond, and many processes may pass
-                record = _packed(now, [*self._counters.totals(), *_TWO.unpack(os.pread(fd, _TWO.size, _USE))])
-                for ring in (MINUTES, HOURS):
-                    host.pwrite(fd, record, ring.place(now))
-            finally:
-                os.close(fd)
-        except (CacheFault, OSError, struct.error) as error:  # the last: the file was truncated
+            words = self._table.create(lambda words: self._begin(words, now))
+            if self.use is not None:
+                words[_USED], words[_BUDGET] = self.use()
+            noted = words[_NOTED]
+            if not leaves and 0 <= now - noted < EVERY:
+                self._due = noted + EVERY
+                return
+            words[_NOTED] = now  # first: adding up takes a millisecond, and many processes may pass
+            record = _packed(now, [*self._counters.totals(), words[_USED], words[_BUDGET]])
+            for ring in (MINUTES, HOURS):
+                _store(words, ring.place(now), record)
+        except (CacheFault, OSError, ValueError) as error:  # the last: a damaged catalog told what no word holds
             log.debug("the history of %s is not written: %s", self._root.path, str(error))
 
-    def _opened(self, now: int) -> int:
-        """A descriptor of the file to write to: one that is missing or damaged is created."""
-        fd = self._open()
-        if fd is None:
-            self._create(now)
-            fd = self._open()
-        if fd is None:
-            raise CacheFault(f"{self._path} is no history of this root", path=str(self._path))
-        return fd
-
-    def _open(self) -> int | None:
-        try:
-            fd = self._root.files.open(self._path, os.O_RDWR | os.O_NONBLOCK)
-        except OSError:
-            return None
-        try:
-            if os.fstat(fd).st_size == SIZE and os.pread(fd, 16, 0) == self._header():
-                return fd
-        except OSError as error:
-            log.debug("%s cannot be read: %s", self._path, str(error))
-        os.close(fd)
-        return None
-
-    def _create(self, now: int) -> None:
-        root, content = self._root, bytearray(SIZE)
-        content[:16], first = self._header(), self._first(now)
-        for ring in (MINUTES, HOURS):
-            at = ring.place(now - ring.period)
-            content[at : at + _RECORD] = first
-        root.files.mkdir(root.index_dir, root.dir_mode)
-        if os.path.lexists(self._path):
-            root.files.make_way(self._path)
-        root.install(self._path, lambda fd: host.pwrite(fd, content, 0))
-
-    def _first(self, now: int) -> bytes:
-        """The record before all others: in a root that is young, nothing was counted when it was created."""
+    def _begin(self, words: memoryview, now: int) -> None:
+        """Store the record before all others: in a root that is young, nothing was counted when it was created."""
         age = time.time_ns() - self._root.files.lstat(self._root.path / "FORMAT").st_mtime_ns
+        first = _packed(now, [*self._counters.totals(), 0, 0])
         if 0 <= age < HOURS.period:
-            return _packed(now - age, [0] * (len(NAMES) + 2))
-        return _packed(now, [*self._counters.totals(), 0, 0])
+            first = _packed(now - age, [0] * (len(NAMES) + 2))
+        for ring in (MINUTES, HOURS):
+            _store(words, ring.place(now - ring.period), first)
 
-    def _header(self) -> bytes:
-        return _MAGIC.to_bytes(8, "little") + self._root.id.to_bytes(8, "little")
+
+def _store(words: memoryview, at: int, record: bytes) -> None:
+    words[at : at + _WORDS] = memoryview(record).cast("Q")
 
 
 def _packed(now: int, totals: list[int]) -> bytes:
-    content = now.to_bytes(8, "little") + _CONTENT.pack(*totals).ljust(_RECORD - 16, b"\0")
+    content = now.to_bytes(8, "little") + _CONTENT.pack(*totals).ljust(8 * _WORDS - 16, b"\0")
     return content[:8] + xxhash.xxh3_64_digest(content) + content[8:]
 
 

@@ -7,14 +7,12 @@ says."""
 from __future__ import annotations
 
 import math
-import os
-import stat
-import struct
 import time
 
 from forebay._engine.files.layout import Root
-from forebay._kernel import host
+from forebay._engine.files.table import HEADER, SharedTable
 from forebay._logs import logger
+from forebay.errors import CacheFault
 
 log = logger("forebay.hosts")
 
@@ -25,9 +23,7 @@ LONG_ENOUGH = 3.0
 timeout."""
 _HEARD_EVERY = 1.0  # seconds
 _JUST_NOW = 100_000_000  # nanoseconds: a host that answered this process so lately is not looked up
-_RECORD = struct.Struct("=QQQQ")  # hash of the host; silent at, in ns; after a wait, in ms; last answer, in ns
-_COUNT = 256
-_SIZE = _COUNT * _RECORD.size
+_COUNT, _WORDS = 256, 4  # records: hash of the host; silent at, in ns; after a wait, in ms; last answer, in ns
 _SECOND = 1_000_000_000
 
 
@@ -37,8 +33,9 @@ class SilentHosts:
     ``root``: the root of the table; None: no shared table."""
 
     def __init__(self, root: Root | None = None) -> None:
-        self._root = root
-        self._own = bytearray(_SIZE)
+        self._table = SharedTable(root, root.hosts, b"FBHOST01", _COUNT * _WORDS) if root is not None else None
+        self._is_read_only = root is None or root.read_only
+        self._own = memoryview(bytearray((HEADER + _COUNT * _WORDS) * 8)).cast("Q")
         self._heard: dict[str, int] = {}  # when that was last noted
         self._answered: dict[str, int] = {}  # when it last answered this process
 
@@ -78,50 +75,28 @@ class SilentHosts:
 
     def _look(self, host_name: str) -> tuple[int, float, int]:
         """When the host was last silent, after what wait, and when it last answered."""
-        name, offset = _place_of(host_name)
-        records = [_RECORD.unpack_from(table, offset) for table in (self._own, self._shared()) if len(table) == _SIZE]
-        of_it = [(at, waited / 1000, heard) for known, at, waited, heard in records if known == name]
+        name, at = _place_of(host_name)
+        shared = self._table.words() if self._table is not None else None
+        records = [words[at : at + _WORDS].tolist() for words in (self._own, shared) if words is not None]
+        of_it = [(silent, waited / 1000, heard) for known, silent, waited, heard in records if known == name]
         return max(of_it, key=lambda each: max(each[0], each[2]), default=(0, 0.0, 0))
 
-    def _shared(self) -> bytes:
-        """The table in the root, which other processes write too."""
-        if self._root is None:
-            return b""
+    def _note(self, host_name: str, silent: int, waited: float, heard: int) -> None:
+        name, at = _place_of(host_name)
+        record = name, silent, round(min(waited, 1e6) * 1000) if not math.isnan(waited) else 0, heard
         try:
-            return host.read_small(self._root.hosts, _SIZE) or b""
-        except OSError:
-            return b""
-
-    def _note(self, host_name: str, at: int, waited: float, heard: int) -> None:
-        name, offset = _place_of(host_name)
-        record = _RECORD.pack(name, at, round(min(waited, 1e6) * 1000) if not math.isnan(waited) else 0, heard)
-        self._own[offset : offset + _RECORD.size] = record
-        if self._root is None or self._root.read_only:
-            return
-        try:
-            self._write(self._root, record, offset)
-        except OSError as error:
-            log.debug("%s cannot be written: %s", self._root.hosts, error)
-
-    def _write(self, root: Root, record: bytes, offset: int) -> None:
-        try:
-            fd = root.files.open_write(root.hosts)
-        except FileNotFoundError:
-            root.install(root.hosts, lambda fd: host.pwrite(fd, bytes(_SIZE), 0))
-            fd = root.files.open_write(root.hosts)
-        try:
-            status = os.fstat(fd)
-            if stat.S_ISREG(status.st_mode) and status.st_size == _SIZE:
-                host.pwrite(fd, record, offset)
-            else:  # not Forebay's: it is recreated
-                root.replace(root.hosts, bytes(_SIZE))
-        finally:
-            os.close(fd)
+            shared = self._table.create() if self._table is not None and not self._is_read_only else None
+        except (CacheFault, OSError) as error:
+            log.debug("other processes do not see which hosts are silent: %s", str(error))
+            shared = None
+        for words in (self._own, shared):
+            if words is not None:
+                words[at : at + _WORDS] = memoryview(b"".join(word.to_bytes(8, "little") for word in record)).cast("Q")
 
 
 def _place_of(host_name: str) -> tuple[int, int]:
-    """The hash of a host's name, and the offset of its record: a later host with the same offset replaces it."""
+    """The hash of a host's name, and where its record is: a later host with the same place replaces it."""
     import hashlib
 
     name = int.from_bytes(hashlib.blake2s(host_name.encode("utf-8", "replace"), digest_size=8).digest(), "little") or 1
-    return name, name % _COUNT * _RECORD.size
+    return name, HEADER + name % _COUNT * _WORDS

@@ -9,13 +9,11 @@ while that nobody needs, or lets some go. The files may be deleted at any time."
 
 from __future__ import annotations
 
-import os
 import time
-from typing import NamedTuple
 
-from forebay._engine.files.layout import PAGE, Root
-from forebay._kernel import host, locks, mappings
-from forebay._kernel.below import NoPlainFile
+from forebay._engine.files.layout import Root
+from forebay._engine.files.table import FREE, HEADER, SharedTable
+from forebay._kernel import host, locks
 from forebay._logs import logger
 from forebay.errors import CacheFault
 
@@ -30,33 +28,24 @@ LOOK_AGAIN = 1.0
 """Seconds until it is looked again which look-aheads there are."""
 STALE = 600_000_000_000
 """Nanoseconds without a turn after which a look-ahead keeps nothing any more."""
-_MAGIC = int.from_bytes(b"FBORDR01", "little")
-_POSITION, _PACE, _MOVED = 2, 3, 4  # words of the header, after the magic and the root's id; nanoseconds of a turn, of the last one
-_HEADER = PAGE // 8
+_POSITION, _PACE, _MOVED = FREE, FREE + 1, FREE + 2  # words of the header; nanoseconds of a turn, of the last one
 _PROBES = 8
-_SIZE = -(-8 * (_HEADER + BUCKETS + _PROBES) // PAGE) * PAGE
 _LOW = (1 << 32) - 1
 _TURNS = 16  # from one measure of the pace to the next
 
 
-class _Table(NamedTuple):
-    """A table that is mapped, and the file that it is."""
-
-    words: memoryview
-    file: tuple[int, int]
-
-    def until(self, hash: int, now: int, pace: int) -> int | None:
-        """Nanoseconds until the look-ahead uses an object; None: it is not known to. ``pace``: of a turn, where its own is not known."""
-        words = self.words
-        position, moved = words[_POSITION], words[_MOVED]
-        if not 0 <= now - moved < STALE:
-            return None
-        at, tag = _HEADER + hash % BUCKETS, hash >> 32
-        for word in words[at : at + _PROBES].tolist():
-            if word >> 32 == tag and word & _LOW > position:
-                turns: int = (word & _LOW) - position
-                return turns * (words[_PACE] or pace)
+def _until(words: memoryview, hash: int, now: int, pace: int) -> int | None:
+    """Nanoseconds until the look-ahead of a table uses an object; None: it is not known to. ``pace``: of a turn, where its own is not
+    known."""
+    position, moved = words[_POSITION], words[_MOVED]
+    if not 0 <= now - moved < STALE:
         return None
+    at, tag = HEADER + hash % BUCKETS, hash >> 32
+    for word in words[at : at + _PROBES].tolist():
+        if word >> 32 == tag and word & _LOW > position:
+            turns: int = (word & _LOW) - position
+            return turns * (words[_PACE] or pace)
+    return None
 
 
 class Orders:
@@ -67,8 +56,8 @@ class Orders:
         self._root = root
         self._words: memoryview | None = None
         self._lock: locks.LockFile | None = None
-        self._others: list[_Table] = []
-        self._mapped: dict[int, _Table] = {}
+        self._others: list[memoryview] = []
+        self._tables = [SharedTable(root, root.index_dir / f"order-{number}", b"FBORDR01", BUCKETS + _PROBES) for number in range(TABLES)]
         self._number, self._look_at = -1, 0.0
         self._position = self._pace = 0
         self._measured = 0, time.monotonic_ns()
@@ -83,7 +72,7 @@ class Orders:
         words = self._words
         if words is None:
             return
-        first, tag, now = _HEADER + hash % BUCKETS, hash >> 32, self._position
+        first, tag, now = HEADER + hash % BUCKETS, hash >> 32, self._position
         positions: list[int] = []
         for at, word in enumerate(words[first : first + _PROBES].tolist(), first):
             if word >> 32 == tag:
@@ -113,7 +102,7 @@ class Orders:
         if not self._others:
             return NEVER
         now, pace = time.monotonic_ns(), self._pace or 1
-        found = [until for other in self._others if (until := other.until(hash, now, pace)) is not None]
+        found = [until for other in self._others if (until := _until(other, hash, now, pace)) is not None]
         return max(min(found) // pace, 1) if found else NEVER
 
     def close(self) -> None:
@@ -125,59 +114,34 @@ class Orders:
     # -- the files -------------------------------------------------------------------------------------------------
 
     def _claim(self) -> None:
-        root = self._root
-        root.files.mkdir(root.index_dir, root.dir_mode)
-        header = _MAGIC.to_bytes(8, "little") + root.id.to_bytes(8, "little")
-        for number in range(TABLES):
-            path = root.index_dir / f"order-{number}"
-            root.install(path, lambda fd: host.pwrite(fd, header.ljust(_SIZE, b"\0"), 0))  # with its blocks: see `values`
-            lock = locks.LockFile(path, root.files.open)
-            try:
-                if not lock.try_lock(0, exclusive=True):
-                    continue
-                table = self._map(number, writable=True)
-            except NoPlainFile:
-                table = None
-            if table is None:
-                lock.close()
-                root.files.make_way(path)  # the next look-ahead makes another one
-                continue
-            table.words[_POSITION:] = memoryview(bytes(_SIZE - 8 * _POSITION)).cast("Q")
-            table.words[_MOVED] = time.monotonic_ns()
-            self._number, self._words, self._lock = number, table.words, lock
-            return
+        for number, table in enumerate(self._tables):
+            words = table.create()
+            lock = locks.LockFile(table.path, self._root.files.open)
+            if lock.try_lock(0, exclusive=True):
+                words[_POSITION:] = memoryview(bytes(words.nbytes - 8 * _POSITION)).cast("Q")
+                words[_MOVED] = time.monotonic_ns()
+                self._number, self._words, self._lock = number, words, lock
+                return
 
     def _look(self) -> None:
         """Look which other look-aheads there are."""
         self._look_at = time.monotonic() + LOOK_AGAIN
         self._others = []
-        for number in range(TABLES):
+        for number, table in enumerate(self._tables):
             if number == self._number and self._words is not None:
                 continue
-            try:
-                table = self._map(number, writable=False, locked=True)
-            except OSError:
-                continue
-            if table is not None:
-                self._mapped[number] = table
-                self._others.append(table)
+            words = table.words()
+            if words is not None and self._is_used(table):
+                self._others.append(words)
 
-    def _map(self, number: int, *, writable: bool, locked: bool = False) -> _Table | None:
-        """The table with this number; None where it is damaged or, if it is to be ``locked``, nobody's."""
-        fd = self._root.files.open(self._root.index_dir / f"order-{number}", os.O_RDWR if writable else os.O_RDONLY)
+    def _is_used(self, table: SharedTable) -> bool:
+        lock = locks.LockFile(table.path, self._root.files.open, writable=False)
         try:
-            if locked and locks.locked_at(fd, 0, 1) is None:
-                return None
-            status = os.fstat(fd)
-            if status.st_size != _SIZE:
-                return None
-            known = self._mapped.get(number)
-            if known is not None and not writable and known.file == (status.st_dev, status.st_ino):
-                return known
-            words = mappings.words(mappings.map_file(fd, _SIZE, writable=writable))
+            return lock.is_locked(0)
+        except OSError:
+            return False
         finally:
-            os.close(fd)
-        return _Table(words, (status.st_dev, status.st_ino)) if (words[0], words[1]) == (_MAGIC, self._root.id) else None
+            lock.close()
 
     def before_fork(self) -> None:
         if self._lock is not None:
