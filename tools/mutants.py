@@ -169,8 +169,8 @@ MUTANTS = (
         "engine/index/test_keys.py::test_what_is_replaced_while_it_is_read_is_not_served",
     ),
     Mutant(
-        3, "the wait of a dead process counts as a deadlock", "_engine.locks.fill:Nesting._living",
-        "self._owners.is_dead(wait.owner)", "False",
+        3, "the wait of a dead process counts as a deadlock", "_engine.index.waiting:Waiters.every",
+        "self.locks.locked_among(range(RECORDS))", "list(range(RECORDS))",
         "engine/locks/test_nesting.py::test_what_a_killed_waiter_noted_counts_for_nothing",
     ),
     Mutant(
@@ -473,8 +473,8 @@ MUTANTS = (
     ),
     # 11. Nobody waits in silence
     Mutant(
-        11, "calls that need each other wait for ever", "_engine.locks.fill:Nesting.waiting",
-        "leads_to(held, target, self._living(txn))", "False",
+        11, "calls that need each other wait for ever", "_engine.locks.fill:Fill._enter",
+        "leads_to(held, keyhash, self._waiters.every())", "False",
         "engine/locks/test_nesting.py::test_coroutines_that_need_each_other_do_not_wait_for_ever",
     ),
     Mutant(

@@ -248,8 +248,6 @@ NUMBERS = {
     "a policy": "UPDATE spaces SET policy = 'zz'",
     "a policy that is bytes": "UPDATE spaces SET policy = x'00'",
     "bytes of a space": "UPDATE spaces SET bytes = 'zz'",
-    "a wait": "INSERT INTO meta VALUES ('wait/zz/1', 'qq')",
-    "a wait for nothing": "INSERT INTO meta VALUES ('wait/1/1', 5)",
     "a failure": "INSERT OR REPLACE INTO failures SELECT id, 'k1', 'not json', 1 FROM spaces",
     "a failure that is none": "INSERT OR REPLACE INTO failures SELECT id, 'k1', '[5]', 1 FROM spaces",
 }
@@ -263,7 +261,6 @@ def test_what_is_no_number_or_no_name_reaches_no_caller(place: Path, what: str) 
     def use(cache: forebay.Cache) -> None:
         store = cache._store
         assert isinstance(store, Store)
-        assert processes.waits(store.engine.catalog) == []
         assert store.locks.failure("urls", "k1", 0) is None
         for number in range(20):
             assert cache.put(f"n{number}", bytes([number]) * (300 * KiB))

@@ -35,6 +35,12 @@ def test_processes_see_what_others_store(root: Root) -> None:
     assert words[HEADER + WORDS - 1] == 9
 
 
+def test_it_may_lie_in_the_root_itself(root: Root) -> None:
+    before = set(os.listdir(root.path))
+    SharedTable(root, root.hosts, b"FBTEST01", WORDS).create()
+    assert set(os.listdir(root.path)) - before == {"hosts"}
+
+
 def test_it_is_allocated_whole(root: Root) -> None:
     table = table_of(root)
     assert table.words() is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -17,18 +16,31 @@ from tests.processes import Line, talk_to
 def test_a_wait_is_seen_while_it_lasts(root: Root) -> None:
     waiters, others = Waiters(root), Waiters(root)
     assert others.every() == []
-    with waiters.waiting("https://host/a", 17), waiters.waiting("ü" * 300, 18):
-        first, second = sorted(others.every(), key=lambda one: one.keyhash)
-        assert (first.pid, first.keyhash, first.key) == (os.getpid(), 17, "https://host/a")
+    entered = [waiters.enter("https://host/a", 17), waiters.enter("ü" * 300, 18, (5, 6))]
+    for seen in (others.every(), waiters.every()):
+        first, second = sorted(seen, key=lambda one: one.keyhash)
+        assert (first.pid, first.keyhash, first.key, first.held) == (os.getpid(), 17, "https://host/a", frozenset())
         assert second.key.startswith("üüü")
-    assert others.every() == []
+        assert second.held == {5, 6}
+    for one in entered:
+        waiters.leave(one)
+    assert others.every() == waiters.every() == []
+
+
+def test_a_wait_is_shown_with_all_that_it_holds_or_not_at_all(root: Root) -> None:
+    waiters = Waiters(root)
+    held = range(1 << 61, (1 << 61) + 27)
+    assert waiters.enter("k" * 300, 1, held) is not None
+    assert [one.held for one in Waiters(root).every()] == [frozenset(held)]
+    assert waiters.enter("k", 1, range(28)) is None
 
 
 def test_a_killed_process_waits_no_more(root: Root) -> None:
     def wait(line: Line) -> None:
-        with Waiters(root).waiting("key", 1):
-            line.say("waits")
-            line.hear()
+        waiters = Waiters(root)
+        assert waiters.enter("key", 1) is not None
+        line.say("waits")
+        line.hear()
 
     child = talk_to(wait)
     assert child.hear() == "waits"
@@ -42,21 +54,23 @@ def test_a_killed_process_waits_no_more(root: Root) -> None:
 def test_more_waits_than_records_are_harmless(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECORDS", 2)
     waiters = Waiters(root)
-    with waiters.waiting("a", 1), waiters.waiting("b", 2), waiters.waiting("c", 3):
-        assert len(Waiters(root).every()) <= 2
+    entered = [waiters.enter(key, keyhash) for keyhash, key in enumerate("abc")]
+    assert entered.count(None) == 1
+    assert len(Waiters(root).every()) == 2
 
 
 @pytest.mark.parametrize("harm", ["zeros", "noise", "short", "pipe", "gone"])
-def test_harm_to_the_file_never_raises(harm: str, root: Root, tmp_path: Path) -> None:
+def test_harm_to_the_file_never_raises(harm: str, root: Root) -> None:
     waiters, path = Waiters(root), root.index_dir / "waiting"
-    with waiters.waiting("a", 1):
-        size = path.stat().st_size
-        if harm in ("pipe", "gone"):
-            path.unlink()
-            if harm == "pipe":
-                os.mkfifo(path)
-        else:
-            path.write_bytes({"zeros": bytes(size), "noise": os.urandom(size), "short": b"x"}[harm])
-        assert Waiters(root).every() == []
-        with waiters.waiting("b", 2), Waiters(root).waiting("c", 3):
-            assert len(Waiters(root).every()) <= 2
+    entered = waiters.enter("a", 1)
+    size = path.stat().st_size
+    path.unlink()
+    if harm == "pipe":
+        os.mkfifo(path)
+    elif harm != "gone":
+        path.write_bytes({"zeros": bytes(size), "noise": os.urandom(size), "short": b"x"}[harm])
+    assert Waiters(root).every() == []
+    assert waiters.enter("b", 2) is not None
+    assert [one.key for one in Waiters(root).every()] == ["b"]
+    waiters.leave(entered)
+    assert len(Waiters(root).every()) <= 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay._engine.catalog.processes import KeyWait
+from forebay._engine.index.waiting import KeyWaiter, Waiters
 from forebay._engine.locks.fill import Busy, leads_to
 from forebay._engine.store import Settings, Store
 
@@ -20,8 +20,8 @@ SPAWNED = multiprocessing.get_context("fork")
 LIMIT = 30
 
 
-def wait(held: set[int], wanted: int) -> KeyWait:
-    return KeyWait(1, 0, frozenset(held), wanted)
+def wait(held: set[int], wanted: int) -> KeyWaiter:
+    return KeyWaiter(1, 0.0, wanted, "", frozenset(held))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def wait(held: set[int], wanted: int) -> KeyWait:
         ([wait({2}, 3), wait({3}, 2)], False),
     ],
 )
-def test_a_circle_is_seen(waits: list[KeyWait], circle: bool) -> None:
+def test_a_circle_is_seen(waits: list[KeyWaiter], circle: bool) -> None:
     assert leads_to({1}, 2, waits) is circle
 
 
@@ -135,9 +135,9 @@ def test_what_a_killed_waiter_noted_counts_for_nothing(quick_path: Path, childre
         assert notes(cache) == []
 
 
-def notes(cache: forebay.Cache) -> list[tuple[str]]:
-    """The nested waits that stand in the catalog."""
-    return cache._store.engine.catalog.all("SELECT name FROM meta WHERE name > 'wait/' AND name < 'wait0'")  # type: ignore[union-attr]
+def notes(cache: forebay.Cache) -> list[KeyWaiter]:
+    """The nested waits."""
+    return [one for one in Waiters(cache._store.root).every() if one.held]  # type: ignore[union-attr]
 
 
 def test_coroutines_make_a_value_once(tmp_path: Path) -> None:

@@ -22,19 +22,6 @@ class Owner(NamedTuple):
         return f"process {self.pid} on {self.host} ({self.command})"
 
 
-class KeyWait(NamedTuple):
-    """A wait for the key ``target``, by a holder of the keys ``held``. ``number``: of this wait among those of its process."""
-
-    owner: int
-    number: int
-    held: frozenset[int]
-    target: int
-
-    @property
-    def name(self) -> str:
-        return f"wait/{self.owner:x}/{self.number:x}"
-
-
 _FROM = "SELECT id, pid, pidns, host, start, command FROM owners"
 KEEP_FAILURES = 1000
 
@@ -98,28 +85,3 @@ def record_failure(txn: Txn, space: int, key: str, error: dict[str, Any], at: in
 def forget_failures(txn: Txn) -> None:
     """After a reboot: the clock of their times has restarted."""
     txn.run("DELETE FROM failures")
-
-
-def waits(rows: Rows) -> list[KeyWait]:
-    """The recorded nested waits, those of dead processes too."""
-    key_waits = []
-    for name, value in rows.all("SELECT name, value FROM meta WHERE name > 'wait/' AND name < 'wait0'"):
-        try:
-            owner, number, target, *held = (int(word, 16) for word in (*name.split("/")[1:], *value.split()))
-        except (ValueError, TypeError, AttributeError):
-            owner = number = target = -1
-            held = []
-        if all(map(checked.is_number, (owner, number, target, *held))) and name.count("/") == 2:
-            key_waits.append(KeyWait(owner, number, frozenset(held), target))
-        else:
-            rows.report_unreadable("meta", (name,), f"the wait {name!r}")
-    return key_waits
-
-
-def enter_wait(txn: Txn, wait: KeyWait) -> None:
-    value = " ".join(f"{keyhash:x}" for keyhash in (wait.target, *wait.held))
-    txn.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", wait.name, value)
-
-
-def leave_wait(txn: Txn, wait: KeyWait) -> None:
-    txn.run("DELETE FROM meta WHERE name = ?", wait.name)

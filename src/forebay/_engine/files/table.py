@@ -56,7 +56,8 @@ class SharedTable:
             content = bytearray(self._header.ljust(self._size, b"\0"))
             if fill is not None:
                 fill(memoryview(content).cast("Q"))
-            root.files.mkdir(self.path.parent, root.dir_mode)
+            if self.path.parent != root.path:
+                root.files.mkdir(self.path.parent, root.dir_mode)
             root.files.make_way(self.path)
             root.install(self.path, lambda fd, content=content: host.pwrite(fd, content, 0))  # type: ignore[misc]
         raise CacheFault(f"{self.path} is not there, or not of this root", path=str(self.path))

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import itertools
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
@@ -18,12 +17,12 @@ from typing import Self, TypeVar
 import xxhash
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, CatalogBroken, Txn, processes, reservations
+from forebay._engine.catalog import Catalog, CatalogBroken, processes, reservations
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.files.stages import progress_of
 from forebay._engine.index.counters import WAIT_NS_LOCK, WAITS, Counters
-from forebay._engine.index.waiting import Waiters
+from forebay._engine.index.waiting import Entered, KeyWaiter, Waiters
 from forebay._engine.locks.owners import Owners
 from forebay._kernel import events, locks, waits
 from forebay._logs import logger
@@ -84,7 +83,7 @@ class Fill:
     def __init__(self, root: Root, catalog: Catalog, owners: Owners, words: waits.Words, counters: Counters) -> None:
         self._root, self._catalog, self._owners, self._words, self._counters = root, catalog, owners, words, counters
         self._keys = locks.LockFile(root.lock("keys"), root.files.open)
-        self._nesting, self._waiters = Nesting(catalog, owners), Waiters(root)
+        self._waiters = Waiters(root)
         self._errors: dict[tuple[int, str], tuple[int, Exception]] = {}  # this process's own failures, of whatever class
 
     def single(
@@ -197,7 +196,7 @@ class Fill:
     def holding_free(self, space: int, keys: Iterable[str]) -> Iterator[list[str]]:
         """The locks of those of these keys that are free, around a block that makes their values together; yields these keys.
 
-        The block may wait for other keys, as what makes one value may: see `Nesting`."""
+        The block may wait for other keys, as what makes one value may."""
         holds: dict[str, KeyHold] = {}
         try:
             for key in keys:
@@ -290,11 +289,30 @@ class Fill:
         since = time.monotonic_ns()
         self._counters.add(WAITS)
         try:
-            with self._nesting.waiting(key, held, keyhash), self._waiters.waiting(key, keyhash):
+            entered = self._enter(key, keyhash, held)
+            try:
                 yield since
+            finally:
+                self._waiters.leave(entered)
         finally:
             self._counters.add(WAIT_NS_LOCK, time.monotonic_ns() - since)
             events.emit("wait", self._root.path, key, since=since)
+
+    def _enter(self, key: str, keyhash: int, held: tuple[int, ...]) -> Entered | None:
+        """Show a wait for a key by a holder of other keys. Raises `Busy` where it would never end.
+
+        A function that makes a value may need another value that another process is making: the calls of a flow ask for each other. Such
+        waits end, unless they form a circle: A makes k1 and waits for k2, B makes k2 and waits for k1. They are entered one after the
+        other, so the one that would close a circle sees all of it, and does not wait."""
+        if not held:
+            return self._waiters.enter(key, keyhash)
+        with self._catalog.writer():
+            if leads_to(held, keyhash, self._waiters.every()):
+                raise Busy(f"{key!r} is being made by one that waits, in the end, for this caller", key=key)
+            entered = self._waiters.enter(key, keyhash, held)
+        if entered is None:
+            raise Busy(f"{key!r} is being made by another, and others would not see that this caller waits for it", key=key)
+        return entered
 
     def note_failure(self, space: int, key: str, error: Exception) -> None:
         """Record a failure for the processes that wait for this key."""
@@ -362,49 +380,7 @@ class Busy(errors.CacheFault):
     """Another works on this key, and this caller may not wait for it: that one waits for what this caller holds, or may do so."""
 
 
-class Nesting:
-    """The nested waits of one root. Callable from any thread.
-
-    A function that makes a value may need another value that another process is making: the calls of a flow ask for each other. Such waits
-    end, unless they form a cycle: A makes k1 and waits for k2, B makes k2 and waits for k1. So a process records in the catalog, before it
-    waits, what it holds and what it waits for. Records are written one after the other, so the one that closes a cycle sees all of it, and
-    does not wait.
-
-    The record of a dead process is ignored: the lock of its owner tells."""
-
-    def __init__(self, catalog: Catalog, owners: Owners) -> None:
-        self._catalog, self._owners = catalog, owners
-        self._numbers = itertools.count()
-
-    @contextlib.contextmanager
-    def waiting(self, key: str, held: Collection[int], target: int) -> Iterator[None]:
-        """Around a wait for the key ``target`` by a holder of the keys ``held``. Raises `Busy` where the wait would never end."""
-        if not held:
-            yield
-            return
-        note = processes.KeyWait(self._owners.me(), next(self._numbers), frozenset(held), target)
-        with self._catalog.write() as txn:
-            if leads_to(held, target, self._living(txn)):
-                raise Busy(f"{key!r} is being made by one that waits, in the end, for this caller", key=key)
-            processes.enter_wait(txn, note)
-        try:
-            yield
-        finally:
-            # A record that stays, for want of room, only makes other processes compute alone what they could have waited for.
-            with contextlib.suppress(errors.CacheFault, OSError), self._catalog.write() as txn:
-                processes.leave_wait(txn, note)
-
-    def _living(self, txn: Txn) -> list[processes.KeyWait]:
-        living = []
-        for wait in processes.waits(txn):
-            if self._owners.is_dead(wait.owner):
-                processes.leave_wait(txn, wait)
-            else:
-                living.append(wait)
-        return living
-
-
-def leads_to(held: Iterable[int], target: int, waits: Iterable[processes.KeyWait]) -> bool:
+def leads_to(held: Iterable[int], target: int, waits: Iterable[KeyWaiter]) -> bool:
     """Whether the holder of ``target`` waits, directly or through other waits, for one of the keys ``held``."""
     goals, seen, next_ones = set(held), set[int](), {target}
     edges = list(waits)
@@ -412,5 +388,5 @@ def leads_to(held: Iterable[int], target: int, waits: Iterable[processes.KeyWait
         if next_ones & goals:
             return True
         seen |= next_ones
-        next_ones = {wait.target for wait in edges if wait.held & next_ones} - seen
+        next_ones = {wait.keyhash for wait in edges if wait.held & next_ones} - seen
     return False
