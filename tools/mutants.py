@@ -174,7 +174,7 @@ MUTANTS = (
         "engine/locks/test_nesting.py::test_what_a_killed_waiter_noted_counts_for_nothing",
     ),
     Mutant(
-        3, "no process is ever found dead", "_engine.locks.owners:Owners._reap_dead",
+        3, "no process is ever found dead", "_engine.locks.owners:Owners.reap",
         "id == self._id", "True",
         "crash/test_every_step.py::test_publish_through_a_writing",
     ),

@@ -7,7 +7,8 @@ import time
 from typing import NamedTuple
 
 from forebay import errors
-from forebay._engine.catalog import processes, reservations, spaces
+from forebay._engine.catalog import failures, reservations, spaces
+from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.layout import LEASE_FILES
 from forebay._engine.files.stages import progress_of
@@ -98,19 +99,18 @@ class Activity:
         """What happens now, and what failed last."""
         catalog = self.engine.catalog
         names = {row.id: row.name for row in spaces.every(catalog)}
-        writes = [(one, owner) for one in reservations.in_progress(catalog) if (owner := self._living(one.owner or 0)) is not None]
         fetches = []
-        for one, owner in writes:
+        for one in filter(self._is_written, reservations.in_progress(catalog)):
             progress = progress_of(self.engine.root, one.keyhash, one.id)
             done, total = progress if progress is not None else (0, one.size or None)
-            fetches.append(Fetch(names.get(one.space, ""), one.key, str(owner), done, total, one.created))
+            fetches.append(Fetch(names.get(one.space, ""), one.key, one.who, done, total, one.created))
         ticks, wall = time.monotonic_ns(), time.time()
-        failures = (
+        failed = (
             Failure(names.get(space, ""), key, wall - (ticks - at) / 1e9, str(errors.from_wire(error)))
-            for space, key, at, error in processes.failures(catalog, MOST_FAILURES)
+            for space, key, at, error in failures.latest(catalog, MOST_FAILURES)
             if at <= ticks
         )
-        return Now(tuple(fetches), tuple(self._waiters()), self._leased(), tuple(failures))
+        return Now(tuple(fetches), tuple(self._waiters()), self._leased(), tuple(failed))
 
     def leased_by(self, entry: Entry) -> list[str]:
         """The processes that hold a lease on an entry, as far as /proc shows them: those of other users it shows to root only."""
@@ -121,16 +121,14 @@ class Activity:
         waits = Waiters(self.engine.root).every()
         return [Waiter(locks.describe_process(one.pid), one.key, holder_of(one.keyhash), one.since) for one in waits]
 
-    def _living(self, owner: int) -> processes.Owner | None:
-        """A process, if it lives: it has its byte locked."""
+    def _is_written(self, one: Reservation) -> bool:
+        """Whether the process lives that it belongs to: it has its byte locked."""
         root = self.engine.root
         fd = root.files.open(root.lock("owners"), os.O_RDONLY)
         try:
-            if locks.locked_at(fd, owner) is None:
-                return None
+            return one.owner is not None and locks.locked_at(fd, one.owner) is not None
         finally:
             os.close(fd)
-        return processes.by_id(self.engine.catalog, owner)
 
     def _leased(self) -> int:
         """How many entries are leased."""

@@ -176,7 +176,6 @@ class Engine:
             self.adaptive.restart(self.root, self.slots)  # spaces may have other ids
             self.memo.restart(self.slots)
             self.known_spaces.clear()
-            self.owners.forget()
             self._start(Settings(), self._in_force)
             self.recoveries += 1
 
@@ -322,7 +321,7 @@ class Engine:
         epoch = spaces.setting(self.catalog, "boot")
         if epoch != self.root.epoch:
             from forebay._engine import check
-            from forebay._engine.catalog import processes, segments
+            from forebay._engine.catalog import failures, segments
 
             if epoch:
                 with self.catalog.write() as txn:
@@ -336,7 +335,7 @@ class Engine:
                         check.empty_lost_slots(txn, self.slots)
                     segments.close(txn)
                     check.adopt_segments(self.root, txn)
-                    processes.forget_failures(txn)
+                    failures.forget(txn)
                     spaces.set_setting(txn, "boot", self.root.epoch)
         self._epoch_began = True
 

@@ -79,9 +79,9 @@ def files(rows: Rows, several: Sequence[Sequence[Any]], shape: str) -> list[Any]
 
 def reservation(rows: Rows, row: Sequence[Any]) -> bool:
     """Whether a reservation, in the order of its columns, is valid."""
-    id, owner, space, key, keyhash, _, size, charge, suffix, _, count = row
+    id, owner, who, space, key, keyhash, _, size, charge, suffix, _, count = row
     numbers = (id, space, keyhash, size, charge, count, 0 if owner is None else owner)
-    if all(map(is_number, numbers)) and id > 0 and type(key) is str and is_suffix(suffix):
+    if all(map(is_number, numbers)) and id > 0 and type(key) is type(who) is str and is_suffix(suffix):
         return True
     rows.report_unreadable("reservations", (id,), f"the reservation of {key!r}")
     return False
@@ -93,15 +93,6 @@ def segment(rows: Rows, row: Sequence[Any]) -> bool:
     if all(map(is_number, (pack, 0 if owner is None else owner, capacity, size, tail))) and is_number(number, _SEGMENTS):
         return True
     rows.report_unreadable("segments", (pack, number), f"segment {number!r} of pack {pack!r}")
-    return False
-
-
-def owner(rows: Rows, row: Sequence[Any]) -> bool:
-    """Whether a process, in the order of its columns, is valid."""
-    id, pid, *words = row
-    if is_number(id) and is_number(pid) and all(isinstance(word, str | float) for word in words):
-        return True
-    rows.report_unreadable("owners", (id,), f"the process {id}")
     return False
 
 

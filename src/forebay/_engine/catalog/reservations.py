@@ -9,12 +9,14 @@ from forebay._engine.catalog.connection import Rows, Txn
 
 
 class Reservation(NamedTuple):
-    """Bytes reserved for one write. Its id becomes the entry's. ``owner`` None: a partial file that waits for a successor.
+    """Bytes reserved for one write. Its id becomes the entry's. ``owner`` None: a partial file that waits for a successor; ``who``: that
+    process, in words for people.
 
     ``rows``: for how many entries it is. With ``keyhash`` 0 it has no files: see `SpaceReservation`."""
 
     id: int
     owner: int | None
+    who: str
     space: int
     key: str
     keyhash: int
@@ -26,7 +28,7 @@ class Reservation(NamedTuple):
     rows: int = 1
 
 
-_FROM = "SELECT id, owner, space, key, keyhash, granted, size, charge, suffix, created, rows FROM reservations"
+_FROM = "SELECT id, owner, who, space, key, keyhash, granted, size, charge, suffix, created, rows FROM reservations"
 
 
 def _sound(rows: Rows, several: list[Any]) -> list[Reservation]:
@@ -35,8 +37,8 @@ def _sound(rows: Rows, several: list[Any]) -> list[Reservation]:
 
 def insert(txn: Txn, r: Reservation) -> None:
     txn.run(
-        "INSERT INTO reservations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        r.id, r.owner, r.space, r.key, r.keyhash, r.granted, r.size, r.charge, r.suffix, r.created, r.rows,
+        "INSERT INTO reservations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        r.id, r.owner, r.who, r.space, r.key, r.keyhash, r.granted, r.size, r.charge, r.suffix, r.created, r.rows,
     )  # fmt: skip
 
 
@@ -70,6 +72,11 @@ def any_others(rows: Rows, space: int, but: int) -> bool:
     return bool(rows.one("SELECT EXISTS (SELECT 1 FROM reservations WHERE space = ? AND id != ? AND owner IS NOT NULL)", space, but)[0])
 
 
+def is_owner(rows: Rows, owner: int) -> bool:
+    """Whether a process has reservations."""
+    return rows.one("SELECT 1 FROM reservations WHERE owner = ? LIMIT 1", owner) is not None
+
+
 def owners(rows: Rows) -> list[int]:
     """The owners of reservations."""
     return [row[0] for row in rows.all("SELECT DISTINCT owner FROM reservations WHERE owner IS NOT NULL")]
@@ -90,8 +97,8 @@ def set_size(txn: Txn, id: int, size: int, charge: int, granted: bool, rows: int
     txn.run("UPDATE reservations SET size = ?, charge = ?, granted = ?, rows = ? WHERE id = ?", size, charge, granted, rows, id)
 
 
-def set_owner(txn: Txn, id: int, owner: int | None) -> None:
-    txn.run("UPDATE reservations SET owner = ? WHERE id = ?", owner, id)
+def set_owner(txn: Txn, id: int, owner: int | None, who: str = "") -> None:
+    txn.run("UPDATE reservations SET owner = ?, who = ? WHERE id = ?", owner, who, id)
 
 
 def disown(txn: Txn, owner: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from forebay._engine.files.settings_file import NAMES
 from forebay._engine.index.slots import RECORDS
 
-FORMAT = 3
+FORMAT = 4
 LIVE, SUPERSEDED, DOOMED = 0, 1, 2
 """States of an entry: served; replaced, its bytes go when the last lease does; being unlinked."""
 
@@ -33,7 +33,7 @@ CREATE TABLE payloads(id INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE links(tree INTEGER NOT NULL, name TEXT NOT NULL, member INTEGER NOT NULL, PRIMARY KEY(tree, name)) WITHOUT ROWID;
 CREATE INDEX link_member ON links(member);
 CREATE TABLE reservations(
-    id INTEGER PRIMARY KEY, owner INTEGER, space INTEGER NOT NULL, key TEXT NOT NULL, keyhash INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY, owner INTEGER, who TEXT NOT NULL, space INTEGER NOT NULL, key TEXT NOT NULL, keyhash INTEGER NOT NULL,
     granted INTEGER NOT NULL, size INTEGER NOT NULL, charge INTEGER NOT NULL, suffix TEXT NOT NULL, created REAL NOT NULL,
     rows INTEGER NOT NULL DEFAULT 1);      -- how many entries it is for
 CREATE INDEX reservation_key ON reservations(keyhash);
@@ -44,11 +44,6 @@ CREATE INDEX segment_owner ON segments(owner) WHERE owner IS NOT NULL;
 CREATE TABLE failures(
     space INTEGER NOT NULL, key TEXT NOT NULL, error TEXT NOT NULL, at INTEGER NOT NULL,
     PRIMARY KEY(space, key)) WITHOUT ROWID;
-CREATE TABLE owners(
-    id INTEGER PRIMARY KEY,
-    page INTEGER NOT NULL UNIQUE,          -- of no use any more: the id again
-    pid INTEGER NOT NULL, pidns TEXT NOT NULL, host TEXT NOT NULL,
-    start REAL NOT NULL, command TEXT NOT NULL);
 CREATE TABLE counters(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE free_slots(slot INTEGER PRIMARY KEY);
 

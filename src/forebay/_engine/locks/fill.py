@@ -17,7 +17,7 @@ from typing import Self, TypeVar
 import xxhash
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, CatalogBroken, processes, reservations
+from forebay._engine.catalog import Catalog, CatalogBroken, failures, reservations
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.files.stages import progress_of
@@ -318,7 +318,7 @@ class Fill:
         """Record a failure for the processes that wait for this key."""
         with contextlib.suppress(errors.CacheFault, OSError), self._catalog.write() as txn:
             at = time.monotonic_ns()
-            processes.record_failure(txn, space, key, errors.to_wire(error), at)
+            failures.record(txn, space, key, errors.to_wire(error), at)
             if len(self._errors) >= 256:
                 self._errors.clear()
             copy = _without_frames(error)
@@ -327,7 +327,7 @@ class Fill:
 
     def failure(self, space: int, key: str, since: int) -> Exception | None:
         """What the work on a key failed with after ``since``, in any process; a later call tries again."""
-        failure = processes.failure(self._catalog, space, key)
+        failure = failures.of(self._catalog, space, key)
         if failure is None or failure[0] < since:
             return None
         at, error = self._errors.get((space, key), (0, None))

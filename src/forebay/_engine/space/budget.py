@@ -249,8 +249,8 @@ class Budget:
     def _enter(self, txn: Txn, request: SpaceRequest, attempt: _Reserving, *, granted: bool) -> Reservation:
         attempt.id, charge = txn.take("next_id"), self.room.charge_of(request)
         row = Reservation(
-            attempt.id, attempt.me, request.space, request.key, request.keyhash, granted, request.size, charge, request.suffix, time.time(),
-            request.entries,
+            attempt.id, attempt.me, self._owners.who, request.space, request.key, request.keyhash, granted, request.size, charge,
+            request.suffix, time.time(), request.entries,
         )  # fmt: skip
         reservations.insert(txn, row)
         return row
@@ -464,4 +464,4 @@ class Budget:
         self._keys.after_fork_child(keep=False)
 
 
-_NOTHING = Reservation(0, None, 0, "", 0, True, 0, 0, "", 0.0)
+_NOTHING = Reservation(0, None, "", 0, "", 0, True, 0, 0, "", 0.0)

@@ -345,7 +345,7 @@ class Publisher:
             self._owners.reap(txn)
             left = [r for r in reservations.by_key(txn, keyhash) if r.owner is None]
             for reservation in left[:1]:
-                reservations.set_owner(txn, reservation.id, me)
+                reservations.set_owner(txn, reservation.id, me, self._owners.who)
         for reservation in left[:1]:
             try:
                 blobs.remove_blob(self.root, reservation.id, reservation.suffix)  # renamed by a process that died before its commit
