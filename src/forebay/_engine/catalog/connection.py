@@ -424,7 +424,7 @@ class Catalog:
     def check_same(self) -> None:
         """Check that the paths still name the files that are open: else commits would go to files that no other process sees. Raises
         `CatalogBroken`: ids of spaces and owners from the old catalog mean nothing in the new one."""
-        if not self._writer.is_same():
+        if not self._writer.has_name():
             raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
         try:
             where = os.stat(self._path)

@@ -155,9 +155,9 @@ class WriterLock:
         """Whether this is still the lock that other processes take."""
         return self._file.is_same()
 
-    def state(self) -> tuple[int, ...] | None:
-        """See `LockFile.state`."""
-        return self._file.state()
+    def has_name(self) -> bool:
+        """See `LockFile.has_name`."""
+        return self._file.has_name()
 
     def is_lost(self) -> bool:
         """Whether the job closed the lock's descriptor, and probably others of Forebay's."""

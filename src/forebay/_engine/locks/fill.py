@@ -273,7 +273,7 @@ class Fill:
         try:
             if not self._keys.try_lock(keyhash, exclusive=True):
                 return False
-            if self._keys.is_same():
+            if self._keys.has_name():
                 return True
             self._keys.unlock(keyhash)
         except FileNotFoundError as error:  # at the first lock
