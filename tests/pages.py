@@ -37,7 +37,7 @@ def run(program: str, folder: Path, **variables: str) -> str:
     with open(output, "w") as out, open(complaints, "w") as err:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err)
         try:
-            code = process.wait(200)
+            code = process.wait(270)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGABRT)  # it says where its threads are
             code = process.wait(30)

@@ -11,7 +11,6 @@ import stat
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -321,16 +320,6 @@ def test_a_clone_that_fails_for_a_reason_of_its_own_is_an_error(file: int) -> No
 def test_the_boot_has_a_name() -> None:
     assert host.boot_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert in_child(host.boot_id) == host.boot_id()
-
-
-def test_the_start_of_a_process_is_known() -> None:
-    before = time.time()
-    with talk_to(lambda line: line.hear()) as child:
-        start = host.process_start(child.pid)
-        assert start is not None
-        assert before - 0.1 <= start <= time.time() + 0.1
-        gone = child.pid
-    assert host.process_start(gone) is None
 
 
 def test_the_room_on_a_disk_is_known(tmp_path: Path) -> None:

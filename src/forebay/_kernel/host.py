@@ -295,17 +295,6 @@ def mount_number(path: Path) -> int:
         return 0
 
 
-def process_start(pid: int) -> float | None:
-    """When a process started, in seconds since 1970; None if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
-    since_boot = ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
-
-
 def read_small(path: Path, largest: int) -> bytes | None:
     """Return the whole content of a file; None if it is not a plain file, or has more than ``largest`` bytes. Raises OSError. Never
     blocks, and follows no symbolic link."""

@@ -46,7 +46,6 @@ class WriterLock:
         self._root, self._words = root, words
         self._file = locks.LockFile(root.lock("writer"), root.files.open, writable=not root.read_only)
         self._turn = threading.Lock()  # one thread of a process at a time asks the kernel
-        self._thread = 0  # which one has the lock
         self._fed = words.value(HUNGRY_WORD)
         self._path = os.fspath(root.lock("writer"))
 
@@ -74,13 +73,8 @@ class WriterLock:
         except BaseException:
             self._turn.release()
             raise
-        self._thread = threading.get_ident()
         if self._stuck:
             self._stuck.pop(self._path, None)
-
-    def is_mine(self) -> bool:
-        """Whether this very thread has the lock."""
-        return self._thread == threading.get_ident()
 
     def _wait_for_thread(self, timeout: float) -> None:
         began = time.monotonic()
@@ -139,7 +133,6 @@ class WriterLock:
         return "the writer lock of the catalog", locks.describe_holders(self._root.lock("writer"), 0) if is_long else "another process"
 
     def release(self) -> None:
-        self._thread = 0
         try:
             self._file.unlock(0)
             hungry = self._words.value(HUNGRY_WORD)
@@ -173,7 +166,7 @@ class WriterLock:
         self._file.after_fork_parent()
 
     def after_fork_child(self) -> None:
-        self._turn, self._thread = threading.Lock(), 0
+        self._turn = threading.Lock()
         self._file.after_fork_child(keep=False)
 
 
