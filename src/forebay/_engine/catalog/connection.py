@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 TRIES = 8
 """How often a statement is repeated where the index of the log was deleted meanwhile, or was being written."""
-# https://www.sqlite.org/lockingv3.html: a writer with a rollback journal has the first byte of the database locked; who closes a catalog
-# last has all of those locked of which the second is one, while it copies the log.
+# https://www.sqlite.org/lockingv3.html: a writer with a rollback journal has the first byte of the database locked; a process that closes
+# it last locks all of those of which the second is one, while it copies the log.
 _RESERVED, _SHARED = 0x4000_0001, 0x4000_0002
 
 
@@ -500,7 +500,7 @@ class Catalog:
             # the job closed SQLite's descriptors, and may have reopened their numbers: closing would write into its files
             host.never_free(con)
         elif con is not None and self._pid == os.getpid():
-            # Who closes the catalog last copies its log into it: by the index that it has, which may be older than the log.
+            # The process that closes the catalog last copies the log into it: by the index that it has, which may be older than the log.
             got = False
             with contextlib.suppress(FileNotFoundError):  # then it has no name, and SQLite copies nothing either
                 got = index != self._wal.current_index() and self._guard.try_lock(_SHARED, exclusive=False)
