@@ -124,3 +124,20 @@ def test_killed_at_any_step_it_is_whole_or_not_there(root: Root, kill_at: object
         assert table_of(root).create(fill)[HEADER] == 7
         table_of(root).path.unlink()
     assert step > 3
+
+
+def test_of_two_that_find_none_one_takes_what_the_other_has_created(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1 finds none / P2 finds none, creates one and has it mapped / P1 goes on: with the same file."""
+    install, created = Root.install, list[int]()
+
+    def installing(self: Root, path: Path, fill: object) -> None:
+        if not created:
+            created.append(0)
+            table_of(root).create()
+            created[0] = path.stat().st_ino
+        install(self, path, fill)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Root, "install", installing)
+    table = table_of(root)
+    table.create()
+    assert [table.path.stat().st_ino] == created

@@ -47,7 +47,7 @@ class SharedTable:
         """`words`, of a new file if there is none, or none of Forebay's. ``fill`` stores the content of a new one. Raises OSError, and
         `CacheFault` in a read-only root, or where a directory with files has its name."""
         root = self._root
-        for _ in range(2):
+        for attempt in range(3):
             words = self.words()
             if words is not None:
                 return words
@@ -58,7 +58,8 @@ class SharedTable:
                 fill(memoryview(content).cast("Q"))
             if self.path.parent != root.path:
                 root.files.mkdir(self.path.parent, root.dir_mode)
-            root.files.make_way(self.path)
+            if attempt:  # P1 finds none / P2 installs one / P1 must not remove it: so only what was there before goes
+                root.files.make_way(self.path)
             root.install(self.path, lambda fd, content=content: host.pwrite(fd, content, 0))  # type: ignore[misc]
         raise CacheFault(f"{self.path} is not there, or not of this root", path=str(self.path))
 
