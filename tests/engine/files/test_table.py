@@ -13,6 +13,7 @@ from forebay import errors
 from forebay._engine.files.layout import Root
 from forebay._engine.files.root import open_root
 from forebay._engine.files.table import FREE, HEADER, SharedTable
+from forebay._kernel.below import Below
 from tests.processes import in_child
 
 WORDS = 1000
@@ -128,16 +129,16 @@ def test_killed_at_any_step_it_is_whole_or_not_there(root: Root, kill_at: object
 
 def test_of_two_that_find_none_one_takes_what_the_other_has_created(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1 finds none / P2 finds none, creates one and has it mapped / P1 goes on: with the same file."""
-    install, created = Root.install, list[int]()
+    mkdir, created = Below.mkdir, list[int]()
 
-    def installing(self: Root, path: Path, fill: object) -> None:
+    def making(self: Below, path: Path, mode: int) -> bool:
         if not created:
             created.append(0)
             table_of(root).create()
-            created[0] = path.stat().st_ino
-        install(self, path, fill)  # type: ignore[arg-type]
+            created[0] = table_of(root).path.stat().st_ino
+        return mkdir(self, path, mode)
 
-    monkeypatch.setattr(Root, "install", installing)
+    monkeypatch.setattr(Below, "mkdir", making)
     table = table_of(root)
     table.create()
     assert [table.path.stat().st_ino] == created
