@@ -129,16 +129,14 @@ def test_killed_at_any_step_it_is_whole_or_not_there(root: Root, kill_at: object
 
 def test_of_two_that_find_none_one_takes_what_the_other_has_created(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1 finds none / P2 finds none, creates one and has it mapped / P1 goes on: with the same file."""
-    mkdir, created = Below.mkdir, list[int]()
+    mkdir, created = Below.mkdir, list[bool]()
 
     def making(self: Below, path: Path, mode: int) -> bool:
         if not created:
-            created.append(0)
-            table_of(root).create()
-            created[0] = table_of(root).path.stat().st_ino
+            created.append(True)
+            table_of(root).create()[HEADER] = 7
         return mkdir(self, path, mode)
 
     monkeypatch.setattr(Below, "mkdir", making)
-    table = table_of(root)
-    table.create()
-    assert [table.path.stat().st_ino] == created
+    assert table_of(root).create()[HEADER] == 7
+    assert created
