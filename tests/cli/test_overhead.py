@@ -12,7 +12,6 @@ import pytest
 
 from forebay import Cache
 from forebay._config import format_size
-from forebay._engine.index import history
 from tests.harness import KiB, MiB
 
 from .conftest import Run
@@ -53,7 +52,7 @@ def test_each_part_keeps_its_bound(run: Run, home: Path, count: int) -> None:
     slots, touched = math.ceil((count + 2) / 65_536), 1 + (count > 8192)
     index = 4096 + (16_384 + 64) * 8 + touched * (4096 + 8192 * 64)  # of the entries that were stored, not planted
     cells = 2 * 4096 + (1 + bool(count)) * 64 * KiB  # where the values lie that were stored
-    rest = math.ceil(index / 4096) * 4096 + cells + history.SIZE
+    rest = math.ceil(index / 4096) * 4096 + cells + math.ceil((4096 + (1440 + 744) * 24 * 8) / 4096) * 4096
     assert overhead["slots"] == slots * (4096 + 65_536 * 32) + rest  # 2.1 MB each, and the index
     folders = [os.path.join(above, name) for above, names, _ in os.walk(home) for name in names]
     assert overhead["directories"] == sum(os.stat(folder).st_blocks * 512 for folder in folders) <= 1_100_000 + 100 * count

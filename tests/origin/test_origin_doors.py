@@ -116,9 +116,10 @@ def test_ranges_of_a_host_that_fell_silent_are_not_waited_for(origin: Origin, mo
         with origin.open(target, FetchOptions(bypass=True)) as file:
             file.read(10)
             asked = server.gets
-            monkeypatch.setattr(origin.store.hosts, "silent_since", lambda host, patience: 1.0)
-            with pytest.raises(errors.RemoteTimeout, match="gave no answer"):
-                file.read()
+            with monkeypatch.context() as silent:
+                silent.setattr(origin.store.hosts, "silent_since", lambda host, patience: 1.0)
+                with pytest.raises(errors.RemoteTimeout, match="gave no answer"):
+                    file.read()
             assert server.gets == asked
 
 

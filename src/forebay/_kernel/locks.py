@@ -259,10 +259,13 @@ class LockFile:
     def has_name(self) -> bool:
         """Whether the open file has a name, as far as one system call tells: `is_same` sees, too, that it was moved. True while nothing is
         open."""
+        if self._fd < 0:
+            return True
         try:
-            return self._fd < 0 or os.fstat(self._fd).st_nlink > 0
+            status = os.fstat(self._fd)
         except OSError:
             return False
+        return (status.st_dev, status.st_ino) == self._file and status.st_nlink > 0
 
     def close(self) -> None:
         """Release all locks and close the file. A later lock opens it again."""

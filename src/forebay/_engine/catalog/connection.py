@@ -289,7 +289,7 @@ class Catalog:
         except DiskFull as error:  # even a reader needs room where the index of the log is yet to be made
             self.ballast.give_up(error)
             raise
-        raise errors.CacheFault(f"{self._wal.index} changes faster than the catalog can be read")
+        raise errors.WriterBusy(f"{self._wal.index} changes faster than the catalog can be read", waited=0.0, holder="")
 
     def _try_all(self, sql: str, values: tuple[Any, ...]) -> list[Any] | None:
         """None: the index of the log was deleted meanwhile, or was being written, and what was read is worth nothing."""
@@ -502,7 +502,7 @@ class Catalog:
         elif con is not None and self._pid == os.getpid():
             # The process that closes the catalog last copies the log into it: by the index that it has, which may be older than the log.
             got = False
-            with contextlib.suppress(FileNotFoundError):  # then it has no name, and SQLite copies nothing either
+            with contextlib.suppress(OSError):  # it has no name any more, or is another user's: SQLite copies nothing either
                 got = index != self._wal.current_index() and self._guard.try_lock(_SHARED, exclusive=False)
             try:
                 with contextlib.suppress(sqlite3.Error):
