@@ -51,6 +51,22 @@ def test_a_killed_process_waits_no_more(root: Root) -> None:
     assert Waiters(root).every() == []
 
 
+def test_a_forked_child_ends_no_wait_of_its_parent(root: Root) -> None:
+    """What the parent's other threads had on their stacks is finalized there, too."""
+    waiters = Waiters(root)
+    entered = waiters.enter("key", 1, (2,))
+    waiters.locks.before_fork(keep=False)
+    pid = os.fork()
+    if not pid:
+        waiters.locks.after_fork_child(keep=False)
+        waiters.leave(entered)
+        os._exit(0)
+    waiters.locks.after_fork_parent()
+    os.waitpid(pid, 0)
+    assert [one.held for one in Waiters(root).every()] == [{2}]
+    waiters.leave(entered)
+
+
 def test_more_waits_than_records_are_harmless(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECORDS", 2)
     waiters = Waiters(root)

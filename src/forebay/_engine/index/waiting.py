@@ -78,7 +78,7 @@ class Waiters:
 
     def leave(self, entered: Entered | None) -> None:
         """The wait has ended."""
-        if entered is not None:
+        if entered is not None and self.locks.held(entered.number):  # not in a forked child: the record is its parent's
             entered.words[_place(entered.number).start] = 0  # before this process goes on, with what it holds
             self.locks.unlock(entered.number)
 

@@ -40,7 +40,8 @@ class Owners:
 
                 id = random.SystemRandom().randrange(1, 1 << 62)
                 self._mine.try_lock(id, exclusive=True)
-                self._id, self._pid, self.who = id, os.getpid(), locks.describe_process(os.getpid())
+                self._id, self.who = id, locks.describe_process(os.getpid())
+                self._pid = os.getpid()  # last: another thread may look without the mutex
             return self._id
 
     def reap(self, txn: Txn) -> int:
