@@ -255,7 +255,7 @@ def repair(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill, reading
         remove_strays(root, catalog, eviction, fill)
     if any(problem.kind in ("segment", "total") for problem in problems):
         _repair_segments(root, catalog)
-    if any(problem.kind in ("slot", "total", "link", "payload", "row") for problem in problems):
+    if any(problem.kind in ("slot", "segment", "total", "link", "payload", "row") for problem in problems):
         with catalog.write() as txn:
             spaces.recount(txn)
     eviction.sweep()

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Catalog, CatalogBroken, Rows, Txn
-from forebay._engine.catalog.schema import COUNT_SLOTS, DOOMED, LIVE, SUPERSEDED
+from forebay._engine.catalog.schema import COUNT, COUNT_SLOTS, DOOMED, LIVE, SUPERSEDED
 from forebay._engine.catalog.transactions import SLOTS, next_slot, number_below
 from forebay._engine.index.slots import RECORDS
 from forebay._model import Entry
@@ -29,11 +29,11 @@ RANGE = 2048
 _AT_ONCE = 16
 _SIXTEEN = ", ".join("?" * _AT_ONCE)
 _FIND_MANY = f"{_BY_KEY} WHERE e.space = ? AND e.state = {LIVE} AND e.key IN ({_SIXTEEN})"
-_DOOM = (
-    f"UPDATE entries SET state = {DOOMED} WHERE state < {DOOMED} AND (life != 'pinned' OR state = {SUPERSEDED})"
+_WHAT = "space, kind, state, size, charge"
+_DOOMABLE = (
+    f"SELECT id, {_WHAT} FROM entries WHERE id IN ({_SIXTEEN}) AND state < {DOOMED} AND (life != 'pinned' OR state = {SUPERSEDED})"
     " AND NOT EXISTS (SELECT 1 FROM links WHERE member = entries.id)"
 )
-_DOOM_MANY = f"{_DOOM} AND id IN ({_SIXTEEN}) RETURNING id"
 _KNOWN = {table: f"SELECT id FROM {table} WHERE id IN ({_SIXTEEN})" for table in ("entries", "reservations")}
 _FILES = f"SELECT id, kind, suffix FROM entries WHERE id IN ({_SIXTEEN}) AND state = {LIVE}"
 _VICTIMS = {
@@ -41,7 +41,7 @@ _VICTIMS = {
     " AND life != 'pinned' AND id NOT IN (SELECT member FROM links WHERE member = entries.id)"
     for count in (_AT_ONCE, 512)
 }
-_DELETE_MANY = f"DELETE FROM entries WHERE id IN ({_SIXTEEN})"
+_DELETE_MANY = f"DELETE FROM entries WHERE id IN ({_SIXTEEN}) RETURNING {_WHAT}"
 _PAYLOAD = "SELECT data FROM payloads WHERE id = ?"
 _DELETE_DATA = f"DELETE FROM payloads WHERE id IN ({_SIXTEEN})"
 
@@ -249,11 +249,22 @@ def _new(txn: Txn, top: int, free: int) -> int:
     return top
 
 
+def count(txn: Txn, sign: int, several: Sequence[tuple[int, str, int, int, int]]) -> None:
+    """Add entries to the totals of their spaces, or with a ``sign`` of -1 subtract them: space, kind, state, size and charge of each."""
+    sums: dict[int, list[int]] = {}
+    for space, kind, state, size, charge in several:
+        total = sums.setdefault(space, [0, 0, 0, 0])
+        total[0] += sign * size * (state == LIVE)
+        total[1] += sign * charge
+        total[2] += sign * charge * (kind == "value")
+        total[3] += sign
+    for space, total in sums.items():
+        txn.run(COUNT, *total, space)
+
+
 def insert(txn: Txn, space: int, entry: Entry, data: bytes | memoryview | None = None) -> None:
     """Add a live entry, with its payload if it is a small value."""
-    txn.run(_INSERT, *_row(space, entry))
-    if data is not None:
-        txn.run(_INSERT_DATA, entry.id, data)
+    insert_many(txn, space, [(entry, data)])
 
 
 def add(txn: Txn, space: int, entry: Entry, data: bytes) -> bool:
@@ -261,15 +272,17 @@ def add(txn: Txn, space: int, entry: Entry, data: bytes) -> bool:
     if txn.run(_ADD, *_row(space, entry)) <= 0:
         return False
     txn.run(_INSERT_DATA, entry.id, data)
+    txn.run(COUNT, entry.size, entry.charge, entry.charge, 1, space)
     return True
 
 
-def insert_many(txn: Txn, space: int, new: Sequence[tuple[Entry, bytes | None]]) -> None:
+def insert_many(txn: Txn, space: int, new: Sequence[tuple[Entry, bytes | memoryview | None]]) -> None:
     """`insert`, for several."""
     txn.run_many(_INSERT, [_row(space, entry) for entry, _ in new])
     payloads = [(entry.id, data) for entry, data in new if data is not None]
     if payloads:
         txn.run_many(_INSERT_DATA, payloads)
+    count(txn, 1, [(space, entry.kind, LIVE, entry.size, entry.charge) for entry, _ in new])
 
 
 def _row(space: int, e: Entry) -> tuple[Any, ...]:
@@ -283,45 +296,47 @@ def supersede(txn: Txn, entry: Entry) -> None:
     if entry.kind == "value":
         delete(txn, entry.id, entry.kind)
     else:
-        txn.run(f"UPDATE entries SET state = {SUPERSEDED} WHERE id = ? AND state = {LIVE}", entry.id)
+        for row in txn.all(f"SELECT {_WHAT} FROM entries WHERE id = ? AND state = {LIVE}", entry.id):
+            _move(txn, SUPERSEDED, [(entry.id, *row)])
 
 
 def doom(txn: Txn, id: int) -> bool:
     """Begin the removal. False if the entry is gone, was pinned meanwhile, or is linked from a live tree."""
-    return bool(txn.run(f"{_DOOM} AND id = ?", id))
+    return id in doom_many(txn, [id])
 
 
 def doom_many(txn: Txn, ids: Sequence[int]) -> set[int]:
     """`doom` of several: those that are doomed now."""
-    doomed: set[int] = set()
-    for some in _sixteens(ids):
-        doomed.update(row[0] for row in txn.all(_DOOM_MANY, *some))
-    return doomed
+    rows = [row for some in _sixteens(ids) for row in txn.all(_DOOMABLE, *some)]
+    _move(txn, DOOMED, rows)
+    return {row[0] for row in rows}
+
+
+def _move(txn: Txn, state: int, rows: Sequence[tuple[int, int, str, int, int, int]]) -> None:
+    """Set the state of entries that are served no more: id, and what `count` needs of each as it was."""
+    txn.run_many("UPDATE entries SET state = ? WHERE id = ?", [(state, row[0]) for row in rows])
+    count(txn, -1, [row[1:] for row in rows])
+    count(txn, 1, [(space, kind, state, size, charge) for _, space, kind, _, size, charge in rows])
 
 
 def delete_many(txn: Txn, several: Sequence[tuple[int, str]]) -> None:
-    """`delete` of several: (id, kind) each."""
-    values, plain = [id for id, kind in several if kind == "value"], [id for id, kind in several if kind in ("value", "blob")]
+    """The end of entries, (id, kind) each: their slots and their bytes are free after this."""
+    values = [id for id, kind in several if kind == "value"]
     for some in _sixteens(values):
         txn.run(_DELETE_DATA, *some)
-    for some in _sixteens(plain):
-        txn.run(_DELETE_MANY, *some)
     for id, kind in several:
-        if kind not in ("value", "blob"):
-            delete(txn, id, kind)
+        if kind == "tree":
+            txn.run("DELETE FROM links WHERE tree = ?", id)
+        elif kind == "pack":
+            txn.run("DELETE FROM segments WHERE pack = ?", id)
+        elif kind == "session":
+            txn.run("UPDATE entries SET life = 'held' WHERE validator = ? AND life = 'cached'", session_of(id))
+    count(txn, -1, [row for some in _sixteens([id for id, _ in several]) for row in txn.all(_DELETE_MANY, *some)])
 
 
 def delete(txn: Txn, id: int, kind: str) -> None:
-    """The end of an entry: its slot and its bytes are free after this."""
-    if kind == "value":
-        txn.run("DELETE FROM payloads WHERE id = ?", id)
-    elif kind == "tree":
-        txn.run("DELETE FROM links WHERE tree = ?", id)
-    elif kind == "pack":
-        txn.run("DELETE FROM segments WHERE pack = ?", id)
-    elif kind == "session":
-        txn.run("UPDATE entries SET life = 'held' WHERE validator = ? AND life = 'cached'", session_of(id))
-    txn.run("DELETE FROM entries WHERE id = ?", id)
+    """`delete_many`, of one."""
+    delete_many(txn, [(id, kind)])
 
 
 def session_of(id: int) -> str:
@@ -331,9 +346,10 @@ def session_of(id: int) -> str:
 
 def drop_value(txn: Txn, id: int) -> bool:
     """The end of a small value, all at once. False if it is gone, or anything holds it."""
-    dropped = txn.run(f"DELETE FROM entries WHERE id = ? AND kind = 'value' AND state = {LIVE} AND life = 'cached'", id)
+    dropped = txn.all(f"DELETE FROM entries WHERE id = ? AND kind = 'value' AND state = {LIVE} AND life = 'cached' RETURNING {_WHAT}", id)
     if dropped:
         txn.run("DELETE FROM payloads WHERE id = ?", id)
+        count(txn, -1, dropped)
     return bool(dropped)
 
 
@@ -411,6 +427,9 @@ def set_meta(txn: Txn, id: int, meta: str) -> None:
 
 def rename(txn: Txn, entry: Entry, space: int, key: str, slot: int) -> None:
     """Give a live entry another name and another slot. Caller: has superseded the entry that had the name."""
+    before = txn.one("SELECT space FROM entries WHERE id = ?", entry.id)[0]
+    count(txn, -1, [(before, entry.kind, LIVE, entry.size, entry.charge)])
+    count(txn, 1, [(space, entry.kind, LIVE, entry.size, entry.charge)])
     txn.run("UPDATE entries SET space = ?, key = ?, slot = ? WHERE id = ?", space, key, slot, entry.id)
 
 

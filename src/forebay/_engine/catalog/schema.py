@@ -9,7 +9,7 @@ from pathlib import Path
 from forebay._engine.files.settings_file import NAMES
 from forebay._engine.index.slots import RECORDS
 
-FORMAT = 4
+FORMAT = 5
 LIVE, SUPERSEDED, DOOMED = 0, 1, 2
 """States of an entry: served; replaced, its bytes go when the last lease does; being unlinked."""
 
@@ -48,27 +48,14 @@ CREATE TABLE counters(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROW
 CREATE TABLE free_slots(slot INTEGER PRIMARY KEY);
 
 CREATE TRIGGER entry_comes AFTER INSERT ON entries BEGIN
-    UPDATE spaces SET charge = charge + new.charge, bytes = bytes + new.size * (new.state = {LIVE}), entries = entries + 1,
-        inline = inline + new.charge * (new.kind = 'value')
-    WHERE id = new.space;
     DELETE FROM free_slots WHERE slot = new.slot;
     UPDATE meta SET value = new.slot + 1 WHERE name = 'next_slot' AND value <= new.slot; END;
 CREATE TRIGGER entry_goes AFTER DELETE ON entries BEGIN
-    UPDATE spaces SET charge = charge - old.charge, bytes = bytes - old.size * (old.state = {LIVE}), entries = entries - 1,
-        inline = inline - old.charge * (old.kind = 'value')
-    WHERE id = old.space;
     INSERT INTO free_slots VALUES (old.slot); END;
 CREATE TRIGGER entry_moves AFTER UPDATE OF slot ON entries BEGIN
     INSERT INTO free_slots VALUES (old.slot);
     DELETE FROM free_slots WHERE slot = new.slot;
     UPDATE meta SET value = new.slot + 1 WHERE name = 'next_slot' AND value <= new.slot; END;
-CREATE TRIGGER entry_changes AFTER UPDATE OF space, size, charge, state ON entries BEGIN
-    UPDATE spaces SET charge = charge - old.charge, bytes = bytes - old.size * (old.state = {LIVE}), entries = entries - 1,
-        inline = inline - old.charge * (old.kind = 'value')
-    WHERE id = old.space;
-    UPDATE spaces SET charge = charge + new.charge, bytes = bytes + new.size * (new.state = {LIVE}), entries = entries + 1,
-        inline = inline + new.charge * (new.kind = 'value')
-    WHERE id = new.space; END;
 """
 
 
@@ -87,6 +74,12 @@ def create(con: sqlite3.Connection, root_id: int) -> None:
     con.execute("COMMIT")
 
 
+COUNT = "UPDATE spaces SET bytes = bytes + ?, charge = charge + ?, inline = inline + ?, entries = entries + ? WHERE id = ?"
+RECOUNT = f"""
+UPDATE spaces SET (bytes, charge, inline, entries) = (
+    SELECT coalesce(sum(size * (state = {LIVE})), 0), coalesce(sum(charge), 0), coalesce(sum(charge * (kind = 'value')), 0), count(*)
+    FROM entries WHERE space = spaces.id)
+WHERE id IS ?"""
 COUNT_SLOTS = "SELECT (SELECT count(*) FROM entries) + (SELECT count(*) FROM free_slots)"
 
 

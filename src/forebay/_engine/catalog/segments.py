@@ -7,6 +7,7 @@ from typing import Any
 
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Rows, Txn
+from forebay._engine.catalog.schema import COUNT, LIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,15 @@ def remove(txn: Txn, pack: int, number: int) -> None:
 
 
 def _charge(txn: Txn, pack: int, number: int, size: int) -> None:
-    txn.run(
-        "UPDATE entries SET size = size + ? - coalesce((SELECT size FROM segments WHERE pack = ? AND number = ?), 0),"
-        " charge = charge + ? - coalesce((SELECT size FROM segments WHERE pack = ? AND number = ?), 0) WHERE id = ?",
-        *[size, pack, number] * 2, pack,
-    )  # fmt: skip
+    row = txn.one("SELECT size FROM segments WHERE pack = ? AND number = ?", pack, number)
+    _grow(txn, pack, size - (row[0] if row and checked.is_number(row[0]) else 0))
+
+
+def _grow(txn: Txn, pack: int, size: int) -> None:
+    for space, state in txn.all(
+        "UPDATE entries SET size = size + ?, charge = charge + ? WHERE id = ? RETURNING space, state", size, size, pack
+    ):
+        txn.run(COUNT, size * (state == LIVE), size, 0, 0, space)
 
 
 def sums(rows: Rows) -> dict[int, int]:
@@ -88,6 +93,6 @@ def sums(rows: Rows) -> dict[int, int]:
 
 
 def recount(txn: Txn, pack: int, index: int) -> None:
-    """Update the size of a pack from its rows; ``index``: bytes of its index file."""
+    """Set the size of a pack by its rows; ``index``: bytes of its index file. Caller: counts its space again."""
     size = index + sums(txn).get(pack, 0)
-    txn.run("UPDATE entries SET size = ?, charge = ? WHERE id = ? AND size != ?", size, size, pack, size)
+    txn.run("UPDATE entries SET size = ?, charge = ? WHERE id = ?", size, size, pack)

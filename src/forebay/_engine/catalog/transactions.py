@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from forebay import errors
+from forebay._engine.catalog import schema
 from forebay._engine.files.layout import PAGE
 from forebay._engine.index.slots import RECORDS
 from forebay._logs import logger
@@ -227,14 +228,15 @@ class Txn:
             f" checksum = x'', meta = '', created = 0.0, kind = CASE WHEN kind IN {KINDS} THEN kind ELSE 'blob' END WHERE id IS ?", id,
         )  # fmt: skip
         slot, space = row
+        self.run(schema.RECOUNT, space)
         if type(slot) is int and self.has_slot(slot) and 0 < id < NUMBERS:
             self.leftovers = True
             return
         (trigger,) = self.one("SELECT sql FROM sqlite_master WHERE type = 'trigger' AND name = 'entry_goes'")
         self.run("DROP TRIGGER entry_goes")  # it would give the slot to the next entry
         self.run("DELETE FROM entries WHERE id IS ?", id)
-        self.run("UPDATE spaces SET entries = entries - 1 WHERE id IS ?", space)
         self.run(trigger)
+        self.run(schema.RECOUNT, space)
 
     def new_ids(self, count: int = 1) -> range:
         """Consecutive unused ids. A process takes many at once, so ids of different processes do not tell which came first."""
