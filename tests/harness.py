@@ -53,8 +53,8 @@ def bytes_of(store: Store, key: str, space: str = "v") -> bytes | None:
 
 def lose_cells(store: Store) -> None:
     """Remove the copies of small values, so that the next reads ask the catalog."""
-    (store.root.index_dir / "values").unlink()
-    store.engine.keys.values._cells = None
+    (store.root.shared_dir / "cells").unlink()
+    store.engine.index.cells._cells = None
 
 
 def write_whole(store: Store, key: str, body: bytes, *, space: str = "v", validator: str | None = '"1"', size: int | None = -1) -> bool:
@@ -76,10 +76,22 @@ def write_whole(store: Store, key: str, body: bytes, *, space: str = "v", valida
         hold.release()
 
 
+# -- Ray ---------------------------------------------------------------------------------------------------------------
+
+QUICK_RAY = {
+    # each of them is a process more, which imports for seconds
+    "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    # else what is slow on a busy machine is begun again, and again
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "250", "RAY_worker_register_timeout_seconds": "250",
+}  # fmt: skip
+"""Settings of a Ray that tests start."""
+
+
 # -- the disk ----------------------------------------------------------------------------------------------------------
 
 _TOP = re.compile(
-    r"FORMAT|CACHEDIR\.TAG|settings\.json|catalog\.(sqlite(-wal|-shm)?|ballast)|slots|index|hosts|locks|counters|blobs|trees|packs|tmp"
+    r"FORMAT|CACHEDIR\.TAG|settings\.json|catalog\.(sqlite(-wal|-shm)?|ballast)|shared|hosts|locks|counters|blobs|trees|packs|tmp"
 )
 _LOCKS = re.compile(r"keys|writer|owners|names|transfers|leases-\d\d|words")
 
@@ -176,9 +188,9 @@ def writer_lock(place: Path) -> Iterator[None]:
 
 
 def forge_times(place: Path, near: float, forged: int) -> None:
-    """Replace each time in the table of slots that is within a millisecond of this one, as a user can who may write to the root."""
+    """Replace each time of an entry that is within a millisecond of this one, as a user can who may write to the root."""
     times = range(int(near * 1e9) - 1_000_000, int(near * 1e9) + 1_000_000)
-    for path in (place / "slots").iterdir():
+    for path in [*(place / "shared").glob("records-*"), place / "shared" / "head"]:
         with open(path, "rb+") as file, mmap.mmap(file.fileno(), 0) as table, memoryview(table) as data, data.cast("Q") as words:
             found = [number for number, word in enumerate(words) if word in times]
             for number in found:

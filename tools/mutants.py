@@ -81,14 +81,14 @@ MUTANTS = (
     ),
     Mutant(
         1, "the index leads to an entry before its commit", "_engine.write.insert:Inserter._settle",
-        "txn.after_release.append(lambda: self._keys.note_new(label.space, [(entry, data)]))",
-        "self._keys.note(label.space, entry)",
-        "engine/index/test_keys.py::test_nothing_is_led_to_before_its_commit[large]",
+        "txn.after_commit.append(partial(self._index.store, label.space, entry, validated if label.ahead else now, validated))",
+        "self._index.store(label.space, entry, now, now)\nself._index.note(label.space, entry)",
+        "engine/index/test_records.py::test_nothing_is_led_to_before_its_commit[large]",
     ),
     Mutant(
-        1, "a mixture of two index records is believed", "_engine.index.keys:KeyIndex._read",
-        "proof != second ^ hash(record[_ID:_SOUND]) & _MASK", "False",
-        "engine/index/test_keys.py::test_no_mixture_of_two_records_of_a_slot_is_believed",
+        1, "a mixture of two records is believed", "_engine.index.records:EntryIndex._read",
+        "proof != second ^ hash((id, *record[6:11])) & _MASK", "False",
+        "engine/index/test_records.py::test_no_mixture_of_two_records_of_a_slot_is_believed",
     ),
     Mutant(
         1, "a sweep removes a small file whose row is about to be committed",
@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(
         3, "a first touch does not check its slot after the read", "_engine.reading:Reading.first_touch",
         "words[base + ID] != id", "False",
-        "engine/index/test_keys.py::test_what_is_replaced_while_it_is_read_is_not_served",
+        "engine/index/test_records.py::test_what_is_replaced_while_it_is_read_is_not_served",
     ),
     Mutant(
         3, "the wait of a dead process counts as a deadlock", "_engine.index.waiting:Waiters.every",
@@ -262,7 +262,7 @@ MUTANTS = (
     ),
     Mutant(
         5, "a lease is taken without a second look", "_engine.locks.leases:Leases._try",
-        "self._slots.id_of(entry.slot) != entry.id", "False",
+        "self._index.id_of(entry.slot) != entry.id", "False",
         "engine/space/test_budget.py::test_a_lease_is_never_taken_on_a_version_that_was_replaced",
     ),
     Mutant(
@@ -271,8 +271,8 @@ MUTANTS = (
         "engine/space/test_budget.py::test_a_lease_is_never_taken_on_a_version_that_was_replaced",
     ),
     Mutant(
-        5, "a file goes before the directory that contains it", "_engine.catalog.entries:doom",
-        "f'{_DOOM} AND id = ?'", "f'{_DOOM} AND id = ?'.replace('member = entries.id', 'FALSE')",
+        5, "a file goes before the directory that contains it", "_engine.catalog.entries:doom_many",
+        "txn.all(_DOOMABLE, *some)", "txn.all(_DOOMABLE.replace('member = entries.id', 'FALSE'), *some)",
         "directories/test_directories.py::test_a_tree_goes_before_its_files_can",
     ),
     Mutant(
@@ -307,13 +307,13 @@ MUTANTS = (
         "engine/files/test_strange_files.py::test_what_is_no_file_hangs_nobody[blob-a pipe]",
     ),
     Mutant(
-        6, "a forged slot number of the catalog is believed", "_engine.catalog.checked:entry",
-        "rows.has_slot(row[6])", "row[6] >= 0",
-        "engine/catalog/test_forged_rows.py::test_rows_of_one_forged_slot_are_set_aside_and_the_others_stay",
+        6, "a forged slot number of the catalog is believed", "_engine.catalog.recovery:heal",
+        "holder.slot == entry.slot", "False",
+        "engine/catalog/test_forged_rows.py::test_an_entry_with_a_forged_slot_gets_another[a slot of another]",
     ),
     Mutant(
-        6, "a time in the future keeps an entry fresh", "_engine.index.slots:Slots._if_past",
-        "self.clock.is_past(moment)", "True",
+        6, "a time in the future keeps an entry fresh", "_engine.index.records:EntryIndex._if_past",
+        "self.head.clock.is_past(moment)", "True",
         "scenarios/test_clocks.py::test_times_that_were_forged_make_nothing_fresh_for_ever",
     ),
     Mutant(
@@ -335,14 +335,14 @@ MUTANTS = (
     ),
     Mutant(
         7, "a file is unlinked before the commit of its eviction", "_engine.space.eviction:Eviction.doom_many",
-        "self._slots.clear(candidate.slot, candidate.id)",
-        "self._slots.clear(candidate.slot, candidate.id)\nblobs.remove_blob(self._root, candidate.id)",
+        "self._index.clear(candidate.slot, candidate.id)",
+        "self._index.clear(candidate.slot, candidate.id)\nblobs.remove_blob(self._root, candidate.id)",
         "crash/test_every_step.py::test_evict_under_pressure",
     ),
     Mutant(
-        7, "a slot that a killed process emptied stays empty", "_engine.locks.leases:Leases.current",
-        "self._slots.set_id(entry.slot, entry.id)", "return None",
-        "crash/test_every_step.py::test_replace[blob-blob]",
+        7, "a file that a killed process wrote under its last name stays", "_engine.catalog.recovery:recover",
+        "found is None and not entries.is_known(catalog, id)", "False",
+        "crash/test_every_step.py::test_put[blob]",
     ),
     Mutant(
         7, "the process that closes the catalog last copies the log by an old index", "_engine.catalog.connection:Catalog._close_locked",
@@ -356,7 +356,7 @@ MUTANTS = (
     ),
     Mutant(
         7, "an evicted small value keeps its slot", "_engine.space.eviction:Eviction.drop_value",
-        "self._slots.clear(slot, id)", "",
+        "self._index.clear(slot, id)", "",
         "engine/space/test_inline_eviction.py::test_who_remembers_what_made_way_finds_nothing",
     ),
     Mutant(

@@ -14,6 +14,7 @@ import pytest
 
 from forebay.world import World
 from tests.claims.launched import clean
+from tests.harness import QUICK_RAY
 
 pytest.importorskip("ray.train")
 pytest.importorskip("torch")
@@ -38,8 +39,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
     # The nodes may lie within a step of SLURM: that is not what started the workers.
     outer = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
     paths = os.pathsep.join([ROOT, os.environ["PYTHONPATH"]])
-    env = {**clean(), **outer, "PYTHONPATH": paths, "FOREBAY_CLAIMS": str(place / "claims")}
-    env["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "250"  # after a minute Ray Train would begin again, and again, on a busy machine
+    env = {**clean(), **QUICK_RAY, **outer, "PYTHONPATH": paths, "FOREBAY_CLAIMS": str(place / "claims")}
     try:
         done = subprocess.run([sys.executable, PROGRAM, str(place)], env=env, capture_output=True, text=True, timeout=280)
     except subprocess.TimeoutExpired as error:

@@ -203,7 +203,7 @@ def test_a_root_that_a_group_was_let_into_later_is_one(quick_path: Path) -> None
 
 
 def modes(place: Path) -> dict[str, int]:
-    names = ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "counters", "slots/000", "locks/keys", "locks/words")
+    names = ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "counters", "shared/head", "locks/keys", "locks/words")
     return {name: (place / name).stat().st_mode & 0o777 for name in names}
 
 

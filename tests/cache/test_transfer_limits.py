@@ -102,7 +102,7 @@ def test_a_process_that_opens_the_root_applies_what_the_catalog_has(tmp_path: Pa
     """Also where the process that set them died before the table of slots, which all have mapped, had them."""
     forebay.Cache(tmp_path / "root", budget=BUDGET, max_connections=1).close()
     if lost == "slots":
-        shutil.rmtree(tmp_path / "root" / "slots")
+        shutil.rmtree(tmp_path / "root" / "shared")
     urls = [server.put(f"/{number}", bytes(1000), latency=0.02) for number in range(8)]
     with forebay.Cache(tmp_path / "root") as cache:
         assert most_at_once(cache, server, lambda cache: cache.read_many(urls)) == 1

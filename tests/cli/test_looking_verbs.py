@@ -176,26 +176,28 @@ def test_doctor_tells_that_the_index_leads_to_all_entries(run: Run, filled: Cach
 
 
 def test_doctor_tells_that_there_is_no_index(run: Run, filled: Cache) -> None:
-    (filled.path / "index" / "table").unlink()
+    (filled.path / "shared" / "keys").unlink()
     finding = index_finding(run)
     assert (finding["state"], "none yet" in finding["found"]) == ("slow", True)
 
 
 def test_doctor_tells_that_the_index_is_damaged(run: Run, filled: Cache) -> None:
-    (filled.path / "index" / "table").unlink()
-    (filled.path / "index" / "table").write_bytes(bytes(8192))
+    (filled.path / "shared" / "keys").unlink()
+    (filled.path / "shared" / "keys").write_bytes(bytes(8192))
     finding = index_finding(run)
     assert (finding["state"], "damaged" in finding["found"]) == ("slow", True)
 
 
 def test_doctor_tells_that_the_index_leads_nowhere(run: Run, filled: Cache) -> None:
-    (filled.path / "index" / "000").unlink()
+    with open(filled.path / "shared" / "records-000", "rb+") as file, mmap.mmap(file.fileno(), 0) as records:
+        for at in range(4096, len(records), 128):
+            records[at + 32 : at + 40] = bytes(8)  # the hash of the key
     finding = index_finding(run)
     assert (finding["state"], "leads to 0 of 4 entries" in finding["found"]) == ("slow", True)
 
 
 def test_doctor_tells_that_the_index_is_full(run: Run, filled: Cache) -> None:
-    with open(filled.path / "index" / "table", "rb+") as file, mmap.mmap(file.fileno(), 0) as table:
+    with open(filled.path / "shared" / "keys", "rb+") as file, mmap.mmap(file.fileno(), 0) as table:
         words = table[16:24]
         table[24:32] = words  # so many buckets of so many are in use
     finding = index_finding(run)

@@ -46,6 +46,7 @@ def plant(place: Path, count: int) -> None:
     con = sqlite3.connect(place / "catalog.sqlite")
     with con:
         con.execute("UPDATE entries SET kind = 'blob', charge = 4096")
+        con.execute("UPDATE spaces SET charge = 4096 * entries, inline = 0")
         con.execute("DELETE FROM payloads")
     ids = con.execute("SELECT id FROM entries").fetchall()
     con.close()

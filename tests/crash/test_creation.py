@@ -124,7 +124,7 @@ def test_a_killed_repair_is_ended_by_the_next(scene: Callable[[int], Scene]) -> 
     stage.play(before_and_harm, during, after, least=8)
 
 
-@pytest.mark.parametrize("what", ["catalog.sqlite", "slots", "counters", "locks", "FORMAT", "tmp", "blobs"])
+@pytest.mark.parametrize("what", ["catalog.sqlite", "shared", "counters", "locks", "FORMAT", "tmp", "blobs"])
 def test_somebody_deletes_a_part_of_it(tmp_path: Path, what: str) -> None:
     """With a journal beside it that was not tidied, since its writer was killed."""
     place = tmp_path / "root"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from forebay._engine.catalog import Rows, schema, spaces
-from forebay._model import Victim
-from tests.harness import MiB, opened
+from tests.harness import MiB, bytes_of, opened
 
 
 @pytest.fixture
@@ -55,16 +54,21 @@ def test_totals_that_change_while_they_are_added_up_are_no_problem(place: Path, 
         assert store.check() == []
 
 
-def test_free_slots_are_found_again(place: Path) -> None:
+@pytest.mark.parametrize("harm", ["a record that no row names", "a row without a record", "two records of one entry"])
+def test_rows_and_records_are_compared(place: Path, harm: str) -> None:
     with opened(place, 8 * MiB) as store:
         for n in range(20):
             store.put("v", f"k{n}", b"x")
-        store.remove([Victim(e.name, e.size, e.charge, e.used, e.id) for e in store.entries("v")[:10]])
-        with store.engine.catalog.write() as txn:
-            one, free = (txn.one(f"SELECT min(slot) FROM {table}")[0] for table in ("entries", "free_slots"))
-            txn.run("DELETE FROM free_slots WHERE slot = ?", free)
-            txn.run("INSERT INTO free_slots VALUES (?), (-1), (40)", one)
-            spaces.recount(txn)
-            taken = {slot for (slot,) in txn.all("SELECT slot FROM entries")}
-            assert [slot for (slot,) in txn.all("SELECT slot FROM free_slots")] == sorted(set(range(20)) - taken)
+        index, entry = store.engine.index, store.entries("v")[0]
+        if harm == "a row without a record":
+            index.clear(entry.slot, entry.id)
+        else:
+            stranger = entry._replace(slot=5000, id=entry.id if "two" in harm else 4711)
+            index.store(1, stranger, 1, 1)
+        index.head.finish()
+        (problem,) = store.check()
+        assert problem.kind == "slot"
+        store.repair()
         assert store.check() == []
+        assert {bytes_of(store, f"k{n}") for n in range(20)} == {b"x"}
+        assert sum(map(bool, index.ids(0))) == 20

@@ -101,7 +101,7 @@ def harm(path: Path, how: str) -> None:
         overwrite(path, int(where), b"\xff\xff")
     elif what == "swapped":
         swap_keys(path)
-        shutil.rmtree(path.parent / "index")  # by which a first read would not ask the catalog
+        (path.parent / "shared" / "keys").unlink()  # by which a first read would not ask the catalog
     else:
         path.unlink()
 
@@ -439,7 +439,7 @@ def test_what_is_not_sane_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [b"", bytes(27)])
-@pytest.mark.parametrize("lost", [[], ["slots/000"], ["slots/000", "catalog.sqlite"]])
+@pytest.mark.parametrize("lost", [[], ["shared/head"], ["shared/head", "catalog.sqlite"]])
 def test_an_empty_format_is_written_anew(place: Path, left: bytes, lost: list[str]) -> None:
     """What is left knows the root: nothing is lost with the id."""
     (place / "FORMAT").write_bytes(left)

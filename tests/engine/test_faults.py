@@ -96,11 +96,11 @@ def scribble(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["delete", "scribble"])
-@pytest.mark.parametrize("what", ["root", "catalog.sqlite", "catalog.sqlite-wal", "slots", "locks", "FORMAT", "counters"])
+@pytest.mark.parametrize("what", ["root", "catalog.sqlite", "catalog.sqlite-wal", "shared", "locks", "FORMAT", "counters"])
 def test_two_processes_go_on_after_harm(quick_path: Path, what: str, harm: str) -> None:
     """Both had the root open. From then on each serves exact bytes or misses, and what one puts the other gets."""
     place = quick_path / "root"
-    if harm == "scribble" and what in ("root", "slots", "locks", "catalog.sqlite-wal"):
+    if harm == "scribble" and what in ("root", "shared", "locks", "catalog.sqlite-wal"):
         pytest.skip("a directory, or mapped by those who live: writing there is what they do themselves")
     one, two = Far(place), Far(place)
     for n in range(3):

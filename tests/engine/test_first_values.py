@@ -65,7 +65,7 @@ def test_of_a_record_of_an_earlier_version_the_text_is_not_known(store: Store) -
     """It had the words of an empty suffix there."""
     entry = store.entry("v", "small")
     assert entry is not None
-    store.engine.keys.note(store.spaces.lookup("v").id, entry._replace(meta=""))
+    store.engine.index.note(store.spaces.lookup("v").id, entry._replace(meta=""))
     assert first(store, "small") is None
     assert bytes_of(store, "small") == BODIES["small"]  # it is noted again
     with opened(store.root.path) as mine:
@@ -91,13 +91,13 @@ def test_a_file_is_mapped_and_stays_after_its_eviction(store: Store) -> None:
 def test_it_is_a_use_and_no_hit_until_its_reader_says_so(store: Store) -> None:
     entry = store.entry("v", "large")
     assert entry is not None
-    store.engine.slots.touch(entry.slot, 1)
+    store.engine.index.touch(entry.slot, 1)
     before = store.counts()
     assert store.first_value("v", "large", "another") is None
-    assert store.engine.slots.used(entry.slot) == 1
+    assert store.engine.index.used(entry.slot) == 1
     assert store.first_value("v", "large", "meta of large") is not None
     assert store.counts() == before
-    assert store.engine.slots.used(entry.slot) > 1
+    assert store.engine.index.used(entry.slot) > 1
 
 
 @pytest.mark.parametrize("value", [b"S" * 1_000, "s" * 1_000])
@@ -180,10 +180,10 @@ def test_a_statement_that_fails_is_asked_again_by_the_long_way(store: Store) -> 
 def test_what_is_expected_is_the_last_to_be_evicted(store: Store) -> None:
     entry = store.entry("v", "large")
     assert entry is not None
-    store.engine.slots.touch(entry.slot, 1)
+    store.engine.index.touch(entry.slot, 1)
     assert not store.reservations.expect("v", "none", FOREVER)
     assert not store.reservations.expect("no space", "large", FOREVER)
     assert store.reservations.expect("v", "large", FOREVER)
-    assert store.engine.slots.used(entry.slot) > 1
+    assert store.engine.index.used(entry.slot) > 1
     assert store.discard(entry)
     assert not store.reservations.expect("v", "large", FOREVER)

@@ -9,6 +9,7 @@ import pytest
 
 from forebay._engine import stats
 from forebay._engine.catalog import entries
+from forebay._engine.index.records import ID
 from forebay._engine.store import Store
 from tests.harness import MiB, opened
 
@@ -39,19 +40,13 @@ def test_a_sample_is_spread_over_all_entries(store: Store) -> None:
 
 
 def test_what_other_entries_replaced_is_not_led_to(store: Store) -> None:
-    index = store.engine.keys
+    index = store.engine.index
     number = store.engine.stats.index_use().led
-    index._records[0][keys_id(store, "key 7")] = 0
-    assert store.engine.stats.index_use().led == number - 1
-
-
-def keys_id(store: Store, key: str) -> int:
-    """The word of the index that has the id of this key's entry."""
-    from forebay._engine.index import keys
-
-    entry = store.entry("v", key)
+    entry = store.entry("v", "key 7")
     assert entry is not None
-    return keys._HEADER + entry.slot * keys._WORDS + keys._ID
+    words, base = index.record(entry.slot)
+    words[base + ID] += 1
+    assert store.engine.stats.index_use().led == number - 1
 
 
 def test_a_root_without_entries_has_nothing_to_sample(quick_path: Path) -> None:

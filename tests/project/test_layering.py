@@ -358,7 +358,7 @@ def test_the_lint_lets_pass(line: str) -> None:
         ("errors", "from forebay import _model"),
         ("_kernel.host", "from forebay._kernel.locks import LockFile"),
         ("_kernel.mappings", "import forebay._kernel.locks"),
-        ("_engine.index.slots", "from forebay._engine.catalog import Catalog"),
+        ("_engine.index.records", "from forebay._engine.catalog import Catalog"),
         ("_engine.locks.owners", "def f():\n    from forebay._engine.space.budget import Budget"),
         ("_engine.locks.fill", "from forebay import remote"),
         ("remote.http", "from forebay._engine.store import Store"),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from forebay.testing import ScriptedServer
-from tests.harness import require
+from tests.harness import QUICK_RAY, require
 from tests.pages import DOCS, blocks, run
 
 REPO = DOCS.parent
@@ -535,7 +535,8 @@ def test_the_blocks_of_the_page_run(page: str, server: ScriptedServer, tmp_path:
             hub = stack.enter_context(importlib.import_module("tests.servers.hub").hub())
             fill(hub)
             variables |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        if "ray" in PAGES[page].needs:  # the paths of sockets are short
+        if "ray" in PAGES[page].needs:
+            variables |= QUICK_RAY  # the paths of sockets are short
             variables["RAY_TMPDIR"] = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
         run(here(program_of(page), tmp_path, server.url), tmp_path, **variables)
 

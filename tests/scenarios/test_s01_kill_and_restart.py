@@ -73,7 +73,7 @@ def test_s01_killed_in_the_middle_of_downloads_and_started_again(
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()
         server.drop()
-        areas.append(files_of(root / "locks") | files_of(root / "slots") | files_of(tmp) | {p.name for p in root.iterdir()})
+        areas.append(files_of(root / "locks") | files_of(root / "shared") | files_of(tmp) | {p.name for p in root.iterdir()})
         partials = [p.name for p in (root / "tmp").iterdir() if not p.name.endswith(".map")]
         assert len(partials) <= URLS
         assert len({name.partition("-")[0] for name in partials}) == len(partials)  # one for a key, resumed from cycle to cycle

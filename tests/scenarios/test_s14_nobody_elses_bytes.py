@@ -19,7 +19,7 @@ def contents(place: Path) -> dict[str, bytes]:
     return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
 
-FOREIGN = ("data.bin", "blobs/00/readme.txt", "slots/weights.npy", "tmp/results.csv", "deep/er/file", "blobs", ".hidden")
+FOREIGN = ("data.bin", "blobs/00/readme.txt", "shared/weights.npy", "tmp/results.csv", "deep/er/file", "blobs", ".hidden")
 
 
 @pytest.mark.parametrize("foreign", FOREIGN)
@@ -43,7 +43,7 @@ def test_s14_foreign_files_that_came_later_stay(
 ) -> None:
     with forebay.Cache(root, budget=8 << 20) as cache:
         cache.read(server.put("/x.bin", os.urandom(100_000)))
-    foreign = [f"{place}mine.txt" for place in ("", "blobs/", "blobs/00/", "trees/", "tmp/", "slots/", "locks/", "packs/")]
+    foreign = [f"{place}mine.txt" for place in ("", "blobs/", "blobs/00/", "trees/", "tmp/", "shared/", "locks/", "packs/")]
     for name in foreign:
         (root / name).write_bytes(b"precious")
 

@@ -40,7 +40,7 @@ def test_s32_planted_pickles_stay_bytes(root: Path, tmp_path: Path, server: Scri
         "tmp/evil.pkl",
         "trees/evil.pkl",
         "evil.pkl",
-        "slots/evil.pkl",
+        "shared/evil.pkl",
     ):
         (root / place).write_bytes(evil[-1])
     with sqlite3.connect(root / "catalog.sqlite") as catalog:
@@ -62,7 +62,7 @@ def test_s32_planted_pickles_stay_bytes(root: Path, tmp_path: Path, server: Scri
     repaired = command("verify", "--repair", "--root", root, "--json")
     assert json.loads(repaired.stdout)["mended"]
     assert not marker.exists()
-    for stray in ("evil.pkl", "slots/evil.pkl", "tmp/evil.pkl", "trees/evil.pkl"):
+    for stray in ("evil.pkl", "shared/evil.pkl", "tmp/evil.pkl", "trees/evil.pkl"):
         (root / stray).unlink(missing_ok=True)
 
 

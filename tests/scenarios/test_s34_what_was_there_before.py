@@ -59,7 +59,7 @@ def test_s34_a_budget_in_the_environment_changes_no_cache_that_exists(
         assert cache.budget == 6 * MiB
 
 
-@pytest.mark.parametrize("what", ["catalog.sqlite", "catalog", "everything but blobs", "slots", "counters"])
+@pytest.mark.parametrize("what", ["catalog.sqlite", "catalog", "everything but blobs", "shared", "counters"])
 def test_s34_without_its_index_everything_is_adopted_or_removed_and_counted(
     root: Path, filled: list[str], disk_usage: Callable[[Path], int], what: str, server: ScriptedServer
 ) -> None:
@@ -69,7 +69,7 @@ def test_s34_without_its_index_everything_is_adopted_or_removed_and_counted(
         "catalog.sqlite": ["catalog.sqlite"],
         "catalog": ["catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "catalog.ballast"],
         "everything but blobs": [name for name in os.listdir(root) if name != "blobs"],
-        "slots": ["slots"],
+        "shared": ["shared"],
         "counters": ["counters"],
     }[what]
     for name in names:

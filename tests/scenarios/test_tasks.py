@@ -106,7 +106,7 @@ def test_s03_flipped_bytes_are_a_miss_and_run_again(root: Path, size: int) -> No
         assert cache.stats().damaged == 1
 
 
-FILES = ["FORMAT", "catalog.sqlite", "slots/*", "counters", "blobs/*/*"]
+FILES = ["FORMAT", "catalog.sqlite", "shared/*", "counters", "blobs/*/*"]
 
 
 @pytest.mark.rotates

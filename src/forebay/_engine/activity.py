@@ -85,7 +85,7 @@ class Activity:
     def history(self, *, hours: bool = False) -> list[Period]:
         """What was counted lately, by minutes of the last day or by ``hours`` of the last month, oldest first. A period in which no process
         came is part of the next one. Where counters were lost, a period counts nothing."""
-        clock = self.engine.slots.clock
+        clock = self.engine.index.head.clock
         totals = self.engine.history.read(HOURS if hours else MINUTES, clock.look())
         walls = clock.walls(one.time for one in totals)
         periods = zip(walls, walls[1:], totals, totals[1:], strict=False)

@@ -12,12 +12,12 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
-from forebay._engine.catalog import Catalog, Txn, checked, entries, reservations, segments, spaces
+from forebay._engine.catalog import Catalog, Txn, checked, entries, recovery, reservations, segments, spaces
 from forebay._engine.catalog.schema import DOOMED
 from forebay._engine.files import blobs, pack_files, stages, trees
 from forebay._engine.files.layout import FANS, PAGE, BlobName, Root, TmpName, parse_blob_below, parse_directory_name, parse_tmp_name
 from forebay._engine.files.root import foreign
-from forebay._engine.index.slots import RECORDS, Slots
+from forebay._engine.index.records import RECORDS, EntryIndex
 from forebay._engine.locks.fill import Fill
 from forebay._engine.reading import Reading
 from forebay._engine.space.eviction import Eviction
@@ -30,42 +30,26 @@ AT_ONCE = 2048
 """Rows, or names, that are in memory at once."""
 
 
-def check(root: Root, catalog: Catalog, slots: Slots, *, deep: bool = False) -> list[Problem]:
+def check(root: Root, catalog: Catalog, index: EntryIndex, *, deep: bool = False) -> list[Problem]:
     """The problems of a root. ``deep`` reads every byte and compares checksums.
 
     Rows are read in pages, and names a directory at a time, while other processes work. An entry that is being published or evicted has
     only a name or only a row, so whatever seems wrong is checked again under the writer lock, where no entry is in between."""
     with catalog.still():
-        lost = [root.slots_dir / f"{chunk:03d}" for chunk in chunks_of(catalog, slots) if not slots.is_whole(chunk)]
+        lost = index.lost()
     if lost:
-        return [Problem("slots", str(path), "a part of the table of slots is lost or damaged") for path in lost]
-    problems = [*_check_rows(catalog, slots), *_check_strays(root, catalog, slots)]
+        return [Problem("slots", str(path), "a part of the records of entries is lost or damaged") for path in lost]
+    problems = [*_check_rows(catalog, index), *_check_strays(root, catalog, index)]
     with catalog.still():  # packs are few
         problems += _check_segments(root, catalog)
     problems += [*_check_totals(catalog), *_check_files(root, catalog, deep)]
     return [*problems, *(Problem("row", row, "it holds what no row of ours would") for row in catalog.unreadable_rows)]
 
 
-def chunks_of(catalog: Catalog, slots: Slots) -> range:
-    """The chunks that the table of slots has, and the next one if a file has its name."""
-    count = max(entries.top_slot(catalog) - 1, 0) // RECORDS + 1
-    return range(count + slots.is_there(count))
-
-
-def _check_rows(catalog: Catalog, slots: Slots) -> Iterator[Problem]:
-    for id, slot, _, _, _ in entries.leaving(catalog, 1 << 20):
-        if slots.id_of(slot) == id:
-            yield Problem("slot", f"{id:x}", "it left, and its slot still names it")
-    taken, free, top = catalog.one(
-        "SELECT (SELECT count(*) FROM entries), (SELECT count(*) FROM free_slots), (SELECT value FROM meta WHERE name = 'next_slot')"
-    )
-    if taken + free != (top or 0):
-        yield Problem("slot", "the table", f"{top} were given out, but {taken} are taken and {free} free")
+def _check_rows(catalog: Catalog, index: EntryIndex) -> Iterator[Problem]:
+    yield from _check_records(catalog, index)
     for low, high in entries.ranges(catalog, "entries"):
         checked.files(catalog, catalog.all("SELECT id, slot, kind, suffix, key FROM entries WHERE id > ? AND id <= ?", low, high), "iskxt")
-        both = "SELECT slot FROM entries WHERE id > ? AND id <= ? AND slot IN (SELECT slot FROM free_slots)"
-        for (slot,) in catalog.all(both, low, high):
-            yield Problem("slot", str(slot), "it is both free and taken")
         for (key,) in catalog.all(
             "SELECT key FROM entries WHERE id > ? AND id <= ? AND kind = 'value' AND id NOT IN (SELECT id FROM payloads)", low, high
         ):
@@ -74,6 +58,28 @@ def _check_rows(catalog: Catalog, slots: Slots) -> Iterator[Problem]:
         for (id,) in catalog.all("SELECT id FROM payloads WHERE id > ? AND id <= ? AND id NOT IN (SELECT id FROM entries)", low, high):
             yield Problem("payload", f"payload {id}", "a row and its payload are not both there")
     yield from _check_links(catalog)
+
+
+def _check_records(catalog: Catalog, index: EntryIndex) -> Iterator[Problem]:
+    """Each live entry has its record, and each record its entry."""
+    seen = bytearray(index.slots)
+    for low, high in entries.ranges(catalog, "entries"):
+        for slot, id in entries.slots_between(catalog, low, high):
+            if slot < len(seen) and index.id_of(slot) == id:
+                seen[slot] = 1
+            else:
+                with catalog.still():
+                    lost = [entry for entry in entries.by_ids(catalog, [id]) if index.id_of(entry.slot) != id]
+                if lost and id not in dict(index.head.intent()):
+                    yield Problem("slot", lost[0].name, "it has no record", lost[0].key, id)
+    for number in range(len(seen) // RECORDS):
+        for slot, id in enumerate(index.ids(number), number * RECORDS):
+            if id and not seen[slot]:
+                with catalog.still():
+                    entry = entries.by_id(catalog, id)
+                    stale = index.id_of(slot) == id and (entry is None or entry.slot != slot)
+                if stale and id not in dict(index.head.intent()):
+                    yield Problem("slot", f"{id:x}", "a record names it, and no row does")
 
 
 def _check_links(catalog: Catalog) -> Iterator[Problem]:
@@ -92,7 +98,7 @@ def _hex(id: object) -> str:
     return f"{id:x}" if isinstance(id, int) else repr(id)
 
 
-def _check_strays(root: Root, catalog: Catalog, slots: Slots) -> Iterator[Problem]:
+def _check_strays(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[Problem]:
     """Files and directories that no row names. The next writer removes those of an intent."""
     named = chain(
         (((id, "blob", path.name.removeprefix(f"{id:016x}")), path) for id, path in blobs.list_blobs(root)),
@@ -102,7 +108,7 @@ def _check_strays(root: Root, catalog: Catalog, slots: Slots) -> Iterator[Proble
     while some := dict(islice(named, AT_ONCE)):
         for file in entries.unnamed(catalog, list(some)):
             with catalog.still():
-                stray = bool(entries.unnamed(catalog, [file])) and file[0] not in slots.intent() and _is_there(root, some[file])
+                stray = bool(entries.unnamed(catalog, [file])) and file[0] not in dict(index.head.intent()) and _is_there(root, some[file])
             if stray:
                 yield Problem("stray", str(some[file]), f"{'a file' if file[1] == 'blob' else 'a directory'} that no row names")
     for name in root.files.names_in(root.tmp_dir):
@@ -243,8 +249,10 @@ def _empty_samples(root: Root, id: int) -> None:
         claims.close()
 
 
-def repair(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill, reading: Reading, problems: list[Problem]) -> None:
-    """Set aside entries that are damaged or lost, remove files that no row names, and recount the totals."""
+def repair(
+    root: Root, catalog: Catalog, index: EntryIndex, eviction: Eviction, fill: Fill, reading: Reading, problems: list[Problem]
+) -> None:  # fmt: skip
+    """Set aside entries that are damaged or lost, remove files that no row names, store lost records, and recount the totals."""
     for problem in problems:
         entry = entries.by_id(catalog, problem.id) if problem.kind in ("lost", "damaged") else None
         if entry is not None:
@@ -255,9 +263,11 @@ def repair(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill, reading
         remove_strays(root, catalog, eviction, fill)
     if any(problem.kind in ("segment", "total") for problem in problems):
         _repair_segments(root, catalog)
-    if any(problem.kind in ("slot", "segment", "total", "link", "payload", "row") for problem in problems):
+    if any(problem.kind in ("segment", "total", "link", "payload", "row") for problem in problems):
         with catalog.write() as txn:
             spaces.recount(txn)
+    if any(problem.kind == "slot" for problem in problems):
+        recovery.reconcile(catalog, index)
     eviction.sweep()
 
 
@@ -287,20 +297,6 @@ def _unnamed_segments(root: Root, id: int, rows: Container[tuple[int, int]]) -> 
             yield number, path, status
 
 
-def empty_lost_slots(txn: Txn, slots: Slots) -> None:
-    """Empty the slots of entries that no row names, since their catalog was lost: else processes that remember one, or are led to it by the
-    index of keys, would serve it beside the next version."""
-    chunk = 0
-    while slots.is_there(chunk) and slots.is_whole(chunk):
-        first, ids = chunk * RECORDS, slots.ids(chunk)
-        if any(ids):
-            live = {slot: id for slot, id, _ in entries.living_in(txn, first, first + RECORDS)}
-            for slot, id in enumerate(ids, first):
-                if id and live.get(slot) != id:
-                    slots.clear(slot, id)
-        chunk += 1
-
-
 def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) -> int:
     """Remove files that no row names. Files that are leased or being written stay."""
     removed = eviction.remove_orphans()
@@ -320,12 +316,12 @@ def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) 
     return removed
 
 
-def count_strays(root: Root, catalog: Catalog, slots: Slots) -> Strays:
+def count_strays(root: Root, catalog: Catalog, index: EntryIndex) -> Strays:
     """The files that nobody counts: those of ours that no row names, and those that Forebay did not make, in blocks of the disk.
 
     The first are left by a crash of the machine or a lost catalog; `remove_strays` removes them. The others belong to somebody, and stay.
     Names are listed a directory at a time; what comes or goes meanwhile is not counted."""
-    files, taken = _counted(_unknown(root, catalog, slots))
+    files, taken = _counted(_unknown(root, catalog, index))
     return Strays(files, taken, *_counted(root.path / name for name in foreign(root.path)))
 
 
@@ -350,7 +346,7 @@ def _size_of(path: str | Path) -> int | None:
     return size
 
 
-def _unknown(root: Root, catalog: Catalog, slots: Slots) -> Iterator[Path]:
+def _unknown(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[Path]:
     """What has one of our names where it belongs, and no row that names it, nor a reservation, when it is looked at."""
     places: list[tuple[str, Path, Callable[[str], BlobName | TmpName | None]]] = [
         *(("blob", root.blobs_dir / fan, partial(parse_blob_below, fan)) for fan in FANS),
@@ -364,7 +360,7 @@ def _unknown(root: Root, catalog: Catalog, slots: Slots) -> Iterator[Path]:
         except (FileNotFoundError, LinkInTheWay):
             continue
         files = [(parsed, name) for name in names if (parsed := parse(name)) is not None]
-        intended = slots.intent()  # after the names: what is being written stands there, or has its row by now
+        intended = dict(index.head.intent())  # after the names: what is being written stands there, or has its row by now
         while some := files[-AT_ONCE:]:
             del files[-AT_ONCE:]
             of = {name: (parsed.id, kind, parsed.suffix) for parsed, name in some if parsed.id not in intended}

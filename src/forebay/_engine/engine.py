@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, schema, spaces
+from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, recovery, schema, spaces
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root, open_root
 from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.counters import EVICTIONS, Counters
+from forebay._engine.index.head import SharedBroken, SharedHead, SharedReplaced
 from forebay._engine.index.history import History
 from forebay._engine.index.hosts import SilentHosts
-from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.memo import Memo
-from forebay._engine.index.slots import ID, RECORDS, USED, Slots, SlotsBroken, SlotsReplaced
+from forebay._engine.index.records import ID, USED, EntryIndex
 from forebay._engine.index.values import ValueCells
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
@@ -61,7 +61,7 @@ def recover_and_retry(call: Callable[Concatenate[S, P], R]) -> Callable[Concaten
         try:
             engine.check_usable()
             return call(self, *args, **kwargs)
-        except (DiskFull, SlotsBroken, CatalogBroken, OSError) as error:
+        except (DiskFull, SharedBroken, CatalogBroken, OSError) as error:
             return engine.retry(functools.partial(call, self, *args, **kwargs), error, recoveries)
 
     return retrying  # type: ignore[return-value]  # a method keeps its name for self
@@ -89,15 +89,15 @@ class Engine:
         # The hit paths keep the memo and the counters, whatever is recreated.
         self.counters = Counters(root)
         self.history = History(root, self.counters)
-        self.memo = Memo(Slots(root), self.adaptive, on_look=self.history.note)
+        self.memo = Memo(self._index_of(root), self.adaptive, on_look=self.history.note)
         self._wire(root)
         self._start(settings)
         self.catalog.trust()
 
     def close(self) -> None:
         """Fold the counters and close all files. Leases and buffers that were handed out stay valid."""
-        self.memo.restart(self.slots)
-        self.history.close(self.slots.clock.now())
+        self.memo.restart(self.index)
+        self.history.close(self.index.head.clock.now())
         for part in (self.owners, self._writers, self.leases, self.catalog, self.counters, self._limits):
             if part is not None:
                 part.close()
@@ -115,7 +115,7 @@ class Engine:
                     recoveries_now = self.recoveries
                     try:
                         return call()
-                    except (DiskFull, SlotsBroken, CatalogBroken, OSError) as again:
+                    except (DiskFull, SharedBroken, CatalogBroken, OSError) as again:
                         self._recover_from(again, recoveries_now)
                 return call()
         finally:
@@ -124,17 +124,14 @@ class Engine:
 
     def _recover_from(self, error: Exception, recoveries: int) -> None:
         """Do what lets a call that failed with ``error`` succeed, or raise the error. ``recoveries``: see `reopen`."""
-        if isinstance(error, SlotsReplaced):
+        if isinstance(error, SharedReplaced):
             if not self.root.read_only:
                 self.reopen(CatalogBroken(str(error)), recoveries)
-            else:  # another process recreated the table of slots, or somebody removed it
-                self.slots.forget()
-                self.memo.restart(self.slots)
-        elif isinstance(error, SlotsBroken) and not self.root.read_only:
-            try:
-                self.rebuild_slots()
-            except CatalogBroken as broken:  # it knows of more slots than it has entries
-                self.reopen(broken, recoveries)
+            else:  # another process recreated the records, or somebody removed them
+                self.index.forget()
+                self.memo.restart(self.index)
+        elif isinstance(error, SharedBroken) and not self.root.read_only:
+            self.rebuild_shared()
         elif isinstance(error, CatalogBroken):
             self.reopen(error, recoveries)
         elif isinstance(error, FileNotFoundError) and not self.root.is_same():  # of a lock file, such as the first one that is asked for
@@ -166,15 +163,15 @@ class Engine:
                 root = open_root(self.root.path, shared=self.root.shared, id_in_catalog=schema.root_id)
             except errors.RootError as refused:  # given to another user, say: the job that has it open goes on without
                 raise errors.CacheFault(f"the cache in {self.root.path} cannot be used any more: {refused}") from refused
-            if root.id != self.root.id or not self.slots.is_same() or not self.catalog.has_its_lock():
+            if root.id != self.root.id or not self.index.is_same() or not self.catalog.has_its_lock():
                 for part in (self._writers, self.leases, self.catalog):
                     if part is not None:
                         part.close()
                 self._wire(root)
             elif error.damaged:
                 self.catalog.rebuild(str(error))
-            self.adaptive.restart(self.root, self.slots)  # spaces may have other ids
-            self.memo.restart(self.slots)
+            self.adaptive.restart(self.root, self.index)  # spaces may have other ids
+            self.memo.restart(self.index)
             self.known_spaces.clear()
             self._start(Settings(), self._in_force)
             self.recoveries += 1
@@ -187,30 +184,36 @@ class Engine:
             self._limits.close()
         self._limits = None
         self.words = waits.Words(root.words, root.files.open, writable=not root.read_only)
-        self._has_slots = self._epoch_began = False
+        self._has_index = self._epoch_began = False
         self.catalog = Catalog(
             root, self.words, immutable=root.read_only and not host.is_local(host.fs_kind(root.path)),
-            recover=self._finish_intent, sweep=lambda: self.writers.eviction.sweep(),  # noqa: PLW0108 (there are no writers yet)
+            recover=self._finish_intent, finish=lambda: self.index.head.finish(), sweep=lambda: self.writers.eviction.sweep(),  # noqa: PLW0108 (there are no writers yet)
         )  # fmt: skip
-        self.slots = Slots(root)
-        self.adaptive.restart(root, self.slots)
-        self.keys = KeyIndex(root, self.slots, ValueCells(root, self.slots, lambda: spaces.limits(self.catalog)["budget"] or 0))
+        self.index = self._index_of(root)
+        self.adaptive.restart(root, self.index)
         self.counters.detach()
         self.history.restart(root)
-        self.leases = Leases(root, self.catalog, self.slots)
-        self.memo.restart(self.slots)
+        self.leases = Leases(root, self.catalog, self.index)
+        self.memo.restart(self.index)
         self.owners = Owners(root, self.catalog)
-        self.reading = Reading(root, self.catalog, self.slots, self.keys, self.leases, self.memo, self.counters, self.adaptive)
+        self.reading = Reading(root, self.catalog, self.index, self.leases, self.memo, self.counters, self.adaptive)
         self._writers: Writers | None = None
         self._forking: tuple[host.Forking, ...] = ()
         self._format = locks.LockFile(root.path / "FORMAT", root.files.open, writable=False)
         self.known_spaces.clear()
 
+    def _index_of(self, root: Root) -> EntryIndex:
+        def id_of(slot: int) -> int:
+            return self.index.id_of(slot)
+
+        cells = ValueCells(root, id_of, lambda: spaces.limits(self.catalog)["budget"] or 0)
+        return EntryIndex(root, SharedHead(root), cells)
+
     @property
     def stats(self) -> StatsReader:
         from forebay._engine.stats import StatsReader
 
-        return StatsReader(self.root, self.catalog, self.slots, self.keys, self.counters, self.leases, self.adaptive)
+        return StatsReader(self.root, self.catalog, self.index, self.counters, self.leases, self.adaptive)
 
     @property
     def limits(self) -> NodeLimits:
@@ -221,7 +224,7 @@ class Engine:
 
             with self._recovering:
                 if self._limits is None:
-                    self._limits = NodeLimits(self.root, self.slots)
+                    self._limits = NodeLimits(self.root, self.index.head)
                 limits = self._limits
         return limits
 
@@ -235,7 +238,7 @@ class Engine:
             with self._recovering:
                 if self._writers is None:
                     self._writers = Writers(
-                        self.root, self.catalog, self.slots, self.keys, self.memo, self.counters, self.leases, self.owners, self.words,
+                        self.root, self.catalog, self.index, self.memo, self.counters, self.leases, self.owners, self.words,
                         self.adaptive,
                     )  # fmt: skip
                 writers = self._writers
@@ -266,14 +269,16 @@ class Engine:
         if self.root.read_only:
             return
         self._format.try_lock(0, exclusive=False)  # a later version migrates a root only when nobody holds this
-        if not self.slots.is_whole(0):
-            self.rebuild_slots()
-        self._has_slots = True
+        try:
+            self.index.head.words()
+        except SharedBroken:
+            self.rebuild_shared()
+        self._has_index = True
         self.catalog.ballast.make()
         if settings != Settings():
             self.counters.claim()  # a process that sets limits is seen by others that do; any other is once it counts something
         try:
-            if self.slots.intent() or self.owners.any_dead():
+            if self.index.head.intent() or self.owners.any_dead():
                 with self.catalog.write(0) as txn:  # one that writes now has seen to it
                     self.owners.reap(txn)
             self.begin_epoch()
@@ -285,58 +290,57 @@ class Engine:
         self.configure(settings, before)
         self._keep_settings()
 
-    def rebuild_slots(self) -> None:
-        """Recreate what is lost or damaged of the table of slots from the catalog."""
-        from forebay._engine import check
-
-        with self.catalog.writer(), faults(str(self.root.slots_dir)):
-            for chunk in check.chunks_of(self.catalog, self.slots):
-                if self.slots.is_whole(chunk):
-                    continue
-                live = entries.living_in(self.catalog, chunk * RECORDS, (chunk + 1) * RECORDS)
-                if live:
-                    log.warning(
-                        "%s: part %d of the table of slots is lost or damaged: it is recreated; when its %d entries were used is lost",
-                        self.root.path, chunk, len(live),
-                    )  # fmt: skip
-                self.slots.remake(chunk, live)
+    def rebuild_shared(self) -> None:
+        """Create what is lost or damaged of the files that processes share; the catalog says what was in them."""
+        with self.catalog.writer(), faults(str(self.root.shared_dir)):
+            self.index.create()
+            self.index.head.epoch = 0
             limits = spaces.limits(self.catalog)
-            self.slots.set_limits(limits["max_rate"] or 0, limits["max_connections"] or 0)
-            self.memo.restart(self.slots)  # what it knows of the part that is lost
+            self.index.head.set_limits(limits["max_rate"] or 0, limits["max_connections"] or 0)
+            self.memo.restart(self.index)  # what it knows of the part that is lost
+        self._has_index, self._epoch_began = True, False
+        try:
+            self.begin_epoch()
+        except errors.WriterBusy as error:  # the next call that writes does it
+            log.info("%s: rows and records are compared later: %s", self.root.path, str(error))
 
     def _finish_intent(self) -> None:
-        """Before a transaction: end what a writer that died left half done, in the table of slots that all processes share."""
-        if not self._has_slots:
-            return
-        if not self.slots.are_same():
-            raise CatalogBroken(f"the table of slots in {self.root.slots_dir} was replaced")
-        self.writers.intent.recover()
+        """Before a transaction, and after one that failed: end what was left half done."""
+        if self._has_index:
+            self.index.check_same()
+            if self.index.head.intent():
+                recovery.recover(self.root, self.catalog, self.index)
 
     def begin_epoch(self) -> None:
-        """Before the first write in a new epoch: give no id again that a crash of the machine made the catalog forget, remove files that it
-        left without a row, and let nothing be appended to old segments: their rows may be older than their records and the words that lead
-        to them, and a writer that began where a row ends would overwrite what readers have found.
+        """Before the first write in a new epoch, or with a new head: give no id again that a crash of the machine made the catalog forget,
+        remove files that it left without a row, compare records and rows, and let nothing be appended to old segments: their rows may be
+        older than their records and the words that lead to them, and a writer that began where a row ends would overwrite what readers
+        have found.
 
-        A segment with a live writer is not old, since the lock of a writer ends with its mount, or with the boot."""
-        epoch = spaces.setting(self.catalog, "boot")
-        if epoch != self.root.epoch:
+        A segment with a live writer is not old, since the lock of a writer ends with its mount, or with the boot. Each step may be
+        repeated: the epoch is noted last."""
+        head = self.index.head
+        epoch, number = spaces.setting(self.catalog, "boot"), head.number_of(self.root.epoch)
+        if epoch != self.root.epoch or head.epoch != number:
             from forebay._engine import check
             from forebay._engine.catalog import failures, segments
 
-            if epoch:
+            if epoch and epoch != self.root.epoch:
                 with self.catalog.write() as txn:
                     txn.skip_ids()
                 self.catalog.sync()
+            lacking = recovery.reconcile(self.catalog, self.index)
+            if lacking and epoch == self.root.epoch:
+                log.warning("%s: records of %d entries were lost: when they were used is unknown", self.root.path, lacking)
             check.remove_strays(self.root, self.catalog, self.writers.eviction, self.writers.fill)
             self.writers.tails.reclaim()
             with self.catalog.write() as txn:
                 if spaces.setting(txn, "boot") != self.root.epoch:  # else another process was first, and may append already
-                    if not epoch:  # a new catalog
-                        check.empty_lost_slots(txn, self.slots)
                     segments.close(txn)
                     check.adopt_segments(self.root, txn)
                     failures.forget(txn)
                     spaces.set_setting(txn, "boot", self.root.epoch)
+            head.epoch = number
         self._epoch_began = True
 
     # -- settings --------------------------------------------------------------------------------------------------
@@ -346,11 +350,11 @@ class Engine:
         sets them. ``before``: see `_start`."""
         given = settings != Settings()
         if settings.budget is not None:
-            self.keys.values.resize()
+            self.index.cells.resize()
         if given and self._unset is not None:
             settings = settings.over(self._unset)
         try:
-            self._in_force, applied = apply(settings, self.root, self.catalog, self.slots, self._make_room, self.counters, before)
+            self._in_force, applied = apply(settings, self.root, self.catalog, self.index.head, self._make_room, self.counters, before)
             self._lower = self._lower or not applied
             if given:
                 self._unset = None
@@ -368,11 +372,11 @@ class Engine:
 
     def _keep_settings(self) -> None:
         """Write the copies of the limits where they are missing: a process was killed before it wrote them, or somebody removed them."""
-        if is_kept(self.root, self.catalog, self.slots):
+        if is_kept(self.root, self.catalog, self.index.head):
             return
         try:
             with self.catalog.writer(0):
-                keep(self.root, self.catalog, self.slots)
+                keep(self.root, self.catalog, self.index.head)
         except errors.CacheFault as error:  # busy: the next open does it
             log.info("%s: what is set was not noted: %s", self.root.path, str(error))
 
@@ -386,7 +390,7 @@ class Engine:
             if not self._epoch_began:
                 self.begin_epoch()
             self.history.use = self._use
-            self.history.note(self.slots.clock.now())
+            self.history.note(self.index.head.clock.now())
             if self._unset is not None or self._lower:
                 self._set_late()
 
@@ -397,9 +401,9 @@ class Engine:
 
     def touch(self, entry: Entry) -> None:
         """Note that an entry is used now."""
-        words, base = self.slots.record(entry.slot)
+        words, base = self.index.record(entry.slot)
         if words[base + ID] == entry.id and not self.root.read_only:
-            words[base + USED] = now = self.slots.clock.now()
+            words[base + USED] = now = self.index.head.clock.now()
             self.adaptive.hit_in(entry.space, entry.key, entry.charge, now)
 
     def evicted(self, count: int) -> None:
@@ -421,7 +425,7 @@ class Engine:
             unset, self._unset, lower, self._lower = self._unset, None, self._lower, False
             try:
                 if unset is not None:
-                    self._in_force, applied = apply(unset, self.root, self.catalog, self.slots, self._make_room, self.counters)
+                    self._in_force, applied = apply(unset, self.root, self.catalog, self.index.head, self._make_room, self.counters)
                     unset, lower = None, lower or not applied
                 if lower:
                     self.writers.budget.make_room()

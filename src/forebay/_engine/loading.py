@@ -9,7 +9,7 @@ from forebay import errors
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
 from forebay._engine.index.adaptive import Trial, charge_of
-from forebay._engine.index.slots import ID, USED, VALIDATED
+from forebay._engine.index.records import ID, USED, VALIDATED
 from forebay._engine.locks.leases import Lease
 from forebay._engine.spaces import Spaces
 from forebay._engine.write.insert import Label
@@ -43,7 +43,7 @@ class Reservations:
         named: list[str] = []
         trials: list[Trial] = []
         for key in keys:
-            hint = engine.keys.find(id, key)
+            hint = engine.index.find(id, key)
             if hint is not None:
                 words, base, slot, entry, size, is_file, *_ = hint
                 named.append(key)
@@ -68,7 +68,7 @@ class Reservations:
         unused: list[str] = []
         trials: list[Trial] = []
         for key in keys:
-            hint = engine.keys.find(id, key)
+            hint = engine.index.find(id, key)
             if hint is None:  # it is still being fetched
                 unused.append(key)
                 continue
@@ -93,7 +93,7 @@ class Reservations:
     def never_used(self, several: Sequence[Entry]) -> None:
         """Let these entries be evicted before all that was ever used, unless they are used first: their files have other names too."""
         for entry in several:
-            words, base = self.engine.slots.record(entry.slot)
+            words, base = self.engine.index.record(entry.slot)
             if words[base + ID] == entry.id and not self.engine.root.read_only:
                 words[base + USED] = 0
 
@@ -103,7 +103,7 @@ class Reservations:
         engine = self.engine
         engine.check_usable(writing=True)
         row = self._spaces.ensure(space)
-        return SpaceReservation(engine.catalog, engine.writers.budget, engine.writers.publisher, engine.leases, engine.writers.intent, row)
+        return SpaceReservation(engine.catalog, engine.writers.budget, engine.writers.publisher, engine.leases, row)
 
     def spill(self, space: str, key: str, data: Buffer) -> Lease:
         """Keep bytes for as long as the returned lease, or a copy of it after a fork, is held. Raises `CacheFault`."""

@@ -54,7 +54,7 @@ class Packs:
         engine.touch(lease.entry)
         space = self._spaces.lookup(lease.entry.space)
         try:
-            return Pack(engine.root, self, engine.slots, engine.counters, lease, length, space.id)
+            return Pack(engine.root, self, engine.index.head, engine.counters, lease, length, space.id)
         except OSError as error:
             if isinstance(error, (FileNotFoundError, errors.Damaged)):
                 raise

@@ -16,9 +16,8 @@ from forebay._engine.files.root import Root
 from forebay._engine.index import counters
 from forebay._engine.index.adaptive import AdaptiveSpaces, charge_of
 from forebay._engine.index.counters import Counters
-from forebay._engine.index.keys import KeyIndex, meta_hash
 from forebay._engine.index.memo import Memo, Remembered
-from forebay._engine.index.slots import ID, USED, VALIDATED, Slots
+from forebay._engine.index.records import ID, USED, VALIDATED, EntryIndex, meta_hash
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._kernel import events, host, mappings
 from forebay._kernel.below import LinkInTheWay, open_quickly
@@ -37,24 +36,23 @@ class Reading:
     """Reads entries of one root. Callable from any thread, and in a forked child."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, leases: Leases, memo: Memo, counts: Counters,
-        adaptive: AdaptiveSpaces,
+        self, root: Root, catalog: Catalog, index: EntryIndex, leases: Leases, memo: Memo, counts: Counters, adaptive: AdaptiveSpaces
     ) -> None:  # fmt: skip
-        self._root, self._catalog, self._slots, self._keys = root, catalog, slots, keys
+        self._root, self._catalog, self._index = root, catalog, index
         self._leases, self._memo, self._counts, self._adaptive = leases, memo, counts, adaptive
         self._unsealed: dict[int, int] = {}  # by id: the time of a file that has no seal, and was checked
         self._keeps_no_seals = False  # the file system, as a first try showed
         self._trees: dict[int, int] = {}  # by id: the fingerprint of a tree that was checked
 
     def first_touch(self, space: str, space_id: int, key: str, max_age: int, alias: str, maps: bool = False) -> memoryview | None:
-        """The bytes of a key that was validated in the last ``max_age`` nanoseconds, by the index of keys: without a statement if it is a
+        """The bytes of a key that was validated in the last ``max_age`` nanoseconds, by the index: without a statement if it is a
         file. None where the index does not know it, or anything about it is not as it should be: then `view` tells. A hit: touched and
         counted.
 
         ``alias``: another name under which the next call will ask. ``maps``: a file is mapped however small it is, for a caller that wants
-        a part of it, or a copy of its own. Raises `SlotsReplaced`."""
+        a part of it, or a copy of its own. Raises `SharedReplaced`."""
         memo, now = self._memo, self._now()
-        hint = self._keys.find(space_id, key) if now else None
+        hint = self._index.find(space_id, key) if now else None
         if hint is None:
             return None
         words, base, slot, id, size, is_file, mark, suffix, _ = hint
@@ -110,7 +108,7 @@ class Reading:
 
     def _value_of(self, slot: int, id: int, size: int, mark: int) -> memoryview | None:
         """The bytes of a small value, by its cell, else by one statement; None where it is gone, or damaged."""
-        cells = self._keys.values
+        cells = self._index.cells
         value = cells.get(slot, size, mark)
         if value is None:
             value = entries.quick_payload(self._catalog, id) if not host.forked_unseen() else None
@@ -120,9 +118,9 @@ class Reading:
         return memoryview(value)
 
     def expect(self, space_id: int, key: str, max_age: int) -> int | None:
-        """The size of an entry that was validated in the last ``max_age`` nanoseconds, if the index of keys knows one. It is touched: its
-        reader comes soon, and what is colder is evicted first; but nothing is held: it may be gone by then. Raises `SlotsReplaced`."""
-        now, hint = self._memo.let_go(), self._keys.find(space_id, key)
+        """The size of an entry that was validated in the last ``max_age`` nanoseconds, if the index knows one. It is touched: its
+        reader comes soon, and what is colder is evicted first; but nothing is held: it may be gone by then. Raises `SharedReplaced`."""
+        now, hint = self._memo.let_go(), self._index.find(space_id, key)
         if hint is None or not 0 <= now - hint[0][hint[1] + VALIDATED] < max_age:
             return None
         words, base, _, _, size, *_ = hint
@@ -131,11 +129,11 @@ class Reading:
         return size
 
     def first_value(self, space_id: int, key: str, meta: str) -> memoryview | None:
-        """What a process reads of a key for the first time, by the index of keys: a file is mapped. None where its entry carries another
+        """What a process reads of a key for the first time, by the index: a file is mapped. None where its entry carries another
         text than ``meta``; where the process has read it before, so that `view` remembers it; where the index does not know it; or where
-        anything is not as it should be. It is touched; its reader counts the hit. Raises `SlotsReplaced`."""
+        anything is not as it should be. It is touched; its reader counts the hit. Raises `SharedReplaced`."""
         now = self._now()
-        hint = self._keys.find(space_id, key) if now else None
+        hint = self._index.find(space_id, key) if now else None
         if hint is None:
             return None
         words, base, slot, id, size, is_file, mark, suffix, noted_meta = hint
@@ -162,7 +160,7 @@ class Reading:
                     return None
                 data = self._bytes_of(entry)
                 if data is not None:
-                    self._keys.note(space_id, entry, data if entry.kind == "value" else None)
+                    self._index.note(space_id, entry, data if entry.kind == "value" else None)
                     return self._memo.add(space, key, entry, data)
             # P1 reads the row / P2 evicts or replaces it / P1 opens: gone. Look again, once.
         return None
@@ -228,7 +226,7 @@ class Reading:
 
     def _missing(self, entry: Entry) -> None:
         """Set aside an entry whose file is gone, unless it was evicted meanwhile."""
-        if entries.by_id(self._catalog, entry.id) and self._slots.id_of(entry.slot) == entry.id:
+        if entries.by_id(self._catalog, entry.id) and self._index.id_of(entry.slot) == entry.id:
             self.set_aside(entry, f"{entry.name}: its file is gone")
 
     def _file_is_sound(self, lease: Lease) -> bool:
@@ -377,7 +375,7 @@ class Reading:
         with self._catalog.write() as txn:
             if entries.by_id(txn, entry.id) is not None:
                 entries.supersede(txn, entry)
-                self._slots.clear(entry.slot, entry.id)
+                self._index.clear(entry.slot, entry.id)
             txn.leftovers = True
 
 

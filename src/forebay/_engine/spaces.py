@@ -80,7 +80,7 @@ class Spaces:
             with engine.catalog.write() as txn:
                 rows.insert(txn, name, kind, parsed or Policy.default(name), quota)
                 rows.change(txn, name, parsed, quota, max_count)
-                txn.after_commit.append(lambda: keep(engine.root, engine.catalog, engine.slots))
+                txn.after_commit.append(lambda: keep(engine.root, engine.catalog, engine.index.head))
                 row = rows.find(txn, name)
         assert row is not None
         engine.note_space(row)
@@ -127,15 +127,13 @@ class Spaces:
     @recover_and_retry
     def clear(self, name: str) -> int:
         """Remove all entries of a space but those that are pinned or in use; returns how many were removed."""
-        from forebay._engine.space.eviction import EvictionVictim
-
         engine = self.engine
         engine.check_usable(writing=True)
         space, removed = self.lookup(name).id, 0
         with faults(name):
             page = engine.stats.page(space, None)
             while page:
-                unpinned = [(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in page if e.life != "pinned"]
+                unpinned = [entry for entry in page if entry.life != "pinned"]
                 for at in range(0, len(unpinned), _AT_ONCE):
                     removed += len(engine.writers.eviction.remove(unpinned[at : at + _AT_ONCE]))
                 page = engine.stats.page(space, page[-1].key)

@@ -14,8 +14,7 @@ from forebay._engine.files.root import Root
 from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.counters import NAMES, Counters
 from forebay._engine.index.ghosts import Standing
-from forebay._engine.index.keys import KeyIndex
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.records import EntryIndex
 from forebay._engine.locks.leases import Leases
 from forebay._model import Entry, Policy
 
@@ -60,21 +59,21 @@ class StatsReader:
     """Reads the statistics of one root. Takes no lock: another process may change what was read at any time."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, counters: Counters, leases: Leases, adaptive: AdaptiveSpaces
+        self, root: Root, catalog: Catalog, index: EntryIndex, counters: Counters, leases: Leases, adaptive: AdaptiveSpaces
     ) -> None:  # fmt: skip
-        self._root, self._index, self._adaptive = root, keys, adaptive
-        self._catalog, self._slots, self._counters, self._leases = catalog, slots, counters, leases
+        self._root, self._index, self._adaptive = root, index, adaptive
+        self._catalog, self._counters, self._leases = catalog, counters, leases
 
     def entries(self, space: int | None) -> list[Entry]:
         """Live entries with their times, the least recently used first."""
-        return sorted((self.with_times(entry) for entry in entries.live(self._catalog, space)), key=lambda entry: entry.used)
+        return sorted((self._index.with_times(entry) for entry in entries.live(self._catalog, space)), key=lambda entry: entry.used)
 
     def page(self, space: int, after: str | None, *, backwards: bool = False) -> list[Entry]:
         """Up to `ENTRIES_PER_PAGE` live entries of one space with their times, in the order of their keys, those after ``after``."""
         rows = entries.page(self._catalog, space, after, ENTRIES_PER_PAGE, backwards=backwards)
         leased = self._leases.leased_among([entry.id for entry in rows])
-        times = self._slots.times([entry.slot for entry in rows])
-        walls = self._slots.clock.walls
+        times = self._index.times([entry.slot for entry in rows])
+        walls = self._index.head.clock.walls
         used, validated = walls(last for last, _ in times), walls(at for _, at in times)
         return [
             entry._replace(used=last, validated=at, leased=entry.id in leased)
@@ -85,7 +84,7 @@ class StatsReader:
         """`page`, with only the facts that listings of many entries show."""
         rows = entries.page_of_facts(self._catalog, space, after, ENTRIES_PER_PAGE, backwards=backwards)
         leased = self._leases.leased_among([row[0] for row in rows])
-        used = self._slots.clock.walls(self._slots.used_many([row[2] for row in rows]))
+        used = self._index.head.clock.walls(self._index.used_many([row[2] for row in rows]))
         return [(key, size, last, created, life, id in leased) for (id, key, _, size, life, created), last in zip(rows, used, strict=True)]
 
     def key_page(self, space: int, after: str | None, *, backwards: bool = False) -> list[str]:
@@ -97,13 +96,9 @@ class StatsReader:
         keys: list[tuple[int, str]] = []
         rows = entries.page_of_keys(self._catalog, space, None, ENTRIES_PER_PAGE)
         while rows:
-            keys += zip(self._slots.used_many([slot for _, slot in rows]), (key for key, _ in rows), strict=True)
+            keys += zip(self._index.used_many([slot for _, slot in rows]), (key for key, _ in rows), strict=True)
             rows = entries.page_of_keys(self._catalog, space, rows[-1][0], ENTRIES_PER_PAGE)
         return [key for _, key in sorted(keys)]
-
-    def with_times(self, entry: Entry) -> Entry:
-        clock = self._slots.clock
-        return entry._replace(used=clock.wall(self._slots.used(entry.slot)), validated=clock.wall(self._slots.validated(entry.slot)))
 
     def usage(self) -> Usage:
         limits = spaces.limits(self._catalog)
@@ -119,7 +114,7 @@ class StatsReader:
 
     def index_use(self) -> IndexUse:
         """How large and how full the index of keys is, and to how many entries of a sample it leads. Changes nothing."""
-        folder = self._root.index_dir
+        folder = self._root.shared_dir
         files = self._in(folder)
         buckets, used = self._index.fullness() or (0, 0)
         ids = {row.name: row.id for row in spaces.every(self._catalog)}
@@ -127,20 +122,20 @@ class StatsReader:
         hints = [self._index.find(ids.get(entry.space, 0), entry.key) for entry in sample]
         led = sum(hint is not None and hint[3] == entry.id for hint, entry in zip(hints, sample, strict=True))
         changed = self._root.files.lstat(folder).st_mtime if files else 0.0
-        return IndexUse(folder / "table" in files, buckets, used, sum(map(self._blocks, files)), changed, len(sample), led)
+        return IndexUse(folder / "keys" in files, buckets, used, sum(map(self._blocks, files)), changed, len(sample), led)
 
     def overhead(self) -> dict[str, int]:
-        """Bytes on the disk that the budget does not count: ``log``, ``slots`` (the tables of slots and of keys, and the copies of small
-        values), ``directories``, and ``other`` files, which are locks, counters, the ballast, and the allowance of the catalog beside small
-        values."""
+        """Bytes on the disk that the budget does not count: ``log``, ``slots`` (the records of entries, the table of keys, and the copies
+        of small values), ``directories``, and ``other`` files, which are locks, counters, the ballast, and the allowance of the catalog
+        beside small values."""
         root, wal = self._root, Wal(str(self._root.catalog), self._root.files)
         top = ("FORMAT", "CACHEDIR.TAG", "settings.json", "counters", root.ballast.name)
-        folders = [root.slots_dir, root.index_dir, root.blobs_dir, root.trees_dir, root.packs_dir, root.tmp_dir, root.words.parent]
+        folders = [root.shared_dir, root.blobs_dir, root.trees_dir, root.packs_dir, root.tmp_dir, root.words.parent]
         folders += [root.path, *(root.blobs_dir / fan for fan in FANS)]
         other = sum(self._blocks(path) for path in (root.path / name for name in top)) + sum(map(self._blocks, self._in(root.words.parent)))
         return {
             "log": min(self._blocks(Path(wal.log)), FREE) + self._blocks(Path(wal.index)),
-            "slots": sum(map(self._blocks, self._in(root.slots_dir) + self._in(root.index_dir))),
+            "slots": sum(map(self._blocks, self._in(root.shared_dir))),
             "directories": sum(map(self._blocks, folders)),
             "other": other + spaces.uncharged(self._catalog),
         }

@@ -235,21 +235,21 @@ class Store:
     def now(self, *, exact: bool = False) -> int:
         """Nanoseconds of the root's clock, about those since 1970, which never goes back. ``exact``: not before any time that another
         process saw, even within a second after the machine's clock was set."""
-        clock = self.engine.slots.clock
+        clock = self.engine.index.head.clock
         return clock.look() if exact else clock.now()
 
     def validated(self, entry: Entry) -> int:
         """When an entry was last seen to be the version of the remote, on the clock of `now`; 0: not known, the remote must be asked."""
-        return self.engine.slots.validated(entry.slot)
+        return self.engine.index.validated(entry.slot)
 
     def stamp(self, entry: Entry) -> tuple[int, int]:
         """Identifies an entry and its last validation: a different stamp means that there was another one since."""
-        return entry.id, self.engine.slots.stamp(entry.slot)
+        return entry.id, self.engine.index.stamp(entry.slot)
 
     def set_validated(self, entry: Entry, ns: int) -> None:
         """Note that an entry was the version of the remote at ``ns`` of the clock of `now`."""
-        if self.engine.slots.id_of(entry.slot) == entry.id:
-            self.engine.slots.set_validated(entry.slot, ns)
+        if self.engine.index.id_of(entry.slot) == entry.id:
+            self.engine.index.set_validated(entry.slot, ns)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -412,10 +412,8 @@ class Store:
 
     @recover_and_retry
     def _remove(self, victims: Sequence[Victim], trees: bool) -> set[int]:
-        from forebay._engine.space.eviction import EvictionVictim
-
         rows = entries.by_ids(self.engine.catalog, [victim.id for victim in victims])
-        mine = [(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in rows if (e.kind == "tree") is trees]
+        mine = [entry for entry in rows if (entry.kind == "tree") is trees]
         with faults("entries to remove"):
             removed = {doomed.id for doomed in self.engine.writers.eviction.remove(mine)} if mine else set()
         self.engine.evicted(len(removed))
@@ -423,10 +421,8 @@ class Store:
 
     def drop(self, unheld: Sequence[Entry]) -> int:
         """Remove entries that no process holds any more; returns how many were removed."""
-        from forebay._engine.space.eviction import EvictionVictim
-
         with faults("what nobody holds"):
-            return len(self.engine.writers.eviction.remove([(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in unheld]))
+            return len(self.engine.writers.eviction.remove(unheld))
 
     @recover_and_retry
     def discard(self, entry: Entry) -> bool:
@@ -481,7 +477,7 @@ class Store:
     def entry(self, space: str, key: str) -> Entry | None:
         """The current entry of a key, which is not touched; None if there is none."""
         entry = self.engine.leases.current(self.spaces.lookup(space).id, key)
-        return self.engine.stats.with_times(entry) if entry else None
+        return self.engine.index.with_times(entry) if entry else None
 
     def is_leased(self, entry: Entry) -> bool:
         """Whether any process holds a lease on an entry."""
@@ -537,7 +533,7 @@ class Store:
         try:
             problem = self.engine.catalog.problem()
             if problem is None:
-                problems = check.check(self.root, self.engine.catalog, self.engine.slots, deep=deep)
+                problems = check.check(self.root, self.engine.catalog, self.engine.index, deep=deep)
                 others = [name for name in foreign(self.root.path) if not name.startswith("tmp/")]  # which are reported already
                 what = "not created by Forebay, not in the budget: move it out"
                 return [*problems, *(Problem("foreign", str(self.root.path / name), what) for name in others)]
@@ -552,7 +548,7 @@ class Store:
         """The files in the root that no row counts."""
         from forebay._engine import check
 
-        return check.count_strays(self.root, self.engine.catalog, self.engine.slots)
+        return check.count_strays(self.root, self.engine.catalog, self.engine.index)
 
     @recover_and_retry
     def remove_strays(self) -> Strays:
@@ -560,12 +556,12 @@ class Store:
         from forebay._engine import check
 
         self.engine.check_usable(writing=True)
-        before = check.count_strays(self.root, self.engine.catalog, self.engine.slots)
+        before = check.count_strays(self.root, self.engine.catalog, self.engine.index)
         if not before.files:
             return Strays()
         with faults("files that no entry names"):
             check.remove_strays(self.root, self.engine.catalog, self.engine.writers.eviction, self.engine.writers.fill)
-        left = check.count_strays(self.root, self.engine.catalog, self.engine.slots)
+        left = check.count_strays(self.root, self.engine.catalog, self.engine.index)
         return Strays(max(before.files - left.files, 0), max(before.bytes - left.bytes, 0))
 
     def recover(self, error: CatalogBroken) -> None:
@@ -584,7 +580,7 @@ class Store:
                 problems = [*problems, *latest]
         self.engine.catalog.trust()
         if any(problem.kind == "slots" for problem in problems):
-            self.engine.rebuild_slots()
+            self.engine.rebuild_shared()
             problems += self.check(deep=deep)
         self._repair(problems)
         return [*before, *(problem for problem in problems if problem.kind != "foreign")]
@@ -593,7 +589,8 @@ class Store:
     def _repair(self, problems: list[Problem]) -> None:
         from forebay._engine import check
 
-        check.repair(self.root, self.engine.catalog, self.engine.writers.eviction, self.engine.writers.fill, self.engine.reading, problems)
+        engine = self.engine
+        check.repair(self.root, engine.catalog, engine.index, engine.writers.eviction, engine.writers.fill, engine.reading, problems)
 
 
 # The parent's thread that was opening a root, perhaps its first, does not exist in the child.

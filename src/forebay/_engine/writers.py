@@ -6,9 +6,8 @@ from forebay._engine.catalog import Catalog
 from forebay._engine.files.root import Root
 from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.counters import Counters
-from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.memo import Memo
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.records import EntryIndex
 from forebay._engine.locks.fill import Fill
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
@@ -18,7 +17,7 @@ from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.inline_eviction import InlineEviction
 from forebay._engine.space.ranking import Ranking
 from forebay._engine.space.segment_tails import SegmentTails
-from forebay._engine.write.insert import Intent, Label
+from forebay._engine.write.insert import Label
 from forebay._engine.write.link import Linker
 from forebay._engine.write.publish import Publisher
 from forebay._kernel import waits
@@ -31,18 +30,17 @@ class Writers:
     label = Label
 
     def __init__(
-        self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, memo: Memo, counters: Counters, leases: Leases, owners: Owners,
+        self, root: Root, catalog: Catalog, index: EntryIndex, memo: Memo, counters: Counters, leases: Leases, owners: Owners,
         words: waits.Words, adaptive: AdaptiveSpaces,
     ) -> None:  # fmt: skip
         self.fill = Fill(root, catalog, owners, words, counters)
-        self.eviction = Eviction(root, catalog, slots, leases, words)
-        self.ranking = Ranking(catalog, slots, adaptive)
+        self.eviction = Eviction(root, catalog, index, leases, words)
+        self.ranking = Ranking(catalog, index, adaptive)
         self.tails = SegmentTails(root, catalog, owners)
         self.budget = Budget(root, catalog, owners, self.eviction, self.ranking, words, counters, memo, self.tails)
         inline = InlineEviction(self.budget, self.eviction, self.ranking)
-        self.intent = Intent(root, catalog, slots)
-        self.publisher = Publisher(root, catalog, slots, keys, adaptive, owners, self.budget, inline, self.intent)
-        self.linker = Linker(root, catalog, slots, self.publisher)
+        self.publisher = Publisher(root, catalog, index, adaptive, owners, self.budget, inline)
+        self.linker = Linker(root, catalog, index, self.publisher)
         self.packing = Packing(root, catalog, leases, owners, self.budget, self.publisher, self.tails)
 
     def close(self) -> None:
@@ -58,5 +56,5 @@ class Writers:
         self.budget.after_fork_parent()
 
     def after_fork_child(self) -> None:
-        for part in (self.budget, self.fill, self.ranking, self.publisher, self.tails):
+        for part in (self.budget, self.fill, self.ranking, self.tails):
             part.after_fork_child()

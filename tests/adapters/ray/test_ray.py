@@ -29,6 +29,7 @@ from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
 import forebay
 from forebay.adapters.ray import RayCheckpoint, from_ray, report, to_ray
+from tests.harness import QUICK_RAY
 from tests.processes import ProcessGroup
 from tests.remote_directories import CKPT, FILES, Remote, arrow, every_kind, files_of, fsspec_etags, s3, write_files
 from tests.remote_directories import aws as aws
@@ -317,11 +318,7 @@ def trained(place: Path, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
         each |= {"root": str(place / f"root-{name}"), "log": str(place / f"log-{name}")}
     own = ("AWS_", "FOREBAY_", "RAY_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own) and "proxy" not in name.lower()}
-    quick = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
-    quick |= {
-        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-        "RAY_TRAIN_METRICS_ENABLED": "0",
-    }  # each a process more, which imports for seconds
+    quick = QUICK_RAY | {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
     paths = {"PYTHONPATH": os.pathsep.join([str(HERE.parents[2] / "src"), str(HERE.parents[2])])}
     words = [sys.executable, str(HERE / "ray_runs.py"), json.dumps(told)]
     try:

@@ -196,13 +196,10 @@ def test_the_name_of_a_file_in_a_tree_leads_not_out_of_it(place: Path, name: str
 
 
 FAR = {
-    "the next slot": ["UPDATE meta SET value = 65536 * 100 WHERE name = 'next_slot'"],
-    "the next slot, further": ["UPDATE meta SET value = (1 << 31) - 1 WHERE name = 'next_slot'"],
-    "a slot, and by it the next one": ["UPDATE entries SET slot = 65536 * 100 WHERE key = 'k0'"],
+    "a slot": ["UPDATE entries SET slot = 8192 * 100 WHERE key = 'k0'"],
+    "a slot of another": ["UPDATE entries SET slot = (SELECT slot FROM entries WHERE key = 'k1') WHERE key = 'k0'"],
     "a slot so far that there is none": ["UPDATE entries SET slot = 1 << 50 WHERE key = 'k0'"],
-    "a slot alone": ["DROP TRIGGER entry_moves", "UPDATE entries SET slot = 65536 * 100 WHERE key = 'k0'"],
-    "a slot of a removed entry": ["DROP TRIGGER entry_moves", "UPDATE entries SET slot = 65536 * 100, state = 2 WHERE key = 'k0'"],
-    "a free slot": ["INSERT INTO free_slots VALUES (65536 * 100)"],
+    "a slot of a removed entry": ["UPDATE entries SET slot = 8192 * 100, state = 2 WHERE key = 'k0'"],
 }
 
 
@@ -226,16 +223,20 @@ def test_a_slot_far_away_makes_no_gigabytes_of_slots(place: Path, what: str, rep
             assert cache.get(f"n{number}") == bytes([number]) * (300 * KiB)
         store.repair()
         assert store.check(deep=True) == []
-    assert os.listdir(place / "slots") == ["000"]
+    assert [name for name in os.listdir(place / "shared") if "records" in name] == ["records-000"]
     in_child(lambda: assert_settled(place, BUDGET))
 
 
-def test_rows_of_one_forged_slot_are_set_aside_and_the_others_stay(place: Path) -> None:
+@pytest.mark.parametrize("what", ["a slot", "a slot of another"])
+def test_an_entry_with_a_forged_slot_gets_another(place: Path, what: str) -> None:
     in_child(lambda: _with(place, fill))
-    for sql in FAR["a slot alone"]:
+    for sql in FAR[what]:
         forge(place, sql)
     with opened(place, BUDGET) as store:
-        assert [store.view("urls", f"k{number}") is not None for number in range(6)] == [False] + [True] * 5
+        assert all(store.view("urls", f"k{number}") is not None for number in range(6))
+        assert len({entry.slot for entry in store.entries("urls")}) == 6
+        store.repair()  # the record that it had is another's, or nobody's
+        assert store.check(deep=True) == []
 
 
 NUMBERS = {
@@ -280,7 +281,7 @@ def test_what_is_no_number_or_no_name_reaches_no_caller(place: Path, what: str) 
         use(cache)
 
 
-TABLES = ("counters", "spaces", "failures", "links", "entries", "payloads", "meta", "reservations", "segments", "free_slots")
+TABLES = ("counters", "spaces", "failures", "links", "entries", "payloads", "meta", "reservations", "segments")
 PLANTED = {
     "counters": ["INSERT OR REPLACE INTO counters VALUES ('hits', 'zz')", "INSERT OR REPLACE INTO counters VALUES (x'ff', 1e300)"],
     "links": ["INSERT INTO links VALUES ('a', 'b', 'c')", "INSERT INTO links VALUES (5, 'b', 'c')"],
@@ -341,11 +342,10 @@ def test_no_value_of_any_column_reaches_a_caller_as_another_error(quick_path: Pa
     in_child(use_all)
 
 
-@pytest.mark.parametrize("name", ["next_id", "next_slot"])
 @pytest.mark.parametrize("value", ["nothing", -5, 1 << 62])
-def test_a_catalog_that_cannot_tell_what_is_taken_is_made_anew(place: Path, name: str, value: object) -> None:
+def test_a_catalog_that_cannot_tell_what_is_taken_is_made_anew(place: Path, value: object) -> None:
     in_child(lambda: _with(place, fill))
-    forge(place, "UPDATE meta SET value = ? WHERE name = ?", value, name)
+    forge(place, "UPDATE meta SET value = ? WHERE name = 'next_id'", value)
     with opened(place, BUDGET) as store:
         store.put("values", "new", bytes(9))
         assert bytes(store.view("values", "new").view) == bytes(9)  # type: ignore[union-attr]
@@ -353,9 +353,9 @@ def test_a_catalog_that_cannot_tell_what_is_taken_is_made_anew(place: Path, name
 
 def test_an_intent_of_more_than_anybody_writes_is_nobodys(place: Path) -> None:
     in_child(lambda: _with(place, fill))
-    with open(place / "slots/000", "r+b") as file:
+    with open(place / "shared/head", "r+b") as file:
         file.seek(24)
-        file.write((5).to_bytes(8, "little") + (1 << 62).to_bytes(8, "little"))
+        file.write((1 << 62).to_bytes(8, "little"))
     with opened(place, BUDGET) as store:
         fill(store, 1)
         assert {entry.key for entry in store.entries("urls")} == {f"k{number}" for number in range(6)}
@@ -393,7 +393,7 @@ def test_a_link_in_the_place_of_trees_or_packs_leads_nowhere(place: Path, where:
         assert {path: path.lstat().st_mtime_ns for path in sorted(moved.rglob("*"))} == before
 
 
-@pytest.mark.parametrize("where", ["blobs", "tmp", "slots", "locks", "blobs/xx"])
+@pytest.mark.parametrize("where", ["blobs", "tmp", "shared", "locks", "blobs/xx"])
 def test_a_link_in_the_place_of_a_directory_leads_nowhere(place: Path, where: str) -> None:
     """Put there while the root is open: what lies behind has the names of our files, and stays."""
     with opened(place, BUDGET) as store:
@@ -410,7 +410,7 @@ def test_a_link_in_the_place_of_a_directory_leads_nowhere(place: Path, where: st
         with contextlib.suppress(OSError):
             store.lease("urls", "k0")
         assert sorted(str(path) for path in moved.rglob("*")) == before
-        if where not in ("locks", "slots"):  # these were mapped before
+        if where not in ("locks", "shared"):  # these were mapped before
             assert {path: os.stat(path).st_mtime_ns for path in before} == sizes
 
 

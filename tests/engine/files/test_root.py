@@ -18,7 +18,7 @@ as_root = pytest.mark.root
 
 def whole(root: Root) -> bool:
     """Whether everything that a root is made of is there, and nothing else."""
-    top = {"FORMAT", "CACHEDIR.TAG", "blobs", "trees", "packs", "tmp", "slots", "index", "locks"}
+    top = {"FORMAT", "CACHEDIR.TAG", "blobs", "trees", "packs", "tmp", "shared", "locks"}
     return (
         set(os.listdir(root.path)) == top
         and len(os.listdir(root.blobs_dir)) == 256
@@ -164,7 +164,7 @@ def test_a_link_that_another_user_planted_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "mine") == []
 
 
-@pytest.mark.parametrize("name", ["precious.txt", "tmp/precious.txt", "locks/mine", "blobs/zz", "slots/table", "trees/linux"])
+@pytest.mark.parametrize("name", ["precious.txt", "tmp/precious.txt", "locks/mine", "blobs/zz", "shared/table", "trees/linux"])
 def test_s15_foreign_files_are_refused_and_left_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / "place" / name).parent.mkdir(parents=True)
     (tmp_path / "place" / name).write_text("precious")
@@ -258,8 +258,8 @@ def test_an_installer_whose_scrap_is_swept_does_it_again(root: Root) -> None:
         if len(fills) == 1:
             open_root(root.path)  # another process comes by
 
-    root.install(root.path / "slots" / "000", fill)
-    assert (len(fills), (root.path / "slots" / "000").read_bytes()) == (2, b"whole")
+    root.install(root.path / "shared" / "head", fill)
+    assert (len(fills), (root.path / "shared" / "head").read_bytes()) == (2, b"whole")
 
 
 def test_an_installer_that_fails_leaves_nothing(root: Root) -> None:
@@ -267,9 +267,9 @@ def test_an_installer_that_fails_leaves_nothing(root: Root) -> None:
         raise OSError(28, "full")
 
     with pytest.raises(OSError, match="full"):
-        root.install(root.path / "slots" / "000", fill)
+        root.install(root.path / "shared" / "head", fill)
     assert whole(root)
-    assert os.listdir(root.slots_dir) == []
+    assert os.listdir(root.shared_dir) == []
 
 
 def test_a_root_goes_by_pickle(root: Root) -> None:

@@ -18,9 +18,9 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine import check, engine
-from forebay._engine.catalog import connection
-from forebay._engine.index import slots
+from forebay._engine import check
+from forebay._engine.catalog import connection, recovery
+from forebay._engine.index import records
 from forebay._engine.store import Settings, Store
 from tests.harness import MiB, assert_settled, bytes_of, opened
 from tests.processes import Gate, fork, in_child
@@ -41,7 +41,7 @@ THINGS: dict[str, Callable[[Path], object]] = {
     "a link": lambda path: path.symlink_to("/dev/null"),
 }
 PLACES = [
-    "locks/keys", "locks/writer", "locks/owners", "locks/leases-07", "locks/words", "slots/000", "counters", "settings.json",
+    "locks/keys", "locks/writer", "locks/owners", "locks/leases-07", "locks/words", "shared/head", "counters", "settings.json",
     "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "catalog.sqlite-journal", "catalog.ballast", "blob", "index", "segment",
 ]  # fmt: skip
 
@@ -114,7 +114,7 @@ def test_what_is_no_file_hangs_nobody(place: Path, name: str, thing: str) -> Non
         assert in_child(lambda: value_of(place)) == b"value"
     kept = in_child(lambda: use(place))
     mended = {
-        "slots/000",
+        "shared/head",
         "counters",
         "settings.json",
         "blob",
@@ -129,12 +129,11 @@ def test_what_is_no_file_hangs_nobody(place: Path, name: str, thing: str) -> Non
 
 
 def few_slots() -> None:
-    """Parts of the table of slots that are full after 64 entries; for this process."""
-    slots.RECORDS = engine.RECORDS = check.RECORDS = 64
-    slots._SIZE = 4096 + 64 * 32
+    """Files of records that are full after 64 entries; for this process."""
+    records.RECORDS = recovery.RECORDS = check.RECORDS = 64
 
 
-@pytest.mark.parametrize("lost", ["001", "000 001 002", "cut", "another's"])
+@pytest.mark.parametrize("lost", ["records-001", "head records-000 records-001 records-002", "cut", "another's"])
 def test_a_lost_part_of_the_slots_is_made_anew_of_the_catalog(quick_path: Path, lost: str) -> None:
     place = quick_path / "root"
 
@@ -148,7 +147,7 @@ def test_a_lost_part_of_the_slots_is_made_anew_of_the_catalog(quick_path: Path, 
         few_slots()
         with forebay.Cache(place) as looking:
             kinds = {problem.kind for problem in looking.check()}
-        assert "slots" in kinds or "000" in lost  # the first part is made anew at opening
+        assert "slots" in kinds or "head" in lost  # which is made anew at opening
         with forebay.Cache(place) as cache:
             for n in range(180):
                 assert cache.get(f"k{n}") == bytes([n]) * 20_000
@@ -167,19 +166,19 @@ def test_a_lost_part_of_the_slots_is_made_anew_of_the_catalog(quick_path: Path, 
 
     in_child(fill)
     if lost == "cut":
-        os.truncate(place / "slots" / "001", 4096)
+        os.truncate(place / "shared" / "records-001", 4096)
     elif lost == "another's":
-        with open(place / "slots" / "001", "r+b") as file:
+        with open(place / "shared" / "records-001", "r+b") as file:
             file.seek(8)
             file.write(bytes(8))
     else:
         for name in lost.split():
-            (place / "slots" / name).unlink()
-    if lost == "001":
+            (place / "shared" / name).unlink()
+    if lost == "records-001":
         shutil.copytree(place, quick_path / "copy")
     in_child(go_on)
     assert_settled(place, BUDGET)
-    if lost == "001":
+    if lost == "records-001":
         place = quick_path / "copy"
         in_child(mend)
         assert_settled(place, BUDGET)
@@ -206,7 +205,7 @@ def test_a_process_that_has_the_lost_slots_goes_over_to_the_new_ones(quick_path:
 
     child = fork(attached)
     os.read(done[0], 1)
-    shutil.rmtree(place / "slots")
+    shutil.rmtree(place / "shared")
     in_child(other)
     os.write(go[1], b".")
     child.result()
@@ -228,16 +227,15 @@ def test_what_lies_where_the_next_part_of_the_slots_will_be_is_no_obstacle(quick
     def mend() -> None:
         few_slots()
         with forebay.Cache(place) as cache:
-            assert [problem.kind for problem in cache.check()] == ["slots"]
-            assert [problem.kind for problem in cache.repair()][:1] == ["slots"]
             assert cache.check(deep=True) == []
+            assert cache.repair() == []
 
     in_child(lambda: put(0, 60))
-    (place / "slots" / "001").write_text("junk")
+    (place / "shared" / "records-001").write_text("junk")
     if told:
         in_child(mend)
     in_child(lambda: put(60, 130))
-    assert sorted(os.listdir(place / "slots")) == ["000", "001", "002"]
+    assert {name for name in os.listdir(place / "shared") if "records" in name} == {f"records-00{n}" for n in range(3)}
     assert_settled(place, BUDGET)
 
 
@@ -257,7 +255,7 @@ def test_a_process_that_only_reads_goes_over_to_the_new_slots(quick_path: Path, 
     said.wait()
     store = Store.open(place, Settings(), read_only=read_only)
     assert bytes_of(store, "k") == b"old"
-    (place / "slots" / "000").unlink()
+    (place / "shared" / "head").unlink()
     go.open()
     said.wait()
     store.engine.memo.window = 0, 0, 0  # a second has passed
@@ -283,7 +281,7 @@ def test_a_process_that_only_writes_goes_over_to_the_new_slots(quick_path: Path)
 
     child = fork(writes)
     ready.wait()
-    (place / "slots" / "000").unlink()
+    (place / "shared" / "head").unlink()
     with opened(place) as store:
         assert bytes_of(store, "k") == b"old"
         go.open()
@@ -439,7 +437,7 @@ def test_somebodys_directory_in_the_place_of_the_log_stays(place: Path) -> None:
     assert (place / "catalog.sqlite-wal" / "theirs").read_bytes() == b"theirs"
 
 
-@pytest.mark.parametrize("name", ["slots/000", "catalog.sqlite"])
+@pytest.mark.parametrize("name", ["shared/head", "catalog.sqlite"])
 def test_an_empty_directory_in_the_place_of_a_file_goes_and_a_full_one_is_named(place: Path, name: str) -> None:
     (place / name).unlink()
     (place / name / "theirs").mkdir(parents=True)

@@ -20,7 +20,7 @@ WORDS = 1000
 
 
 def table_of(root: Root, magic: bytes = b"FBTEST01", words: int = WORDS) -> SharedTable:
-    return SharedTable(root, root.index_dir / "waiting", magic, words)
+    return SharedTable(root, root.shared_dir / "waiting", magic, words)
 
 
 def test_processes_see_what_others_store(root: Root) -> None:

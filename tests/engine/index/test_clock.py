@@ -14,7 +14,7 @@ import pytest
 
 from forebay._engine.index import clock as module
 from forebay._engine.index.clock import AHEAD, BELIEVED, BOOT, SEEN, Clock
-from forebay._engine.index.slots import USED, VALIDATED
+from forebay._engine.index.records import USED, VALIDATED
 from forebay._engine.store import Store
 from tests.clocks import Clocks
 from tests.harness import MiB, bytes_of, opened
@@ -37,7 +37,7 @@ def store(tmp_path: Path, clocks: Clocks) -> Iterator[Store]:
 
 
 def words(store: Store) -> tuple[memoryview, int]:
-    return store.engine.slots.clock_words()
+    return store.engine.index.head.clock_words()
 
 
 def test_the_clock_goes_on_while_the_wall_clock_was_set_back(store: Store, clocks: Clocks) -> None:
@@ -73,13 +73,13 @@ def test_a_step_while_another_process_looks_is_one_clock(store: Store, clocks: C
 
     there = in_child(other)
     assert there >= before + max(step, 0)
-    store.engine.slots.clock.window = 0, 0, 0  # a second has passed
+    store.engine.index.head.clock.window = 0, 0, 0  # a second has passed
     assert there <= store.now() < there + 60 * SECOND
 
 
 def test_a_step_that_another_thread_sees_between_two_lines_is_no_time_of_its_own(store: Store, clocks: Clocks) -> None:
     """P1 reads the wall clock / the wall clock is set back / P2 sees it / P1 adds what the clock is ahead of the wall clock now."""
-    clock, left = store.engine.slots.clock, 0
+    clock, left = store.engine.index.head.clock, 0
 
     def trace(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
         nonlocal left
@@ -117,7 +117,7 @@ def test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_earl
     monotonic_ns, time_ns = time.monotonic_ns, time.time_ns
     monkeypatch.setattr(time, "monotonic_ns", monotonic)
     monkeypatch.setattr(time, "time_ns", lambda: time_ns() + passed)
-    clock = store.engine.slots.clock
+    clock = store.engine.index.head.clock
     clock.look()
     assert clock.now() <= clock.look() - SECOND // 2
 
@@ -134,7 +134,7 @@ def test_a_pause_between_two_looks_changes_no_time_that_is_shown(store: Store, m
     monotonic_ns, time_ns = time.monotonic_ns, time.time_ns
     monkeypatch.setattr(time, "monotonic_ns", lambda: monotonic_ns() + passed)
     monkeypatch.setattr(time, "time_ns", wall)
-    clock, moment, shown = store.engine.slots.clock, store.now(), set()
+    clock, moment, shown = store.engine.index.head.clock, store.now(), set()
     for _ in range(20):
         clock.look()
         shown.add(clock.wall(moment))
@@ -146,7 +146,7 @@ def test_after_a_reboot_it_goes_on_from_what_was_seen_last(store: Store, clocks:
     before = store.now()
     monkeypatch.setattr(module, "boot_number", lambda: 12345)
     clocks.step(-HOUR)
-    again = Clock(store.engine.slots, writable=True)
+    again = Clock(store.engine.index.head, writable=True)
     assert before - 2 * SECOND <= again.now() <= before + 60 * SECOND
     assert table[at + BOOT] == 12345
 
@@ -158,7 +158,7 @@ def test_what_cannot_be_is_written_over(store: Store, word: int, value: int) -> 
     table[at + word] = value
     if word == SEEN:
         table[at + BOOT] = 1
-    clock = Clock(store.engine.slots, writable=True)
+    clock = Clock(store.engine.index.head, writable=True)
     assert abs(clock.now() - time.time_ns()) < 60 * SECOND
     assert table[at + word] < value
     store.put("v", "k", b"x")
@@ -169,7 +169,7 @@ def test_a_clock_that_was_forged_far_ahead_runs_on(store: Store) -> None:
     store.now()
     table, at = words(store)
     table[at + AHEAD] += 50 * 365 * DAY
-    clock = Clock(store.engine.slots, writable=True)
+    clock = Clock(store.engine.index.head, writable=True)
     first = clock.now()
     assert 49 * 365 * DAY < first - time.time_ns() < BELIEVED
     assert clock.look() > first
@@ -183,7 +183,7 @@ def test_a_clock_that_was_forged_far_ahead_runs_on(store: Store) -> None:
 
 def test_times_of_the_future_are_as_if_there_were_none(store: Store) -> None:
     entries = {key: store.put("v", key, b"x") for key in "abc"}
-    record, base = store.engine.slots.record(entries["b"].slot)
+    record, base = store.engine.index.record(entries["b"].slot)
     record[base + USED] = record[base + VALIDATED] = (1 << 64) - 1
     assert store.validated(entries["b"]) == 0
     assert [entry.key for entry in store.entries("v")] == ["b", "a", "c"]

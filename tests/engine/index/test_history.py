@@ -93,7 +93,7 @@ def test_an_hour_is_one_record(history: History, counters: Counters, start: int)
 def test_a_process_writes_nothing_in_its_first_second_and_then_seldom(root: Root, history: History, counters: Counters, start: int) -> None:
     history.note(start)
     history.note(start + DELAY - 1)
-    assert not (root.index_dir / "history").exists()
+    assert not (root.shared_dir / "history").exists()
     history.note(start + DELAY)
     counters.add(HITS)
     other = History(root, counters)
@@ -118,7 +118,7 @@ def test_a_process_that_leaves_writes_at_once(root: Root, history: History, coun
 
 def test_a_process_that_never_passed_writes_nothing(root: Root, history: History, start: int) -> None:
     history.close(start)
-    assert not (root.index_dir / "history").exists()
+    assert not (root.shared_dir / "history").exists()
 
 
 def test_what_is_older_than_the_ring_is_left_out(history: History, counters: Counters, start: int) -> None:
@@ -137,7 +137,7 @@ def test_harm_to_the_file_never_raises_and_the_history_begins_anew(
 ) -> None:
     history.note(start)
     history.note(start + DELAY)
-    path = root.index_dir / "history"
+    path = root.shared_dir / "history"
     size = path.stat().st_size
     content = {"zeros": bytes(size), "noise": random.Random(1).randbytes(size), "short": b"", "long": path.read_bytes() + bytes(8)}
     path.unlink()
@@ -148,7 +148,7 @@ def test_harm_to_the_file_never_raises_and_the_history_begins_anew(
         its = History(other, Counters(other))
         its.note(start)
         its.note(start + DELAY)
-        shutil.copy(other.index_dir / "history", path)
+        shutil.copy(other.shared_dir / "history", path)
     elif harm == "pipe":
         os.mkfifo(path)
     elif harm == "directory":
@@ -160,7 +160,7 @@ def test_harm_to_the_file_never_raises_and_the_history_begins_anew(
 
 
 def test_a_directory_in_its_place_with_files_of_others_stays(root: Root, history: History, start: int) -> None:
-    path = root.index_dir / "history"
+    path = root.shared_dir / "history"
     path.mkdir()
     (path / "theirs").write_text("x")
     history.note(start)
@@ -174,7 +174,7 @@ def test_a_record_with_any_bit_changed_is_left_out(root: Root, history: History,
     for minute in (1, 2):
         counters.add(HITS)
         history.note(start + minute * MINUTE)
-    path, place = root.index_dir / "history", 8 * MINUTES.place(start + MINUTE)
+    path, place = root.shared_dir / "history", 8 * MINUTES.place(start + MINUTE)
     sound = path.read_bytes()
     for bit in random.Random(2).sample(range(64 * module._WORDS), 40):
         damaged = bytearray(sound)
@@ -196,7 +196,7 @@ def test_a_process_killed_at_any_step_leaves_a_history(root: Root, start: int, k
         history.note(start + MINUTE)
         history.note(start + 2 * MINUTE)
         assert history.read(MINUTES, start + 3 * MINUTE)
-        (root.index_dir / "history").unlink()
+        (root.shared_dir / "history").unlink()
     assert step > 3
 
 
@@ -289,7 +289,7 @@ def test_a_root_that_is_only_read_has_no_history_of_that(store: Store) -> None:
     for _ in range(2):
         store.put("v", "key", b"value")
     path = store.root.path
-    before = (store.root.index_dir / "history").read_bytes()
+    before = (store.root.shared_dir / "history").read_bytes()
 
     def look() -> int:
         own = Store.open(path, Settings(), read_only=True)
@@ -298,7 +298,7 @@ def test_a_root_that_is_only_read_has_no_history_of_that(store: Store) -> None:
         return len(own.activity.history())
 
     assert in_child(look) >= 0
-    assert (store.root.index_dir / "history").read_bytes() == before
+    assert (store.root.shared_dir / "history").read_bytes() == before
 
 
 def test_a_forked_child_writes_too(store: Store) -> None:

@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def limits_of(store: Store, clock: Callable[[], int] = time.monotonic_ns) -> NodeLimits:
     """Those of another process: its locks exclude those of others in this one too."""
-    return NodeLimits(store.root, store.engine.slots, clock)
+    return NodeLimits(store.root, store.engine.index.head, clock)
 
 
 def taken(request: QueuedRequest, seconds: float = 10) -> ConnectionPermit:
@@ -136,7 +136,7 @@ def test_another_rate_applies_at_once(store: Store) -> None:
 def test_a_damaged_word_of_the_rate_stops_nobody(store: Store, word: int) -> None:
     clock = Clock()
     limits = limits_of(store, clock)
-    words, at = store.engine.slots.limit_words()
+    words, at = store.engine.index.head.limit_words()
     words[at] = word
     assert limits.delay() <= 3
     assert receive([limits], clock, 10)[0] > 5_000_000
@@ -150,7 +150,7 @@ def test_damaged_limits_are_those_that_were_believed(tmp_path: Path, word: int) 
     with opened(tmp_path, 1 << 26, max_rate=1_000_000, max_connections=2) as store:
         limits = limits_of(store)
         assert limits.in_force() == (1_000_000, 2)
-        words, at = store.engine.slots.limit_words()
+        words, at = store.engine.index.head.limit_words()
         words[at - 2 + word] ^= 1 << 40
         assert limits.in_force() == (1_000_000, 2)
         assert limits_of(store).in_force() == (0, 0), "nothing was believed yet"
@@ -160,9 +160,9 @@ def test_damaged_limits_are_those_that_were_believed(tmp_path: Path, word: int) 
 
 
 def test_a_table_of_slots_that_is_recreated_has_them_again(store: Store) -> None:
-    os.unlink(store.root.slots_dir / "000")
+    os.unlink(store.root.shared_dir / "head")
     store.put("v", "k", b"x")  # notices it
-    assert (store.root.slots_dir / "000").exists()
+    assert (store.root.shared_dir / "head").exists()
     assert store.limits.in_force() == (1_000_000, 2)
 
 
@@ -369,7 +369,7 @@ def test_the_permit_of_a_killed_process_is_free_though_its_child_lives(store: St
 def test_a_root_that_is_only_read_has_the_same_permits(store: Store) -> None:
     reading = Store.open(store.root.path, Settings(), read_only=True)
     try:
-        before = (store.root.slots_dir / "000").read_bytes()
+        before = (store.root.shared_dir / "head").read_bytes()
         ours = [limits_of(reading) for _ in range(3)]
         assert ours[0].in_force() == (1_000_000, 2)
         first = taken(ours[0].request(HOST))
@@ -384,7 +384,7 @@ def test_a_root_that_is_only_read_has_the_same_permits(store: Store) -> None:
         assert taken(requests[1]) is not None
         clock = Clock()
         assert receive([limits_of(reading, clock)], clock, 10)[0] == pytest.approx(10_000_000, rel=0.05)
-        assert (store.root.slots_dir / "000").read_bytes()[:64] == before[:64]
+        assert (store.root.shared_dir / "head").read_bytes()[:64] == before[:64]
     finally:
         reading.close()
 

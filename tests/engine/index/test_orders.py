@@ -140,12 +140,12 @@ def test_more_look_aheads_than_tables_still_hear(store: Store) -> None:
     assert last.turns_until(known[0]) < NEVER
     for its in [*every, last]:
         its.close()
-    assert {path.name for path in store.root.index_dir.glob("order-*")} == {f"order-{number}" for number in range(TABLES)}
+    assert {path.name for path in store.root.shared_dir.glob("order-*")} == {f"order-{number}" for number in range(TABLES)}
 
 
 @pytest.mark.parametrize("damage", ["empty", "noise", "foreign", "directory"])
 def test_whatever_became_of_a_table_look_aheads_go_on(store: Store, mine: Orders, damage: str) -> None:
-    path = store.root.index_dir / "order-1"
+    path = store.root.shared_dir / "order-1"
     its = announcing(store, hashes(5))
     its.close()
     data = path.read_bytes()

@@ -38,16 +38,16 @@ def touched(store: Store, key: str) -> bytes | None:
 
 def cell_of(store: Store, key: str) -> tuple[memoryview, int]:
     """The file, and where the value of a key begins in it."""
-    entry, cells = store.entry("v", key), store.engine.keys.values._usable()
+    entry, cells = store.entry("v", key), store.engine.index.cells._usable()
     assert entry is not None
     return cells.view, HEADER + (entry.slot & cells.mask) * CELL + OWNER
 
 
 def by_its_cell(store: Store, key: str) -> bytes | None:
-    hint = store.engine.keys.find(store.spaces.lookup("v").id, key)
+    hint = store.engine.index.find(store.spaces.lookup("v").id, key)
     assert hint is not None
     _, _, slot, _, size, _, mark, *_ = hint
-    return store.engine.keys.values.get(slot, size, mark)
+    return store.engine.index.cells.get(slot, size, mark)
 
 
 def no_statement(store: Store) -> None:
@@ -142,7 +142,7 @@ def test_whatever_a_cell_says_of_its_owner_a_value_gets_it(store: Store, owner: 
 
 
 def test_a_size_beyond_the_cell_is_not_read(store: Store) -> None:
-    cells = store.engine.keys.values
+    cells = store.engine.index.cells
     for size in (LARGEST + 1, 1 << 40, 1 << 60):
         assert cells.get(0, size, 0) is None
 
@@ -161,7 +161,7 @@ def test_values_that_are_read_in_turn_do_not_replace_each_other(quick_path: Path
         entry = store.entry("v", late)
         assert entry is not None
         assert store.discard(entry)
-        store.engine.memo.restart(store.engine.slots)
+        store.engine.memo.restart(store.engine.index)
         assert touched(store, early) == bodies[early]
         assert by_its_cell(store, early) == bodies[early]
 
@@ -181,17 +181,17 @@ def test_a_removed_file_is_created_again_by_a_reader(store: Store) -> None:
 
 
 def test_a_file_that_is_removed_while_it_is_mapped_serves_on(store: Store) -> None:
-    (store.root.index_dir / "values").unlink()
+    (store.root.shared_dir / "cells").unlink()
     assert by_its_cell(store, "small") == SMALL
     store.put_many("v", [(f"k{number}", OTHER) for number in range(100)])  # more cells than have blocks
     assert touched(store, "k99") == OTHER
-    assert (store.root.index_dir / "values").exists()
+    assert (store.root.shared_dir / "cells").exists()
     assert touched(store, "small") == SMALL
 
 
 @pytest.mark.parametrize("size", [0, 4096, HEADER, HEADER + 65_535, HEADER + 3 * 65_536, 1 << 40, (1 << 62) + HEADER])
 def test_a_file_of_another_size_is_replaced(store: Store, size: int) -> None:
-    path = store.root.index_dir / "values"
+    path = store.root.shared_dir / "cells"
     right = path.stat().st_size
     lose_cells(store)
     path.write_bytes(b"FBVALS01" + store.root.id.to_bytes(8, "little"))
@@ -213,7 +213,7 @@ def test_a_file_of_another_size_is_replaced(store: Store, size: int) -> None:
 
 
 def test_noise_in_a_file_of_the_right_size_is_not_believed(store: Store) -> None:
-    path, noise = store.root.index_dir / "values", random.Random(3)
+    path, noise = store.root.shared_dir / "cells", random.Random(3)
     size = path.stat().st_size
     lose_cells(store)
     path.write_bytes(b"FBVALS01" + store.root.id.to_bytes(8, "little") + bytes(8) + noise.randbytes(size - 24))
@@ -224,7 +224,7 @@ def test_the_file_of_another_root_is_not_believed(store: Store, tmp_path: Path) 
     with opened(tmp_path / "other", 64 * MiB) as other:
         other.put("v", "small", OTHER)
         lose_cells(store)
-        shutil.copy(other.root.index_dir / "values", store.root.index_dir / "values")
+        shutil.copy(other.root.shared_dir / "cells", store.root.shared_dir / "cells")
     in_child(lambda: _reads(store))
 
 
@@ -234,7 +234,7 @@ def _reads(store: Store) -> None:
         assert touched(mine, "small") == SMALL
         for body in (OTHER, b"n" * 900):
             mine.put("v", "next", body)
-            mine.engine.memo.restart(mine.engine.slots)
+            mine.engine.memo.restart(mine.engine.index)
             assert touched(mine, "next") == body
         assert mine.check() == []
 
@@ -261,7 +261,7 @@ def test_on_a_full_disk_a_value_has_no_cell(store: Store, there: bool) -> None:
         host.on_step(None)
     assert "pwrite" in steps
     assert "set_bytes" not in steps
-    store.engine.memo.restart(store.engine.slots)
+    store.engine.memo.restart(store.engine.index)
     assert touched(store, "new") == OTHER
     assert by_its_cell(store, "new") == OTHER
 
@@ -274,7 +274,7 @@ def test_a_cell_is_not_stored_to_before_it_has_blocks(store: Store) -> None:
         store.put_many("v", [(f"k{number}", OTHER) for number in range(100)])
     finally:
         host.on_step(None)
-    mapped = store.engine.keys.values._usable().view
+    mapped = store.engine.index.cells._usable().view
     stored = [int(at) - HEADER for call, at in steps if call == "set_bytes" and int(at) >= HEADER]
     allocated = [int(at) - 4096 for call, at in steps if call == "set_byte" and 4096 <= int(at) < HEADER]
     assert len(stored) == 100
@@ -284,7 +284,7 @@ def test_a_cell_is_not_stored_to_before_it_has_blocks(store: Store) -> None:
 
 
 def test_a_read_only_root_is_read_by_its_cells_and_gets_none(store: Store) -> None:
-    path = store.root.index_dir / "values"
+    path = store.root.shared_dir / "cells"
 
     def young() -> None:
         mine = Store.open(store.root.path, Settings(), read_only=True)
@@ -309,7 +309,7 @@ def test_a_read_only_root_is_read_by_its_cells_and_gets_none(store: Store) -> No
 def test_the_cells_take_a_small_part_of_the_budget(quick_path: Path, budget: int) -> None:
     with opened(quick_path / "root", budget) as store:
         store.put("v", "small", SMALL)
-        path = store.root.index_dir / "values"
+        path = store.root.shared_dir / "cells"
         cells = path.stat().st_size - HEADER
         assert cells <= max(budget // SHARE, values._LEAST)
         assert cells > min(budget // SHARE // 2, values._MOST - 1)
@@ -321,11 +321,11 @@ def test_values_that_come_and_go_take_no_more_disk(quick_path: Path) -> None:
     with opened(quick_path / "root", 1 * MiB) as store:
         for number in range(300):
             store.put("v", f"k{number}", random.Random(number).randbytes(2_000))
-        assert (store.root.index_dir / "values").stat().st_blocks * 512 <= HEADER + 65_536
+        assert (store.root.shared_dir / "cells").stat().st_blocks * 512 <= HEADER + 65_536
 
 
 def test_another_budget_replaces_the_file_for_every_process(store: Store) -> None:
-    path = store.root.index_dir / "values"
+    path = store.root.shared_dir / "cells"
     size = path.stat().st_size
 
     def lower() -> None:
@@ -338,5 +338,5 @@ def test_another_budget_replaces_the_file_for_every_process(store: Store) -> Non
     assert touched(store, "small") == SMALL
     assert by_its_cell(store, "small") == SMALL
     assert by_its_cell(store, "new") == OTHER
-    assert store.engine.keys.values._usable().mask + 1 == (path.stat().st_size - HEADER) // CELL
+    assert store.engine.index.cells._usable().mask + 1 == (path.stat().st_size - HEADER) // CELL
     assert bytes_of(store, "small") == SMALL

@@ -77,7 +77,7 @@ def test_more_waits_than_records_are_harmless(root: Root, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("harm", ["zeros", "noise", "short", "pipe", "gone"])
 def test_harm_to_the_file_never_raises(harm: str, root: Root) -> None:
-    waiters, path = Waiters(root), root.index_dir / "waiting"
+    waiters, path = Waiters(root), root.shared_dir / "waiting"
     entered = waiters.enter("a", 1)
     size = path.stat().st_size
     path.unlink()

@@ -289,7 +289,7 @@ def test_what_cannot_be_evicted_is_offered_once_in_a_search(trying: Store) -> No
 
 
 def policy_file(store: Store) -> Path:
-    return store.root.index_dir / f"policy-{store.spaces.lookup('auto').id}"
+    return store.root.shared_dir / f"policy-{store.spaces.lookup('auto').id}"
 
 
 def by_a_young_process(path: Path, work: Callable[[Store], T]) -> T:
@@ -380,9 +380,9 @@ def test_words_of_noise_mislead_for_a_while_only(store: Store) -> None:
 
 def test_what_noise_puts_on_trial_is_passed_by(trying: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
-        raise AssertionError("the table of slots is taken for broken")
+        raise AssertionError("the records are taken for broken")
 
-    monkeypatch.setattr(trying.engine, "rebuild_slots", refuse)
+    monkeypatch.setattr(trying.engine, "rebuild_shared", refuse)
     space, rng = space_of(trying), random.Random(5)
     words, ring = space._words, adaptive._RING
     for at in range(ring, ring + 4 * 100):

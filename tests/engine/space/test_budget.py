@@ -103,16 +103,6 @@ def test_who_can_do_without_does_not_search_in_vain_again_and_again(store: Store
     assert bytes_of(store, "new") == bytes(300 * KiB)
 
 
-@pytest.mark.parametrize("left", [0, 4711], ids=["empty", "a dead writer's"])
-def test_an_entry_whose_slot_a_dead_evictor_emptied_can_go(store: Store, left: int) -> None:
-    for n in range(9):
-        store.put("v", f"k{n}", bytes(100 * KiB))
-    for entry in store.entries("v"):
-        store.engine.slots.set_id(entry.slot, left)
-    store.put("v", "brim", bytes(MiB))
-    assert [entry.key for entry in store.entries("v")] == ["brim"]
-
-
 def test_lru_is_exact(store: Store) -> None:
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))

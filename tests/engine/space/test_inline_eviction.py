@@ -68,7 +68,7 @@ def test_who_remembers_what_made_way_finds_nothing(tmp_path: Path) -> None:
                 for n in range(100):
                     other.put("v", f"new{n}", VALUE)
                 other.put("v", "large", VALUE * 4)
-                assert other.engine.catalog.all("SELECT slot FROM free_slots")  # of those that have no successor in their slot
+                assert other.counts()["evictions"] > 100  # some have no successor in their slot
 
         fork(press).result()
         left = {entry.key for entry in store.entries("v")}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay._engine.catalog import Rows, entries
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.records import RECORDS, EntryIndex
 from forebay._engine.space import ranking
 from forebay._engine.space.ranking import Ranking, Scope
 from forebay._engine.store import Store
@@ -25,7 +25,7 @@ COUNT = 2000
 @pytest.fixture
 def store(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """2,000 small values, in a table that is looked at in 16 stripes, two at a time; used in an order of their own."""
-    for name, value in (("STRIPE", COUNT // STRIPES), ("AT_ONCE", 2), ("PICKED", 256), ("_SAMPLE", 8)):
+    for name, value in (("STRIPE", RECORDS // STRIPES), ("AT_ONCE", 2), ("PICKED", 256), ("_SAMPLE", 8)):
         monkeypatch.setattr(ranking, name, value)
     with opened(quick_path / "root", 64 * MiB) as found:
         found.put_many("v", [(f"k{n}", b"x" * 100) for n in range(COUNT)])
@@ -39,7 +39,7 @@ def use_in_any_order(store: Store) -> list[str]:
     rng, entries = random.Random(17), store.entries("v")
     ticks = rng.sample(range(1, 10 * COUNT), len(entries))
     for entry, tick in zip(entries, ticks, strict=True):
-        store.engine.slots.touch(entry.slot, 10**18 + tick)
+        store.engine.index.touch(entry.slot, 10**18 + tick)
     return [entry.key for _, entry in sorted(zip(ticks, entries, strict=True), key=lambda pair: pair[0])]
 
 
@@ -56,21 +56,21 @@ def keys(store: Store) -> set[str]:
 
 def test_a_put_looks_at_few_slots_however_many_there_are(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    stripe = Slots.stripe
+    stripe = EntryIndex.stripe
 
-    def counting(self: Slots, number: int, stripes: int, top: int) -> Iterator[tuple[range, list[int]]]:
-        for slots, ticks in stripe(self, number, stripes, top):
+    def counting(self: EntryIndex, number: int, stripes: int) -> Iterator[tuple[range, list[int], list[int]]]:
+        for slots, ids, ticks in stripe(self, number, stripes):
             looked[-1] += len(slots)
-            yield slots, ticks
+            yield slots, ids, ticks
 
-    monkeypatch.setattr(Slots, "stripe", counting)
+    monkeypatch.setattr(EntryIndex, "stripe", counting)
     full(store)
     for n in range(1000):
         looked.append(0)
         store.put("v", f"new{n}", b"y" * 100)
     assert len(keys(store)) <= COUNT + 1
-    assert max(looked) <= 3 * COUNT // STRIPES  # two stripes, and one of a rounded length
-    assert sum(looked) >= COUNT  # all were seen
+    assert max(looked) <= 3 * RECORDS // STRIPES  # two stripes, and one of a rounded length
+    assert sum(looked) >= RECORDS  # all were seen
 
 
 @pytest.mark.rotates
@@ -192,9 +192,9 @@ def _quota(store: Store, quota: int) -> None:
 
 def test_what_was_found_again_while_it_is_taken_is_given_once(store: Store) -> None:
     """One call gives many; none of them is gone before it ends."""
-    found = list(Ranking(store.engine.catalog, store.engine.slots, store.engine.adaptive).coldest(Scope()))
+    found = list(Ranking(store.engine.catalog, store.engine.index, store.engine.adaptive).coldest(Scope()))
     assert found == []
-    mine = Ranking(store.engine.catalog, store.engine.slots, store.engine.adaptive)
+    mine = Ranking(store.engine.catalog, store.engine.index, store.engine.adaptive)
     mine.pick(Scope())
     given = [cold.id for cold in mine.coldest(Scope())]
     assert len(given) == len(set(given)) > 0

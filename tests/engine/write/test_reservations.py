@@ -256,5 +256,6 @@ def test_entries_made_together_keep_the_time_of_their_validation(store: Store) -
     earlier = store.now() - 10**12
     with store.engine.catalog.write() as txn:
         labels = {id: Label(space.id, space.name, f"k{id}", validated=earlier) for id in txn.new_ids(2)}
-        inserter.insert_many(txn, [New(label, id, 1, checksum_of(b"x"), None, b"x") for id, label in labels.items()])
+        several = [New(label, id, 1, checksum_of(b"x"), None, b"x") for id, label in labels.items()]
+        inserter.insert_many(txn, several, inserter.intend(list(labels)))
     assert [store.validated(entry) for entry in store.entries("v")] == [earlier, earlier]

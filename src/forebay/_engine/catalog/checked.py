@@ -45,7 +45,7 @@ def entry(rows: Rows, row: Sequence[Any]) -> Entry | None:
         and row[3] in KINDS
         and row[4] >= 0
         and row[5] >= 0
-        and rows.has_slot(row[6])
+        and 0 <= row[6] < SLOTS
         and (not row[12] or is_suffix(row[12]))
     ):
         return Entry(*row)
@@ -63,14 +63,12 @@ def files(rows: Rows, several: Sequence[Sequence[Any]], shape: str) -> list[Any]
     slot, ``t`` a text, ``k`` a kind, ``r`` a real number, ``x`` a suffix."""
     if not several:
         return []
-    columns, slot = list(zip(*several, strict=True)), shape.find("s")
-    sound = all(_COLUMNS[letter](column) for letter, column in zip(shape, columns, strict=True))
-    if sound and (slot < 0 or rows.has_slot(max(columns[slot]))):
+    if all(_COLUMNS[letter](column) for letter, column in zip(shape, zip(*several, strict=True), strict=True)):
         return list(several)
     tests = [(at, _TESTS[letter]) for at, letter in enumerate(shape)]
     sound_rows = []
     for row in several:
-        if all(test(row[at]) for at, test in tests) and (slot < 0 or rows.has_slot(row[slot])):
+        if all(test(row[at]) for at, test in tests):
             sound_rows.append(row)
         else:
             rows.report_unreadable("entries", (row[0],), f"the row {row[0]}")

@@ -64,10 +64,12 @@ class Catalog:
 
     def __init__(
         self, root: Root, words: waits.Words, *, immutable: bool = False,
-        recover: Callable[[], None] = lambda: None, sweep: Callable[[], object] = lambda: None,
+        recover: Callable[[], None] = lambda: None, finish: Callable[[], None] = lambda: None,
+        sweep: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
-        """``recover`` is called under the writer lock before each transaction, ``sweep`` without any lock after one with leftovers."""
-        self._recover, self._sweep = recover, sweep
+        """``recover`` is called under the writer lock before each transaction, and after one that failed; ``finish`` after a commit, under
+        the lock; ``sweep`` without any lock after one with leftovers."""
+        self._recover, self._finish, self._sweep = recover, finish, sweep
         self._root, self._words, self._immutable = root, words, immutable
         self._path, self._wal = str(root.catalog), Wal(str(root.catalog), root.files)
         self._writer = WriterLock(root, words)
@@ -102,7 +104,7 @@ class Catalog:
         """Connect; create what is missing. Raises `CatalogBroken` where only `rebuild` helps."""
         if not self._root.read_only and not os.path.exists(self._path):
             with self.writer():
-                if self._create() and any(os.path.lexists(path) for path in (self._root.settings, self._root.slots_dir / "000")):
+                if self._create() and any(os.path.lexists(path) for path in (self._root.settings, self._root.shared_dir / "head")):
                     self.lost = f"the catalog {self._path} was deleted"
         self.all("SELECT 1 FROM meta")
 
@@ -337,10 +339,6 @@ class Catalog:
         """See `Rows.report_unreadable`."""
         self._unreadable.note(table, key, what)
 
-    def has_slot(self, slot: int) -> bool:
-        """See `Rows.has_slot`."""
-        return self._unreadable.has_slot(self, slot)
-
     def writer(self, timeout: float | None = None) -> Holding:
         """The writer lock, alone: of all threads and processes one holds it. Raises `WriterBusy` where it cannot be had: see
         `WriterLock.holding`."""
@@ -376,6 +374,7 @@ class Catalog:
                         host.step("committed", self._path)
                         for call in txn.after_commit:
                             call()
+                        self._finish()
                     except BaseException:
                         self._roll_back(txn)
                         raise
@@ -408,6 +407,10 @@ class Catalog:
         self._ids, self._number = [0, 0], self._number + 1  # ids may have been taken in this very transaction
         if txn.is_open():
             txn.run("ROLLBACK")
+        try:
+            self._recover()
+        except (errors.CacheFault, OSError) as error:  # the next writer does it
+            log.info("%s: what a failed transaction left stays for the next: %s", self._root.path, str(error))
 
     def _tidy(self, txn: Txn) -> None:
         """After a commit, with no lock held."""

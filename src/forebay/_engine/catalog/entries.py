@@ -7,9 +7,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Catalog, CatalogBroken, Rows, Txn
-from forebay._engine.catalog.schema import COUNT, COUNT_SLOTS, DOOMED, LIVE, SUPERSEDED
-from forebay._engine.catalog.transactions import SLOTS, next_slot, number_below
-from forebay._engine.index.slots import RECORDS
+from forebay._engine.catalog.schema import COUNT, DOOMED, LIVE, SUPERSEDED
 from forebay._model import Entry
 
 T = TypeVar("T")
@@ -187,19 +185,16 @@ def has_any(rows: Rows, space: int, prefix: str) -> bool:
     )
 
 
-def living_in(rows: Rows, first: int, end: int) -> list[tuple[int, int, int]]:
-    """Slot, id and space of the live entries with slots in this range."""
-    living = rows.all(f"SELECT id, slot, space FROM entries WHERE state = {LIVE} AND slot >= ? AND slot < ?", first, end)
-    return [(slot, id, space) for id, slot, space in checked.files(rows, living, "isi")]
+def with_space(rows: Rows, id: int) -> tuple[int, Entry] | None:
+    """The live entry with this id, and the number of its space."""
+    entry, row = by_id(rows, id), rows.one("SELECT space FROM entries WHERE id = ?", id)
+    return (row[0], entry) if entry is not None and row and checked.is_number(row[0]) else None
 
 
-def top_slot(rows: Rows) -> int:
-    """The first slot that was never used. Raises `CatalogBroken` where it is far above the used and free slots: the table of slots would be
-    enlarged for nothing. Counts rows."""
-    top = next_slot(rows)
-    if top > RECORDS + rows.one(COUNT_SLOTS)[0]:
-        raise CatalogBroken(f"the catalog is damaged: next_slot is {top}, and there are far fewer slots", damaged=True)
-    return top
+def slots_between(rows: Rows, low: int, high: int) -> list[tuple[int, int]]:
+    """Slot and id of the live entries with ids above ``low``, up to ``high``."""
+    there = rows.all(f"SELECT id, slot FROM entries WHERE id > ? AND id <= ? AND state = {LIVE}", low, high)
+    return [(slot, id) for id, slot in checked.files(rows, there, "is")]
 
 
 def ranges(rows: Rows, table: str) -> Iterator[tuple[int, int]]:
@@ -211,42 +206,6 @@ def ranges(rows: Rows, table: str) -> Iterator[tuple[int, int]]:
             return
         yield low, high
         low = high
-
-
-def free_slot(txn: Txn) -> int:
-    """One that was given back, else a new one: free until an entry is inserted with it, or moved to it."""
-    return usable_slot(txn, *txn.one("SELECT (SELECT slot FROM free_slots LIMIT 1), (SELECT value FROM meta WHERE name = 'next_slot')"))
-
-
-def usable_slot(txn: Txn, freed: Any, new: Any) -> int:
-    """Return ``freed``, or ``new`` where that is None. Raises `CatalogBroken` for a slot that was never given out by Forebay."""
-    return _freed(txn, [freed])[0] if freed is not None else _new(txn, number_below(new, "next_slot", SLOTS), 0)
-
-
-def free_slots(txn: Txn, count: int) -> list[int]:
-    """`free_slot`, for several entries."""
-    freed = _freed(txn, [row[0] for row in txn.all("SELECT slot FROM free_slots LIMIT ?", count)])
-    if len(freed) < count:
-        first = _new(txn, next_slot(txn), len(freed))
-        freed += range(first, first + count - len(freed))
-    return freed
-
-
-def _freed(txn: Txn, slots: list[int]) -> list[int]:
-    if slots and not (txn.has_slot(min(slots)) and txn.has_slot(max(slots))):
-        raise CatalogBroken(f"the catalog is damaged: there are free slots from {min(slots)} to {max(slots)}", damaged=True)
-    return slots
-
-
-def _new(txn: Txn, top: int, free: int) -> int:
-    """The first new slot, once it is checked that the slots before it are in use: the table grows by it. ``free``: the number of free
-    slots."""
-    if not txn.is_proven(top + 1):
-        (noted,) = txn.one("SELECT sum(entries) FROM spaces")
-        if type(noted) is not int or top > RECORDS + noted + free:
-            top_slot(txn)
-        txn.prove(top)
-    return top
 
 
 def count(txn: Txn, sign: int, several: Sequence[tuple[int, str, int, int, int]]) -> None:
@@ -405,14 +364,6 @@ def victims(rows: Rows, ids: Sequence[int]) -> list[tuple[int, int, int, int, st
     return [row for some in _sixteens(ids, count) for row in checked.files(rows, rows.all(_VICTIMS[count], *some), "isiikx")]
 
 
-def after(rows: Rows, id: int, limit: int) -> list[tuple[int, int, int]]:
-    """Id, slot and space of what may be evicted, by id from ``id`` on."""
-    later = rows.all(
-        f"SELECT id, slot, space FROM entries WHERE id > ? AND state = {LIVE} AND life != 'pinned' ORDER BY id LIMIT ?", id, limit
-    )
-    return checked.files(rows, later, "isi")
-
-
 def set_life(txn: Txn, space: int, key: str, life: str) -> bool:
     return bool(txn.run(f"UPDATE entries SET life = ? WHERE space = ? AND key = ? AND state = {LIVE}", life, space, key))
 
@@ -423,6 +374,10 @@ def set_boot(txn: Txn, id: int, boot: str) -> None:
 
 def set_meta(txn: Txn, id: int, meta: str) -> None:
     txn.run("UPDATE entries SET meta = ? WHERE id = ?", meta, id)
+
+
+def set_slot(txn: Txn, id: int, slot: int) -> None:
+    txn.run("UPDATE entries SET slot = ? WHERE id = ?", slot, id)
 
 
 def rename(txn: Txn, entry: Entry, space: int, key: str, slot: int) -> None:

@@ -7,7 +7,6 @@ import sqlite3
 from pathlib import Path
 
 from forebay._engine.files.settings_file import NAMES
-from forebay._engine.index.slots import RECORDS
 
 FORMAT = 5
 LIVE, SUPERSEDED, DOOMED = 0, 1, 2
@@ -45,17 +44,6 @@ CREATE TABLE failures(
     space INTEGER NOT NULL, key TEXT NOT NULL, error TEXT NOT NULL, at INTEGER NOT NULL,
     PRIMARY KEY(space, key)) WITHOUT ROWID;
 CREATE TABLE counters(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE free_slots(slot INTEGER PRIMARY KEY);
-
-CREATE TRIGGER entry_comes AFTER INSERT ON entries BEGIN
-    DELETE FROM free_slots WHERE slot = new.slot;
-    UPDATE meta SET value = new.slot + 1 WHERE name = 'next_slot' AND value <= new.slot; END;
-CREATE TRIGGER entry_goes AFTER DELETE ON entries BEGIN
-    INSERT INTO free_slots VALUES (old.slot); END;
-CREATE TRIGGER entry_moves AFTER UPDATE OF slot ON entries BEGIN
-    INSERT INTO free_slots VALUES (old.slot);
-    DELETE FROM free_slots WHERE slot = new.slot;
-    UPDATE meta SET value = new.slot + 1 WHERE name = 'next_slot' AND value <= new.slot; END;
 """
 
 
@@ -69,7 +57,7 @@ def create(con: sqlite3.Connection, root_id: int) -> None:
     con.executescript(f"BEGIN IMMEDIATE; {TABLES}")
     con.executemany(
         "INSERT INTO meta VALUES (?, ?)",
-        [("format", FORMAT), ("root", root_id), ("next_id", first), ("next_slot", 0), ("boot", ""), ("budget", None)],
+        [("format", FORMAT), ("root", root_id), ("next_id", first), ("boot", ""), ("budget", None)],
     )
     con.execute("COMMIT")
 
@@ -80,24 +68,13 @@ UPDATE spaces SET (bytes, charge, inline, entries) = (
     SELECT coalesce(sum(size * (state = {LIVE})), 0), coalesce(sum(charge), 0), coalesce(sum(charge * (kind = 'value')), 0), count(*)
     FROM entries WHERE space = spaces.id)
 WHERE id IS ?"""
-COUNT_SLOTS = "SELECT (SELECT count(*) FROM entries) + (SELECT count(*) FROM free_slots)"
 
 
 def is_sane(con: sqlite3.Connection) -> bool:
-    """Whether the next id, the next slot and the limits are valid, and no slot is used twice. Needs one byte of memory per slot."""
-    meta = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('next_id', 'next_slot')").fetchall())
-    if not all(type(meta.get(name)) is int and 0 <= meta[name] < end for name, end in (("next_id", 1 << 61), ("next_slot", 1 << 31))):
-        return False
+    """Whether the next id and the limits are valid."""
+    ((next_id,),) = con.execute("SELECT value FROM meta WHERE name = 'next_id'").fetchall() or [(None,)]
     limits = f"SELECT 1 FROM meta WHERE name IN ({', '.join('?' * len(NAMES))}) AND typeof(value) NOT IN ('integer', 'real', 'null')"
-    if con.execute(limits, NAMES).fetchone() or meta["next_slot"] > RECORDS + con.execute(COUNT_SLOTS).fetchone()[0]:
-        return False
-    seen = bytearray((meta["next_slot"] // RECORDS + 1) * RECORDS)
-    for (slot,) in con.execute("SELECT slot FROM free_slots UNION ALL SELECT slot FROM entries WHERE typeof(slot) = 'integer'"):
-        if 0 <= slot < len(seen):  # an entry elsewhere is set aside
-            if seen[slot]:
-                return False
-            seen[slot] = 1
-    return True
+    return type(next_id) is int and 0 <= next_id < 1 << 61 and not con.execute(limits, NAMES).fetchone()
 
 
 def root_id(path: Path) -> int | None:

@@ -41,8 +41,8 @@ class Totals(NamedTuple):
     unlinked; ``granted`` and ``pending``: of reservations; ``over``: of the catalog beside small values, above `ALLOWANCE`; ``spare``: of
     these, free pages, which new values use; ``rows``: of entries and reservations; ``space``: of the live entries of one space,
     ``rows_here`` their number, ``quota`` and ``max_count`` its own limits. ``leftovers``: something waits to be swept, see
-    `entries.any_leftovers`. ``any_promised``: there are reservations. Where a key was given, ``replaces`` is the id of its live entry, or
-    None, and ``slots`` are a free slot, or None, and the next new one: see `entries.usable_slot`."""
+    `entries.any_leftovers`. ``any_promised``: there are reservations. ``replaces``: the id of the live entry of the key that was
+    given, or None."""
 
     entries: int
     leaving: int
@@ -61,7 +61,6 @@ class Totals(NamedTuple):
     leftovers: bool
     any_promised: bool
     replaces: Any = None
-    slots: tuple[Any, ...] = ()
 
 
 # It is asked in every transaction that writes: so what is seldom there is only asked for where it is. Of scalar subqueries, since
@@ -75,10 +74,7 @@ SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries)
     coalesce(sum(bytes * (id = ?)), 0), coalesce(sum(entries * (id = ?)), 0),
     max(quota) FILTER (WHERE id = ?), max(max_count) FILTER (WHERE id = ?)"""
 _TOTALS = f"{_COLUMNS} FROM spaces"
-_OF_KEY = f"""{_COLUMNS}, (SELECT id FROM entries WHERE space = ? AND key = ? AND state = {LIVE}),
-    (SELECT slot FROM free_slots LIMIT 1), (SELECT value FROM meta WHERE name = 'next_slot')
-FROM spaces
-"""
+_OF_KEY = f"{_COLUMNS}, (SELECT id FROM entries WHERE space = ? AND key = ? AND state = {LIVE}) FROM spaces"
 _LEAVING = f"SELECT count(*), coalesce(sum(charge * (state = {DOOMED})), 0), coalesce(sum(space = ?), 0) FROM entries WHERE state > {LIVE}"
 _PROMISED = """
 SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) * (id < ?)), 0),
@@ -180,7 +176,6 @@ def totals(txn: Rows, before: int | None = None, space: int = 0, key: str | None
     return Totals(
         charge, leaving, granted, pending, max(over, 0), spare, rows - left + waiting, budget or 0, min_free or 0, max_entries, used,
         count - left_here, quota, row[13], bool(any_leaving or any_held), bool(any_promised), row[14] if key is not None else None,
-        tuple(row[15:]),
     )  # fmt: skip
 
 
@@ -241,14 +236,13 @@ def counters(rows: Rows) -> dict[str, int]:
 
 
 def recount(txn: Txn) -> None:
-    """Note totals and free slots as the rows have them, and drop payloads and links that belong to no row."""
+    """Note totals as the rows have them, and drop payloads and links that belong to no row."""
     txn.run("DELETE FROM payloads WHERE id NOT IN (SELECT id FROM entries)")
     txn.run("DELETE FROM entries WHERE kind = 'value' AND id NOT IN (SELECT id FROM payloads)")
     txn.run("DELETE FROM links WHERE tree NOT IN (SELECT id FROM entries) OR member NOT IN (SELECT id FROM entries)")
     by_space = sums(txn)
     for (id,) in txn.all("SELECT id FROM spaces"):
         txn.run("UPDATE spaces SET bytes = ?, charge = ?, inline = ?, entries = ? WHERE id = ?", *by_space.get(id, _EMPTY), id)
-    _recount_slots(txn)
 
 
 def sums(rows: Rows) -> dict[int, tuple[int, ...]]:
@@ -258,23 +252,3 @@ def sums(rows: Rows) -> dict[int, tuple[int, ...]]:
         for space, *more in rows.all(_SUMS, low, high):
             by_space[space] = tuple(map(sum, zip(by_space.get(space, _EMPTY), more, strict=True)))
     return by_space
-
-
-def _recount_slots(txn: Txn) -> None:
-    """Each slot below the next new one is taken or free. In memory is a byte for each."""
-    known = bytearray(entries.top_slot(txn))
-    for low, high in entries.ranges(txn, "entries"):
-        for (slot,) in txn.all("SELECT slot FROM entries WHERE id > ? AND id <= ? AND typeof(slot) = 'integer'", low, high):
-            if 0 <= slot < len(known):
-                known[slot] = 1
-    after = -1 << 63
-    while free := [row[0] for row in txn.all("SELECT slot FROM free_slots WHERE slot > ? ORDER BY slot LIMIT ?", after, entries.RANGE)]:
-        txn.run_many("DELETE FROM free_slots WHERE slot = ?", [(slot,) for slot in free if not 0 <= slot < len(known) or known[slot]])
-        for slot in free:
-            if 0 <= slot < len(known):
-                known[slot] = 1
-        after = free[-1]
-    slot = known.find(0)
-    while slot >= 0:
-        txn.run("INSERT INTO free_slots VALUES (?)", slot)
-        slot = known.find(0, slot + 1)

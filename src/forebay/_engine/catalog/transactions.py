@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from forebay import errors
 from forebay._engine.catalog import schema
 from forebay._engine.files.layout import PAGE
-from forebay._engine.index.slots import RECORDS
 from forebay._logs import logger
 
 log = logger("forebay.catalog")
@@ -58,21 +57,12 @@ class Rows(Protocol):
         """Report a row with values that Forebay did not write: it is served to no caller, logged once, and set aside by the next
         transaction."""
 
-    def has_slot(self, slot: int) -> bool:
-        """Whether an entry may live in this slot: none lives behind the chunk of the table that the next new one is in."""
-
 
 def number_below(value: Any, name: str, end: int) -> int:
     """A number of the catalog's own, which must lie below ``end``. Raises `CatalogBroken`: there is no other record of what is in use."""
     if type(value) is not int or not 0 <= value < end:
         raise CatalogBroken(f"the catalog is damaged: {name} is {value!r}", damaged=True)
     return value
-
-
-def next_slot(rows: Rows) -> int:
-    """The first slot that was never given out."""
-    row = rows.one("SELECT value FROM meta WHERE name = 'next_slot'")
-    return number_below(row[0] if row else None, "next_slot", SLOTS)
 
 
 class UnreadableRows:
@@ -82,14 +72,6 @@ class UnreadableRows:
     def __init__(self) -> None:
         self.waiting: dict[tuple[str, tuple[Any, ...]], None] = {}
         self._reported: set[tuple[str, tuple[Any, ...]]] = set()
-        self.slots_end = 0  # slots up to here are known to exist; there may be more by now
-        self.slots_proven = 0  # and that they are not more than their entries need
-
-    def has_slot(self, rows: Rows, slot: int) -> bool:
-        """See `Rows.has_slot`. The catalog is asked once a chunk."""
-        if slot >= self.slots_end:
-            self.slots_end = (next_slot(rows) // RECORDS + 1) * RECORDS
-        return 0 <= slot < self.slots_end
 
     def note(self, table: str, key: tuple[Any, ...], what: str) -> None:
         row = table, key
@@ -192,18 +174,6 @@ class Txn:
         number_below(last - count, name, NUMBERS)
         return last
 
-    def has_slot(self, slot: int) -> bool:
-        """See `Rows.has_slot`."""
-        return self._unreadable.has_slot(self, slot)
-
-    def is_proven(self, end: int) -> bool:
-        """Whether this process saw that there are not many more slots than entries, when the next one was in the chunk of ``end``."""
-        return end <= self._unreadable.slots_proven
-
-    def prove(self, end: int) -> None:
-        """See `is_proven`."""
-        self._unreadable.slots_proven = (end // RECORDS + 1) * RECORDS
-
     def report_unreadable(self, table: str, key: tuple[Any, ...], what: str) -> None:
         """See `Rows.report_unreadable`; set aside at once."""
         self._unreadable.note(table, key, what)
@@ -220,23 +190,19 @@ class Txn:
                 self.run(f"DELETE FROM {table} WHERE {_KEYS.get(table, 'id IS ?')}", *key)
 
     def _set_entry_aside(self, id: Any) -> None:
-        row = self.one("SELECT slot, space FROM entries WHERE id IS ?", id)
+        row = self.one("SELECT space FROM entries WHERE id IS ?", id)
         if row is None:
             return
-        self.run(
-            "UPDATE entries SET state = 1, suffix = '', life = 'cached', key = '', size = 0, charge = 0, validator = NULL,"
-            f" checksum = x'', meta = '', created = 0.0, kind = CASE WHEN kind IN {KINDS} THEN kind ELSE 'blob' END WHERE id IS ?", id,
-        )  # fmt: skip
-        slot, space = row
-        self.run(schema.RECOUNT, space)
-        if type(slot) is int and self.has_slot(slot) and 0 < id < NUMBERS:
+        if type(id) is int and 0 < id < NUMBERS:
+            self.run(
+                "UPDATE entries SET state = 1, suffix = '', life = 'cached', key = '', size = 0, charge = 0, validator = NULL,"
+                " slot = CASE WHEN typeof(slot) = 'integer' AND slot BETWEEN 0 AND 4294967295 THEN slot ELSE 0 END,"
+                f" checksum = x'', meta = '', created = 0.0, kind = CASE WHEN kind IN {KINDS} THEN kind ELSE 'blob' END WHERE id IS ?", id,
+            )  # fmt: skip
             self.leftovers = True
-            return
-        (trigger,) = self.one("SELECT sql FROM sqlite_master WHERE type = 'trigger' AND name = 'entry_goes'")
-        self.run("DROP TRIGGER entry_goes")  # it would give the slot to the next entry
-        self.run("DELETE FROM entries WHERE id IS ?", id)
-        self.run(trigger)
-        self.run(schema.RECOUNT, space)
+        else:
+            self.run("DELETE FROM entries WHERE id IS ?", id)
+        self.run(schema.RECOUNT, row[0])
 
     def new_ids(self, count: int = 1) -> range:
         """Consecutive unused ids. A process takes many at once, so ids of different processes do not tell which came first."""

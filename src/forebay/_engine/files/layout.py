@@ -16,7 +16,7 @@ from forebay._kernel import host
 from forebay._kernel.below import Below
 
 VERSION = 1
-SLOTS_MAGIC = int.from_bytes(b"FBSLOTS1", "little")
+HEAD_MAGIC = b"FBHEAD02"
 LONGEST_FORMAT = 4096
 PAGE = 4096
 """Bytes of a memory page, of a page of the catalog, and of the steps in which files are laid out."""
@@ -76,11 +76,9 @@ def is_suffix(value: object) -> bool:
     return type(value) is str and re.fullmatch(_SUFFIX, value) is not None
 
 
-def is_index_name(name: str) -> bool:
-    """Whether a file of the index has such a name."""
-    return (
-        name in ("table", "values", "history", "waiting") or name.removeprefix("policy-").isdigit() or name.removeprefix("order-").isdigit()
-    )
+def is_shared_name(name: str) -> bool:
+    """Whether a file that the processes have mapped has such a name."""
+    return name in ("head", "keys", "cells", "history", "waiting") or re.fullmatch(r"(records|policy|order)-[0-9]+", name) is not None
 
 
 def is_scrap(name: str) -> bool:
@@ -89,28 +87,28 @@ def is_scrap(name: str) -> bool:
 
 
 def id_left(directory: Path, id_in_catalog: Callable[[Path], int | None]) -> int | None:
-    """The id of a root that lost its FORMAT, read from its table of slots, else from its catalog."""
-    id = _id_in_slots(directory)
+    """The id of a root that lost its FORMAT, read from its head, else from its catalog."""
+    id = _id_in_head(directory)
     return id_in_catalog(directory / "catalog.sqlite") if id is None else id
 
 
-def _id_in_slots(directory: Path) -> int | None:
+def _id_in_head(directory: Path) -> int | None:
     try:
-        fd = os.open(directory / "slots" / "000", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(directory / "shared" / "head", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
         words = os.read(fd, 16) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     finally:
         os.close(fd)
-    magic, id = int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little")
-    return id if magic == SLOTS_MAGIC and id >> 62 == 0 else None
+    id = int.from_bytes(words[8:], "little")
+    return id if words[:8] == HEAD_MAGIC and id >> 62 == 0 else None
 
 
 class Root:
     """An open root: its path and its rules. Holds no descriptor: picklable, usable after a fork and from any thread.
 
-    ``id``: the random number that FORMAT, catalog and slots share. ``shared``: belongs to a group; all modes include the group."""
+    ``id``: the random number that FORMAT, catalog and head share. ``shared``: belongs to a group; all modes include the group."""
 
     def __init__(self, path: Path, id: int, *, shared: bool = False, read_only: bool = False) -> None:
         self.path, self.id, self.shared, self.read_only = path, id, shared, read_only
@@ -191,13 +189,10 @@ class Root:
         """Which hosts gave no answer lately."""
         return self.path / "hosts"
 
-    @property
-    def slots_dir(self) -> Path:
-        return self.path / "slots"
-
     @cached_property
-    def index_dir(self) -> Path:
-        return self.path / "index"
+    def shared_dir(self) -> Path:
+        """The files that all processes have mapped."""
+        return self.path / "shared"
 
     @property
     def tmp_dir(self) -> Path:

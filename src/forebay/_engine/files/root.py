@@ -21,8 +21,8 @@ from forebay._engine.files.layout import (
     VERSION,
     Root,
     id_left,
-    is_index_name,
     is_scrap,
+    is_shared_name,
     parse_blob_below,
     parse_blob_name,
     parse_directory_name,
@@ -48,8 +48,7 @@ _DIRECTORIES: dict[str, Callable[[str], object]] = {
     "trees": parse_directory_name,
     "packs": parse_directory_name,
     "tmp": parse_tmp_name,
-    "slots": str.isdigit,
-    "index": is_index_name,
+    "shared": is_shared_name,
     "locks": _LOCK_FILES.__contains__,
 }
 _FILES = r"FORMAT|CACHEDIR\.TAG|counters|settings\.json|hosts|catalog\..*"

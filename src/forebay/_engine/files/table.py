@@ -63,6 +63,11 @@ class SharedTable:
             root.install(self.path, lambda fd, content=content: host.pwrite(fd, content, 0))  # type: ignore[misc]
         raise CacheFault(f"{self.path} is not there, or not of this root", path=str(self.path))
 
+    def identity(self) -> tuple[int, int]:
+        """``st_dev`` and ``st_ino`` of the file that was mapped last."""
+        assert self._mapped is not None, "it was not mapped"
+        return self._mapped[1:]
+
     def _map(self) -> tuple[memoryview, int, int] | None:
         writable = not self._root.read_only
         try:

@@ -1,9 +1,9 @@
 """Spaces that choose their policy by what is used: for each of them a mapped file, which all processes of the node share.
 
-``index/policy-N``   of the space N: a page of header, the words of its `ghosts`, then the entries that are on trial, and those dismissed
+``shared/policy-N``   of the space N: a page of header, the words of its `ghosts`, then the entries that are on trial, and those dismissed
 
 All of it is a hint, as the index of keys is. Any process stores to the ghosts without a lock. Trials and dismissed entries are rings that
-are changed under the writer lock only; what they say of an entry is believed while the table of slots says the same. So what is torn, lost,
+are changed under the writer lock only; what they say of an entry is believed while its record says the same. So what is torn, lost,
 stale or another program's misleads the choice of victims for a while, and nothing else. The file may be deleted at any time."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forebay._engine.files.layout import PAGE, ROW, Root
 from forebay._engine.files.table import FREE, HEADER, SharedTable
 from forebay._engine.index import ghosts
 from forebay._engine.index.ghosts import Ghosts, Standing
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.records import EntryIndex
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay.errors import CacheFault
@@ -106,7 +106,7 @@ class _Ring:
 class Sample:
     """A key whose uses its space wants to know of."""
 
-    __slots__ = ("_charge", "_ghosts", "_hash")
+    __index__ = ("_charge", "_ghosts", "_hash")
 
     def __init__(self, ghosts: Ghosts, hash: int, charge: int) -> None:
         self._ghosts, self._hash, self._charge = ghosts, hash, charge
@@ -123,8 +123,8 @@ class Sample:
 class AdaptiveSpace:
     """One space. `use` is callable from any thread; what concerns trials is called under the writer lock."""
 
-    def __init__(self, words: memoryview, slots: Slots) -> None:
-        self._words, self._slots = words, slots
+    def __init__(self, words: memoryview, index: EntryIndex) -> None:
+        self._words, self._index = words, index
         self.ghosts = Ghosts(words[HEADER : HEADER + ghosts.WORDS])
         self._trials = _Ring(words, _FIRST, _RING)
         self._dismissed = _Ring(words, _DISMISSED, _RING + _WORDS * _TRIALS)
@@ -194,7 +194,7 @@ class AdaptiveSpace:
 
     def _is_on_trial(self, trial: Trial) -> bool:
         try:
-            words, base = self._slots.record(trial.slot)
+            words, base = self._index.record(trial.slot)
         except (CacheFault, OSError, IndexError, ValueError):
             return False
         return bool(trial.id and words[base] == trial.id and words[base + 1] == trial.used)
@@ -206,15 +206,15 @@ class AdaptiveSpaces:
 
     def __init__(self) -> None:
         self._root: Root | None = None
-        self._slots: Slots | None = None
+        self._index: EntryIndex | None = None
         self._ids: dict[str, int] = {}
         self._spaces: dict[int, AdaptiveSpace] = {}
         self._tried: dict[int, float] = {}
         self._learn_at = 0.0
 
-    def restart(self, root: Root, slots: Slots) -> None:
-        """Forget everything; go on with another table of slots."""
-        self._root, self._slots, self._learn_at = root, slots, 0.0
+    def restart(self, root: Root, index: EntryIndex) -> None:
+        """Forget everything; go on with another index."""
+        self._root, self._index, self._learn_at = root, index, 0.0
         self._ids, self._spaces, self._tried = {}, {}, {}
 
     def know(self, id: int, name: str, *, adapts: bool) -> None:
@@ -293,12 +293,12 @@ class AdaptiveSpaces:
         return space
 
     def _open(self, id: int, *, create: bool = False) -> AdaptiveSpace | None:
-        root, slots = self._root, self._slots
-        if root is None or slots is None:
+        root, index = self._root, self._index
+        if root is None or index is None:
             return None
-        table = SharedTable(root, root.index_dir / f"policy-{id}", b"FBPOLI01", ghosts.WORDS + 2 * _WORDS * _TRIALS)
+        table = SharedTable(root, root.shared_dir / f"policy-{id}", b"FBPOLI01", ghosts.WORDS + 2 * _WORDS * _TRIALS)
         words = table.create() if create else table.words()
-        return AdaptiveSpace(words, slots) if words is not None else None
+        return AdaptiveSpace(words, index) if words is not None else None
 
 
 def hash_of(key: str) -> int:

@@ -1,6 +1,6 @@
 """What all processes of the node have counted over time, written by whichever of them passes: a day by minutes, a month by hours.
 
-``index/history``   a page of header, then records of 24 words, 1,440 of minutes and 744 of hours: the time, a checksum, the totals of
+``shared/history``   a page of header, then records of 24 words, 1,440 of minutes and 744 of hours: the time, a checksum, the totals of
                     the counters at that time, and what was used of which budget, in bytes
 
 What is used is in the catalog, which a process that only reads does not ask. So processes that write also store it in the header, from
@@ -74,7 +74,7 @@ class History:
     def restart(self, root: Root) -> None:
         """Go on with a root that was recreated."""
         self._root = root
-        self._table = SharedTable(root, root.index_dir / "history", b"FBHIST01", (MINUTES.length + HOURS.length) * _WORDS)
+        self._table = SharedTable(root, root.shared_dir / "history", b"FBHIST01", (MINUTES.length + HOURS.length) * _WORDS)
         self._due = 0  # no write before; 0: this process has not passed yet
 
     def note(self, now: int) -> None:

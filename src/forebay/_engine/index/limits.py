@@ -1,7 +1,7 @@
 """Limits on transfers that all processes of the node share: bytes a second from remotes, and connections to a host.
 
-The catalog has the limits that users set; a copy of them, and the state of the rate, are words of the table of slots, which every process
-has mapped. Which process has a connection, and which one waits for one, is expressed by locks on bytes of ``locks/transfers`` alone, which
+The catalog has the limits that users set; a copy of them, and the state of the rate, are words of the head, which every process has
+mapped. Which process has a connection, and which one waits for one, is expressed by locks on bytes of ``locks/transfers`` alone, which
 the kernel releases when a process dies:
 
 - A permit for a connection to a host is one of the first ``max_connections`` bytes of a range that belongs to the host.
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 
 from forebay._engine.files.layout import Root
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.head import SharedHead
 from forebay._kernel import host, locks
 from forebay._logs import logger
 from forebay.errors import CacheFault
@@ -52,8 +52,8 @@ class NodeLimits:
     In a root that this process only reads, permits are shared locks that are looked at again, and the rate is this process's own.
     ``clock``: the monotonic clock, in nanoseconds."""
 
-    def __init__(self, root: Root, slots: Slots, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self.clock, self._slots, self._read_only = clock, slots, root.read_only
+    def __init__(self, root: Root, head: SharedHead, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.clock, self._head, self._read_only = clock, head, root.read_only
         self._path = root.lock("transfers")
         self.locks = locks.LockFile(self._path, root.files.open, writable=not root.read_only)
         self._believed = 0, 0
@@ -68,7 +68,7 @@ class NodeLimits:
     def in_force(self) -> tuple[int, int]:
         """Bytes a second, and connections to a host; 0: no limit. Where the words are damaged, what was in force before."""
         try:
-            self._believed = self._slots.limits() or self._believed
+            self._believed = self._head.limits() or self._believed
         except (CacheFault, OSError):
             return 0, 0
         return self._believed
@@ -121,13 +121,13 @@ class NodeLimits:
         self.locks.unlock(permit)
         if not self._read_only:
             try:
-                words, base = self._slots.limit_words()
+                words, base = self._head.limit_words()
             except (CacheFault, OSError):
                 return  # they look again before long
             words[base + 1] = self.clock()  # no crash point: they look again anyway
 
     def last_release(self) -> int:
-        words, base = self._slots.limit_words()
+        words, base = self._head.limit_words()
         return words[base + 1]
 
     # -- bytes a second --------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class NodeLimits:
     def _reserve(self, rate: int, now: int) -> None:
         """Reserve a share, from which what was taken too much is paid first. Caller: holds the mutex."""
         try:
-            words, at = (self._own_bucket, 0) if self._read_only else self._slots.limit_words()
+            words, at = (self._own_bucket, 0) if self._read_only else self._head.limit_words()
         except (CacheFault, OSError):
             self._credit, self._from, self._until = rate, now, now + _KEPT
             return

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from forebay._engine.index.adaptive import AdaptiveSpaces, Sample, charge_of
 from forebay._engine.index.counters import BYTES_HIT, HITS, Counters
-from forebay._engine.index.slots import ID, USED, VALIDATED, Slots
+from forebay._engine.index.records import ID, USED, VALIDATED, EntryIndex
 from forebay._kernel import mappings
 from forebay._model import Entry
 
@@ -22,7 +22,7 @@ _NO_WINDOW = 0, 0, 0
 
 
 class MappedEntry:
-    """The bytes of an entry, and its record in the table of slots: all that a hit needs."""
+    """The bytes of an entry, and its record: all that a hit needs."""
 
     __slots__ = ("_sample", "due", "id", "names", "size", "slot", "view")
 
@@ -81,12 +81,12 @@ class Memo:
     It keeps two things apart: which entries the process has read lately, a word each; and their mappings, ``max_bytes`` of them."""
 
     def __init__(
-        self, slots: Slots, adaptive: AdaptiveSpaces, max_bytes: int = MAX_BYTES, max_count: int | None = None, *,
+        self, index: EntryIndex, adaptive: AdaptiveSpaces, max_bytes: int = MAX_BYTES, max_count: int | None = None, *,
         on_look: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
         """``on_look``: called with the time whenever `let_go` looks for evictions."""
         self._adaptive, self._on_look = adaptive, on_look
-        self._slots, self._max_bytes = slots, max_bytes
+        self._index, self._max_bytes = index, max_bytes
         self._max_count = max_count or max(mappings.max_maps() // 4, 64)
         self._mutex = threading.Lock()  # guards what follows; the hit path reads the dicts without it
         self._known: dict[str, dict[str, MappedEntry]] = {}
@@ -151,7 +151,7 @@ class Memo:
 
     def add(self, space: str, name: str, entry: Entry, view: memoryview) -> Remembered:
         """Remember an entry; one too large for the memo is given back without being kept."""
-        words, base = self._slots.record(entry.slot)
+        words, base = self._index.record(entry.slot)
         item = Remembered(entry, view, words[base : base + 4])
         item.tell(self._adaptive.sample(space, entry.key, entry.charge))
         self._add(space, name, item)
@@ -172,7 +172,7 @@ class Memo:
 
     def add_mapped(self, space: str, names: tuple[str, ...], slot: int, id: int, view: memoryview, *, is_file: bool) -> None:
         """Remember the bytes of an entry whose row was not read, under its key and other ``names``."""
-        words, base = self._slots.record(slot)
+        words, base = self._index.record(slot)
         item = MappedEntry(id, view, words[base : base + 4])
         item.tell(self._adaptive.sample(space, names[0], charge_of(item.size, is_file=is_file)))
         self._add(space, names[0], item)
@@ -207,15 +207,15 @@ class Memo:
         """Drop entries that were evicted meanwhile, if any were, at most once a second; or where the wall clock jumped. Returns the time of
         the root's clock.
 
-        Raises `SlotsReplaced`: otherwise this process would never notice that a remembered entry was replaced or evicted."""
+        Raises `SharedReplaced`: otherwise this process would never notice that a remembered entry was replaced or evicted."""
         wall = time.time_ns()
         since, until, skew = self.window
         if since <= wall < until:
             return wall + skew
-        self._slots.check_same()
-        now = self._slots.clock.look()
-        self.window = self._slots.clock.window
-        words, index = self._slots.evictions()
+        self._index.check_same()
+        now = self._index.head.clock.look()
+        self.window = self._index.head.clock.window
+        words, index = self._index.head.evictions()
         evictions = words[index]
         if evictions != self._evictions:
             with self._mutex:
@@ -231,15 +231,15 @@ class Memo:
             for item in [f for f in self._all_locked() if not f.is_current()]:
                 self._forget_locked(item)
 
-    def restart(self, slots: Slots) -> None:
-        """Forget everything; go on with another table of slots. The dicts stay the same objects: hit paths hold them."""
+    def restart(self, index: EntryIndex) -> None:
+        """Forget everything; go on with another index. The dicts stay the same objects: hit paths hold them."""
         with self._mutex:
             for known in self._known.values():
                 for item in known.values():
                     item.names = []
                 known.clear()
             self._coldest.clear()
-            self._slots, self._bytes, self._count, self._evictions = slots, 0, 0, -1
+            self._index, self._bytes, self._count, self._evictions = index, 0, 0, -1
 
     def after_fork_child(self) -> None:
         self._mutex = threading.Lock()

@@ -1,6 +1,6 @@
 """What look-aheads of the node read next: a mapped table for each of them, which the others look into.
 
-``index/order-N``   of the look-ahead that has its first byte locked: a page of header, then buckets: 32 bits of an object's hash, and the
+``shared/order-N``   of the look-ahead that has its first byte locked: a page of header, then buckets: 32 bits of an object's hash, and the
                     position of its next use in the order
 
 All of it is a hint. Only its look-ahead stores to a table, a word at a time. A table is believed while its first byte is locked, which ends
@@ -57,7 +57,7 @@ class Orders:
         self._words: memoryview | None = None
         self._lock: locks.LockFile | None = None
         self._others: list[memoryview] = []
-        self._tables = [SharedTable(root, root.index_dir / f"order-{number}", b"FBORDR01", BUCKETS + _PROBES) for number in range(TABLES)]
+        self._tables = [SharedTable(root, root.shared_dir / f"order-{number}", b"FBORDR01", BUCKETS + _PROBES) for number in range(TABLES)]
         self._number, self._look_at = -1, 0.0
         self._position = self._pace = 0
         self._measured = 0, time.monotonic_ns()

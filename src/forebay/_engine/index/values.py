@@ -1,6 +1,6 @@
 """Copies of small values in mapped memory, so that the first read of one in a process needs no statement.
 
-``index/values``   a page of header; a byte for each 64 KiB of cells, 1 where they have blocks on the disk; then the cells, of 2 KiB each:
+``shared/cells``   a page of header; a byte for each 64 KiB of cells, 1 where they have blocks on the disk; then the cells, of 2 KiB each:
                    the slot and the id of an entry, and its bytes
 
 The value of a slot has the cell with the number of the slot, modulo the number of cells: as many as fit into a 32nd of the budget, at most
@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from forebay._engine.files.blobs import checksum_of, mark_of
 from forebay._engine.files.layout import PAGE, Root
-from forebay._engine.index.slots import Slots
 from forebay._kernel import host, locks, mappings
 from forebay._logs import logger
 from forebay.errors import CacheFault
@@ -54,11 +53,11 @@ class ValueCells:
     """The cells of one root. Callable from any thread and, mappings being inherited, after a fork. Nothing in them is ever missed: a call
     that meets a fault of the disk does without.
 
-    ``budget``: returns the budget of the root."""
+    ``id_of``: see `Index.id_of`; ``budget``: returns the budget of the root."""
 
-    def __init__(self, root: Root, slots: Slots, budget: Callable[[], int]) -> None:
-        self._root, self._slots, self._budget = root, slots, budget
-        self._path = root.index_dir / "values"
+    def __init__(self, root: Root, id_of: Callable[[int], int], budget: Callable[[], int]) -> None:
+        self._root, self._id_of, self._budget = root, id_of, budget
+        self._path = root.shared_dir / "cells"
         self._cells: _Cells | None = None
         self._was_opened = self._is_sized = False
 
@@ -101,7 +100,7 @@ class ValueCells:
         if other == slot or not id:
             return False
         try:
-            return bool(self._slots.id_of(other) == id)
+            return bool(self._id_of(other) == id)
         except (CacheFault, OSError, IndexError):
             return False
 
@@ -132,7 +131,7 @@ class ValueCells:
             host.pwrite(fd, (_MAGIC.to_bytes(8, "little") + self._root.id.to_bytes(8, "little")).ljust(_HEADER, b"\0"), 0)
             host.truncate(fd, _HEADER + size)  # no block: a store waits for `_allocate`
 
-        self._root.files.mkdir(self._root.index_dir, self._root.dir_mode)
+        self._root.files.mkdir(self._root.shared_dir, self._root.dir_mode)
         self._root.install(self._path, fill)
         cells = self._open()
         if cells is None:

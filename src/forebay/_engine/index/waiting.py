@@ -1,6 +1,6 @@
 """Which processes of the node wait for a key, and what they hold meanwhile: a table with a record for each wait.
 
-``index/waiting``   a page of header, then 256 records of 256 bytes: a checksum, the process, since when it waits, the lock and the name of
+``shared/waiting``   a page of header, then 256 records of 256 bytes: a checksum, the process, since when it waits, the lock and the name of
                     the key, and the locks of the keys that it holds
 
 A record is believed while its byte of the file is locked, which ends with the process, however that ends."""
@@ -53,7 +53,7 @@ class Waiters:
     free record, or meets a fault of the disk, is not shown."""
 
     def __init__(self, root: Root) -> None:
-        self._table = SharedTable(root, root.index_dir / "waiting", b"FBWAIT01", RECORDS * _RECORD // 8)
+        self._table = SharedTable(root, root.shared_dir / "waiting", b"FBWAIT01", RECORDS * _RECORD // 8)
         self.locks = locks.LockFile(self._table.path, root.files.open, writable=not root.read_only)
 
     def enter(self, key: str, keyhash: int, held: Collection[int] = ()) -> Entered | None:

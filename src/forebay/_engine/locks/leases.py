@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, entries
+from forebay._engine.catalog import Catalog, entries, recovery
 from forebay._engine.files.root import Root
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.records import EntryIndex
 from forebay._kernel import locks
 from forebay._model import Entry
 
@@ -144,28 +144,25 @@ class _Files(dict[int, locks.LockFile]):
 class Leases:
     """All leases of this process in one root."""
 
-    def __init__(self, root: Root, catalog: Catalog, slots: Slots) -> None:
-        self._root, self._catalog, self._slots = root, catalog, slots
+    def __init__(self, root: Root, catalog: Catalog, index: EntryIndex) -> None:
+        self._root, self._catalog, self._index = root, catalog, index
         self._held, self._evicting = _Files(root), _Files(root)
 
     def current(self, space: int, key: str) -> Entry | None:
-        """What the key has now: its row and its slot agree."""
+        """What the key has now: its row and its record agree."""
         for _ in range(2):
             entry = entries.find(self._catalog, space, key)
-            if entry is None or self._slots.id_of(entry.slot) == entry.id:
+            if entry is None or self._index.id_of(entry.slot) == entry.id:
                 return entry
-            # P1 reads the row / P2 replaces the entry: row and slot are the new one's / P1 reads the slot: look again.
+            # P1 reads the row / P2 replaces the entry: row and record are the new one's / P1 reads the record: look again.
         if self._root.read_only:
             return None
-        # A process that died between emptying the slot and its commit left a live row whose slot is empty. Under the writer lock no
-        # process is between the two, so the row is right.
+        # A process that died between emptying the record and its commit left a live row without one. Under the writer lock no process is
+        # between the two, so the row is right.
         try:
-            with self._catalog.writer(HEAL_WITHIN):
-                self._catalog.check_same()
-                entry = entries.find(self._catalog, space, key)
-                if entry is not None and self._slots.id_of(entry.slot) != entry.id:
-                    self._slots.set_id(entry.slot, entry.id)
-                return entry
+            with self._catalog.write(HEAL_WITHIN) as txn:
+                entry = entries.find(txn, space, key)
+                return recovery.heal(txn, self._index, space, entry) if entry is not None else None
         except errors.WriterBusy:
             return None  # the one that is replacing it, or another writer, was stopped in the middle of that: a miss
 
@@ -189,11 +186,11 @@ class Leases:
         return leases
 
     def _try(self, entry: Entry) -> Lease | None:
-        """Lock first, then check the slot: an evictor that had the lock before has emptied it."""
+        """Lock first, then look at the record: an evictor that had the lock before has emptied it."""
         file = self._held[entry.id % FILES]
         if not file.try_lock(entry.id, exclusive=False):
             return None
-        if self._slots.id_of(entry.slot) != entry.id:
+        if self._index.id_of(entry.slot) != entry.id:
             file.unlock(entry.id)
             return None
         return Lease(self, entry, self._path_of(entry))

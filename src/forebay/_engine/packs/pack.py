@@ -22,7 +22,7 @@ from forebay._engine.files import pack_files, pack_records
 from forebay._engine.files.faults import FULL, faults
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.head import SharedHead
 from forebay._engine.locks.leases import Lease
 from forebay._engine.packs.packing import SegmentRequest
 from forebay._engine.packs.segments import GONE, MANY_HITS, Appender, Finder, Mapped, Records, Segments, finder
@@ -42,10 +42,10 @@ class Unencodable(Exception):
 class Pack:
     """One pack, leased until `close`. Callable from any thread, and usable in both processes after a fork."""
 
-    def __init__(self, root: Root, segments: Segments, slots: Slots, counters: Counters, lease: Lease, length: int, space: int) -> None:
+    def __init__(self, root: Root, segments: Segments, head: SharedHead, counters: Counters, lease: Lease, length: int, space: int) -> None:
         """Raises FileNotFoundError, `Damaged`, or OSError."""
         self.lease, self.id, self.length = lease, lease.entry.id, length
-        self._segments, self._slots, self._counters, self._space = segments, slots, counters, space
+        self._segments, self._head, self._counters, self._space = segments, head, counters, space
         self._root, self._epoch, self._seed = root, root.epoch_tag, pack_records.seed_of(self.id)
         words = pack_files.map_index(self._root, self.id, length, writable=not self._root.read_only)
         self._words, self._cells, self._hints = words, pack_files.cells_of(words), pack_files.hints_of(words)
@@ -263,7 +263,7 @@ class Pack:
         return appender
 
     def _refuse(self, need: int) -> None:
-        words, index = self._slots.evictions()
+        words, index = self._head.evictions()
         self._refused = time.monotonic() + ASK_AGAIN, need, words[index]
 
     def _next_locked(self, need: int) -> Appender | None:
@@ -302,7 +302,7 @@ class Pack:
 
     def _is_refused(self, need: int) -> bool:
         until, refused, eviction = self._refused
-        words, index = self._slots.evictions()
+        words, index = self._head.evictions()
         return (not need or need >= refused) and words[index] == eviction and time.monotonic() < until
 
     def set_quota(self, quota: int) -> None:

@@ -1,7 +1,7 @@
 """How an entry is evicted: exclusive lock, doom, unlink, delete. And the sweep that finishes what other processes left half done.
 
     lock        no process has a lease, and none gets one
-    doom        the slot is emptied, the row marked, commit      a crash before: the row is live, its slot is restored at the next lookup
+    doom        the slot is emptied, the row marked, commit      a crash before: the row is live, the next writer restores its record
     unlink      the files go                                     a crash before or after: the next writer continues from here
     delete      the row goes, commit: only now slot and bytes are free
     unlock
@@ -19,7 +19,7 @@ from itertools import chain, islice
 from forebay._engine.catalog import Catalog, Txn, entries
 from forebay._engine.files import blobs, pack_files, trees
 from forebay._engine.files.root import Root
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.records import EntryIndex
 from forebay._engine.locks.leases import Leases
 from forebay._engine.space.ranking import EvictionCandidate
 from forebay._kernel import waits
@@ -46,8 +46,8 @@ class EvictionVictim:
 class Eviction:
     """Removes entries of one root: `remove` and `sweep` take all steps, the other methods one each. Callable from any thread."""
 
-    def __init__(self, root: Root, catalog: Catalog, slots: Slots, leases: Leases, words: waits.Words) -> None:
-        self._root, self._catalog, self._slots, self._leases, self._words = root, catalog, slots, leases, words
+    def __init__(self, root: Root, catalog: Catalog, index: EntryIndex, leases: Leases, words: waits.Words) -> None:
+        self._root, self._catalog, self._index, self._leases, self._words = root, catalog, index, leases, words
         self._held_after = 0
 
     def lock(self, id: int) -> bool:
@@ -61,7 +61,7 @@ class Eviction:
         if not entries.doom(txn, id):
             self._leases.evicted(id)
             return False
-        self._slots.clear(slot, id)
+        self._index.clear(slot, id)
         return True
 
     def doom_many(self, txn: Txn, locked: Sequence[EvictionCandidate]) -> list[EvictionCandidate]:
@@ -74,7 +74,7 @@ class Eviction:
             raise
         for candidate in locked:
             if candidate.id in ids:
-                self._slots.clear(candidate.slot, candidate.id)
+                self._index.clear(candidate.slot, candidate.id)
             else:
                 self._leases.evicted(candidate.id)
         return [candidate for candidate in locked if candidate.id in ids]
@@ -102,7 +102,7 @@ class Eviction:
 
     def notify(self) -> None:
         """Let all processes know that entries are gone: memos forget them, and waits for space are tried again."""
-        self._slots.bump_evictions()
+        self._index.head.bump_evictions()
         self._words.bump(SPACE_WORD)
 
     def drop_value(self, txn: Txn, id: int, slot: int) -> bool:
@@ -110,19 +110,19 @@ class Eviction:
         with self._leases.evicting(id) as free:
             if not free or not entries.drop_value(txn, id):
                 return False
-            self._slots.clear(slot, id)  # P1 locks and reads the slot / P2 drops it: P1 has its lease before, or finds the slot empty
+            self._index.clear(slot, id)  # P1 locks and reads the slot / P2 drops it: P1 has its lease before, or finds the slot empty
             return True
 
-    def remove(self, rows: Sequence[tuple[int, int, EvictionVictim]]) -> list[EvictionVictim]:
-        """Remove these entries, given as (id, slot, victim); returns those that were removed."""
+    def remove(self, several: Sequence[Entry]) -> list[EvictionVictim]:
+        """Remove these entries; returns those that were removed."""
         doomed: list[EvictionVictim] = []
 
         def doom(txn: Txn) -> None:
             self.release(doomed)  # after a first attempt that was rolled back
             doomed[:] = []
-            for id, slot, victim in rows:
-                if self.doom(txn, id, slot):
-                    doomed.append(victim)
+            for entry in several:
+                if self.doom(txn, entry.id, entry.slot):
+                    doomed.append(EvictionVictim(entry.id, entry.kind, entry.suffix))
 
         try:
             self._catalog.insist(doom)
@@ -161,7 +161,7 @@ class Eviction:
         # Another process may have deleted the row between our look and our lock, and a new entry may have its slot.
         if not (entries.doom(txn, id) or entries.is_doomed(txn, id)):
             return False
-        self._slots.clear(slot, id)
+        self._index.clear(slot, id)
         return True
 
     def _some_held(self) -> list[Entry]:

@@ -66,8 +66,7 @@ class SpaceDeficit(NamedTuple):
 
 class KnownSpace(NamedTuple):
     """What a transaction that added a small value leaves: true until anything else changes the catalog. ``number`` and ``version``: of that
-    transaction, see `Txn`; ``bytes`` of the budget, of the ``quota`` of the ``space``, and ``entries`` that still fit; ``slot``: the next
-    new one, None where others are free."""
+    transaction, see `Txn`; ``bytes`` of the budget, of the ``quota`` of the ``space``, and ``entries`` that still fit."""
 
     number: int
     version: int
@@ -76,10 +75,9 @@ class KnownSpace(NamedTuple):
     quota: int
     entries: int
     min_free: int
-    slot: int | None
 
 
-_NOTHING_KNOWN = KnownSpace(-2, 0, 0, 0, 0, 0, 0, None)
+_NOTHING_KNOWN = KnownSpace(-2, 0, 0, 0, 0, 0, 0)
 
 
 class FreeSpace:
@@ -108,10 +106,10 @@ class FreeSpace:
         """What a request lacks, or what is lacking without one; pending reservations older than ``id`` come first."""
         return self._short(rows, spaces.totals(rows, id or None, request.space if request else 0), request, id)
 
-    def look(self, txn: Txn, request: SpaceRequest) -> tuple[SpaceRequest, SpaceDeficit | None, int | None]:
-        """Complete a request for a file or value by what it replaces; returns also what it lacks, None where it fits, and a slot for its
-        entry, None where another entry goes first and its slot can be used. One statement, where there is nothing to replace, to sweep or
-        reserved. Caller: adds the entry of an inline request that fits, and nothing else, so that `grant` knows what is left."""
+    def look(self, txn: Txn, request: SpaceRequest) -> tuple[SpaceRequest, SpaceDeficit | None]:
+        """Complete a request for a file or value by what it replaces; returns also what it lacks, None where it fits. One statement, where
+        there is nothing to replace, to sweep or reserved. Caller: adds the entry of an inline request that fits, and nothing else, so
+        that `grant` knows what is left."""
         self._known = _NOTHING_KNOWN
         totals = spaces.totals(txn, None, request.space, request.key)
         txn.leftovers |= totals.leftovers
@@ -120,32 +118,24 @@ class FreeSpace:
             request = request._replace(replaces=replaces, replaced=replaced)
         short = self._short(txn, totals, request, 0)
         if not short.fits:
-            return request, short, None
-        if totals.replaces is not None:
-            return request, None, None
-        freed, slot = totals.slots[0] is not None, entries.usable_slot(txn, *totals.slots)
-        if request.inline and not (totals.leftovers or totals.any_promised):
-            left = short.free - _cost(request.key, request.size)
-            self._known = KnownSpace(
-                txn.number, txn.version(), request.space, left, -short.quota, -max(short.rows, short.here), totals.min_free,
-                None if freed else slot + 1,
-            )  # fmt: skip
-        return request, None, slot
+            return request, short
+        if totals.replaces is None and request.inline and not (totals.leftovers or totals.any_promised):
+            left, entries_left = short.free - _cost(request.key, request.size), -max(short.rows, short.here)
+            self._known = KnownSpace(txn.number, txn.version(), request.space, left, -short.quota, entries_left, totals.min_free)
+        return request, None
 
-    def grant(self, txn: Txn, space: int, key: str, size: int) -> tuple[bool, int | None]:
-        """Whether a small value under a new key fits, by what the transaction before is known to have left, and a slot if one is known.
-        False: it is not known, and `look` tells. Caller: adds the entry, and nothing else."""
-        number, version, known, left, quota, count, min_free, slot = self._known
+    def grant(self, txn: Txn, space: int, key: str, size: int) -> bool:
+        """Whether a small value under a new key fits, by what the transaction before is known to have left. False: it is not known, and
+        `look` tells. Caller: adds the entry, and nothing else."""
+        number, version, known, left, quota, count, min_free = self._known
         if number < txn.number - 1 or known != space or txn.version() != version:
-            return False, None
+            return False
         left, quota, count = left - _cost(key, size), quota - size, count - 1
         floor = min_free + self._catalog.ballast.owed + size + ROW
         if left < 0 or quota < 0 or count < 0 or self._free_bytes(floor) < floor:
-            return False, None
-        if slot is not None and not txn.is_proven(slot + 1):
-            slot = None
-        self._known = KnownSpace(txn.number, version, space, left, quota, count, min_free, None if slot is None else slot + 1)
-        return True, slot
+            return False
+        self._known = KnownSpace(txn.number, version, space, left, quota, count, min_free)
+        return True
 
     def _short(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
         charge = self.charge_of(request) if request is not None else 0

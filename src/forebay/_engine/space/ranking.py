@@ -1,6 +1,6 @@
 """Finds the coldest entries without reading the catalog and without a long writer lock.
 
-The table of slots says when each entry was last used, and to which space it belongs. It is scanned in *stripes*, each an even sample of
+The records say when each entry was last used, and to which space it belongs. It is scanned in *stripes*, each an even sample of
 the whole table: the first tells about where the coldest end, the others add the entries that are colder than that. After all stripes the
 result holds every entry up to that time, coldest first. It is exact, since times only grow: an entry that was used or created after its
 stripe was scanned is warmer. A victim is taken only while its time has not changed. What the table does not say (pins, links, sizes) is
@@ -20,9 +20,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from forebay._engine.catalog import Catalog, Rows, entries, spaces
-from forebay._engine.catalog.transactions import next_slot
 from forebay._engine.index.adaptive import AdaptiveSpaces
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.records import EntryIndex
 from forebay._model import Policy
 
 PICKED = 4096
@@ -36,7 +35,6 @@ _ROWS, _ROWS_UNLOCKED = 64, 1024  # asked of the catalog at a time: inside a tra
 SPARED_FOR = 60.0
 """Seconds for which entries that were pinned or linked are skipped unread, while any other can be evicted."""
 _IN_VAIN = 8  # times in a row: all were pinned or linked; `pick` goes on, under no lock
-_PATROL = 1024
 
 
 class Scope(NamedTuple):
@@ -65,9 +63,9 @@ class EvictionCandidate(NamedTuple):
 class _TableLook:
     """One scan of the whole table, stripe by stripe."""
 
-    def __init__(self, slots: Slots, scope: Scope, top: int, count: int, spared: dict[int, int]) -> None:
-        self._slots, self._scope, self._top, self._count, self._spared = slots, scope, top, count, spared
-        self._stripes, self._next, self._now = max(1, -(-top // STRIPE)), 0, slots.clock.now()
+    def __init__(self, index: EntryIndex, scope: Scope, count: int, spared: dict[int, int]) -> None:
+        self._index, self._scope, self._count, self._spared = index, scope, count, spared
+        self._stripes, self._next, self._now = max(1, -(-index.slots // STRIPE)), 0, index.head.clock.now()
         self._limit: int | None = None
         self.cold: list[tuple[int, int, int]] = []  # used, slot, id
 
@@ -79,12 +77,12 @@ class _TableLook:
     def go_on(self) -> None:
         """Scan one more stripe."""
         limit = self._limit
-        for stripe, ticks in self._slots.stripe(self._next, self._stripes, self._top):
-            for slot, used in zip(stripe, ticks, strict=True):
-                if limit is None or used < limit or used > self._now:
-                    id = self._slots.id_of(slot)
-                    if id and self._spared.get(slot) != id and self._scope.may_have(self._slots.space(slot)):
-                        self.cold.append((self._slots.used(slot), slot, id))
+        for stripe, ids, ticks in self._index.stripe(self._next, self._stripes):
+            for slot, id, used in zip(stripe, ids, ticks, strict=True):
+                if not id or (limit is not None and limit <= used <= self._now):
+                    continue
+                if self._spared.get(slot) != id and self._scope.may_have(self._index.space(slot)):
+                    self.cold.append((self._index.used(slot), slot, id))
         self._next += 1
         share = -(-self._count * self._next // self._stripes)  # of the final count, by now
         if not self.left or len(self.cold) > max(_SAMPLE, 4 * share):
@@ -110,10 +108,9 @@ class _Picked:
 class Ranking:
     """The coldest entries of a root, as this process knows them. Callable from any thread."""
 
-    def __init__(self, catalog: Catalog, slots: Slots, adaptive: AdaptiveSpaces) -> None:
-        self._catalog, self._slots, self._adaptive = catalog, slots, adaptive
+    def __init__(self, catalog: Catalog, index: EntryIndex, adaptive: AdaptiveSpaces) -> None:
+        self._catalog, self._index, self._adaptive = catalog, index, adaptive
         self._picked: dict[Scope, _Picked] = {}
-        self._patrolled = 0
         self.after_fork_child()
 
     def after_fork_child(self) -> None:
@@ -136,8 +133,6 @@ class Ranking:
             if passed_by and not picked.ready:  # before nothing may go: a pin, a link or a tree may be gone since
                 self._forget(picked)
                 self._find(scope, picked)
-        if not picked.ready:
-            self._patrol(scope, picked, at_most=1 << 40)
 
     def forget_spared(self) -> None:
         """Look again at entries that were skipped, since one was unpinned."""
@@ -167,9 +162,8 @@ class Ranking:
     def _go_on(self, scope: Scope, picked: _Picked, stripes: int, count: int) -> bool:
         """Scan some more stripes. True if they were the last, and the result is installed. Caller: holds `_looking`."""
         if picked.look is None:
-            top = next_slot(self._catalog)
-            count = max(count, 2 * LOOK_EVERY * top // STRIPE)  # enough until the next scan is complete
-            picked.look = _TableLook(self._slots, scope, top, count, picked.spared)
+            count = max(count, 2 * LOOK_EVERY * self._index.slots // STRIPE)  # enough until the next scan is complete
+            picked.look = _TableLook(self._index, scope, count, picked.spared)
         for _ in range(min(stripes, picked.look.left)):
             picked.look.go_on()
         if picked.look.left:
@@ -186,8 +180,7 @@ class Ranking:
         if self._looking.acquire(blocking=False):
             try:
                 stripes, picked.taken = min(AT_ONCE, picked.taken // LOOK_EVERY), 0
-                if self._go_on(scope, picked, stripes, PICKED):
-                    self._patrol(scope, picked, at_most=1)
+                self._go_on(scope, picked, stripes, PICKED)
             finally:
                 self._looking.release()
 
@@ -201,21 +194,6 @@ class Ranking:
             picked.spared.update((slot, id) for id, (_, slot) in some.items() if id not in rows)
             picked.ready.extend(ready)
 
-    def _patrol(self, scope: Scope, picked: _Picked, *, at_most: int) -> None:
-        """Pick entries whose slots a dead writer emptied and that no process has read since: no stripe shows them."""
-        for _ in range(at_most):
-            rows = entries.after(self._catalog, self._patrolled, _PATROL)
-            self._patrolled = rows[-1][0] if len(rows) == _PATROL else 0
-            lost = [
-                (self._slots.used(slot), slot, id) for id, slot, space in rows if self._slots.id_of(slot) != id and scope.may_have(space)
-            ]
-            with self._mutex:
-                picked.cold.extendleft(sorted(lost, reverse=True))
-            while lost and picked.cold and not picked.ready:
-                self._read_rows(picked, _ROWS_UNLOCKED)
-            if not self._patrolled or picked.ready:
-                break
-
     # -- taking ----------------------------------------------------------------------------------------------------
 
     def learn(self, rows: Rows, scope: Scope) -> None:
@@ -226,7 +204,7 @@ class Ranking:
                 self._adaptive.know(row.id, row.name, adapts=Policy.parse(row.policy).adapts)
                 space = self._adaptive.of(row.id) if scope.may_have(row.id) else None
                 if space is not None:
-                    space.ghosts.learn(row.charge, self._slots.clock.now())
+                    space.ghosts.learn(row.charge, self._index.head.clock.now())
 
     def coldest(self, scope: Scope, *, exact: bool = True) -> Iterator[EvictionCandidate]:
         """The candidates that still exist and, if ``exact``, are as cold as when they were picked, coldest first; each is yielded once.
@@ -245,8 +223,7 @@ class Ranking:
                 in_vain += 1
                 continue
             in_vain = 0
-            # Its slot may have been emptied by a writer that died before its commit: only the row says whether the entry exists.
-            if not exact or self._slots.used(cold.slot) == cold.used:
+            if not exact or self._index.used(cold.slot) == cold.used:
                 picked.taken += 1
                 yield cold
 

@@ -12,7 +12,7 @@ from forebay._engine.files import settings_file
 from forebay._engine.files.layout import Root
 from forebay._engine.files.settings_file import Kept
 from forebay._engine.index.counters import Counters
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.head import SharedHead
 from forebay._kernel import host, locks
 from forebay._logs import logger
 from forebay.errors import WriterBusy
@@ -40,7 +40,7 @@ class Settings(NamedTuple):
 
 
 def apply(
-    settings: Settings, root: Root, catalog: Catalog, slots: Slots, make_room: Callable[[], bool], counters: Counters,
+    settings: Settings, root: Root, catalog: Catalog, head: SharedHead, make_room: Callable[[], bool], counters: Counters,
     before: Settings | None = None,
 ) -> tuple[Settings, bool]:  # fmt: skip
     """Set the given limits; returns those in force now, and whether lower ones were met.
@@ -66,7 +66,7 @@ def apply(
         changed = {name: value for name, value in limits.items() if value is not None and value != there[name]}
         for name, value in changed.items():
             spaces.set_setting(txn, name, value)
-        txn.after_commit.append(lambda: keep(root, catalog, slots))
+        txn.after_commit.append(lambda: keep(root, catalog, head))
     applied = True
     if first and catalog.lost:
         _log_lost(root, catalog, kept, limits)
@@ -88,19 +88,19 @@ def _kept(settings: Settings) -> Kept:
     return Kept(**{name: getattr(settings, name) for name in settings_file.NAMES})
 
 
-def is_kept(root: Root, catalog: Catalog, slots: Slots) -> bool:
+def is_kept(root: Root, catalog: Catalog, head: SharedHead) -> bool:
     """Whether what `keep` copies is where it belongs."""
     there = spaces.kept(catalog)
-    return settings_file.says(root, there) and slots.limits() == (there.max_rate or 0, there.max_connections or 0)
+    return settings_file.says(root, there) and head.limits() == (there.max_rate or 0, there.max_connections or 0)
 
 
-def keep(root: Root, catalog: Catalog, slots: Slots) -> None:
-    """Write the limits that were set into the file beside the catalog, and those of transfers into the table of slots, where they are not
+def keep(root: Root, catalog: Catalog, head: SharedHead) -> None:
+    """Write the limits that were set into the file beside the catalog, and those of transfers into the head, where they are not
     there. Caller: holds the writer lock."""
     there = spaces.kept(catalog)
     if not settings_file.says(root, there):
         settings_file.write(root, there)
-    slots.set_limits(there.max_rate or 0, there.max_connections or 0)
+    head.set_limits(there.max_rate or 0, there.max_connections or 0)
 
 
 def _log_lost(root: Root, catalog: Catalog, kept: Kept, now: dict[str, int | None]) -> None:

@@ -1,13 +1,12 @@
-"""Rows of new entries and their slots, and the intent that lets small files be written and published in one step.
+"""Rows of new entries and their records, and how small files are written and published in one step.
 
-Before small files are written, a word in the table of slots names them:
-
-intent   the word is set                                  a crash: there is nothing to remove
+intent   ids and slots of what comes and goes             a crash: there is nothing to undo
 files    written under their final names                  a crash: the next writer removes them before it grants room to anybody
-commit   the entries are visible                          a crash: the next writer finds their rows, and only clears the word
-clear
+commit   the rows are there                               a crash: the next writer stores their records
+records  the entries can be found without the catalog
+finish   the intent is empty
 
-All of this happens under the writer lock, so one word is enough, and nobody can promise the files' bytes to another process before
+All of this happens under the writer lock, so one intent is enough, and nobody can promise the files' bytes to another process before
 they are counted or gone.
 """
 
@@ -18,12 +17,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from forebay._engine.catalog import Catalog, Txn, entries, spaces
-from forebay._engine.files import blobs
+from forebay._engine.catalog import Txn, entries, spaces
 from forebay._engine.files.root import Root
 from forebay._engine.index.adaptive import AdaptiveSpaces, Trial
-from forebay._engine.index.keys import KeyIndex
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.records import EntryIndex
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.free_space import SpaceRequest
 from forebay._model import Entry
@@ -58,21 +55,26 @@ class New(NamedTuple):
 class Inserter:
     """Inserts the rows of entries into one root. Callable from any thread that is inside a transaction."""
 
-    def __init__(self, root: Root, slots: Slots, keys: KeyIndex, adaptive: AdaptiveSpaces, budget: Budget) -> None:
-        self._root, self._slots, self._keys, self._adaptive, self.budget = root, slots, keys, adaptive, budget
+    def __init__(self, root: Root, index: EntryIndex, adaptive: AdaptiveSpaces, budget: Budget) -> None:
+        self._root, self._index, self._adaptive, self.budget = root, index, adaptive, budget
+
+    def intend(self, ids: Sequence[int]) -> list[int]:
+        """Allow the files of these ids to be written, whose rows this transaction commits; returns a slot for each."""
+        return self._index.take(ids)
 
     def insert(
         self, txn: Txn, label: Label, id: int, kind: str, size: int, checksum: bytes, validator: str | None, data: bytes | None = None,
         request: SpaceRequest | None = None, slot: int | None = None,
     ) -> Entry:  # fmt: skip
-        """Insert the row and its slot, and supersede the previous version. Before the commit other processes see only empty slots.
+        """Insert the row, and supersede the previous version. Before the commit other processes see only empty slots.
 
-        ``request``: made in the same transaction, so it says whether there is a previous version. ``slot``: a free one, if it is known."""
-        now, created = self._slots.clock.now(), time.time()
+        ``request``: made in the same transaction, so it says whether there is a previous version. ``slot``: of `intend`, if it was
+        called."""
+        now, created = self._index.head.clock.now(), time.time()
         old = entries.find(txn, label.space, label.key) if request is None or request.replaces else None
         if old is not None:
             self._supersede(txn, old)
-        slot = entries.free_slot(txn) if slot is None else slot
+        slot = self.intend([id])[0] if slot is None else slot
         charge = self.budget.room.charge(size, inline=True) if kind == "value" else self.budget.room.charge_published(size)
         life = "pinned" if old is not None and old.life == "pinned" else label.life
         entry = Entry(
@@ -84,14 +86,13 @@ class Inserter:
         return entry
 
     def add(
-        self, txn: Txn, label: Label, id: int, data: bytes, checksum: bytes, validator: str | None, slot: int | None
+        self, txn: Txn, label: Label, id: int, data: bytes, checksum: bytes, validator: str | None
     ) -> Entry | None:  # fmt: skip
         """`insert` of a small value, unless its key has an entry already: then None."""
-        now, size = self._slots.clock.now(), len(data)
+        now, size = self._index.head.clock.now(), len(data)
         entry = Entry(
-            id, label.space_name, label.key, "value", size, self.budget.room.charge(size, inline=True),
-            entries.free_slot(txn) if slot is None else slot, checksum, validator, time.time(), self._root.epoch, label.life, label.suffix,
-            label.meta,
+            id, label.space_name, label.key, "value", size, self.budget.room.charge(size, inline=True), self._index.take([id])[0], checksum,
+            validator, time.time(), self._root.epoch, label.life, label.suffix, label.meta,
         )  # fmt: skip
         if not entries.add(txn, label.space, entry, data):
             return None
@@ -100,9 +101,9 @@ class Inserter:
 
     def _settle(self, txn: Txn, label: Label, entry: Entry, data: bytes | None, now: int) -> None:
         validated = now if label.validated is None else label.validated
-        self._slots.settle(entry.slot, entry.id, validated if label.ahead else now, validated, label.space)
+        txn.after_commit.append(partial(self._index.store, label.space, entry, validated if label.ahead else now, validated))
         self._try(txn, [(label, entry)], now)
-        txn.after_release.append(lambda: self._keys.note_new(label.space, [(entry, data)]))
+        txn.after_release.append(lambda: self._index.note_new(label.space, [(entry, data)]))
 
     def _try(self, txn: Txn, several: Sequence[tuple[Label, Entry]], now: int) -> None:
         """Tell an adaptive space of its new entries, and put them on trial where bimodal insertion leads."""
@@ -119,20 +120,22 @@ class Inserter:
 
     def _supersede(self, txn: Txn, old: Entry) -> None:
         entries.supersede(txn, old)
-        self._slots.clear(old.slot, old.id)
+        self._index.clear(old.slot, old.id)
         txn.leftovers |= old.kind != "value"
 
-    def insert_many(self, txn: Txn, several: Sequence[New], replaced: Sequence[Entry] | None = None) -> list[Entry]:
+    def insert_many(
+        self, txn: Txn, several: Sequence[New], slots: Sequence[int], replaced: Sequence[Entry] | None = None
+    ) -> list[Entry]:  # fmt: skip
         """`insert` for several entries of one space. ``replaced``: the previous versions, if the caller has just asked for them."""
         space, room = several[0].label.space, self.budget.room
-        now, created, boot = self._slots.clock.now(), time.time(), self._root.epoch
+        now, created, boot = self._index.head.clock.now(), time.time(), self._root.epoch
         if replaced is None:
             replaced = entries.find_many(txn, space, [new.label.key for new in several])
         for old in replaced:
             self._supersede(txn, old)
         pinned = {old.key for old in replaced if old.life == "pinned"}
         rows: list[tuple[Entry, bytes | None]] = []
-        for new, slot in zip(several, entries.free_slots(txn, len(several)), strict=True):
+        for new, slot in zip(several, slots, strict=True):
             inline, label = new.data is not None, new.label
             charge = room.charge(new.size, inline=True) if inline else room.charge_published(new.size)
             life = "pinned" if label.key in pinned else label.life
@@ -145,31 +148,7 @@ class Inserter:
         published = [entry for entry, _ in rows]
         for new, entry in zip(several, published, strict=True):
             validated = now if new.label.validated is None else new.label.validated
-            self._slots.settle(entry.slot, entry.id, validated if new.label.ahead else now, validated, space)
+            txn.after_commit.append(partial(self._index.store, space, entry, validated if new.label.ahead else now, validated))
         self._try(txn, [(new.label, entry) for new, entry in zip(several, published, strict=True)], now)
-        txn.after_release.append(lambda: self._keys.note_new(space, rows))
+        txn.after_release.append(lambda: self._index.note_new(space, rows))
         return published
-
-
-class Intent:
-    """The intent of one root. Its methods are called under the writer lock."""
-
-    def __init__(self, root: Root, catalog: Catalog, slots: Slots) -> None:
-        self._root, self._catalog, self._slots = root, catalog, slots
-
-    def begin(self, txn: Txn, ids: range) -> None:
-        """Allow the files of these ids to be written; ``txn`` is to commit their rows."""
-        self._slots.set_intent(ids)
-        txn.after_commit.append(self._clear)
-
-    def _clear(self) -> None:
-        self._slots.set_intent(range(0))
-
-    def recover(self) -> None:
-        """Remove the files of a writer that died before its commit."""
-        ids = self._slots.intent()
-        if ids:
-            for id in ids:
-                if not entries.is_known(self._catalog, id):
-                    blobs.remove_whatever_suffix(self._root, id)
-            self._clear()

@@ -9,7 +9,7 @@ from forebay._engine.catalog import Catalog, Txn, entries
 from forebay._engine.files import trees
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.records import EntryIndex
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.write.insert import Label
@@ -21,8 +21,8 @@ from forebay._model import Entry
 class Linker:
     """Publishes trees and new names of entries of one root, without writing bytes. Callable from any thread."""
 
-    def __init__(self, root: Root, catalog: Catalog, slots: Slots, publisher: Publisher) -> None:
-        self._root, self._catalog, self._slots, self._publisher = root, catalog, slots, publisher
+    def __init__(self, root: Root, catalog: Catalog, index: EntryIndex, publisher: Publisher) -> None:
+        self._root, self._catalog, self._index, self._publisher = root, catalog, index, publisher
 
     def publish_tree(self, label: Label, members: Sequence[tuple[str, Entry]], leases: Leases, validator: str | None = None) -> Lease:
         """Publish a tree of entries. It is charged for its directories; its files are charged to the members. Caller: holds leases on the
@@ -54,13 +54,11 @@ class Linker:
         old = entries.find(txn, label.space, label.key)
         if old is not None and old.id != entry.id:
             entries.supersede(txn, old)
-            self._slots.clear(old.slot, old.id)
-        slot = entries.free_slot(txn)
-        self._slots.ensure(slot)
-        self._slots.set_space(slot, label.space)
-        self._slots.touch(slot, self._slots.used(entry.slot))
-        self._slots.set_validated(slot, self._slots.validated(entry.slot))
-        self._slots.clear(entry.slot, entry.id)
+            self._index.clear(old.slot, old.id)
+        (slot,) = self._index.take([entry.id])
+        used, validated = self._index.used(entry.slot), self._index.validated(entry.slot)
+        self._index.clear(entry.slot, entry.id)
         entries.rename(txn, entry, label.space, label.key, slot)
-        self._slots.set_id(slot, entry.id)
+        moved = entry._replace(space=label.space_name, key=label.key, slot=slot)
+        txn.after_commit.append(lambda: self._index.store(label.space, moved, used, validated, is_sound=moved.boot == self._root.epoch))
         txn.leftovers = True

@@ -19,23 +19,21 @@ from typing import NamedTuple, Self
 from forebay import errors
 from forebay._engine.catalog import Catalog, Rows, Txn, entries, reservations
 from forebay._engine.catalog.reservations import Reservation
-from forebay._engine.catalog.writer import WriterBusy
 from forebay._engine.files import blobs
 from forebay._engine.files.chunkmaps import CHUNK
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.files.stages import MemoryStage, Stage
 from forebay._engine.index.adaptive import AdaptiveSpaces
-from forebay._engine.index.keys import KeyIndex
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.head import PAIRS
+from forebay._engine.index.records import EntryIndex
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.free_space import SpaceDeficit, SpaceRequest
 from forebay._engine.space.inline_eviction import InlineEviction
-from forebay._engine.write.combine import Combiner
-from forebay._engine.write.insert import Inserter, Intent, Label, New
+from forebay._engine.write.insert import Inserter, Label, New
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Sink, Span
 
 INLINE = 16 << 10
@@ -65,16 +63,12 @@ class Publisher:
     """Writes entries into one root. Callable from any thread."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, adaptive: AdaptiveSpaces, owners: Owners, budget: Budget,
-        inline_eviction: InlineEviction, intent: Intent,
+        self, root: Root, catalog: Catalog, index: EntryIndex, adaptive: AdaptiveSpaces, owners: Owners, budget: Budget,
+        inline_eviction: InlineEviction,
     ) -> None:  # fmt: skip
         self.root, self.rows, self._catalog, self.budget = root, catalog, catalog, budget
-        self.inserter = Inserter(root, slots, keys, adaptive, budget)
-        self._owners, self._inline_eviction, self._intent = owners, inline_eviction, intent
-        self._together = Combiner(self._publish_if_fits, shared=WriterBusy)
-
-    def after_fork_child(self) -> None:
-        self._together.after_fork_child()
+        self.inserter = Inserter(root, index, adaptive, budget)
+        self._owners, self._inline_eviction = owners, inline_eviction
 
     def put(self, label: Label, data: Buffer, *, validator: str | None = None) -> Entry:
         """Store bytes. Raises `NoSpace` or another `CacheFault`; then the previous entry stays."""
@@ -124,13 +118,13 @@ class Publisher:
         self, txn: Txn, label: Label, data: bytes, checksum: bytes, validator: str | None
     ) -> Entry | tuple[SpaceRequest, SpaceDeficit]:
         """Insert a small value, if there is room for it. Returns its entry, else what it requests and lacks."""
-        fits, slot = self.budget.room.grant(txn, label.space, label.key, len(data))
-        if fits and (entry := self.inserter.add(txn, label, txn.new_id(), data, checksum, validator, slot)) is not None:
+        fits = self.budget.room.grant(txn, label.space, label.key, len(data))
+        if fits and (entry := self.inserter.add(txn, label, txn.new_id(), data, checksum, validator)) is not None:
             return entry
-        request, short, slot = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, len(data), inline=True))
+        request, short = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, len(data), inline=True))
         if short is not None:
             return request, short
-        return self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, request, slot)
+        return self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, request)
 
     @contextlib.contextmanager
     def _spending(self, reservation: int) -> Iterator[Txn]:
@@ -161,7 +155,7 @@ class Publisher:
         stored: list[Entry] = []
         with self._catalog.write() as txn:
             done = 0
-            while left and _size_of(left[0]) <= INLINE and done < AT_ONCE:
+            while left and _size_of(left[0]) <= INLINE and done < AT_ONCE and len(stored) < PAIRS // 4:
                 label, data = left[0][0], bytes(left[0][1])
                 entry = self._insert_row(txn, label, data, blobs.checksum_of(data), validator)
                 if not isinstance(entry, Entry):
@@ -214,7 +208,7 @@ class Publisher:
 
     def publish_small(self, writing: Writing, small: MemoryStage) -> Entry | None:
         """Write and publish a file from memory in one step; None if it does not fit without evicting."""
-        return self._together(_Ready(writing, small.data, *small.finish()))
+        return self._publish_if_fits([_Ready(writing, small.data, *small.finish())])[0]
 
     def publish_collected(self, writings: Sequence[Writing], leased: Sequence[bool], leases: Leases) -> list[Entry | Lease]:
         """Publish writes whose bytes are all in memory, in one transaction; makes space for all of them at once. Returns leases on those
@@ -259,13 +253,13 @@ class Publisher:
 
     def _publish_one_if_fits(self, txn: Txn, one: _Ready) -> Entry | None:
         label = one.writing.label
-        request, short, slot = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, one.size, label.suffix))
+        request, short = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, one.size, label.suffix))
         if short is not None:
             return None
-        ids = txn.new_ids(1)
-        self._intent.begin(txn, ids)
-        self._write(one, ids[0])
-        return self.inserter.insert(txn, label, ids[0], "blob", one.size, one.checksum, one.writing.validator, None, request, slot)
+        id = txn.new_id()
+        (slot,) = self.inserter.intend([id])
+        self._write(one, id)
+        return self.inserter.insert(txn, label, id, "blob", one.size, one.checksum, one.writing.validator, None, request, slot)
 
     def _replaced(self, txn: Txn, ready: Sequence[_Ready]) -> list[Entry]:
         return entries.find_many(txn, ready[0].writing.label.space, [one.writing.label.key for one in ready])
@@ -273,12 +267,12 @@ class Publisher:
     def _publish_together(self, txn: Txn, ready: Sequence[_Ready], replaced: Sequence[Entry]) -> list[Entry]:
         """Publish files of one space. ``replaced``: their previous versions, as of this transaction."""
         ids = txn.new_ids(len(ready))
-        self._intent.begin(txn, ids)
+        slots = self.inserter.intend(ids)
         new: list[New] = []
         for one, id in zip(ready, ids, strict=True):
             self._write(one, id)
             new.append(New(one.writing.label, id, one.size, one.checksum, one.writing.validator))
-        return self.inserter.insert_many(txn, new, replaced)
+        return self.inserter.insert_many(txn, new, slots, replaced)
 
     def _write(self, one: _Ready, id: int) -> None:
         blobs.write(self.root, id, one.data, one.checksum, one.writing.label.suffix)

@@ -22,7 +22,7 @@ from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.free_space import SpaceRequest
-from forebay._engine.write.insert import Intent, Label, New
+from forebay._engine.write.insert import Label, New
 from forebay._engine.write.publish import INLINE, Publisher, Writing
 from forebay._model import Buffer, Entry, Noted, ObjectInfo
 
@@ -77,10 +77,10 @@ class SpaceReservation:
     """What one loader has reserved in one space. For one thread at a time; a forked child begins without any."""
 
     def __init__(
-        self, catalog: Catalog, budget: Budget, publisher: Publisher, leases: Leases, intent: Intent, space: SpaceRow
+        self, catalog: Catalog, budget: Budget, publisher: Publisher, leases: Leases, space: SpaceRow
     ) -> None:  # fmt: skip
         self._catalog, self._budget, self._publisher = catalog, budget, publisher
-        self._leases, self._intent, self._space = leases, intent, space
+        self._leases, self._space = leases, space
         self._row: Reservation | None = None
         self.promised = NOTHING
 
@@ -150,14 +150,14 @@ class SpaceReservation:
 
     def _insert(self, txn: Txn, items: Sequence[Item], life: str, held: list[int]) -> list[Entry]:
         ids = txn.new_ids(len(items))
-        self._intent.begin(txn, ids)
+        slots = self._publisher.inserter.intend(ids)
         several = []
         for id, item in zip(ids, items, strict=True):
             if self._leases.hold(id):  # before anybody can see it: an entry of life "held" that nobody holds is swept
                 held.append(id)
             size, checksum, inline = self._create(id, item.data)
             several.append(New(self._label(item, life), id, size, checksum, validator_of(item.session), inline))
-        return self._publisher.inserter.insert_many(txn, several)
+        return self._publisher.inserter.insert_many(txn, several, slots)
 
     def _create(self, id: int, data: Buffer | Lease) -> tuple[int, bytes, bytes | None]:
         """Create the file of a new entry. Returns its size and checksum, and the bytes if they are for the catalog instead."""

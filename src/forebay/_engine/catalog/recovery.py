@@ -1,0 +1,76 @@
+"""Makes rows, records and files agree: after a death or an exception in the middle of a transaction, and after a crash of the machine."""
+
+from __future__ import annotations
+
+from forebay._engine.catalog import entries
+from forebay._engine.catalog.connection import Catalog, Txn
+from forebay._engine.files import blobs
+from forebay._engine.files.root import Root
+from forebay._engine.index.records import RECORDS, EntryIndex
+from forebay._logs import logger
+from forebay._model import Entry
+
+log = logger("forebay.catalog")
+
+AT_ONCE = 512
+"""Records that are compared with their rows in one transaction."""
+
+
+def recover(root: Root, catalog: Catalog, index: EntryIndex) -> None:
+    """End what the intent names: a live row has its record, and what has no row has neither a record nor a file. Each step may be
+    repeated. Caller: holds the writer lock, and is in no transaction."""
+    for id, slot in index.head.intent():
+        found = entries.with_space(catalog, id)
+        if found is not None and found[1].slot == slot:
+            index.restore(*found)
+        else:
+            index.clear(slot, id)
+        if found is None and not entries.is_known(catalog, id):
+            blobs.remove_whatever_suffix(root, id)
+    index.head.finish()
+
+
+def heal(txn: Txn, index: EntryIndex, space: int, entry: Entry) -> Entry:
+    """Give a live entry the record that it lacks, in another slot where another entry has its own; returns it with its slot."""
+    other = index.id_of(entry.slot)
+    if other == entry.id:
+        return entry
+    holder = entries.by_id(txn, other) if other else None
+    if entry.slot >= index.slots or (holder is not None and holder.slot == entry.slot):
+        (slot,) = index.take([entry.id])
+        entries.set_slot(txn, entry.id, slot)
+        entry = entry._replace(slot=slot)
+    else:
+        index.head.intend([(entry.id, entry.slot)])
+    txn.after_commit.append(lambda: index.restore(space, entry))
+    return entry
+
+
+def reconcile(catalog: Catalog, index: EntryIndex) -> int:
+    """Give each live entry that has no record one, and empty the records of entries that are gone; returns how many entries lacked theirs.
+    In memory is a byte for each slot. Caller: holds no lock."""
+    seen, lacking = bytearray(index.slots), 0
+    for low, high in entries.ranges(catalog, "entries"):
+        missing = []
+        for slot, id in entries.slots_between(catalog, low, high):
+            if slot < len(seen) and index.id_of(slot) == id:
+                seen[slot] = 1
+            else:
+                missing.append(id)
+        for first in range(0, len(missing), AT_ONCE):
+            with catalog.write() as txn:
+                for id in missing[first : first + AT_ONCE]:
+                    found = entries.with_space(txn, id)
+                    if found is not None:
+                        lacking += index.id_of(found[1].slot) != id
+                        heal(txn, index, *found)
+    for number in range(len(seen) // RECORDS):
+        first_slot = number * RECORDS
+        stale = [(slot, id) for slot, id in enumerate(index.ids(number), first_slot) if id and not seen[slot]]
+        for first in range(0, len(stale), AT_ONCE):
+            with catalog.write() as txn:  # what was published meanwhile has its row by now
+                for slot, id in stale[first : first + AT_ONCE]:
+                    entry = entries.by_id(txn, id)
+                    if entry is None or entry.slot != slot:
+                        index.clear(slot, id)
+    return lacking

@@ -1,0 +1,175 @@
+"""The words that all processes of a root share: its clock, what is being changed now, and when something was evicted last.
+
+``shared/head``   a page of header with the words, then the pairs of the intent"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Sequence
+
+from forebay._engine.files.layout import HEAD_MAGIC, Root
+from forebay._engine.files.table import FREE, HEADER, SharedTable
+from forebay._engine.index.clock import Clock
+from forebay._kernel import host
+from forebay.errors import CacheFault
+
+PAIRS = 4096
+"""The most entries that one transaction brings or takes."""
+# words of the header; of the clock three, of the limits and of the secret four
+_EVICTIONS, _COUNT, _FILES, _EPOCH, _FREED, _CLOCK, _LIMITS, _SECRET = FREE, FREE + 1, FREE + 2, FREE + 3, FREE + 4, FREE + 6, 12, 16
+_RING, _RING_SIZE = 32, 256  # slots that became free lately
+_NO_LIMITS = 0, 0
+_LIMITS_MARK = int.from_bytes(b"FBLIMITS", "little")
+
+
+class SharedBroken(CacheFault):
+    """A part of what the processes share is lost or damaged: it can be recreated from the catalog."""
+
+
+class SharedReplaced(SharedBroken):
+    """A file in the root is not the one that was mapped, or is missing: stores to the mapped one reach no other process."""
+
+
+class SharedHead:
+    """The head of one root. Callable from any thread and, mappings being inherited, after a fork. Every method raises `SharedBroken`
+    where there is no head, or none of Forebay's, and OSError where the disk fails.
+
+    The intent: which entries a transaction brings or takes, as pairs of an id and a slot. It is noted before anything is changed, and
+    emptied when rows, records and files agree again. Who finds it set, the successor of a killed process or the same one after an
+    exception, makes them agree."""
+
+    def __init__(self, root: Root) -> None:
+        self.table = SharedTable(root, root.shared_dir / "head", HEAD_MAGIC, 2 * PAIRS)
+        self._words: memoryview | None = None
+        self.clock = Clock(self, writable=not root.read_only)
+
+    def words(self) -> memoryview:
+        """The whole file, mapped once."""
+        words = self._words
+        if words is None:
+            self._words = words = self.table.words()
+        if words is None:
+            raise SharedBroken(f"{self.table.path} is lost or damaged", path=str(self.table.path))
+        return words
+
+    def create(self) -> None:
+        """Have a head, also where there is none of Forebay's."""
+        self._words = self.table.create(_begin)
+
+    def is_same(self) -> bool:
+        """Whether the file that was mapped still lies in the root."""
+        return self._words is None or self.table.words() is self._words
+
+    def forget(self) -> None:
+        """Map it again when it is next needed. Existing views keep showing the old one."""
+        self._words = None
+
+    def clock_words(self) -> tuple[memoryview, int]:
+        """See `clock.ClockTable`."""
+        return self.words(), _CLOCK
+
+    def evictions(self) -> tuple[memoryview, int]:
+        """``(words, index)``: ``words[index]`` changes with every eviction in the root."""
+        return self.words(), _EVICTIONS
+
+    def bump_evictions(self) -> None:
+        """Tell all processes that an entry is gone. Needs no lock: the clock gives each eviction a value of its own, while a counter
+        that two processes increment at once could return to a value that a third one has seen."""
+        host.set_word(self.words(), _EVICTIONS, time.monotonic_ns())
+
+    # -- the intent ------------------------------------------------------------------------------------------------
+
+    def intent(self) -> list[tuple[int, int]]:
+        """What a transaction is about to change: (id, slot)."""
+        words = self.words()
+        count = words[_COUNT]
+        if not 0 < count <= PAIRS:  # no transaction has more: a larger count is not Forebay's
+            return []
+        pairs = words[HEADER : HEADER + 2 * count].tolist()
+        return list(zip(pairs[::2], pairs[1::2], strict=True))
+
+    def intend(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Add to the intent. Caller: holds the writer lock. Raises `CacheFault` where there are too many."""
+        words = self.words()
+        count = words[_COUNT]
+        if count + len(pairs) > PAIRS:
+            raise CacheFault(f"one transaction would change more than {PAIRS} entries")
+        first = HEADER + 2 * count
+        words[first : first + 2 * len(pairs)] = memoryview(array("Q", [number for pair in pairs for number in pair]))
+        host.set_word(words, _COUNT, count + len(pairs))  # last: the pairs are whole
+
+    def finish(self) -> None:
+        """Empty the intent: rows, records and files agree. Caller: holds the writer lock."""
+        words = self.words()
+        if words[_COUNT]:
+            host.set_word(words, _COUNT, 0)
+
+    # -- records ---------------------------------------------------------------------------------------------------
+
+    @property
+    def files(self) -> int:
+        """How many files of records there are."""
+        return self.words()[_FILES]
+
+    @files.setter
+    def files(self, count: int) -> None:
+        host.set_word(self.words(), _FILES, count)
+
+    def freed(self) -> list[int]:
+        """Slots that became free lately: a hint."""
+        words = self.words()
+        return words[_RING : _RING + min(words[_FREED], _RING_SIZE)].tolist()
+
+    def note_free(self, slot: int) -> None:
+        """Caller: holds the writer lock."""
+        words = self.words()
+        words[_RING + words[_FREED] % _RING_SIZE] = slot
+        words[_FREED] += 1
+
+    def secret(self) -> bytes:
+        """The key of the hashes of keys."""
+        return self.words()[_SECRET : _SECRET + 4].tobytes()
+
+    @staticmethod
+    def number_of(epoch: str) -> int:
+        """An epoch as the number that the words have."""
+        return int(epoch.replace("-", "")[-15:], 16)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which records and rows were last compared as a whole; 0: never."""
+        return self.words()[_EPOCH]
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        host.set_word(self.words(), _EPOCH, number)
+
+    # -- limits of transfers ---------------------------------------------------------------------------------------
+
+    def limits(self) -> tuple[int, int] | None:
+        """The limits on transfers, for all processes: bytes a second from remotes, and connections to a host; 0: no limit. None where the
+        words are damaged, or one of them is being changed."""
+        words = self.words()
+        packed = words[_LIMITS]
+        if not packed:
+            return _NO_LIMITS
+        if words[_LIMITS + 1] != packed ^ _LIMITS_MARK:
+            return None
+        return packed >> 16, packed & 0xFFFF
+
+    def set_limits(self, rate: int, connections: int) -> None:
+        """Set what `limits` returns. Caller: holds the writer lock."""
+        words, packed = self.words(), rate << 16 | connections
+        if words[_LIMITS] != packed or (packed and words[_LIMITS + 1] != packed ^ _LIMITS_MARK):
+            host.set_word(words, _LIMITS + 1, packed ^ _LIMITS_MARK)
+            host.set_word(words, _LIMITS, packed)
+
+    def limit_words(self) -> tuple[memoryview, int]:
+        """``(words, index)``: two words that processes store to without a lock, see `limits.NodeLimits`."""
+        return self.words(), _LIMITS + 2
+
+
+def _begin(words: memoryview) -> None:
+    words[_SECRET : _SECRET + 4] = memoryview(os.urandom(32)).cast("Q")
