@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import pickle
+import shutil
+import sqlite3
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +14,9 @@ import pytest
 
 from forebay._engine.files import root as roots
 from forebay._engine.files.root import LOCKS, Root, open_root, parse_blob_name, parse_tmp_name
-from forebay._kernel import host
+from forebay._kernel import host, locks
 from forebay.errors import NewerFormat, RootRefused
+from tests.harness import MiB, opened
 
 as_root = pytest.mark.root
 
@@ -33,7 +38,7 @@ def test_a_new_root_is_whole_and_is_found_again(tmp_path: Path) -> None:
     assert open_root(tmp_path / "a" / "b") == made
     assert made.is_same()
     assert stat.S_IMODE(made.path.stat().st_mode) == 0o700
-    assert made.path.joinpath("FORMAT").read_text() == f"forebay 1 {made.id:016x}\n"
+    assert made.path.joinpath("FORMAT").read_text() == f"forebay 2 {made.id:016x}\n"
     assert made.path.joinpath("CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
 
 
@@ -203,9 +208,74 @@ def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_newer_format_is_refused_naming_both(root: Root) -> None:
     (root.path / "FORMAT").write_text(f"forebay 7 {root.id:016x}\n")
-    with pytest.raises(NewerFormat, match=r"format 7.*format 1") as caught:
+    with pytest.raises(NewerFormat, match=r"format 7.*format 2") as caught:
         open_root(root.path)
-    assert (caught.value.found, caught.value.known) == (7, 1)
+    assert (caught.value.found, caught.value.known) == (7, 2)
+
+
+@pytest.fixture
+def place(quick_path: Path) -> Path:
+    return quick_path / "root"
+
+
+def older(place: Path) -> Root:
+    """A root as the format 1 had it, with a value, a file, and limits that were set."""
+    with opened(place, 50 * MiB, max_entries=500) as store:
+        store.put("v", "small", b"s")
+        store.put("v", "large", bytes(100_000))
+        root = store.root
+    with contextlib.closing(sqlite3.connect(place / "catalog.sqlite")) as con, con:
+        con.execute("UPDATE meta SET value = 4 WHERE name = 'format'")
+    shutil.rmtree(place / "shared")
+    for name in ("slots/000", "index/table", "index/000", "index/policy-3", "index/theirs"):
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_bytes(b"older")
+    (place / "FORMAT").write_text(f"forebay 1 {root.id:016x}\n")
+    return root
+
+
+def assert_emptied(place: Path) -> None:
+    with opened(place) as store:
+        assert store.entries("v") == []
+        assert (store.usage().budget, store.spaces.root_limits()["max_entries"]) == (50 * MiB, 500)
+        store.put("v", "new", bytes(50_000))
+        assert [problem.subject for problem in store.check(deep=True)] == [str(place / "index")]
+        assert len(list((place / "blobs").glob("*/*"))) == 1
+    assert sorted(path.name for path in (place / "index").iterdir()) == ["theirs"]
+    assert not (place / "slots").exists()
+
+
+def test_a_root_of_format_1_is_emptied_with_one_warning_and_its_limits_stay(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older(place)
+    with pytest.raises(RootRefused, match="an older one: open it for writing once"):
+        open_root(place, read_only=True)
+    assert_emptied(place)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "the catalog has format 4, 5 was expected" in warning
+    assert "what stays: budget 52.4 MB, min_free 0 B, max_entries 500" in warning
+
+
+def test_a_process_that_is_killed_while_it_empties_an_older_root_costs_nothing(place: Path, kill_at: Callable[..., bool]) -> None:
+    step = 0
+    older(place)
+    while kill_at(step, lambda: open_root(place)):
+        assert_emptied(place)
+        shutil.rmtree(place)
+        older(place)
+        step += 1
+    assert step > 5
+
+
+def test_an_older_root_that_a_process_has_open_is_left_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = older(place)
+    holder = locks.LockFile(place / "FORMAT", root.files.open, writable=False)
+    assert holder.try_lock(0, exclusive=False)
+    monkeypatch.setattr(roots, "_PATIENCE", 0.0)
+    with pytest.raises(RootRefused, match="processes have open: end them"):
+        open_root(place)
+    assert (place / "slots" / "000").read_bytes() == b"older"
+    holder.close()
+    assert_emptied(place)
 
 
 @pytest.mark.parametrize("text", ["forebay", "forebay 0 0123456789abcdef\n", "forebay 1 123\n", "\n", "\0" * 5000])
@@ -290,7 +360,7 @@ def test_names_are_parsed_as_they_are_made(root: Root) -> None:
 def test_foreign_names_do_not_parse(name: str) -> None:
     assert parse_blob_name(name) is None
     assert parse_tmp_name(name) is None
-    assert roots.VERSION == 1
+    assert roots.VERSION == 2
 
 
 def test_a_process_whose_own_directory_is_gone_opens_a_root_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

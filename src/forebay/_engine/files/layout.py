@@ -15,7 +15,7 @@ import xxhash
 from forebay._kernel import host
 from forebay._kernel.below import Below
 
-VERSION = 1
+VERSION = 2
 HEAD_MAGIC = b"FBHEAD02"
 LONGEST_FORMAT = 4096
 PAGE = 4096

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +29,7 @@ from forebay._engine.files.layout import (
     parse_directory_name,
     parse_tmp_name,
 )
-from forebay._kernel import host
+from forebay._kernel import host, locks
 from forebay._logs import logger
 from forebay.errors import NewerFormat, RootRefused
 
@@ -38,6 +39,8 @@ log = logger("forebay.root")
 
 _WORDS_SIZE = 4096
 _EMPTY = -1
+_PATIENCE = 10.0
+_OLDER = r"\d+|table|values|history|waiting|(policy|order)-\d+"  # files of the format 1, in directories that this one does not have
 _FORMAT = rb"forebay ([1-9][0-9]{0,8}) ([0-9a-f]{16})\n"
 _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This directory is a cache of Forebay: backups need not keep it.\n"
 _FANS = frozenset(FANS)
@@ -81,6 +84,8 @@ def open_root(
         id = _restore_format(directory, id_in_catalog)
     root = Root(directory, id, shared=_is_a_groups(directory.stat()))
     _check_trust(root, shared)
+    if not root.is_same():
+        _empty_older(root)
     if shared and not root.shared:
         _refuse(directory, "a root for a group", "a root for its owner only", "choose another directory, or remove it first")
     _complete(root)
@@ -124,7 +129,31 @@ def _open_read_only(directory: Path, shared: bool, id_in_catalog: Callable[[Path
         _refuse(directory, "a cache to read from", "no FORMAT file", "check the path: a read-only root is never created")
     root = Root(directory, id, shared=_is_a_groups(directory.stat()), read_only=True)
     _check_trust(root, shared)
+    if not root.is_same() and _read_format(directory) != _EMPTY:
+        _refuse(directory, f"a root of format {VERSION}", "an older one", "open it for writing once: it is emptied, and its settings stay")
     return root
+
+
+def _empty_older(root: Root) -> None:
+    """Give a root of an older format this one, once no process has it open: its entries go, its settings stay."""
+    lock = locks.LockFile(root.path / "FORMAT", root.files.open, writable=True)
+    until = time.monotonic() + _PATIENCE
+    try:
+        while not lock.try_lock(0, exclusive=True):  # another process may be doing the same
+            if time.monotonic() > until:
+                _refuse(root.path, f"a root of format {VERSION}", "an older one that processes have open", "end them")
+            time.sleep(0.05)
+        if root.is_same():
+            return
+        for folder in ("slots", "index"):
+            for name in _names_in(root, folder):
+                if re.fullmatch(_OLDER, name):
+                    root.files.unlink(root.path / folder / name)
+            with contextlib.suppress(OSError):  # it has files of others
+                root.files.rmdir(root.path / folder)
+        root.replace(root.path / "FORMAT", root.format_line)  # the catalog has an older format too: it is replaced, with a warning
+    finally:
+        lock.close()
 
 
 def _refuse(directory: str | Path, expected: str, actual: str, todo: str) -> NoReturn:

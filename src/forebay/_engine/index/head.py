@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import time
-from array import array
 from collections.abc import Sequence
 
 from forebay._engine.files.layout import HEAD_MAGIC, Root
@@ -96,8 +95,9 @@ class SharedHead:
         count = words[_COUNT]
         if count + len(pairs) > PAIRS:
             raise CacheFault(f"one transaction would change more than {PAIRS} entries")
-        first = HEADER + 2 * count
-        words[first : first + 2 * len(pairs)] = memoryview(array("Q", [number for pair in pairs for number in pair]))
+        at = HEADER + 2 * count
+        for words[at], words[at + 1] in pairs:
+            at += 2
         host.set_word(words, _COUNT, count + len(pairs))  # last: the pairs are whole
 
     def finish(self) -> None:
