@@ -267,7 +267,7 @@ MUTANTS = (
     ),
     Mutant(
         5, "a sweep removes a replaced entry that is leased", "_engine.space.eviction:Eviction._sweep",
-        "self._leases.try_evict(id)", "self._leases.try_evict(id) or True",
+        "self._leases.try_evict(row[0])", "self._leases.try_evict(row[0]) or True",
         "engine/space/test_budget.py::test_a_lease_is_never_taken_on_a_version_that_was_replaced",
     ),
     Mutant(
@@ -335,8 +335,8 @@ MUTANTS = (
     ),
     Mutant(
         7, "a file is unlinked before the commit of its eviction", "_engine.space.eviction:Eviction.doom_many",
-        "self._index.clear(candidate.slot, candidate.id)",
-        "self._index.clear(candidate.slot, candidate.id)\nblobs.remove_blob(self._root, candidate.id)",
+        "self._index.clear(one.slot, one.id)",
+        "self._index.clear(one.slot, one.id)\nblobs.remove_blob(self._root, one.id)",
         "crash/test_every_step.py::test_evict_under_pressure",
     ),
     Mutant(
@@ -355,9 +355,9 @@ MUTANTS = (
         "crash/test_creation.py::test_somebody_deletes_a_part_of_it[catalog.sqlite]",
     ),
     Mutant(
-        7, "an evicted small value keeps its slot", "_engine.space.eviction:Eviction.drop_value",
-        "self._index.clear(slot, id)", "",
-        "engine/space/test_inline_eviction.py::test_who_remembers_what_made_way_finds_nothing",
+        7, "what an exception left half done waits for the next writer", "_engine.catalog.connection:Catalog._roll_back",
+        "self._recover()", "pass",
+        "engine/test_agreement.py::test_an_exception_at_any_step_leaves_rows_records_and_files_that_agree[removal-an interrupt]",
     ),
     Mutant(
         7, "the second process that detects damage discards the repaired catalog",

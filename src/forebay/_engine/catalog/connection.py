@@ -370,10 +370,9 @@ class Catalog:
                             txn.set_aside_unreadable()
                         yield txn
                         host.step("commit", self._path)
-                        txn.run("COMMIT")
+                        txn.commit()
                         host.step("committed", self._path)
-                        for call in txn.after_commit:
-                            call()
+                        txn.call_after_commit()
                         self._finish()
                     except BaseException:
                         self._roll_back(txn)
@@ -408,6 +407,7 @@ class Catalog:
         if txn.is_open():
             txn.run("ROLLBACK")
         try:
+            txn.call_after_commit()  # an interrupt may have come between the commit and this
             self._recover()
         except (errors.CacheFault, OSError) as error:  # the next writer does it
             log.info("%s: what a failed transaction left stays for the next: %s", self._root.path, str(error))

@@ -84,7 +84,9 @@ def _sixteens(several: Sequence[T], length: int = _AT_ONCE) -> Iterator[list[T]]
 
 
 def by_id(rows: Rows, id: int) -> Entry | None:
-    """The entry with this id, while it is live."""
+    """The entry with this id, which may be any number, while it is live."""
+    if not checked.is_number(id):
+        return None
     row = rows.one(f"{_FROM} WHERE e.id = ? AND e.state = {LIVE}", id)
     return checked.entry(rows, row) if row else None
 

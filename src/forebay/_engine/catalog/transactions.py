@@ -137,6 +137,7 @@ class Txn:
         self.number = number
         """Of this process. It grows by one from one transaction to the next, and by more where something else may have changed the catalog
         by the same connection."""
+        self.is_committed = False
         self.leftovers = False
         """Set by a writer that saw something to sweep: done once the lock is free."""
         self.after_commit: list[Callable[[], object]] = []
@@ -166,6 +167,15 @@ class Txn:
 
     def is_open(self) -> bool:
         return self._con.in_transaction
+
+    def commit(self) -> None:
+        self.run("COMMIT")
+        self.is_committed = True
+
+    def call_after_commit(self) -> None:
+        """Make the calls of `after_commit` that were not made yet; none where nothing was committed."""
+        while self.is_committed and self.after_commit:
+            self.after_commit.pop(0)()
 
     def take(self, name: str, count: int = 1) -> int:
         """The next number of a sequence in ``meta``: the last of ``count``."""

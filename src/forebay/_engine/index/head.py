@@ -14,6 +14,7 @@ from forebay._engine.index.clock import Clock
 from forebay._kernel import host
 from forebay.errors import CacheFault
 
+IDS, SLOTS = 1 << 62, 1 << 32
 PAIRS = 4096
 """The most entries that one transaction brings or takes."""
 # words of the header; of the clock three, of the limits and of the secret four
@@ -81,13 +82,13 @@ class SharedHead:
     # -- the intent ------------------------------------------------------------------------------------------------
 
     def intent(self) -> list[tuple[int, int]]:
-        """What a transaction is about to change: (id, slot)."""
+        """What a transaction is about to change: (id, slot). Of any words in the file, only what may be an id and a slot."""
         words = self.words()
         count = words[_COUNT]
         if not 0 < count <= PAIRS:  # no transaction has more: a larger count is not Forebay's
             return []
         pairs = words[HEADER : HEADER + 2 * count].tolist()
-        return list(zip(pairs[::2], pairs[1::2], strict=True))
+        return [(id, slot) for id, slot in zip(pairs[::2], pairs[1::2], strict=True) if 0 < id < IDS and slot < SLOTS]
 
     def intend(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Add to the intent. Caller: holds the writer lock. Raises `CacheFault` where there are too many."""

@@ -198,6 +198,7 @@ class Budget:
         def committed() -> None:
             nonlocal id
             id = attempt.id
+            self.count_evicted(len(doomed))
             self._owed.difference_update(owed)
 
         try:
@@ -232,7 +233,6 @@ class Budget:
             self._let_go(attempt)
             attempt.id = id  # one that was entered and rolled back is none, and its number may be another's by now
             attempt.doomed, attempt.partials = doomed, partials
-            self.count_evicted(len(doomed))
         return None
 
     def _grant(self, txn: Txn, request: SpaceRequest | None, attempt: _Reserving) -> Reservation:
@@ -336,6 +336,7 @@ class Budget:
                 if only_files and candidate.kind == "value":
                     continue
                 if (request is None or candidate.id != request.replaces) and self._eviction.lock(candidate.id):
+                    doomed.append(EvictionVictim(candidate.id, candidate.kind, candidate.suffix))  # at once: they are released in any event
                     locked.append(candidate)
                     planned.add(candidate, is_file=candidate.kind != "value")
                     if planned.meets(need) or len(locked) >= left:
@@ -345,10 +346,11 @@ class Budget:
                     attempt.pick.add(scope)
                 return
             left -= len(locked)
-            for victim in self._eviction.doom_many(txn, locked):
-                attempt.picks[scope] = 0
-                doomed.append(EvictionVictim(victim.id, victim.kind, victim.suffix))
-                freed.add(victim, is_file=victim.kind != "value")
+            ids = self._eviction.doom_many(txn, locked, doomed)
+            for victim in locked:
+                if victim.id in ids:
+                    attempt.picks[scope] = 0
+                    freed.add(victim, is_file=victim.kind != "value")
 
     def _take_partials(
         self, txn: Txn, need: _Freed, freed: _Freed, partials: list[Reservation], *, only: int | None = None

@@ -54,30 +54,18 @@ class Eviction:
         """Take the exclusive right to remove an entry. False if it is leased."""
         return self._leases.try_evict(id)
 
-    def doom(self, txn: Txn, id: int, slot: int) -> bool:
-        """Lock and doom. False if it is leased, pinned, linked or gone: then nothing is held."""
-        if not self._leases.try_evict(id):
-            return False
-        if not entries.doom(txn, id):
-            self._leases.evicted(id)
-            return False
-        self._index.clear(slot, id)
-        return True
-
-    def doom_many(self, txn: Txn, locked: Sequence[EvictionCandidate]) -> list[EvictionCandidate]:
-        """`doom` of several entries that the caller has locked; returns those that are doomed, and releases the other locks."""
-        try:
-            ids = entries.doom_many(txn, [candidate.id for candidate in locked])
-        except BaseException:
-            for candidate in locked:
-                self._leases.evicted(candidate.id)
-            raise
-        for candidate in locked:
-            if candidate.id in ids:
-                self._index.clear(candidate.slot, candidate.id)
+    def doom_many(self, txn: Txn, locked: Sequence[Entry | EvictionCandidate], victims: list[EvictionVictim]) -> list[int]:
+        """Doom several entries that the caller has locked, and entered into ``victims``: those that are pinned, linked or gone leave the
+        list, and their locks are released. Returns the ids of the others."""
+        ids = entries.doom_many(txn, [one.id for one in locked])
+        for one in locked:
+            if one.id in ids:
+                self._index.clear(one.slot, one.id)
             else:
-                self._leases.evicted(candidate.id)
-        return [candidate for candidate in locked if candidate.id in ids]
+                self._leases.evicted(one.id)
+        spared = {one.id for one in locked} - ids
+        victims[:] = [victim for victim in victims if victim.id not in spared]
+        return list(ids)
 
     def unlink(self, doomed: Iterable[EvictionVictim]) -> None:
         """Remove the files, under no lock but those of the entries."""
@@ -121,8 +109,10 @@ class Eviction:
             self.release(doomed)  # after a first attempt that was rolled back
             doomed[:] = []
             for entry in several:
-                if self.doom(txn, entry.id, entry.slot):
+                if self._leases.try_evict(entry.id):
                     doomed.append(EvictionVictim(entry.id, entry.kind, entry.suffix))
+            locked = {victim.id for victim in doomed}
+            self.doom_many(txn, [entry for entry in several if entry.id in locked], doomed)
 
         try:
             self._catalog.insist(doom)
@@ -145,16 +135,16 @@ class Eviction:
         self._leases.drain()
         rows = [(id, slot, EvictionVictim(id, kind, suffix)) for id, slot, kind, suffix, _ in entries.leaving(self._catalog)]
         rows += [(entry.id, entry.slot, EvictionVictim(entry.id, entry.kind, entry.suffix)) for entry in self._some_held()]
-        mine = [(id, slot, what) for id, slot, what in rows if self._leases.try_evict(id)]
-        taken = [what for _, _, what in mine]
+        mine: list[tuple[int, int, EvictionVictim]] = []
         going: list[EvictionVictim] = []
         try:
+            mine.extend(row for row in rows if self._leases.try_evict(row[0]))
             if mine:
                 with self._catalog.write() as txn:
                     going = [what for id, slot, what in mine if self._still_leaving(txn, id, slot)]
                 self._finish(going)
         finally:
-            self.release(taken)
+            self.release([what for _, _, what in mine])
         return going
 
     def _still_leaving(self, txn: Txn, id: int, slot: int) -> bool:

@@ -295,7 +295,7 @@ class Publisher:
                 txn.leftovers = entries.any_leftovers(txn)
                 return entry
         except BaseException:
-            if has_name:
+            if has_name and not txn.is_committed:  # an interrupt may come later
                 blobs.unpublish(self.root, writing.stage.path, reserved.id, label.suffix)
             raise
 
