@@ -271,7 +271,7 @@ MUTANTS = (
         "engine/space/test_budget.py::test_a_lease_is_never_taken_on_a_version_that_was_replaced",
     ),
     Mutant(
-        5, "a file goes before the directory that contains it", "_engine.catalog.entries:doom_many",
+        5, "a file goes before the directory that contains it", "_engine.catalog.entries:doom",
         "txn.all(_DOOMABLE, *some)", "txn.all(_DOOMABLE.replace('member = entries.id', 'FALSE'), *some)",
         "directories/test_directories.py::test_a_tree_goes_before_its_files_can",
     ),

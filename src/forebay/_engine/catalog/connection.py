@@ -370,9 +370,11 @@ class Catalog:
                             txn.set_aside_unreadable()
                         yield txn
                         host.step("commit", self._path)
-                        txn.commit()
+                        txn.run("COMMIT")
+                        txn.is_committed = True
                         host.step("committed", self._path)
-                        txn.call_after_commit()
+                        while txn.after_commit:
+                            txn.after_commit.popleft()()
                         self._finish()
                     except BaseException:
                         self._roll_back(txn)
@@ -407,7 +409,8 @@ class Catalog:
         if txn.is_open():
             txn.run("ROLLBACK")
         try:
-            txn.call_after_commit()  # an interrupt may have come between the commit and this
+            while txn.is_committed and txn.after_commit:  # an interrupt may have come before the last of them
+                txn.after_commit.popleft()()
             self._recover()
         except (errors.CacheFault, OSError) as error:  # the next writer does it
             log.info("%s: what a failed transaction left stays for the next: %s", self._root.path, str(error))

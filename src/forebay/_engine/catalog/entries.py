@@ -261,13 +261,8 @@ def supersede(txn: Txn, entry: Entry) -> None:
             _move(txn, SUPERSEDED, [(entry.id, *row)])
 
 
-def doom(txn: Txn, id: int) -> bool:
-    """Begin the removal. False if the entry is gone, was pinned meanwhile, or is linked from a live tree."""
-    return id in doom_many(txn, [id])
-
-
-def doom_many(txn: Txn, ids: Sequence[int]) -> set[int]:
-    """`doom` of several: those that are doomed now."""
+def doom(txn: Txn, ids: Sequence[int]) -> set[int]:
+    """Begin the removal of entries. Returns those that are doomed now: not gone, pinned meanwhile, or linked from a live tree."""
     rows = [row for some in _sixteens(ids) for row in txn.all(_DOOMABLE, *some)]
     _move(txn, DOOMED, rows)
     return {row[0] for row in rows}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -140,7 +141,7 @@ class Txn:
         self.is_committed = False
         self.leftovers = False
         """Set by a writer that saw something to sweep: done once the lock is free."""
-        self.after_commit: list[Callable[[], object]] = []
+        self.after_commit: deque[Callable[[], object]] = deque()
         """Called after the commit, still under the writer lock."""
         self.after_release: list[Callable[[], object]] = []
         """Called after the commit, with no lock held. A crash before it is of no consequence."""
@@ -167,15 +168,6 @@ class Txn:
 
     def is_open(self) -> bool:
         return self._con.in_transaction
-
-    def commit(self) -> None:
-        self.run("COMMIT")
-        self.is_committed = True
-
-    def call_after_commit(self) -> None:
-        """Make the calls of `after_commit` that were not made yet; none where nothing was committed."""
-        while self.is_committed and self.after_commit:
-            self.after_commit.pop(0)()
 
     def take(self, name: str, count: int = 1) -> int:
         """The next number of a sequence in ``meta``: the last of ``count``."""

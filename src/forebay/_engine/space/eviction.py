@@ -57,7 +57,7 @@ class Eviction:
     def doom_many(self, txn: Txn, locked: Sequence[Entry | EvictionCandidate], victims: list[EvictionVictim]) -> list[int]:
         """Doom several entries that the caller has locked, and entered into ``victims``: those that are pinned, linked or gone leave the
         list, and their locks are released. Returns the ids of the others."""
-        ids = entries.doom_many(txn, [one.id for one in locked])
+        ids = entries.doom(txn, [one.id for one in locked])
         for one in locked:
             if one.id in ids:
                 self._index.clear(one.slot, one.id)
@@ -149,7 +149,7 @@ class Eviction:
 
     def _still_leaving(self, txn: Txn, id: int, slot: int) -> bool:
         # Another process may have deleted the row between our look and our lock, and a new entry may have its slot.
-        if not (entries.doom(txn, id) or entries.is_doomed(txn, id)):
+        if not (entries.doom(txn, [id]) or entries.is_doomed(txn, id)):
             return False
         self._index.clear(slot, id)
         return True
