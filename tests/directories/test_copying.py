@@ -718,13 +718,15 @@ def test_a_time_is_known_again_by_a_file_system_that_rounds_it(unit: int) -> Non
 
 def test_the_largest_files_come_first_and_few_of_them_at_once() -> None:
     lock, now, most, order = threading.Lock(), [0], [0], list[int]()
+    together = threading.Barrier(16 // STREAMS)
 
     def work(size: int) -> None:
         with lock:
             order.append(size)
             now[0] += size >= LARGE
             most[0] = max(most[0], now[0])
-        threading.Event().wait(0.005)
+        if size >= LARGE:
+            together.wait(60)  # so many are at work
         with lock:
             now[0] -= size >= LARGE
 
