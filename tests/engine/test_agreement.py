@@ -121,6 +121,24 @@ def test_noise_in_records_is_mended_before_the_first_write_of_an_epoch(store: St
     in_child(young)
 
 
+@pytest.mark.parametrize("files", [0, 2, 5000, 1 << 60])
+def test_a_forged_number_of_files_makes_no_gigabytes(store: Store, files: int) -> None:
+    place = store.root.path
+    store.engine.index.head.words()[4] = files
+    shutil.copy(place / "shared" / "records-000", place / "shared" / "records-99999")
+
+    def young() -> None:
+        with opened(place) as mine:
+            mine.put("v", "new", FILE)
+            assert {bytes_of(mine, entry.key) for entry in mine.entries("v")} == {SMALL, FILE}
+            mine.repair()
+            assert [problem.kind for problem in mine.check(deep=True)] == []
+            assert mine.engine.index.head.files <= 2
+
+    store.close()
+    in_child(young)
+
+
 @pytest.mark.parametrize("newer", ["catalog", "records"])
 def test_an_older_copy_of_one_under_a_newer_one_of_the_other(store: Store, newer: str, tmp_path: Path) -> None:
     """As a crash of the machine may leave them."""

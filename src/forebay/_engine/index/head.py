@@ -14,7 +14,7 @@ from forebay._engine.index.clock import Clock
 from forebay._kernel import host
 from forebay.errors import CacheFault
 
-IDS, SLOTS = 1 << 62, 1 << 32
+IDS, SLOTS, MOST_FILES = 1 << 62, 1 << 32, 1 << 19
 PAIRS = 4096
 """The most entries that one transaction brings or takes."""
 # words of the header; of the clock three, of the limits and of the secret four
@@ -111,8 +111,11 @@ class SharedHead:
 
     @property
     def files(self) -> int:
-        """How many files of records there are."""
-        return self.words()[_FILES]
+        """How many files of records there are. Raises `SharedBroken` for more than there can be."""
+        files = self.words()[_FILES]
+        if files > MOST_FILES:
+            raise SharedBroken(f"{self.table.path} is damaged: it says that there are {files} files of records", path=str(self.table.path))
+        return files
 
     @files.setter
     def files(self, count: int) -> None:

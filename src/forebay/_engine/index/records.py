@@ -380,8 +380,12 @@ class EntryIndex:
         self.forget()
         self.head.create()
         names = (name.removeprefix("records-") for name in self._root.files.names_in(self._root.shared_dir) if name.startswith("records-"))
-        last = max((int(name) for name in names if name.isdigit()), default=-1)
-        for number in range(max(self.head.files, last + 1, 1)):
+        files = 1
+        for number in sorted(int(name) for name in names if name.isdigit()):
+            if number < 2 * files + 8 and self._table_of(number).words() is not None:  # a file far away is none of Forebay's
+                files = max(files, number + 1)
+        self.head.files = 0
+        for number in range(files):
             self._create_file(number)
 
     def lost(self) -> list[Path]:
