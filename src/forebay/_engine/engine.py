@@ -19,7 +19,6 @@ from forebay._engine.index.history import History
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.records import ID, USED, EntryIndex
-from forebay._engine.index.values import ValueCells
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.reading import Reading
@@ -203,11 +202,7 @@ class Engine:
         self.known_spaces.clear()
 
     def _index_of(self, root: Root) -> EntryIndex:
-        def id_of(slot: int) -> int:
-            return self.index.id_of(slot)
-
-        cells = ValueCells(root, id_of, lambda: spaces.limits(self.catalog)["budget"] or 0)
-        return EntryIndex(root, SharedHead(root), cells)
+        return EntryIndex(root, SharedHead(root), lambda: spaces.limits(self.catalog)["budget"] or 0)
 
     @property
     def stats(self) -> StatsReader:

@@ -17,7 +17,6 @@ from forebay._engine.files.root import Root
 from forebay._engine.index import records as module
 from forebay._engine.index.head import PAIRS, SharedBroken, SharedHead
 from forebay._engine.index.records import ID, PROBES, RECORDS, USED, VALIDATED, EntryIndex
-from forebay._engine.index.values import ValueCells
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._model import Entry
@@ -42,8 +41,7 @@ def store(quick_path: Path) -> Iterator[Store]:
 
 def another(root: Root) -> EntryIndex:
     """The index as another process has it."""
-    head = SharedHead(root)
-    return EntryIndex(root, head, ValueCells(root, lambda slot: 0, lambda: 64 * MiB))
+    return EntryIndex(root, SharedHead(root), lambda: 64 * MiB)
 
 
 def touched(store: Store, key: str) -> bytes | None:

@@ -111,11 +111,8 @@ class SharedHead:
 
     @property
     def files(self) -> int:
-        """How many files of records there are. Raises `SharedBroken` for more than there can be."""
-        files = self.words()[_FILES]
-        if files > MOST_FILES:
-            raise SharedBroken(f"{self.table.path} is damaged: it says that there are {files} files of records", path=str(self.table.path))
-        return files
+        """How many files of records there are."""
+        return min(self.words()[_FILES], MOST_FILES)
 
     @files.setter
     def files(self, count: int) -> None:

@@ -23,7 +23,7 @@ import time
 from _blake2 import blake2b  # of hashlib, which would load OpenSSL into every process
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,8 +82,9 @@ class EntryIndex:
     """The records of one root. Callable from any thread and, mappings being inherited, after a fork. Methods raise `SharedBroken` where a
     file is lost, or none of Forebay's, and OSError where the disk fails; `find` and `note` do without."""
 
-    def __init__(self, root: Root, head: SharedHead, cells: ValueCells) -> None:
-        self._root, self.head, self.cells = root, head, cells
+    def __init__(self, root: Root, head: SharedHead, budget: Callable[[], int]) -> None:
+        """``budget``: returns the budget of the root."""
+        self._root, self.head, self.cells = root, head, ValueCells(root, self.id_of, budget)
         self._files: dict[int, memoryview] = {}
         self._identities: dict[int, tuple[int, int]] = {}  # st_dev and st_ino of each
         self._keys: _Keys | None = None
