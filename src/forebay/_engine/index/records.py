@@ -385,9 +385,9 @@ class EntryIndex:
         for number in sorted(int(name) for name in names if name.isdigit()):
             if number < 2 * files + 8 and self._table_of(number).words() is not None:  # a file far away is none of Forebay's
                 files = max(files, number + 1)
-        self.head.files = 0
         for number in range(files):
-            self._create_file(number)
+            self._table_of(number).create()
+        self.head.files = files  # last: others go on meanwhile
 
     def lost(self) -> list[Path]:
         """The files that are lost, or none of Forebay's."""
