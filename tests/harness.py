@@ -93,7 +93,7 @@ QUICK_RAY = {
 _TOP = re.compile(
     r"FORMAT|CACHEDIR\.TAG|settings\.json|catalog\.(sqlite(-wal|-shm)?|ballast)|shared|hosts|locks|counters|blobs|trees|packs|tmp"
 )
-_LOCKS = re.compile(r"keys|writer|owners|names|transfers|leases-\d\d|words")
+_LOCKS = re.compile(r"keys|writer|owners|transfers|leases-\d\d|words")
 
 
 @dataclass(frozen=True)

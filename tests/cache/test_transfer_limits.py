@@ -99,7 +99,7 @@ def most_at_once(cache: forebay.Cache, server: ScriptedServer, get: Callable[[fo
 
 @pytest.mark.parametrize("lost", ["nothing", "slots"])
 def test_a_process_that_opens_the_root_applies_what_the_catalog_has(tmp_path: Path, server: ScriptedServer, lost: str) -> None:
-    """Also where the process that set them died before the table of slots, which all have mapped, had them."""
+    """Also where the process that set them died before the head, which all have mapped, had them."""
     forebay.Cache(tmp_path / "root", budget=BUDGET, max_connections=1).close()
     if lost == "slots":
         shutil.rmtree(tmp_path / "root" / "shared")

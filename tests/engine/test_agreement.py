@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from forebay._engine import check
+from forebay._engine.catalog import recovery
+from forebay._engine.index import records
 from forebay._engine.index.head import PAIRS
 from forebay._engine.store import Store
 from forebay._kernel import host
@@ -119,6 +122,38 @@ def test_noise_in_records_is_mended_before_the_first_write_of_an_epoch(store: St
 
     store.close()
     in_child(young)
+
+
+def test_a_forged_intent_that_is_full_stops_no_writer(store: Store) -> None:
+    head = store.engine.index.head
+    head.intend([(1 << 60, 7)] * (PAIRS - 40) + [(entry.id, 4000) for entry in store.entries("v")] + [(1 << 50, 3)] * 20)
+    for entry in store.entries("v")[:3]:  # each is to be emptied there
+        store.engine.index.store(1, entry._replace(slot=4000), 1, 1)
+    store.put("v", "new", FILE)
+    assert head.intent() == []
+    assert store.check(deep=True) == []
+
+
+def test_entries_beyond_the_files_that_are_made_anew_get_slots_of_their_own(quick_path: Path) -> None:
+    """Their slots are taken of those that others, whose records are lost too, had."""
+    place = quick_path / "root"
+
+    def fill() -> None:
+        records.RECORDS = recovery.RECORDS = check.RECORDS = 64
+        with opened(place, 64 * MiB) as store:
+            for n in range(300):
+                store.put("v", f"k{n}", bytes([n % 256]))
+
+    def look() -> None:
+        records.RECORDS = recovery.RECORDS = check.RECORDS = 64
+        with opened(place) as store:
+            store.put("v", "new", b"n")
+            assert store.check(deep=True) == []
+            assert len({entry.slot for entry in store.entries("v")}) == 301
+
+    in_child(fill)
+    shutil.rmtree(place / "shared")
+    in_child(look)
 
 
 @pytest.mark.parametrize("files", [0, 2, 5000, 1 << 60])

@@ -365,7 +365,7 @@ def test_a_read_only_root_is_read_by_its_index_and_not_changed(store: Store) -> 
 
 
 def entries_of(store: Store, count: int) -> list[Entry]:
-    """Entries with slots of their own, as the table of slots and the index know them."""
+    """Entries with slots of their own, as the records have them."""
     first = store.entry("v", "large")
     assert first is not None
     made = [
@@ -503,7 +503,11 @@ def test_the_intent_is_what_one_process_notes_and_the_next_one_finds(root: Root,
 @pytest.mark.parametrize("count", [PAIRS + 1, 1 << 63])
 def test_an_intent_that_is_none_of_forebays_is_none(index: EntryIndex, count: int) -> None:
     index.head.words()[3] = count
+    index.head.words()[6] = (1 << 64) - 1  # so many slots became free, or it is forged
+    live(index, 3, 7)
     assert index.head.intent() == []
+    index.empty(3, 7)
+    assert index.id_of(3) == 0
     index.head.finish()
     assert index.head.words()[3] == 0
 
@@ -526,6 +530,19 @@ def test_a_transaction_gives_no_slot_twice_though_it_needs_a_new_file(index: Ent
     assert len(set(several)) == 100
     assert min(several) >= RECORDS - 10
     assert index.head.files == 2
+
+
+def test_a_slot_that_a_process_knew_to_be_free_and_frees_itself_is_given_once(root: Root, index: EntryIndex) -> None:
+    """P1 knows the slot to be free / P2 uses it / P1 evicts that entry / P1 stores many in one transaction."""
+    live(index, index.take([1])[0], 1)
+    index.head.finish()
+    slot = 2000
+    live(another(root), slot, 2)
+    assert index.clear(slot, 2)
+    index.head.finish()
+    several = [taken for first in range(100, 100 + 3200, 100) for taken in index.take(range(first, first + 100))]
+    assert slot in several
+    assert len(set(several)) == len(several)
 
 
 def test_a_slot_that_became_free_is_used_again_by_every_process(root: Root, index: EntryIndex) -> None:

@@ -255,7 +255,7 @@ def _row(space: int, e: Entry) -> tuple[Any, ...]:
 def supersede(txn: Txn, entry: Entry) -> None:
     """Make room for a new version under the same key. A small value is deleted at once; a file when its last lease is released."""
     if entry.kind == "value":
-        delete(txn, entry.id, entry.kind)
+        delete_many(txn, [(entry.id, entry.kind)])
     else:
         for row in txn.all(f"SELECT {_WHAT} FROM entries WHERE id = ? AND state = {LIVE}", entry.id):
             _move(txn, SUPERSEDED, [(entry.id, *row)])
@@ -288,11 +288,6 @@ def delete_many(txn: Txn, several: Sequence[tuple[int, str]]) -> None:
         elif kind == "session":
             txn.run("UPDATE entries SET life = 'held' WHERE validator = ? AND life = 'cached'", session_of(id))
     count(txn, -1, [row for some in _sixteens([id for id, _ in several]) for row in txn.all(_DELETE_MANY, *some)])
-
-
-def delete(txn: Txn, id: int, kind: str) -> None:
-    """`delete_many`, of one."""
-    delete_many(txn, [(id, kind)])
 
 
 def session_of(id: int) -> str:

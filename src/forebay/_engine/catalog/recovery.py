@@ -24,7 +24,7 @@ def recover(root: Root, catalog: Catalog, index: EntryIndex) -> None:
         if found is not None and found[1].slot == slot:
             index.restore(*found)
         else:
-            index.clear(slot, id)
+            index.empty(slot, id)
         if found is None and not entries.is_known(catalog, id):
             blobs.remove_whatever_suffix(root, id)
     index.head.finish()
@@ -42,7 +42,7 @@ def heal(txn: Txn, index: EntryIndex, space: int, entry: Entry) -> Entry:
         entry = entry._replace(slot=slot)
     else:
         index.head.intend([(entry.id, entry.slot)])
-    txn.after_commit.append(lambda: index.restore(space, entry))
+    index.restore(space, entry)  # at once: the row is there, and the next entry that is healed sees that the slot is taken
     return entry
 
 

@@ -77,14 +77,10 @@ def remove(txn: Txn, pack: int, number: int) -> None:
 
 def _charge(txn: Txn, pack: int, number: int, size: int) -> None:
     row = txn.one("SELECT size FROM segments WHERE pack = ? AND number = ?", pack, number)
-    _grow(txn, pack, size - (row[0] if row and checked.is_number(row[0]) else 0))
-
-
-def _grow(txn: Txn, pack: int, size: int) -> None:
-    for space, state in txn.all(
-        "UPDATE entries SET size = size + ?, charge = charge + ? WHERE id = ? RETURNING space, state", size, size, pack
-    ):
-        txn.run(COUNT, size * (state == LIVE), size, 0, 0, space)
+    grown = size - (row[0] if row and checked.is_number(row[0]) else 0)
+    sql = "UPDATE entries SET size = size + ?, charge = charge + ? WHERE id = ? RETURNING space, state"
+    for space, state in txn.all(sql, grown, grown, pack):
+        txn.run(COUNT, grown * (state == LIVE), grown, 0, 0, space)
 
 
 def sums(rows: Rows) -> dict[int, int]:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from forebay import errors
 from forebay._engine.catalog import schema
 from forebay._engine.files.layout import PAGE
+from forebay._engine.index.head import NUMBERS as NUMBERS
+from forebay._engine.index.head import SLOTS as SLOTS
 from forebay._logs import logger
 
 log = logger("forebay.catalog")
@@ -21,8 +23,6 @@ AT_ONCE = 1024
 """Pages that one transaction gives back: the log has room for that many."""
 
 KINDS = ("blob", "value", "tree", "pack", "session")
-NUMBERS, SLOTS = 1 << 62, 1 << 32
-"""Ids and hashes of keys, and slots, lie below these."""
 _MOST = 10_000
 _KEYS = {"segments": "pack IS ? AND number IS ?", "failures": "space IS ? AND key IS ?", "meta": "name IS ?"}  # other tables: their id
 # What a sound catalog in its own file never answers. `SQLITE_ERROR` is a table or a column that is not there, or a sum of numbers that

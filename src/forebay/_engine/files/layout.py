@@ -23,7 +23,7 @@ PAGE = 4096
 ROW = 256
 """What a small value costs beside its bytes."""
 LEASE_FILES = 64
-LOCKS = ("keys", "writer", "owners", "names", "transfers", *(f"leases-{n:02d}" for n in range(LEASE_FILES)))
+LOCKS = ("keys", "writer", "owners", "transfers", *(f"leases-{n:02d}" for n in range(LEASE_FILES)))
 FANS = tuple(f"{n:02x}" for n in range(256))
 
 _BLOB = r"([0-9a-f]{16})([A-Za-z0-9.]{0,16})"

@@ -14,7 +14,7 @@ from forebay._engine.index.clock import Clock
 from forebay._kernel import host
 from forebay.errors import CacheFault
 
-IDS, SLOTS, MOST_FILES = 1 << 62, 1 << 32, 1 << 19
+NUMBERS, SLOTS, MOST_FILES = 1 << 62, 1 << 32, 1 << 19
 PAIRS = 4096
 """The most entries that one transaction brings or takes."""
 # words of the header; of the clock three, of the limits and of the secret four
@@ -88,7 +88,7 @@ class SharedHead:
         if not 0 < count <= PAIRS:  # no transaction has more: a larger count is not Forebay's
             return []
         pairs = words[HEADER : HEADER + 2 * count].tolist()
-        return [(id, slot) for id, slot in zip(pairs[::2], pairs[1::2], strict=True) if 0 < id < IDS and slot < SLOTS]
+        return [(id, slot) for id, slot in zip(pairs[::2], pairs[1::2], strict=True) if 0 < id < NUMBERS and slot < SLOTS]
 
     def intend(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Add to the intent. Caller: holds the writer lock. Raises `CacheFault` where there are too many."""
@@ -127,7 +127,7 @@ class SharedHead:
         """Caller: holds the writer lock."""
         words = self.words()
         words[_RING + words[_FREED] % _RING_SIZE] = slot
-        words[_FREED] += 1
+        words[_FREED] = (words[_FREED] + 1) % (1 << 64)
 
     def secret(self) -> bytes:
         """The key of the hashes of keys."""

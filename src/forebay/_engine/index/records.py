@@ -22,7 +22,6 @@ import struct
 import time
 from _blake2 import blake2b  # of hashlib, which would load OpenSSL into every process
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -92,7 +91,7 @@ class EntryIndex:
         self._last: tuple[str, int, tuple[int, int]] = "", -1, (0, 0)
         self._suffixes: dict[tuple[int, int], str | None] = {(0, 0): ""}
         self._epoch = head.number_of(root.epoch)
-        self._free: deque[int] = deque()  # slots that seemed free: looked at again under the writer lock
+        self._free: dict[int, None] = {}  # slots that seemed free, each once: looked at again under the writer lock
         self._changed = 0  # when the directory was changed, as of the last check
         self._place = str(root.shared_dir)
         self._none = memoryview(bytearray(8 * _WORDS)).cast("Q")  # the record of a slot that there is not
@@ -248,14 +247,19 @@ class EntryIndex:
     def clear(self, slot: int, id: int) -> bool:
         """Empty ``slot`` if it has the entry ``id``; False if it has not. Caller: holds the writer lock, so that no process stores in
         between, and ends the entry in a transaction."""
-        words, base = self.record(slot)
-        if words[base + ID] != id:
+        if self.id_of(slot) != id:
             return False
         self.head.intend([(id, slot)])
-        host.set_word(words, base + ID, 0)
-        self._free.appendleft(slot)
-        self.head.note_free(slot)
+        self.empty(slot, id)
         return True
+
+    def empty(self, slot: int, id: int) -> None:
+        """`clear`, of what the intent names already."""
+        words, base = self.record(slot)
+        if words[base + ID] == id:
+            host.set_word(words, base + ID, 0)
+            self._free[slot] = None
+            self.head.note_free(slot)
 
     # -- one record ------------------------------------------------------------------------------------------------
 
@@ -350,7 +354,7 @@ class EntryIndex:
             while slot < 0:
                 if not self._free:
                     self._look_for_free(slots)
-                slot = self._free.popleft()
+                slot = self._free.popitem()[0]
                 words, base = self.record(slot)
                 if words is self._none or words[base + ID]:
                     slot = -1  # another process has used it
@@ -363,15 +367,16 @@ class EntryIndex:
         not for long, as are those of the intent."""
         head = self.head
         not_free = {*taken, *(slot for _, slot in head.intent())}
-        self._free.extend(slot for slot in set(head.freed()) - not_free if slot < self.slots and self.id_of(slot) == 0)
+        self._free |= {slot: None for slot in set(head.freed()) - not_free if slot < self.slots and not self.id_of(slot)}
         for number in range(head.files - 1, -1, -1):
             if self._free:
                 return
             first = number * RECORDS
-            self._free.extend(slot for slot, id in enumerate(self.ids(number), first) if not id and slot not in not_free)
+            free = [slot for slot, id in enumerate(self.ids(number), first) if not id and slot not in not_free]
+            self._free |= dict.fromkeys(reversed(free))  # the lowest is taken first
         if not self._free:
             self._create_file(head.files)
-            self._free.extend(range(self.slots - RECORDS, self.slots))
+            self._free |= dict.fromkeys(range(self.slots - 1, self.slots - RECORDS - 1, -1))
 
     # -- files -----------------------------------------------------------------------------------------------------
 
