@@ -342,7 +342,7 @@ MUTANTS = (
     Mutant(
         7, "a file that a killed process wrote under its last name stays", "_engine.catalog.recovery:recover",
         "found is None and not entries.is_known(catalog, id)", "False",
-        "crash/test_every_step.py::test_put[blob]",
+        "crash/test_every_step.py::test_put[small blob]",
     ),
     Mutant(
         7, "the process that closes the catalog last copies the log by an old index", "_engine.catalog.connection:Catalog._close_locked",
