@@ -217,9 +217,11 @@ def opened_elsewhere(cache: forebay.Cache, disk: Disk) -> Iterator[None]:
 
 def test_a_child_that_is_forked_while_its_parent_tries_tries_itself(tmp_path: Path, disk: Disk) -> None:
     with passing(tmp_path / "root", disk) as cache:
+        parent_opened = Gate()
         with opened_elsewhere(cache, disk):
             assert not cache.put("k", b"v"), "one thread tries at a time"
-            child = fork(lambda: cache.put("k", b"of the child"))
+            child = fork(lambda: (parent_opened.wait(), cache.put("k", b"of the child"))[1])  # two at once: one finds the other writing
+        parent_opened.open()
         assert child.result()
         assert cache.get("k") == b"of the child"
 
