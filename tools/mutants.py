@@ -205,9 +205,9 @@ MUTANTS = (
     ),
     # 4. Never over budget
     Mutant(
-        4, "bytes of doomed entries are not counted", "_engine.space.free_space:FreeSpace._short",
-        "totals.entries", "totals.entries - totals.leaving",
-        "engine/space/test_budget.py::test_doomed_bytes_count_until_they_are_unlinked",
+        4, "files are unlinked once others can write", "_engine.space.eviction:Eviction.end",
+        "txn.after_commit", "txn.after_release",
+        "engine/space/test_budget.py::test_nobody_gets_the_room_of_files_that_are_yet_to_be_unlinked[evicts]",
     ),
     Mutant(
         4, "a body of unknown length grows without a reservation", "_engine.write.publish:Writing._begin_on_disk",
@@ -222,8 +222,8 @@ MUTANTS = (
     ),
     Mutant(
         4, "a transaction that was rolled back withdraws another process's reservation",
-        "_engine.space.budget:Budget._turn",
-        "attempt.id = id", "id = attempt.id",
+        "_engine.space.budget:Budget._grant",
+        "txn.after_commit.append(partial(setattr, search, 'reserved', row))", "search.reserved = row",
         "engine/space/test_budget.py::test_what_was_rolled_back_withdraws_nothing_of_others",
     ),
     Mutant(
@@ -266,13 +266,13 @@ MUTANTS = (
         "engine/space/test_budget.py::test_a_lease_is_never_taken_on_a_version_that_was_replaced",
     ),
     Mutant(
-        5, "a sweep removes a replaced entry that is leased", "_engine.space.eviction:Eviction._sweep",
-        "self._leases.try_evict(row[0])", "self._leases.try_evict(row[0]) or True",
+        5, "a sweep removes a replaced entry that is leased", "_engine.space.eviction:Eviction.end",
+        "self._leases.try_evict(entry.id)", "(self._leases.try_evict(entry.id) or entry.kind == 'blob')",
         "engine/space/test_budget.py::test_a_lease_is_never_taken_on_a_version_that_was_replaced",
     ),
     Mutant(
-        5, "a file goes before the directory that contains it", "_engine.catalog.entries:doom",
-        "txn.all(_DOOMABLE, *some)", "txn.all(_DOOMABLE.replace('member = entries.id', 'FALSE'), *some)",
+        5, "a file goes before the directory that contains it", "_engine.catalog.entries:end",
+        "txn.all(sql, *some)", "txn.all(sql.replace('member = entries.id', 'FALSE'), *some)",
         "directories/test_directories.py::test_a_tree_goes_before_its_files_can",
     ),
     Mutant(
@@ -281,8 +281,8 @@ MUTANTS = (
         "prefetch/test_objects.py::test_a_lazy_holds_its_object_until_it_is_read",
     ),
     Mutant(
-        5, "a leased small value is evicted", "_engine.space.eviction:Eviction.drop_value",
-        "not free", "False",
+        5, "a leased small value is evicted", "_engine.space.eviction:Eviction.end",
+        "self._leases.try_evict(entry.id)", "(self._leases.try_evict(entry.id) or entry.kind == 'value')",
         "engine/write/test_reservations.py::test_a_small_value_that_is_leased_makes_no_way",
     ),
     # 6. The cache never breaks the job
@@ -334,9 +334,9 @@ MUTANTS = (
         "crash/test_every_step.py::test_replace[blob-blob]",
     ),
     Mutant(
-        7, "a file is unlinked before the commit of its eviction", "_engine.space.eviction:Eviction.doom_many",
-        "self._index.clear(one.slot, one.id)",
-        "self._index.clear(one.slot, one.id)\nblobs.remove_blob(self._root, one.id)",
+        7, "a file is unlinked before the commit of its eviction", "_engine.space.eviction:Eviction.end",
+        "self._index.empty(locked[one.id], one.id)",
+        "self._index.empty(locked[one.id], one.id)\n                blobs.remove_blob(self._root, one.id)",
         "crash/test_every_step.py::test_evict_under_pressure",
     ),
     Mutant(
@@ -355,7 +355,7 @@ MUTANTS = (
         "crash/test_creation.py::test_somebody_deletes_a_part_of_it[catalog.sqlite]",
     ),
     Mutant(
-        7, "what an exception left half done waits for the next writer", "_engine.catalog.connection:Catalog._roll_back",
+        7, "what an exception left half done waits for the next writer", "_engine.catalog.connection:Catalog._make_agree",
         "self._recover()", "pass",
         "engine/test_agreement.py::test_an_exception_at_any_step_leaves_rows_records_and_files_that_agree[removal-an interrupt]",
     ),

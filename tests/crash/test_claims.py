@@ -214,8 +214,10 @@ def test_a_child_forked_at_each_step_holds_nothing(registry: Path, tmp_path: Pat
     def fork_here(name: str, subject: str) -> None:
         pid = os.fork()
         if pid == 0:
+            forked.open()
             os.read(stay._from, 1)
             os._exit(0)
+        forked.wait()  # it has let go of what it inherited
         born.append(pid)
 
     def claim_and_die() -> None:
@@ -225,7 +227,7 @@ def test_a_child_forked_at_each_step_holds_nothing(registry: Path, tmp_path: Pat
         os.write(told, len(born).to_bytes(4, "little"))
         os.kill(os.getpid(), 9)
 
-    stay = Gate()
+    stay, forked = Gate(), Gate()
     answer, told = os.pipe()
     child: Child = fork(claim_and_die)
     assert child._status is None
@@ -240,3 +242,4 @@ def test_a_child_forked_at_each_step_holds_nothing(registry: Path, tmp_path: Pat
         for fd in (answer, told):
             os.close(fd)
         stay.close()
+        forked.close()

@@ -13,7 +13,6 @@ from itertools import chain, islice
 from pathlib import Path
 
 from forebay._engine.catalog import Catalog, Txn, checked, entries, recovery, reservations, segments, spaces
-from forebay._engine.catalog.schema import DOOMED
 from forebay._engine.files import blobs, pack_files, stages, trees
 from forebay._engine.files.layout import FANS, PAGE, BlobName, Root, TmpName, parse_blob_below, parse_directory_name, parse_tmp_name
 from forebay._engine.files.root import foreign
@@ -131,7 +130,7 @@ def _is_there(root: Root, path: Path) -> bool:
 def _check_lost(root: Root, catalog: Catalog, id: int, path: Path, key: str, what: str) -> Iterator[Problem]:
     """Check again an entry that had a row and no file: it is lost unless it is being evicted."""
     with catalog.still():
-        rows = catalog.all("SELECT 1 FROM entries WHERE id = ? AND state != ?", id, DOOMED)
+        rows = catalog.all("SELECT 1 FROM entries WHERE id = ?", id)
         lost = bool(rows) and not (root.files.is_directory(path) if what == "directory" else _is_there(root, path))
     if lost:
         yield Problem("lost", str(path), f"an entry whose {what} is gone", key, id)
@@ -171,9 +170,9 @@ def _uneven(catalog: Catalog) -> list[Problem]:
 
 def _check_files(root: Root, catalog: Catalog, deep: bool) -> Iterator[Problem]:
     """Check that each row has its files with the right sizes, and if ``deep`` the right bytes."""
-    for id, _, kind, suffix, state in entries.leaving(catalog, 1 << 20):
+    for id, _, kind, suffix in entries.superseded(catalog, 1 << 20):
         path = root.blob(id, suffix)
-        if kind == "blob" and state != DOOMED and not _is_there(root, path):
+        if kind == "blob" and not _is_there(root, path):
             yield from _check_lost(root, catalog, id, path, "", "file")
     for low, high in entries.ranges(catalog, "entries"):
         for entry in entries.between(catalog, low, high, values=deep):

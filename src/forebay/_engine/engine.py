@@ -354,7 +354,7 @@ class Engine:
             if given:
                 self._unset = None
             if self._lower and applied:
-                self.writers.budget.make_room()
+                self.writers.budget.fit()
                 self._lower = False
         except errors.WriterBusy as error:
             self._in_force = settings
@@ -363,7 +363,7 @@ class Engine:
             log.warning("%s: its limits are not set yet, and will be by a later call: %s", self.root.path, str(error))
 
     def _make_room(self) -> bool:
-        return self.writers.budget.make_room()
+        return self.writers.budget.fit()
 
     def _keep_settings(self) -> None:
         """Write the copies of the limits where they are missing: a process was killed before it wrote them, or somebody removed them."""
@@ -423,7 +423,7 @@ class Engine:
                     self._in_force, applied = apply(unset, self.root, self.catalog, self.index.head, self._make_room, self.counters)
                     unset, lower = None, lower or not applied
                 if lower:
-                    self.writers.budget.make_room()
+                    self.writers.budget.fit()
             except BaseException:
                 self._unset, self._lower = unset, lower
                 raise

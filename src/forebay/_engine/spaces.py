@@ -96,7 +96,7 @@ class Spaces:
         engine = self.engine
         bytes_before, count_before = rows.live(engine.catalog, space.name)
         try:
-            engine.writers.budget.cancel(engine.writers.budget.reserve(SpaceRequest(space.id, "", 0, 0, entries=0)).id)
+            engine.writers.budget.with_room(SpaceRequest(space.id, "", 0, 0, entries=0), lambda txn: None)
         except (errors.NoSpace, errors.WriterBusy) as error:
             log.info("the space %s stays above its limit for now: %s", space.name, str(error))
         bytes_after, count_after = rows.live(engine.catalog, space.name)

@@ -415,7 +415,7 @@ class Store:
         rows = entries.by_ids(self.engine.catalog, [victim.id for victim in victims])
         mine = [entry for entry in rows if (entry.kind == "tree") is trees]
         with faults("entries to remove"):
-            removed = {doomed.id for doomed in self.engine.writers.eviction.remove(mine)} if mine else set()
+            removed = {one.id for one in self.engine.writers.eviction.remove(mine)} if mine else set()
         self.engine.evicted(len(removed))
         return removed
 
@@ -449,7 +449,7 @@ class Store:
         """Evict until the root is within its limits. False if the rest is in use."""
         with faults("a smaller cache"):
             self.engine.writers.eviction.sweep()
-            return self.engine.writers.budget.make_room()
+            return self.engine.writers.budget.fit()
 
     # -- seeing ----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from forebay._engine.locks.owners import Owners
 from forebay._engine.packs.packing import Packing
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
-from forebay._engine.space.inline_eviction import InlineEviction
 from forebay._engine.space.ranking import Ranking
 from forebay._engine.space.segment_tails import SegmentTails
 from forebay._engine.write.insert import Label
@@ -38,9 +37,8 @@ class Writers:
         self.ranking = Ranking(catalog, index, adaptive)
         self.tails = SegmentTails(root, catalog, owners)
         self.budget = Budget(root, catalog, owners, self.eviction, self.ranking, words, counters, memo, self.tails)
-        inline = InlineEviction(self.budget, self.eviction, self.ranking)
-        self.publisher = Publisher(root, catalog, index, adaptive, owners, self.budget, inline)
-        self.linker = Linker(root, catalog, index, self.publisher)
+        self.publisher = Publisher(root, catalog, index, adaptive, owners, self.budget, self.eviction)
+        self.linker = Linker(root, catalog, index, self.eviction, self.publisher)
         self.packing = Packing(root, catalog, leases, owners, self.budget, self.publisher, self.tails)
 
     def close(self) -> None:

@@ -158,10 +158,10 @@ def test_no_row_of_ours_is_in_doubt(place: Path, caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize(
     "row",
     [
-        "(77, NULL, '', 1, 'k', 77, 1, 4096, 4096, ?, 0, 1)",
-        "(77, NULL, '', 1, 'k', 'there', 1, 4096, 4096, '', 0, 1)",
-        "(77, NULL, '', 1, 'k', -9, 1, 4096, 4096, '', 0, 1)",
-        "(77, NULL, '', 1, 'k', 77, 1, 'all', 4096, '', 0, 1)",
+        "(77, NULL, '', 1, 'k', 77, 4096, 4096, ?, 0, 1)",
+        "(77, NULL, '', 1, 'k', 'there', 4096, 4096, '', 0, 1)",
+        "(77, NULL, '', 1, 'k', -9, 4096, 4096, '', 0, 1)",
+        "(77, NULL, '', 1, 'k', 77, 'all', 4096, '', 0, 1)",
     ],
 )
 def test_a_forged_partial_is_set_aside(place: Path, row: str) -> None:

@@ -6,11 +6,13 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forebay import errors
 from forebay._engine.catalog import writer
+from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.space import budget, free_space, ranking
 from forebay._engine.space.free_space import SpaceRequest
 from forebay._engine.store import Settings, Store
@@ -26,6 +28,12 @@ def store(tmp_path: Path) -> Iterator[Store]:
     with opened(tmp_path / "root", MiB) as found:
         yield found
         assert found.check(deep=True) == []
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let others write after each entry that is evicted."""
+    monkeypatch.setattr(budget, "BATCH", 1)
+    monkeypatch.setattr(budget, "AT_MOST", 0.0)
 
 
 def reserved_ids(store: Store) -> list[int]:
@@ -139,8 +147,9 @@ def test_a_lease_is_never_taken_on_a_version_that_was_replaced(store: Store) -> 
     store.put("v", "next", b"")
 
 
-def test_doomed_bytes_count_until_they_are_unlinked(quick_path: Path) -> None:
-    """A remover is stopped before it unlinks: nobody gets the room of what still lies there."""
+@pytest.mark.parametrize("how", ["removes", "replaces", "evicts"])
+def test_nobody_gets_the_room_of_files_that_are_yet_to_be_unlinked(quick_path: Path, how: str) -> None:
+    """A process is stopped between its commit and the unlinking, then killed."""
     place, said = quick_path / "root", Gate()
 
     def remover() -> None:
@@ -153,16 +162,17 @@ def test_doomed_bytes_count_until_they_are_unlinked(quick_path: Path) -> None:
             for n in range(9):
                 store.put("v", f"k{n}", bytes(100 * KiB))
             host.on_step(hook)
-            store.remove([Victim(e.name, e.size, e.charge, e.used, e.id) for e in store.entries()[:3]])
+            if how == "removes":
+                store.remove([Victim(e.name, e.size, e.charge, e.used, e.id) for e in store.entries()[:3]])
+            store.put("v", "k0", bytes(100 * KiB if how == "replaces" else 300 * KiB))
 
     def other() -> None:
-        budget.PATIENCE = 0.3
+        writer.LONGEST_WAIT = 0.3
         with opened(place) as store:
             for n in range(3):
-                with contextlib.suppress(errors.CacheFault):
+                with pytest.raises(errors.WriterBusy):
                     store.put("v", f"new{n}", bytes(100 * KiB))
                 assert data_usage(place) <= MiB
-                assert store.check(deep=True) == []
 
     child = fork(remover)
     said.wait()
@@ -225,19 +235,22 @@ def other(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[writer.Writ
 def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
     store: Store, other: writer.WriterLock, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
 ) -> None:
-    """The writer is taken by another process between the two transactions."""
+    """A large write has its room in several batches, and another process writes between two of them."""
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))
-    unlink = store.engine.writers.budget._unlink
+    one_by_one(monkeypatch)
+    pick, turns = store.engine.writers.budget._pick, []
 
-    def and_then(attempt: budget._Reserving) -> None:
-        unlink(attempt)
-        other.take(0)
-        if error is not None:
-            raise error
+    def first(search: budget.Search) -> None:
+        pick(search)
+        turns.append(search.id)
+        if search.id:
+            other.take(0)
+            if error is not None:
+                raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.engine.writers.budget, "_unlink", and_then)
+        patch.setattr(store.engine.writers.budget, "_pick", first)
         with pytest.raises(error or errors.WriterBusy):
             store.put("v", "new", bytes(300 * KiB))
     assert len(reserved_ids(store)) == 1
@@ -259,22 +272,27 @@ def test_a_reservation_is_given_back_once_the_catalog_is_free(store: Store, othe
 
 
 def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P1 enters a reservation, and fails: no id was given / P2 gets that id / P1 withdraws."""
-    store.put("v", "k", bytes(600 * KiB))
-    withdraw, others = store.engine.writers.budget._withdraw, []
+    """P1 enters a reservation, and fails: no id was given / P2 gets that id / P1 gives up."""
+    for n in range(9):
+        store.put("v", f"k{n}", bytes(100 * KiB))
+    one_by_one(monkeypatch)
+    found = store.engine.writers.budget
+    grow, give_up, others = found._grow, found._give_up, list[Reservation]()
 
-    def fail(*args: object) -> None:
+    def and_fail(*args: Any) -> None:
+        grow(*args)
         raise OSError(24, "Too many open files")
 
-    def and_another_first(attempt: budget._Reserving, fresh: bool) -> None:
-        others.append(store.engine.writers.budget.reserve(SpaceRequest(1, "b", 8, KiB)))
-        withdraw(attempt, fresh)
+    def and_another_first(search: budget.Search) -> None:
+        if not others:
+            others.append(found.reserve(SpaceRequest(1, "b", 8, KiB)))
+        give_up(search)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.engine.writers.budget, "_find_room", fail)
-        patch.setattr(store.engine.writers.budget, "_withdraw", and_another_first)
+        patch.setattr(found, "_grow", and_fail)
+        patch.setattr(found, "_give_up", and_another_first)
         with pytest.raises(OSError, match="Too many"):
-            store.engine.writers.budget.reserve(SpaceRequest(1, "a", 7, 600 * KiB))
+            found.reserve(SpaceRequest(1, "a", 7, 600 * KiB))
     (reserved,) = others
     assert reserved_ids(store) == [reserved.id]
     store.engine.writers.budget.cancel(reserved.id)
@@ -286,14 +304,14 @@ def test_a_lower_limit_that_met_a_busy_catalog_is_applied_later(
 ) -> None:
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))
-    make_room = store.engine.writers.budget.make_room
+    fit = store.engine.writers.budget.fit
 
     def while_another_writes() -> bool:
         other.take(0)
-        return make_room()
+        return fit()
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.engine.writers.budget, "make_room", while_another_writes)
+        patch.setattr(store.engine.writers.budget, "fit", while_another_writes)
         store.configure(Settings(budget=300 * KiB))
     assert len(store.entries("v")) == 9
     other.release()

@@ -56,6 +56,16 @@ class _Peers:
         return guard
 
 
+@contextlib.contextmanager
+def _released(mutex: threading.RLock) -> Iterator[None]:
+    """The reverse of a lock: the thread that holds it does not during the block."""
+    mutex.release()
+    try:
+        yield
+    finally:
+        mutex.acquire()
+
+
 _peers: dict[tuple[int, str], _Peers] = {}  # by process and path: a forked child has none yet
 
 
@@ -363,23 +373,22 @@ class Catalog:
             with self._writer.holding(timeout):
                 self.check_same()
                 self._recover()
-                with self._mutex, translated():
-                    txn = Txn(self._begin_locked(), self._ids, self._unreadable, self._number)
-                    try:
-                        if self._unreadable.waiting:
-                            txn.set_aside_unreadable()
-                        yield txn
-                        host.step("commit", self._path)
-                        txn.run("COMMIT")
-                        txn.is_committed = True
-                        host.step("committed", self._path)
-                        while txn.after_commit:
-                            txn.after_commit.popleft()()
-                        self._finish()
-                    except BaseException:
-                        self._roll_back(txn)
-                        raise
-                    self._bound_log_locked()
+                txn = Txn(self._ids, self._unreadable, self._renew_locked)
+                try:
+                    with self._mutex, translated():
+                        self._begin_locked(txn)
+                        try:
+                            yield txn
+                            self._commit_locked(txn)
+                        except BaseException:
+                            self._roll_back_locked(txn)
+                            raise
+                    self._settle(txn)
+                except BaseException:
+                    self._make_agree(txn)
+                    raise
+                finally:
+                    txn.end()
         except DiskFull as error:
             self.ballast.give_up(error)
             raise
@@ -396,20 +405,60 @@ class Catalog:
         with self.write(timeout) as txn:
             return work(txn)
 
-    def _begin_locked(self) -> sqlite3.Connection:
+    @contextlib.contextmanager
+    def again(self) -> Iterator[Txn]:
+        """One more transaction, of a caller that holds the writer lock and is in none; nothing follows its commit."""
+        txn = Txn(self._ids, self._unreadable, self._renew_locked)
+        with self._mutex, translated():
+            self._begin_locked(txn)
+            try:
+                yield txn
+                self._commit_locked(txn)
+            except BaseException:
+                self._roll_back_locked(txn)
+                raise
+
+    def _begin_locked(self, txn: Txn) -> None:
         """Caller: holds the writer lock."""
         self._make_way_locked()
         con = self._connection_locked()
         con.execute("BEGIN IMMEDIATE")
         self._number += 1
-        return con
+        txn.begin(con, self._number)
+        if self._unreadable.waiting:
+            txn.set_aside_unreadable()
 
-    def _roll_back(self, txn: Txn) -> None:
+    def _commit_locked(self, txn: Txn) -> None:
+        host.step("commit", self._path)
+        txn.run("COMMIT")
+        txn.is_committed = True
+        host.step("committed", self._path)
+
+    def _renew_locked(self, txn: Txn) -> None:
+        """Commit, settle, and begin again without releasing the writer lock; other threads may read in between."""
+        self._commit_locked(txn)
+        with _released(self._mutex):
+            self._settle(txn)
+        self._begin_locked(txn)
+
+    def _settle(self, txn: Txn) -> None:
+        """After a commit, under the writer lock alone: what has to follow before anybody else writes."""
+        while txn.after_commit:
+            txn.after_commit.popleft()()
+        self._finish()
+        txn.end()
+        with self._mutex:
+            self._bound_log_locked()
+
+    def _roll_back_locked(self, txn: Txn) -> None:
         self._ids, self._number = [0, 0], self._number + 1  # ids may have been taken in this very transaction
         if txn.is_open():
             txn.run("ROLLBACK")
+
+    def _make_agree(self, txn: Txn) -> None:
+        """After an exception, under the writer lock: an interrupt may have come after the commit, before all was done that follows it."""
         try:
-            while txn.is_committed and txn.after_commit:  # an interrupt may have come before the last of them
+            while txn.is_committed and txn.after_commit:
                 txn.after_commit.popleft()()
             self._recover()
         except (errors.CacheFault, OSError) as error:  # the next writer does it

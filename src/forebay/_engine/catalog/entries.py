@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Catalog, CatalogBroken, Rows, Txn
-from forebay._engine.catalog.schema import COUNT, DOOMED, LIVE, SUPERSEDED
+from forebay._engine.catalog.schema import COUNT, LIVE, SUPERSEDED
 from forebay._model import Entry
 
 T = TypeVar("T")
@@ -18,20 +18,36 @@ _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
 _BY_KEY = _FROM.replace("e.key", "(SELECT own.key FROM entries own WHERE own.id = e.id AND own.space = e.space)")
 _INSERT = "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _ADD = _INSERT.replace("INSERT", "INSERT OR IGNORE")
+
+
+class Ended(NamedTuple):
+    """An entry whose row is gone."""
+
+    id: int
+    suffix: str
+    space: int
+    kind: str
+    state: int
+    size: int
+    charge: int
+
+
 FileName: TypeAlias = tuple[int, str, str]
 """A file or directory of a root: id, kind and suffix."""
 
+_SUPERSEDE = f"UPDATE entries SET state = {SUPERSEDED} WHERE id = ? AND state = {LIVE} RETURNING space, size"
+_KEEP = f"INSERT INTO entries VALUES (?, ?, '', ?, {SUPERSEDED}, 0, ?, ?, x'', NULL, 0.0, '', 'cached', ?, '')"
 _INSERT_DATA = "INSERT INTO payloads VALUES (?, ?)"
 RANGE = 2048
 """Rows that are read at once where all are read."""
 _AT_ONCE = 16
 _SIXTEEN = ", ".join("?" * _AT_ONCE)
 _FIND_MANY = f"{_BY_KEY} WHERE e.space = ? AND e.state = {LIVE} AND e.key IN ({_SIXTEEN})"
-_WHAT = "space, kind, state, size, charge"
-_DOOMABLE = (
-    f"SELECT id, {_WHAT} FROM entries WHERE id IN ({_SIXTEEN}) AND state < {DOOMED} AND (life != 'pinned' OR state = {SUPERSEDED})"
-    " AND NOT EXISTS (SELECT 1 FROM links WHERE member = entries.id)"
+_END = (
+    f"DELETE FROM entries WHERE id IN ({_SIXTEEN}) AND NOT EXISTS (SELECT 1 FROM links WHERE member = entries.id)"
+    "{} RETURNING id, suffix, space, kind, state, size, charge"
 )
+_END_ANY, _END_UNPINNED = _END.format(""), _END.format(f" AND (life != 'pinned' OR state > {LIVE})")
 _KNOWN = {table: f"SELECT id FROM {table} WHERE id IN ({_SIXTEEN})" for table in ("entries", "reservations")}
 _FILES = f"SELECT id, kind, suffix FROM entries WHERE id IN ({_SIXTEEN}) AND state = {LIVE}"
 _VICTIMS = {
@@ -39,7 +55,6 @@ _VICTIMS = {
     " AND life != 'pinned' AND id NOT IN (SELECT member FROM links WHERE member = entries.id)"
     for count in (_AT_ONCE, 512)
 }
-_DELETE_MANY = f"DELETE FROM entries WHERE id IN ({_SIXTEEN}) RETURNING {_WHAT}"
 _PAYLOAD = "SELECT data FROM payloads WHERE id = ?"
 _DELETE_DATA = f"DELETE FROM payloads WHERE id IN ({_SIXTEEN})"
 
@@ -107,7 +122,7 @@ def quick_payload(rows: Catalog, id: int) -> bytes | None:
 
 
 def any_leftovers(rows: Rows) -> bool:
-    """Whether anything waits to be swept: superseded or doomed entries, or held ones whose holder may be gone."""
+    """Whether anything waits to be swept: superseded entries, or held ones whose holder may be gone."""
     return bool(
         rows.all(f"SELECT EXISTS (SELECT 1 FROM entries WHERE state > {LIVE}) OR EXISTS (SELECT 1 FROM entries WHERE life = 'held')")[0][0]
     )
@@ -253,41 +268,35 @@ def _row(space: int, e: Entry) -> tuple[Any, ...]:
 
 
 def supersede(txn: Txn, entry: Entry) -> None:
-    """Make room for a new version under the same key. A small value is deleted at once; a file when its last lease is released."""
+    """Stop serving an entry: a small value ends now, anything else with its last lease."""
     if entry.kind == "value":
-        delete_many(txn, [(entry.id, entry.kind)])
+        end(txn, [entry.id], even_pinned=True)
     else:
-        for row in txn.all(f"SELECT {_WHAT} FROM entries WHERE id = ? AND state = {LIVE}", entry.id):
-            _move(txn, SUPERSEDED, [(entry.id, *row)])
+        for space, size in txn.all(_SUPERSEDE, entry.id):
+            txn.run(COUNT, -size, 0, 0, 0, space)
 
 
-def doom(txn: Txn, ids: Sequence[int]) -> set[int]:
-    """Begin the removal of entries. Returns those that are doomed now: not gone, pinned meanwhile, or linked from a live tree."""
-    rows = [row for some in _sixteens(ids) for row in txn.all(_DOOMABLE, *some)]
-    _move(txn, DOOMED, rows)
-    return {row[0] for row in rows}
-
-
-def _move(txn: Txn, state: int, rows: Sequence[tuple[int, int, str, int, int, int]]) -> None:
-    """Set the state of entries that are served no more: id, and what `count` needs of each as it was."""
-    txn.run_many("UPDATE entries SET state = ? WHERE id = ?", [(state, row[0]) for row in rows])
-    count(txn, -1, [row[1:] for row in rows])
-    count(txn, 1, [(space, kind, state, size, charge) for _, space, kind, _, size, charge in rows])
-
-
-def delete_many(txn: Txn, several: Sequence[tuple[int, str]]) -> None:
-    """The end of entries, (id, kind) each: their slots and their bytes are free after this."""
-    values = [id for id, kind in several if kind == "value"]
-    for some in _sixteens(values):
+def end(txn: Txn, ids: Sequence[int], *, even_pinned: bool = False) -> list[Ended]:
+    """Delete the rows of entries, and what belongs to them; returns those that are not pinned, nor linked from a tree, nor gone."""
+    sql = _END_ANY if even_pinned else _END_UNPINNED
+    ended = [Ended(*row) for some in _sixteens(ids) for row in txn.all(sql, *some)]
+    for some in _sixteens([one.id for one in ended if one.kind == "value"]):
         txn.run(_DELETE_DATA, *some)
-    for id, kind in several:
-        if kind == "tree":
-            txn.run("DELETE FROM links WHERE tree = ?", id)
-        elif kind == "pack":
-            txn.run("DELETE FROM segments WHERE pack = ?", id)
-        elif kind == "session":
-            txn.run("UPDATE entries SET life = 'held' WHERE validator = ? AND life = 'cached'", session_of(id))
-    count(txn, -1, [row for some in _sixteens([id for id, _ in several]) for row in txn.all(_DELETE_MANY, *some)])
+    for one in ended:
+        if one.kind == "tree":
+            txn.run("DELETE FROM links WHERE tree = ?", one.id)
+        elif one.kind == "pack":
+            txn.run("DELETE FROM segments WHERE pack = ?", one.id)
+        elif one.kind == "session":
+            txn.run("UPDATE entries SET life = 'held' WHERE validator = ? AND life = 'cached'", session_of(one.id))
+    count(txn, -1, [one[2:] for one in ended])
+    return ended
+
+
+def keep(txn: Txn, several: Sequence[Ended]) -> None:
+    """Count entries whose files cannot be removed: as what was superseded, which a later sweep takes."""
+    txn.run_many(_KEEP, [(one.id, one.space, one.kind, one.size, one.charge, one.suffix) for one in several])
+    count(txn, 1, [(one.space, one.kind, SUPERSEDED, one.size, one.charge) for one in several])
 
 
 def session_of(id: int) -> str:
@@ -295,28 +304,15 @@ def session_of(id: int) -> str:
     return f"session:{id:x}"
 
 
-def drop_value(txn: Txn, id: int) -> bool:
-    """The end of a small value, all at once. False if it is gone, or anything holds it."""
-    dropped = txn.all(f"DELETE FROM entries WHERE id = ? AND kind = 'value' AND state = {LIVE} AND life = 'cached' RETURNING {_WHAT}", id)
-    if dropped:
-        txn.run("DELETE FROM payloads WHERE id = ?", id)
-        count(txn, -1, dropped)
-    return bool(dropped)
-
-
-def leaving(rows: Rows, limit: int = 256) -> list[tuple[int, int, str, str, int]]:
-    """Superseded and doomed entries whose bytes still exist: (id, slot, kind, suffix, state)."""
-    return checked.files(rows, rows.all(f"SELECT id, slot, kind, suffix, state FROM entries WHERE state > {LIVE} LIMIT ?", limit), "iskxi")
+def superseded(rows: Rows, limit: int = 256) -> list[tuple[int, int, str, str]]:
+    """Entries that are served no more, whose bytes still exist: (id, slot, kind, suffix)."""
+    return checked.files(rows, rows.all(f"SELECT id, slot, kind, suffix FROM entries WHERE state > {LIVE} LIMIT ?", limit), "iskx")
 
 
 def held(rows: Rows, after: int, limit: int) -> list[Entry]:
     """Entries that live only as long as a process holds them, by id after ``after``."""
     held_rows = rows.all(f"{_FROM} WHERE e.life = 'held' AND e.state = {LIVE} AND e.id > ? ORDER BY e.id LIMIT ?", after, limit)
     return checked.entries(rows, held_rows)
-
-
-def is_doomed(rows: Rows, id: int) -> bool:
-    return bool(rows.all(f"SELECT 1 FROM entries WHERE id = ? AND state = {DOOMED}", id))
 
 
 def is_known(rows: Rows, id: int) -> bool:
@@ -332,7 +328,7 @@ def known(rows: Rows, ids: Sequence[int]) -> set[int]:
 def unnamed(rows: Rows, names: Sequence[FileName]) -> set[FileName]:
     """Of some files and directories those that nothing names: no row or reservation has the id, or a live row has another kind or suffix.
 
-    Of a row that is leaving any file may be: one that was set aside has lost its suffix."""
+    Of a superseded row any file may be: one that was set aside has lost its suffix."""
     ids = list({id for id, _, _ in names})
     ours = known(rows, ids)
     files = {row[0]: row for some in _sixteens(ids) for row in checked.files(rows, rows.all(_FILES, *some), "ikx")}

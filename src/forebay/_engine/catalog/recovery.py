@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forebay._engine.catalog import entries
 from forebay._engine.catalog.connection import Catalog, Txn
-from forebay._engine.files import blobs
+from forebay._engine.files import blobs, pack_files, trees
 from forebay._engine.files.root import Root
 from forebay._engine.index.records import RECORDS, EntryIndex
 from forebay._logs import logger
@@ -26,7 +26,12 @@ def recover(root: Root, catalog: Catalog, index: EntryIndex) -> None:
         else:
             index.empty(slot, id)
         if found is None and not entries.is_known(catalog, id):
-            blobs.remove_whatever_suffix(root, id)
+            try:
+                blobs.remove_whatever_suffix(root, id)
+                trees.remove(root, id)
+                pack_files.remove(root, id)
+            except OSError as error:  # it is a stray, which a later epoch and a repair try to remove again
+                log.warning("%s: a file without an entry cannot be removed: %s", root.path, str(error))
     index.head.finish()
 
 

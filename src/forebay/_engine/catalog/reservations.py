@@ -12,7 +12,7 @@ class Reservation(NamedTuple):
     """Bytes reserved for one write. Its id becomes the entry's. ``owner`` None: a partial file that waits for a successor; ``who``: that
     process, in words for people.
 
-    ``rows``: for how many entries it is. With ``keyhash`` 0 it has no files: see `SpaceReservation`."""
+    ``rows``: for how many entries it is. With ``keyhash`` 0 it has no files: it is still growing, or see `SpaceReservation`."""
 
     id: int
     owner: int | None
@@ -20,7 +20,6 @@ class Reservation(NamedTuple):
     space: int
     key: str
     keyhash: int
-    granted: bool
     size: int
     charge: int
     suffix: str
@@ -28,7 +27,7 @@ class Reservation(NamedTuple):
     rows: int = 1
 
 
-_FROM = "SELECT id, owner, who, space, key, keyhash, granted, size, charge, suffix, created, rows FROM reservations"
+_FROM = "SELECT id, owner, who, space, key, keyhash, size, charge, suffix, created, rows FROM reservations"
 
 
 def _sound(rows: Rows, several: list[Any]) -> list[Reservation]:
@@ -37,8 +36,8 @@ def _sound(rows: Rows, several: list[Any]) -> list[Reservation]:
 
 def insert(txn: Txn, r: Reservation) -> None:
     txn.run(
-        "INSERT INTO reservations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        r.id, r.owner, r.who, r.space, r.key, r.keyhash, r.granted, r.size, r.charge, r.suffix, r.created, r.rows,
+        "INSERT INTO reservations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        r.id, r.owner, r.who, r.space, r.key, r.keyhash, r.size, r.charge, r.suffix, r.created, r.rows,
     )  # fmt: skip
 
 
@@ -58,8 +57,8 @@ def by_key(rows: Rows, keyhash: int) -> list[Reservation]:
 
 
 def in_progress(rows: Rows) -> list[Reservation]:
-    """Writes to files that were granted, of processes that may be dead, oldest first."""
-    return _sound(rows, rows.all(f"{_FROM} WHERE owner IS NOT NULL AND keyhash != 0 AND granted ORDER BY id"))
+    """Writes to files, of processes that may be dead, oldest first."""
+    return _sound(rows, rows.all(f"{_FROM} WHERE owner IS NOT NULL AND keyhash != 0 ORDER BY id"))
 
 
 def abandoned(rows: Rows) -> list[Reservation]:
@@ -68,7 +67,7 @@ def abandoned(rows: Rows) -> list[Reservation]:
 
 
 def any_others(rows: Rows, space: int, but: int) -> bool:
-    """Whether another process writes into a space, or waits for room there."""
+    """Whether others write into a space, or search for room there."""
     return bool(rows.one("SELECT EXISTS (SELECT 1 FROM reservations WHERE space = ? AND id != ? AND owner IS NOT NULL)", space, but)[0])
 
 
@@ -82,19 +81,17 @@ def owners(rows: Rows) -> list[int]:
     return [row[0] for row in rows.all("SELECT DISTINCT owner FROM reservations WHERE owner IS NOT NULL")]
 
 
-def reserved_in(rows: Rows, space: int, before: int) -> tuple[int, int]:
-    """Bytes and entries that are promised in one space: all that were granted, and what asks since longer than ``before`` (0: all), which
-    itself does not count."""
+def reserved_in(rows: Rows, space: int, but: int) -> tuple[int, int]:
+    """Bytes and entries that are promised in one space, ``but`` for those of one reservation."""
     bytes, count = rows.one(
-        "SELECT coalesce(sum(size), 0), coalesce(sum(rows), 0) FROM reservations"
-        " WHERE space = ? AND id IS NOT ? AND (granted OR ? = 0 OR id < ?)",
-        space, before, before, before,
-    )  # fmt: skip
+        "SELECT coalesce(sum(size), 0), coalesce(sum(rows), 0) FROM reservations WHERE space = ? AND id != ?", space, but
+    )
     return bytes, count
 
 
-def set_size(txn: Txn, id: int, size: int, charge: int, granted: bool, rows: int = 1) -> None:
-    txn.run("UPDATE reservations SET size = ?, charge = ?, granted = ?, rows = ? WHERE id = ?", size, charge, granted, rows, id)
+def update(txn: Txn, r: Reservation) -> None:
+    """Set how much is reserved, and under which key's lock."""
+    txn.run("UPDATE reservations SET size = ?, charge = ?, rows = ?, keyhash = ? WHERE id = ?", r.size, r.charge, r.rows, r.keyhash, r.id)
 
 
 def set_owner(txn: Txn, id: int, owner: int | None, who: str = "") -> None:
@@ -102,9 +99,8 @@ def set_owner(txn: Txn, id: int, owner: int | None, who: str = "") -> None:
 
 
 def disown(txn: Txn, owner: int) -> None:
-    """The owner is dead: its granted reservations stay counted as partials; those that were only requested, or have no files, are
-    deleted."""
-    txn.run("DELETE FROM reservations WHERE owner = ? AND (granted = 0 OR keyhash = 0)", owner)
+    """The owner is dead: its reservations stay counted as partials, but those that have no files are deleted."""
+    txn.run("DELETE FROM reservations WHERE owner = ? AND keyhash = 0", owner)
     txn.run("UPDATE reservations SET owner = NULL WHERE owner = ?", owner)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from forebay._engine.files.settings_file import NAMES
 
-FORMAT = 5
-LIVE, SUPERSEDED, DOOMED = 0, 1, 2
-"""States of an entry: served; replaced, its bytes go when the last lease does; being unlinked."""
+FORMAT = 6
+LIVE, SUPERSEDED = 0, 1
+"""States of an entry: served; served no more, and its bytes go when the last lease does."""
 
 TABLES = f"""
 CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -26,14 +26,14 @@ CREATE TABLE entries(
     slot INTEGER NOT NULL, size INTEGER NOT NULL, charge INTEGER NOT NULL, checksum BLOB NOT NULL, validator TEXT,
     created REAL NOT NULL, boot TEXT NOT NULL, life TEXT NOT NULL, suffix TEXT NOT NULL, meta TEXT NOT NULL);
 CREATE UNIQUE INDEX entry_key ON entries(space, key) WHERE state = {LIVE};
-CREATE INDEX entry_leaving ON entries(state) WHERE state > {LIVE};
+CREATE INDEX entry_superseded ON entries(state) WHERE state > {LIVE};
 CREATE INDEX entry_held ON entries(id) WHERE life = 'held';
 CREATE TABLE payloads(id INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE links(tree INTEGER NOT NULL, name TEXT NOT NULL, member INTEGER NOT NULL, PRIMARY KEY(tree, name)) WITHOUT ROWID;
 CREATE INDEX link_member ON links(member);
 CREATE TABLE reservations(
     id INTEGER PRIMARY KEY, owner INTEGER, who TEXT NOT NULL, space INTEGER NOT NULL, key TEXT NOT NULL, keyhash INTEGER NOT NULL,
-    granted INTEGER NOT NULL, size INTEGER NOT NULL, charge INTEGER NOT NULL, suffix TEXT NOT NULL, created REAL NOT NULL,
+    size INTEGER NOT NULL, charge INTEGER NOT NULL, suffix TEXT NOT NULL, created REAL NOT NULL,
     rows INTEGER NOT NULL DEFAULT 1);      -- how many entries it is for
 CREATE INDEX reservation_key ON reservations(keyhash);
 CREATE TABLE segments(

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 from forebay._engine.catalog import entries
 from forebay._engine.catalog.connection import Catalog, CatalogBroken, Rows, Txn
-from forebay._engine.catalog.schema import DOOMED, LIVE
+from forebay._engine.catalog.schema import LIVE
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.settings_file import NAMES, Kept, SpaceLimits
 from forebay._model import Policy
 
-NEWEST = 1 << 62
 ALLOWANCE = 8 << 20
 """Bytes of the catalog, small values apart, that the budget does not count."""
 
@@ -37,17 +36,14 @@ class SpaceRow(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What is used and what limits it, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being
-    unlinked; ``granted`` and ``pending``: of reservations; ``over``: of the catalog beside small values, above `ALLOWANCE`; ``spare``: of
-    these, free pages, which new values use; ``rows``: of entries and reservations; ``space``: of the live entries of one space,
-    ``rows_here`` their number, ``quota`` and ``max_count`` its own limits. ``leftovers``: something waits to be swept, see
-    `entries.any_leftovers`. ``any_promised``: there are reservations. ``replaces``: the id of the live entry of the key that was
-    given, or None."""
+    """What is used and what limits it, in bytes. ``entries``: charge of all entries; ``promised``: of reservations; ``over``: of the
+    catalog beside small values, above `ALLOWANCE`; ``spare``: of these, free pages, which new values use; ``rows``: of entries and
+    reservations; ``space``: of the live entries of one space, ``rows_here`` their number, ``quota`` and ``max_count`` its own limits.
+    ``leftovers``: something waits to be swept, see `entries.any_leftovers`. ``any_promised``: there are reservations. ``replaces``: the
+    id of the live entry of the key that was given, or None."""
 
     entries: int
-    leaving: int
-    granted: int
-    pending: int
+    promised: int
     over: int
     spare: int
     rows: int
@@ -75,15 +71,11 @@ SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries)
     max(quota) FILTER (WHERE id = ?), max(max_count) FILTER (WHERE id = ?)"""
 _TOTALS = f"{_COLUMNS} FROM spaces"
 _OF_KEY = f"{_COLUMNS}, (SELECT id FROM entries WHERE space = ? AND key = ? AND state = {LIVE}) FROM spaces"
-_LEAVING = f"SELECT count(*), coalesce(sum(charge * (state = {DOOMED})), 0), coalesce(sum(space = ?), 0) FROM entries WHERE state > {LIVE}"
-_PROMISED = """
-SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) * (id < ?)), 0),
-    coalesce(sum(rows * (granted OR id < ?)), 0)
-FROM reservations WHERE id IS NOT ?
-"""
+_SUPERSEDED = f"SELECT count(*), coalesce(sum(space = ?), 0) FROM entries WHERE state > {LIVE}"
+_PROMISED = "SELECT coalesce(sum(charge), 0), coalesce(sum(rows), 0) FROM reservations WHERE id != ?"
 _USAGE = """
 SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), (SELECT page_count FROM pragma_page_count),
-    (SELECT coalesce(sum(charge * granted), 0) FROM reservations), coalesce((SELECT value FROM meta WHERE name = 'budget'), 0)
+    (SELECT coalesce(sum(charge), 0) FROM reservations), coalesce((SELECT value FROM meta WHERE name = 'budget'), 0)
 FROM spaces
 """
 _SUMS = f"""
@@ -161,21 +153,21 @@ def change(txn: Txn, name: str, policy: str | None, quota: int | None, max_count
     )  # fmt: skip
 
 
-def totals(txn: Rows, before: int | None = None, space: int = 0, key: str | None = None) -> Totals:
-    """What is used now. ``before``: count only the pending reservations that are older than this one. ``key``: of an entry of ``space``
-    that is to be written, about which the same statement tells. Outside of a transaction its parts may be of different moments."""
+def totals(txn: Rows, but: int = 0, space: int = 0, key: str | None = None) -> Totals:
+    """What is used now. ``but``: a reservation that does not count. ``key``: of an entry of ``space`` that is to be written, which the
+    same statement tells about. Outside of a transaction its parts may be of different moments."""
     row = _numbers(txn.one(_TOTALS, *[space] * 4) if key is None else txn.one(_OF_KEY, *[space] * 5, key))
-    charge, inline, rows, any_leaving, any_held, any_promised, pages, budget, min_free, max_entries, used, count, quota = row[:13]
-    left = leaving = left_here = granted = pending = waiting = 0
-    if any_leaving:
-        left, leaving, left_here = txn.one(_LEAVING, space)
+    charge, inline, rows, any_superseded, any_held, any_promised, pages, budget, min_free, max_entries, used, count, quota = row[:13]
+    left = left_here = promised = waiting = 0
+    if any_superseded:
+        left, left_here = txn.one(_SUPERSEDED, space)
     if any_promised:
-        granted, pending, waiting = txn.one(_PROMISED, *[NEWEST if before is None else before] * 3)
+        promised, waiting = txn.one(_PROMISED, but)
     over = pages * PAGE - inline - ALLOWANCE
     spare = min(over, PAGE * txn.one("PRAGMA freelist_count")[0]) if over > 0 else 0
     return Totals(
-        charge, leaving, granted, pending, max(over, 0), spare, rows - left + waiting, budget or 0, min_free or 0, max_entries, used,
-        count - left_here, quota, row[13], bool(any_leaving or any_held), bool(any_promised), row[14] if key is not None else None,
+        charge, promised, max(over, 0), spare, rows - left + waiting, budget or 0, min_free or 0, max_entries, used,
+        count - left_here, quota, row[13], bool(any_superseded or any_held), bool(any_promised), row[14] if key is not None else None,
     )  # fmt: skip
 
 

@@ -133,18 +133,35 @@ class translated:
 class Txn:
     """A transaction that writes. Valid inside its ``with`` only; its thread holds the writer lock."""
 
-    def __init__(self, con: sqlite3.Connection, ids: list[int], unreadable: UnreadableRows, number: int) -> None:
-        self._con, self._ids, self._unreadable = con, ids, unreadable
-        self.number = number
+    _con: sqlite3.Connection
+
+    def __init__(self, ids: list[int], unreadable: UnreadableRows, renew: Callable[[Txn], None]) -> None:
+        self._ids, self._unreadable, self._renew = ids, unreadable, renew
+        self.number = 0
         """Of this process. It grows by one from one transaction to the next, and by more where something else may have changed the catalog
         by the same connection."""
         self.is_committed = False
         self.leftovers = False
         """Set by a writer that saw something to sweep: done once the lock is free."""
         self.after_commit: deque[Callable[[], object]] = deque()
-        """Called after the commit, still under the writer lock."""
+        """Called after the commit, still under the writer lock, while other threads may read."""
+        self.at_end: list[Callable[[], object]] = []
+        """Called under the writer lock when all is done, committed or not."""
         self.after_release: list[Callable[[], object]] = []
         """Called after the commit, with no lock held. A crash before it is of no consequence."""
+
+    def begin(self, con: sqlite3.Connection, number: int) -> None:
+        """Caller: has begun it."""
+        self._con, self.number, self.is_committed = con, number, False
+
+    def renew(self) -> None:
+        """Commit what was changed so far, and go on in a new transaction, without another process or thread writing in between."""
+        self._renew(self)
+
+    def end(self) -> None:
+        """Call what is to be called `at_end`, once."""
+        while self.at_end:
+            self.at_end.pop()()
 
     def all(self, sql: str, *values: Any) -> list[Any]:
         return fetched(self._con, sql, values)

@@ -1,26 +1,30 @@
 """Space in a root: reserve it, make it by evicting, give it back. All processes together never use more than the budget.
 
-Used = published + reserved + doomed + superseded + what the catalog occupies above its allowance.
+Used = published + superseded + reserved + what the catalog occupies above its allowance.
 
-Where something has to be evicted, reserving takes two transactions: the first enters the reservation as pending, so that other
-processes count it, and dooms the victims; their files are unlinked outside the writer lock; the second deletes their rows and grants.
+Whoever lacks space evicts in its own transaction, and what it evicts is unlinked before anybody else can write: see `eviction`. What takes
+longer than `AT_MOST` is a reservation that grows: it holds what was freed so far while others write.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, DiskFull, Txn, reservations, spaces
+from forebay._engine.catalog.entries import Ended
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.files import blobs, pack_files, stages, trees
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import EVICTIONS, Counters
 from forebay._engine.index.memo import Memo
 from forebay._engine.locks.owners import Owners
-from forebay._engine.space.eviction import SPACE_WORD, Eviction, EvictionVictim
+from forebay._engine.space.eviction import SPACE_WORD, Eviction
 from forebay._engine.space.free_space import FreeSpace, SpaceDeficit, SpaceRequest
 from forebay._engine.space.ranking import EvictionCandidate, Ranking, Scope
 from forebay._engine.space.segment_tails import SegmentTails
@@ -29,38 +33,42 @@ from forebay._logs import logger
 from forebay._model import Policy
 
 log = logger("forebay.budget")
+T = TypeVar("T")
 
-AT_ONCE = 128
+BATCH, BATCH_BYTES = 128, 256 << 20
+"""Entries, and about how many bytes, that go in one transaction."""
+AT_MOST = 0.05
+"""Seconds after which a search lets others write before it evicts the next batch."""
+AHEAD, PART = 8, 256
+"""Space is made for so many small values at once, so that not every put has to search; at most for one ``PART`` of the budget."""
 PICKS = 3
 """How often the coldest entries are picked again before all are taken to be in use."""
 FULL = 4
-PATIENCE = 10.0
 IN_VAIN = 0.25
 """Seconds after a search for space that failed in which callers that can do without do not search again."""
 _FOR_THE_JOURNAL = 1 << 20  # eviction takes space too
 
 
 @dataclass(slots=True)
-class _Reserving:
-    """The state of one call of `Budget.reserve`. Its victims stay locked until their rows are deleted."""
+class Search:
+    """What one caller that lacks space knows so far."""
 
-    me: int
-    id: int = 0
-    doomed: list[EvictionVictim] = field(default_factory=list)
-    partials: list[Reservation] = field(default_factory=list)
+    reserved: Reservation | None = None  # what it holds already
+    before: Reservation | None = None  # what it held when it began
     picks: Counter[Scope] = field(default_factory=Counter)  # since the last victim of the scope
     pick: set[Scope] = field(default_factory=set)
     given: int = 0  # bytes of victims, while the disk was short
     given_files: int = 0
     needed: int = 0  # what the disk lacked at first
     needed_files: int = 0
-    stuck: SpaceDeficit | None = None
-    hopeless: bool = False
-    wait_until: float = 0.0
-    full: int = 0  # how often the disk was full
-    contended: bool = False  # whether others write into this space
-    gave_back: bool = False  # free pages of the catalog: there is room for a part of the request
+    is_stuck: bool = False
+    is_hopeless: bool = False
     tails: bool | None = None  # whether segment tails of dead writers are to be reclaimed; None: not checked yet
+
+    @property
+    def id(self) -> int:
+        """Of the reservation; 0: none."""
+        return self.reserved.id if self.reserved is not None else 0
 
 
 @dataclass(slots=True)
@@ -72,7 +80,7 @@ class _Freed:
     count: int = 0
     files: int = 0
 
-    def add(self, victim: EvictionCandidate | Reservation, *, is_file: bool) -> None:
+    def add(self, victim: EvictionCandidate | Ended | Reservation, *, is_file: bool) -> None:
         self.size, self.charge, self.count = self.size + victim.size, self.charge + victim.charge, self.count + 1
         self.files += is_file
 
@@ -81,7 +89,7 @@ class _Freed:
 
 
 class Budget:
-    """Space in one root. Callable from any thread; waits only until other processes have unlinked their victims."""
+    """Space in one root. Callable from any thread."""
 
     def __init__(
         self, root: Root, catalog: Catalog, owners: Owners, eviction: Eviction, ranking: Ranking, words: waits.Words, counters: Counters,
@@ -99,13 +107,31 @@ class Budget:
     def reserve(self, request: SpaceRequest, *, timeout: float = 0.0) -> Reservation:
         """Reserve space, evicting entries where needed. Raises `NoSpace` if not enough can be evicted; a request larger than the whole
         budget evicts nothing. ``timeout``: seconds to wait for other writes of the space, which can be evicted once they are done."""
-        return self._attempt(request, _Reserving(self._owners.me(), wait_until=time.monotonic() + timeout))
+        return self._search(request, self._grant, Search(), timeout)
 
-    def count_evicted(self, count: int) -> None:
-        """Count evicted entries, and tell of them."""
-        self._counters.add(EVICTIONS, count)
-        if count:
-            events.emit("evict", self._root.path, entries=count)
+    def resize(self, reservation: Reservation, size: int, *, charged: int = 0, entries: int = 1) -> Reservation:
+        """Change the size of a reservation. Raises `NoSpace`; then the reservation is unchanged."""
+        r = reservation
+        request = SpaceRequest(r.space, r.key, r.keyhash, size, r.suffix, charged=charged, entries=entries)
+        return self._search(request, self._grant, Search(r, r))
+
+    def with_room(self, request: SpaceRequest, use: Callable[[Txn], T], *, timeout: float = 0.0) -> T:
+        """What ``use`` returns in a transaction in which there is room for the request. Raises what `reserve` raises."""
+
+        def spend(txn: Txn, request: SpaceRequest, search: Search) -> T:
+            if search.reserved is not None:
+                reservations.delete(txn, search.reserved.id)
+            return use(txn)
+
+        return self._search(request, spend, Search(), timeout)
+
+    def fit(self) -> bool:
+        """Evict until the root is within its limits, after one was lowered or another program filled the disk. False if the rest is in
+        use."""
+        try:
+            return self._search(None, lambda txn, request, search: True, Search())
+        except errors.NoSpace:
+            return False
 
     def check_lately(self, request: SpaceRequest) -> None:
         """Raise `NoSpace` if a search for as much failed a moment ago and there is no space now. A lease that another process has released
@@ -116,293 +142,255 @@ class Budget:
             if not short.fits:
                 raise self._no_space(request, short, hopeless=False)
 
-    def resize(self, reservation: Reservation, size: int, *, charged: int = 0, entries: int = 1) -> Reservation:
-        """Change the size of a reservation. Raises `NoSpace`; then the reservation is unchanged."""
-        r = reservation
-        request = SpaceRequest(r.space, r.key, r.keyhash, size, r.suffix, charged=charged, entries=entries)
-        return self._attempt(request, _Reserving(self._owners.me(), reservation.id))
-
     def cancel(self, id: int) -> None:
         """Give a reservation back, if the catalog is busy by the next call that makes space. Caller: has removed its files."""
+        self._owed.add(id)
         try:
-            self._give_back(id)
+            self._catalog.insist(self._delete_owed)
         except (errors.WriterBusy, DiskFull) as error:
             log.info("%s: the reservation %x is given back later: %s", self._root.path, id, str(error))
         else:
-            self._words.bump(SPACE_WORD)
-
-    def _give_back(self, id: int) -> None:
-        self._owed.add(id)
-        self._catalog.insist(self._delete_owed)
+            self.tell()
 
     def _delete_owed(self, txn: Txn) -> None:
         owed = tuple(self._owed)
         for one in owed:
             reservations.delete(txn, one)
-        txn.after_commit.append(lambda: self._owed.difference_update(owed))
+        if owed:
+            txn.after_commit.append(lambda: self._owed.difference_update(owed))
 
     def split(self, txn: Txn, request: SpaceRequest) -> Reservation:
         """A separate reservation out of a larger one that the caller shrinks in the same transaction."""
-        return self._enter(txn, request, _Reserving(self._owners.me()), granted=True)
+        return self._grant(txn, request, Search())
 
     def tell(self) -> None:
         """Wake the processes that wait for space: bytes were given back."""
         self._words.bump(SPACE_WORD)
 
-    def make_room(self) -> bool:
-        """Evict until the root is within its limits, after one was lowered or another program filled the disk. False if the rest is in
-        use."""
-        try:
-            self._attempt(None, _Reserving(self._owners.me()))
-        except errors.NoSpace:
-            return False
-        return True
-
-    def _attempt(self, request: SpaceRequest | None, attempt: _Reserving) -> Reservation:
-        fresh = not attempt.id
-        until = time.monotonic() + PATIENCE
+    def _search(
+        self, request: SpaceRequest | None, use: Callable[[Txn, SpaceRequest, Search], T], search: Search, timeout: float = 0.0
+    ) -> T:  # fmt: skip
+        """What ``use`` returns in a transaction in which there is room."""
+        wait_until, full = time.monotonic() + timeout, 0
         try:
             while True:
-                granted = self._turn(request, attempt)
-                if granted is not None:
-                    return granted
-                if attempt.stuck is not None:
-                    # A process that died while it replaced an entry left bytes that no live entry holds: they can be freed like a victim's.
-                    if attempt.hopeless or not (self._eviction.sweep() or self._others_write(attempt)):
-                        if request is not None:
-                            self._in_vain[request.space] = time.monotonic() + IN_VAIN, self.room.charge_of(request)
-                        raise self._no_space(request, attempt.stuck, attempt.hopeless)
-                    attempt.stuck = None
-                    attempt.picks.clear()  # entries that others published are new, and files that a swept tree linked can be evicted now
-                self._unlink(attempt)
-                if attempt.tails:
-                    self._tails.reclaim()
-                elif not (attempt.doomed or attempt.partials or attempt.pick or attempt.gave_back):
-                    self._wait_for_others(until)
-        except BaseException:
-            self._withdraw(attempt, fresh)
-            raise
-        finally:
-            self._let_go(attempt)
-
-    def _turn(self, request: SpaceRequest | None, attempt: _Reserving) -> Reservation | None:
-        """One transaction: delete the rows of unlinked victims, then grant the request, or doom more victims."""
-        for scope in attempt.pick:
-            self._ranking.pick(scope)
-            attempt.picks[scope] += 1
-        attempt.pick = set()
-        doomed: list[EvictionVictim] = []
-        partials: list[Reservation] = []
-        id, owed = attempt.id, tuple(self._owed)
-
-        def committed() -> None:
-            nonlocal id
-            id = attempt.id
-            self.count_evicted(len(doomed))
-            self._owed.difference_update(owed)
-
-        try:
-            with self._catalog.write() as txn:
-                txn.after_commit.append(committed)
-                for one in owed:
-                    reservations.delete(txn, one)
-                self._eviction.delete(txn, attempt.doomed)
-                for partial in attempt.partials:
-                    reservations.delete(txn, partial.id)
-                short = self.room.short(txn, request, attempt.id)
-                if not short.fits and self._owners.reap(txn):
-                    short = self.room.short(txn, request, attempt.id)
-                if short.fits:
-                    return self._grant(txn, request, attempt)
-                if not self._enter_pending(txn, request, attempt, short):
-                    return None
-                attempt.gave_back = short.bytes > 0 and not short.log and txn.give_back(short.bytes)
-                if attempt.gave_back:
-                    return None
-                attempt.tails = attempt.tails is None and self._tails.any_left(txn)
-                if not attempt.tails:
-                    self._find_room(txn, request, attempt, short, doomed, partials)
-                    attempt.contended = request is not None and reservations.any_others(txn, request.space, attempt.id)
-        except DiskFull as error:
-            self._eviction.release(doomed)
-            doomed = []
-            attempt.full += 1
-            if not error.relieved or attempt.full > FULL:
-                raise
-        finally:
-            self._let_go(attempt)
-            attempt.id = id  # one that was entered and rolled back is none, and its number may be another's by now
-            attempt.doomed, attempt.partials = doomed, partials
-        return None
-
-    def _grant(self, txn: Txn, request: SpaceRequest | None, attempt: _Reserving) -> Reservation:
-        if request is None:
-            return _NOTHING
-        if not attempt.id:
-            return self._enter(txn, request, attempt, granted=True)
-        reservations.set_size(txn, attempt.id, request.size, self.room.charge_of(request), True, request.entries)
-        reservation = reservations.by_id(txn, attempt.id)
-        if reservation is None:
-            raise errors.CacheFault(f"the reservation of {request.key!r} is gone: the catalog was recreated")
-        return reservation
-
-    def _enter(self, txn: Txn, request: SpaceRequest, attempt: _Reserving, *, granted: bool) -> Reservation:
-        attempt.id, charge = txn.take("next_id"), self.room.charge_of(request)
-        row = Reservation(
-            attempt.id, attempt.me, self._owners.who, request.space, request.key, request.keyhash, granted, request.size, charge,
-            request.suffix, time.time(), request.entries,
-        )  # fmt: skip
-        reservations.insert(txn, row)
-        return row
-
-    def _enter_pending(self, txn: Txn, request: SpaceRequest | None, attempt: _Reserving, short: SpaceDeficit) -> bool:
-        """Let other processes count the request. False, and stuck, if it would not even fit into an empty root."""
-        if request is None:
-            return True
-        limits = spaces.totals(txn, space=request.space)
-        quota = limits.quota if limits.quota is not None else request.size
-        if self.room.charge_of(request) > limits.budget or request.size > quota or 0 in (limits.max_entries, limits.max_count):
-            attempt.stuck, attempt.hopeless = short, True
-            return False
-        if not attempt.id:
-            self._enter(txn, request, attempt, granted=False)
-        return True
-
-    # -- victims ---------------------------------------------------------------------------------------------------
-
-    def _find_room(
-        self,
-        txn: Txn,
-        request: SpaceRequest | None,
-        attempt: _Reserving,
-        short: SpaceDeficit,
-        doomed: list[EvictionVictim],
-        partials: list[Reservation],
-    ) -> None:
-        """Choose victims: for a quota the entries of the space, for the root the coldest of all, after partials of dead fetches."""
-        space = spaces.by_id(txn, request.space) if request else None
-        evicts_own = space is None or Policy.parse(space.policy).evicts_own
-        self._ranking.learn(txn, Scope(only=space.id) if space is not None and (short.quota > 0 or short.here > 0) else Scope())
-        freed = _Freed()
-        if (short.quota > 0 or short.here > 0) and space is not None:
-            need = _Freed(size=short.quota, count=short.here)
-            self._take_partials(txn, need, freed, partials, only=space.id)
-            if evicts_own:
-                self._doom(txn, Scope(only=space.id), request, attempt, freed, doomed, need)
-            if not freed.meets(need):
-                self._stuck_unless(bool(doomed or partials), attempt, short)
-                return
-        lacking = short.bytes - short.leaving
-        # Evicting an entry that another process has mapped frees nothing on the disk; then more victims would not help either.
-        if 0 < short.disk == short.bytes:
-            attempt.needed = attempt.needed or lacking + _FOR_THE_JOURNAL
-            if attempt.given >= attempt.needed:
-                attempt.stuck = short
-        if short.files > 0:
-            attempt.needed_files = attempt.needed_files or short.files
-            if attempt.given_files >= attempt.needed_files:
-                attempt.stuck = short
-        if attempt.stuck is not None:
-            return
-        need = _Freed(charge=lacking, count=short.rows, files=short.files)
-        self._take_partials(txn, need, freed, partials)
-        scope = Scope() if evicts_own or space is None else Scope(but=space.id)
-        self._doom(txn, scope, request, attempt, freed, doomed, need, only_files=short.log > 0)
-        attempt.given, attempt.given_files = attempt.given + freed.charge, attempt.given_files + freed.files
-        if not freed.meets(need):
-            self._stuck_unless(bool(doomed or partials) or short.leaving > 0, attempt, short)
-
-    def _stuck_unless(self, moving: bool, attempt: _Reserving, short: SpaceDeficit) -> None:
-        if not moving and not attempt.pick:
-            attempt.stuck = short
-
-    def _doom(
-        self,
-        txn: Txn,
-        scope: Scope,
-        request: SpaceRequest | None,
-        attempt: _Reserving,
-        freed: _Freed,
-        doomed: list[EvictionVictim],
-        need: _Freed,
-        *,
-        only_files: bool = False,
-    ) -> None:
-        left = AT_ONCE
-        while left > 0 and not freed.meets(need):
-            locked, planned = [], replace(freed)
-            # Where all entries are read all the time, each was used since it was picked: then nearly the coldest will do.
-            for candidate in self._ranking.coldest(scope, exact=attempt.picks[scope] < PICKS):
-                if only_files and candidate.kind == "value":
+                self._pick(search)
+                try:
+                    with self._catalog.write() as txn:
+                        self._delete_owed(txn)
+                        short = self.make_room(txn, request, search)
+                        if short.fits:
+                            return use(txn, request or _NO_REQUEST, search)
+                        if request is not None and not (search.is_stuck or search.is_hopeless):
+                            self._grow(txn, request, search, short)
+                        contended = request is not None and reservations.any_others(txn, request.space, search.id)
+                except DiskFull as error:
+                    full += 1
+                    if not error.relieved or full > FULL:
+                        raise
                     continue
-                if (request is None or candidate.id != request.replaces) and self._eviction.lock(candidate.id):
-                    doomed.append(EvictionVictim(candidate.id, candidate.kind, candidate.suffix))  # at once: they are released in any event
-                    locked.append(candidate)
-                    planned.add(candidate, is_file=candidate.kind != "value")
-                    if planned.meets(need) or len(locked) >= left:
-                        break
-            if not locked:
-                if attempt.picks[scope] < PICKS:
-                    attempt.pick.add(scope)
-                return
-            left -= len(locked)
-            ids = self._eviction.doom_many(txn, locked, doomed)
-            for victim in locked:
-                if victim.id in ids:
-                    attempt.picks[scope] = 0
-                    freed.add(victim, is_file=victim.kind != "value")
+                if search.tails:
+                    self._tails.reclaim()
+                    search.tails = False
+                if not search.is_stuck:
+                    continue
+                self._give_up(search)  # of two that grow, one must
+                # A process that died while it replaced an entry left bytes that no live entry holds: they can be freed like a victim's.
+                if search.is_hopeless or not (self._eviction.sweep() or self._others_write(contended, wait_until)):
+                    break
+                search.is_stuck = False
+                search.picks.clear()  # entries that others published are new, and files that a swept tree linked can be evicted now
+        except BaseException:
+            self._give_up(search)
+            raise
+        if request is not None:
+            self._in_vain[request.space] = time.monotonic() + IN_VAIN, self.room.charge_of(request)
+        raise self._no_space(request, short, search.is_hopeless)
 
-    def _take_partials(
-        self, txn: Txn, need: _Freed, freed: _Freed, partials: list[Reservation], *, only: int | None = None
-    ) -> None:  # fmt: skip
-        """Take partials of dead fetches, oldest first, each under its key's lock, since a successor may be working on it.
+    def _pick(self, search: Search) -> None:
+        for scope in search.pick:
+            self._ranking.pick(scope)
+            search.picks[scope] += 1
+        search.pick.clear()
 
-        ``only``: of this space."""
-        for partial in reservations.abandoned(txn):
-            if freed.meets(need):
-                break
-            if only in (None, partial.space) and self._keys.try_lock(partial.keyhash, exclusive=True):
-                partials.append(partial)
-                freed.add(partial, is_file=True)
-
-    def _unlink(self, attempt: _Reserving) -> None:
-        self._eviction.unlink(attempt.doomed)
-        if attempt.needed or attempt.needed_files:
-            self._memo.drop_dead()  # what this process has mapped of victims
-        for partial in attempt.partials:
-            stages.remove_partial(self._root, partial.keyhash, partial.id)
-            blobs.remove_blob(self._root, partial.id, partial.suffix)  # its writer died between rename and commit
-            trees.remove(self._root, partial.id, keyhash=partial.keyhash)
-            pack_files.remove(self._root, partial.id, keyhash=partial.keyhash)
-
-    def _let_go(self, attempt: _Reserving) -> None:
-        self._eviction.release(attempt.doomed)
-        for partial in attempt.partials:
-            self._keys.unlock(partial.keyhash)
-        attempt.doomed, attempt.partials = [], []
-
-    def _withdraw(self, attempt: _Reserving, fresh: bool) -> None:
-        """Leave nothing pending; a reservation that was to grow stays unchanged. Raises nothing: the caller has an error already."""
-        if fresh and attempt.id:
-            try:
-                self._give_back(attempt.id)
-            except (errors.CacheFault, OSError) as error:
-                log.info("%s: the reservation %x is given back later: %s", self._root.path, attempt.id, str(error))
-
-    def _wait_for_others(self, until: float) -> None:
-        """Wait for other processes to unlink their victims. If they died meanwhile, the sweep finishes their work."""
-        self._eviction.sweep()
-        left = until - time.monotonic()
-        if left <= 0:
-            raise errors.CacheFault("other callers did not free the room in time")
-        self._words.sleep(SPACE_WORD, min(left, 0.02))
-
-    def _others_write(self, attempt: _Reserving) -> bool:
+    def _others_write(self, contended: bool, wait_until: float) -> bool:
         """Whether others hold space for writes in progress, and there is time to wait for them; then some time has passed."""
-        if not attempt.contended or time.monotonic() >= attempt.wait_until:
+        if not contended or time.monotonic() >= wait_until:
             return False
         self._words.sleep(SPACE_WORD, 0.02)
         return True
+
+    def _grant(self, txn: Txn, request: SpaceRequest, search: Search) -> Reservation:
+        row, held = self._row(request, search.id or txn.take("next_id")), search.reserved
+        if held is None:
+            reservations.insert(txn, row)
+        elif reservations.by_id(txn, held.id) is None:
+            raise errors.CacheFault(f"the reservation of {request.key!r} is gone: the catalog was recreated")
+        else:
+            reservations.update(txn, row)
+        txn.after_commit.append(partial(setattr, search, "reserved", row))
+        return row
+
+    def _grow(self, txn: Txn, request: SpaceRequest, search: Search, short: SpaceDeficit) -> None:
+        """Hold what there is by now of what the request needs: others would take it."""
+        before = search.before or _NO_RESERVATION
+        charge = max(self.room.charge_of(request) - max(short.bytes, 0), before.charge)
+        size = max(request.size - max(short.quota, 0), before.size)
+        count = max(request.entries - max(short.rows, short.here, 0), before.rows)
+        if charge > 0:
+            self._grant(txn, request._replace(keyhash=before.keyhash, size=max(size, 0), charged=charge, entries=max(count, 0)), search)
+
+    def _give_up(self, search: Search) -> None:
+        """Give back what was reserved by growing. Raises nothing: the caller has an error already."""
+        held, before = search.reserved, search.before
+        search.reserved = before
+        if held is None or held == before:
+            return
+        try:
+            if before is None:
+                self.cancel(held.id)
+            else:
+                self._catalog.insist(lambda txn: reservations.update(txn, before))
+                self.tell()
+        except (errors.CacheFault, OSError) as error:
+            log.info("%s: the reservation %x is given back later: %s", self._root.path, held.id, str(error))
+
+    def _row(self, request: SpaceRequest, id: int) -> Reservation:
+        return Reservation(
+            id, self._owners.me(), self._owners.who, request.space, request.key, request.keyhash, request.size,
+            self.room.charge_of(request), request.suffix, time.time(), request.entries,
+        )  # fmt: skip
+
+    # -- making room -----------------------------------------------------------------------------------------------
+
+    def make_room(self, txn: Txn, request: SpaceRequest | None, search: Search) -> SpaceDeficit:
+        """Evict until a request fits, nothing more is known that can go, or it has taken `AT_MOST`. Returns what is lacking then.
+
+        Files that were evicted are gone by then, in a transaction that was renewed; small values go with the caller's."""
+        until, went, values_went = time.monotonic() + AT_MOST, False, False
+        while True:
+            short = self.room.short(txn, request, search.id)
+            if not short.fits and self._owners.reap(txn):
+                short = self.room.short(txn, request, search.id)
+            if short.fits or self._is_hopeless(txn, request, search) or (went and time.monotonic() >= until):
+                return short
+            if values_went:
+                txn.renew()
+            if search.tails is None:
+                search.tails = self._tails.any_left(txn)
+            if search.tails:
+                return short
+            is_inline = request is not None and request.inline and short.disk <= 0  # what uses free pages itself
+            if short.bytes > 0 and not (short.log or is_inline) and txn.give_back(short.bytes):
+                txn.renew()
+                went, values_went = True, False
+                continue
+            ended = self._evict(txn, request, search, short)
+            if ended is None:
+                return short
+            went, values_went = True, bool(ended)
+            if any(one.kind != "value" for one in ended):
+                txn.renew()
+                values_went = False
+                if search.needed or search.needed_files:
+                    self._memo.drop_dead()  # what this process has mapped of victims
+
+    def _is_hopeless(self, txn: Txn, request: SpaceRequest | None, search: Search) -> bool:
+        """Whether a request would not even fit into an empty root."""
+        if request is not None:
+            limits = spaces.totals(txn, space=request.space)
+            quota = limits.quota if limits.quota is not None else request.size
+            if self.room.charge_of(request) > limits.budget or request.size > quota or 0 in (limits.max_entries, limits.max_count):
+                search.is_stuck = search.is_hopeless = True
+        return search.is_hopeless
+
+    def _evict(self, txn: Txn, request: SpaceRequest | None, search: Search, short: SpaceDeficit) -> list[Ended] | None:
+        """Evict one batch: for a quota entries of the space, for the root the coldest of all, after partials of dead fetches. None where
+        nothing goes: then the search is stuck, or has to `_pick`."""
+        space = spaces.by_id(txn, request.space) if request is not None else None
+        evicts_own = space is None or Policy.parse(space.policy).evicts_own
+        if space is not None and max(short.quota, short.here) > 0:
+            need, scope = _Freed(size=short.quota, count=short.here), Scope(only=space.id)
+            may_evict, only = evicts_own, space.id
+        else:
+            need, only, may_evict = self._lacking(request, search, short), None, not search.is_stuck
+            scope = Scope() if evicts_own or space is None else Scope(but=space.id)
+        if search.is_stuck:
+            return None
+        self._ranking.learn(txn, scope)
+        freed, ended = _Freed(), list[Ended]()
+        self._drop_partials(txn, need, freed, only)
+        if may_evict and not freed.meets(need):
+            ended = self._evict_coldest(txn, scope, request, search, freed, need, only_files=short.log > 0 and only is None)
+        if only is None:
+            search.given, search.given_files = search.given + freed.charge, search.given_files + freed.files
+        if freed.count:
+            return ended
+        search.is_stuck = not search.pick
+        return None
+
+    def _lacking(self, request: SpaceRequest | None, search: Search, short: SpaceDeficit) -> _Freed:
+        """What must go of the root. The search is stuck where a disk has as little room as before, though what it lacked was evicted: what
+        another process has mapped frees nothing, and then more victims would not help either."""
+        if 0 < short.disk == short.bytes:
+            search.needed = search.needed or short.bytes + _FOR_THE_JOURNAL
+            search.is_stuck = search.given >= search.needed
+        if short.files > 0:
+            search.needed_files = search.needed_files or short.files
+            search.is_stuck = search.is_stuck or search.given_files >= search.needed_files
+        ahead = 0
+        if request is not None and request.inline and short.bytes > 0 and max(short.disk, short.log) <= 0:
+            ahead = min((AHEAD - 1) * self.room.charge_of(request), short.budget // PART)
+        return _Freed(charge=short.bytes + ahead, count=short.rows, files=short.files)
+
+    def _evict_coldest(
+        self, txn: Txn, scope: Scope, request: SpaceRequest | None, search: Search, freed: _Freed, need: _Freed, *, only_files: bool
+    ) -> list[Ended]:  # fmt: skip
+        ended, left = list[Ended](), BATCH
+        # Where all entries are read all the time, each was used since it was picked: then nearly the coldest will do.
+        candidates = self._ranking.coldest(scope, exact=search.picks[scope] < PICKS)
+        while left > 0 and freed.charge < BATCH_BYTES and not freed.meets(need):
+            some, planned = list[EvictionCandidate](), replace(freed)
+            for candidate in candidates:
+                if only_files and candidate.kind == "value":
+                    continue
+                if request is None or candidate.id != request.replaces:
+                    some.append(candidate)
+                    planned.add(candidate, is_file=candidate.kind != "value")
+                    if planned.meets(need) or len(some) >= left or planned.charge >= BATCH_BYTES:
+                        break
+            if not some:
+                if search.picks[scope] < PICKS:
+                    search.pick.add(scope)
+                break
+            for one in self._eviction.end(txn, some):  # the others are leased
+                search.picks[scope] = 0
+                freed.add(one, is_file=one.kind != "value")
+                ended.append(one)
+                left -= 1
+        txn.after_commit.append(lambda: self._count(len(ended)))
+        return ended
+
+    def _count(self, count: int) -> None:
+        self._counters.add(EVICTIONS, count)
+        if count:
+            events.emit("evict", self._root.path, entries=count)
+
+    def _drop_partials(self, txn: Txn, need: _Freed, freed: _Freed, only: int | None) -> None:
+        """Remove partials of dead fetches, oldest first, each under its key's lock, since a successor may be working on it.
+
+        ``only``: of this space."""
+        for left in reservations.abandoned(txn):
+            if freed.meets(need):
+                break
+            if only in (None, left.space) and self._keys.try_lock(left.keyhash, exclusive=True):
+                txn.at_end.append(partial(self._keys.unlock, left.keyhash))
+                stages.remove_partial(self._root, left.keyhash, left.id)
+                blobs.remove_blob(self._root, left.id, left.suffix)  # its writer died between rename and commit
+                trees.remove(self._root, left.id, keyhash=left.keyhash)
+                pack_files.remove(self._root, left.id, keyhash=left.keyhash)
+                reservations.delete(txn, left.id)
+                freed.add(left, is_file=True)
 
     def _no_space(self, request: SpaceRequest | None, short: SpaceDeficit, hopeless: bool) -> errors.NoSpace:
         if request is None:
@@ -437,7 +425,7 @@ class Budget:
 
         def attempt() -> bool | None:
             try:
-                self.cancel(self.reserve(request).id)
+                self.with_room(request, lambda txn: None)
             except errors.NoSpace as error:
                 if error.hopeless:
                     raise
@@ -466,4 +454,5 @@ class Budget:
         self._keys.after_fork_child(keep=False)
 
 
-_NOTHING = Reservation(0, None, "", 0, "", 0, True, 0, 0, "", 0.0)
+_NO_RESERVATION = Reservation(0, None, "", 0, "", 0, 0, 0, "", 0.0, 0)
+_NO_REQUEST = SpaceRequest(0, "", 0, 0)

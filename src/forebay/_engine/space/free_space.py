@@ -42,14 +42,13 @@ class SpaceRequest(NamedTuple):
 
 class SpaceDeficit(NamedTuple):
     """What is lacking: ``quota`` and ``bytes`` in bytes, ``here`` (of the space) and ``rows`` in entries; positive where something must
-    be evicted. ``leaving``: bytes that are being evicted already. ``disk``: bytes below ``min_free``. ``leftovers``: see
+    be evicted. ``disk``: bytes below ``min_free``. ``leftovers``: see
     `spaces.Totals`. ``of_space``: the quota itself. ``files``: how many files must go before the disk takes another one. ``log``: bytes of
     the catalog's log that count; while there are any, only files make room, since evicted values make it grow."""
 
     quota: int
     bytes: int
     rows: int
-    leaving: int
     free: int
     budget: int
     disk: int = 0
@@ -87,7 +86,7 @@ class FreeSpace:
         self._path, self._catalog = str(root.path), catalog
         self._block = host.disk(root.path).block
         self._known = _NOTHING_KNOWN  # set and read under the writer lock
-        self._seen = 0, 0.0, SpaceDeficit(0, 0, 0, 0, 0, 0)
+        self._seen = 0, 0.0, SpaceDeficit(0, 0, 0, 0, 0)
         self._count_at = 0.0
 
     def charge(self, size: int, inline: bool = False) -> int:
@@ -103,15 +102,15 @@ class FreeSpace:
         return -(-size // self._block) * self._block
 
     def short(self, rows: Rows, request: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
-        """What a request lacks, or what is lacking without one; pending reservations older than ``id`` come first."""
-        return self._short(rows, spaces.totals(rows, id or None, request.space if request else 0), request, id)
+        """What a request lacks beside the reservation ``id``, which it has already, or what is lacking without a request."""
+        return self._short(rows, spaces.totals(rows, id, request.space if request else 0), request, id)
 
     def look(self, txn: Txn, request: SpaceRequest) -> tuple[SpaceRequest, SpaceDeficit | None]:
         """Complete a request for a file or value by what it replaces; returns also what it lacks, None where it fits. One statement, where
         there is nothing to replace, to sweep or reserved. Caller: adds the entry of an inline request that fits, and nothing else, so
         that `grant` knows what is left."""
         self._known = _NOTHING_KNOWN
-        totals = spaces.totals(txn, None, request.space, request.key)
+        totals = spaces.totals(txn, 0, request.space, request.key)
         txn.leftovers |= totals.leftovers
         if totals.replaces is not None:
             replaces, replaced = entries.version(txn, request.space, request.key)
@@ -140,7 +139,7 @@ class FreeSpace:
     def _short(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
         charge = self.charge_of(request) if request is not None else 0
         grown = totals.over + self._catalog.log_over
-        used = totals.entries + totals.granted + totals.pending + grown
+        used = totals.entries + totals.promised + grown
         if grown and request is not None:
             used += GROWTH
         if request is not None and request.inline:
@@ -155,7 +154,7 @@ class FreeSpace:
         if request is not None and not request.inline and self._catalog.inodes_free < FEW_FILES:
             files = 2 * FEW_FILES - self._catalog.inodes_free
         return SpaceDeficit(
-            quota, lacking, rows_over, totals.leaving, budget - used, budget, floor, totals.leftovers, count, totals.quota, files,
+            quota, lacking, rows_over, budget - used, budget, floor, totals.leftovers, count, totals.quota, files,
             self._catalog.log_over,
         )  # fmt: skip
 

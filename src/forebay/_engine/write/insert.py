@@ -22,6 +22,7 @@ from forebay._engine.files.root import Root
 from forebay._engine.index.adaptive import AdaptiveSpaces, Trial
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.space.budget import Budget
+from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.free_space import SpaceRequest
 from forebay._model import Entry
 
@@ -55,8 +56,8 @@ class New(NamedTuple):
 class Inserter:
     """Inserts the rows of entries into one root. Callable from any thread that is inside a transaction."""
 
-    def __init__(self, root: Root, index: EntryIndex, adaptive: AdaptiveSpaces, budget: Budget) -> None:
-        self._root, self._index, self._adaptive, self.budget = root, index, adaptive, budget
+    def __init__(self, root: Root, index: EntryIndex, adaptive: AdaptiveSpaces, budget: Budget, eviction: Eviction) -> None:
+        self._root, self._index, self._adaptive, self.budget, self._eviction = root, index, adaptive, budget, eviction
 
     def intend(self, ids: Sequence[int]) -> list[int]:
         """Allow the files of these ids to be written, whose rows this transaction commits; returns a slot for each."""
@@ -73,7 +74,7 @@ class Inserter:
         now, created = self._index.head.clock.now(), time.time()
         old = entries.find(txn, label.space, label.key) if request is None or request.replaces else None
         if old is not None:
-            self._supersede(txn, old)
+            self._eviction.supersede(txn, [old])
         slot = self.intend([id])[0] if slot is None else slot
         charge = self.budget.room.charge(size, inline=True) if kind == "value" else self.budget.room.charge_published(size)
         life = "pinned" if old is not None and old.life == "pinned" else label.life
@@ -118,11 +119,6 @@ class Inserter:
             txn.after_commit.extend(partial(space.put_on_trial, trial) for trial in tried)
         txn.after_release.extend(partial(space.use, entry.key, entry.charge, now, is_hit=False) for entry in used)
 
-    def _supersede(self, txn: Txn, old: Entry) -> None:
-        entries.supersede(txn, old)
-        self._index.clear(old.slot, old.id)
-        txn.leftovers |= old.kind != "value"
-
     def insert_many(
         self, txn: Txn, several: Sequence[New], slots: Sequence[int], replaced: Sequence[Entry] | None = None
     ) -> list[Entry]:  # fmt: skip
@@ -131,8 +127,7 @@ class Inserter:
         now, created, boot = self._index.head.clock.now(), time.time(), self._root.epoch
         if replaced is None:
             replaced = entries.find_many(txn, space, [new.label.key for new in several])
-        for old in replaced:
-            self._supersede(txn, old)
+        self._eviction.supersede(txn, replaced)
         pinned = {old.key for old in replaced if old.life == "pinned"}
         rows: list[tuple[Entry, bytes | None]] = []
         for new, slot in zip(several, slots, strict=True):

@@ -12,6 +12,7 @@ from forebay._engine.files.root import Root
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
+from forebay._engine.space.eviction import Eviction
 from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import Publisher
 from forebay._kernel import host
@@ -21,8 +22,8 @@ from forebay._model import Entry
 class Linker:
     """Publishes trees and new names of entries of one root, without writing bytes. Callable from any thread."""
 
-    def __init__(self, root: Root, catalog: Catalog, index: EntryIndex, publisher: Publisher) -> None:
-        self._root, self._catalog, self._index, self._publisher = root, catalog, index, publisher
+    def __init__(self, root: Root, catalog: Catalog, index: EntryIndex, eviction: Eviction, publisher: Publisher) -> None:
+        self._root, self._catalog, self._index, self._eviction, self._publisher = root, catalog, index, eviction, publisher
 
     def publish_tree(self, label: Label, members: Sequence[tuple[str, Entry]], leases: Leases, validator: str | None = None) -> Lease:
         """Publish a tree of entries. It is charged for its directories; its files are charged to the members. Caller: holds leases on the
@@ -53,8 +54,7 @@ class Linker:
         """Rename an entry. It gets another slot, since the memos of other processes know the old name by the old slot."""
         old = entries.find(txn, label.space, label.key)
         if old is not None and old.id != entry.id:
-            entries.supersede(txn, old)
-            self._index.clear(old.slot, old.id)
+            self._eviction.supersede(txn, [old])
         (slot,) = self._index.take([entry.id])
         used, validated = self._index.used(entry.slot), self._index.validated(entry.slot)
         self._index.clear(entry.slot, entry.id)

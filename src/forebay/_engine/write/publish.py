@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -30,9 +30,9 @@ from forebay._engine.index.records import EntryIndex
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.locks.owners import Owners
-from forebay._engine.space.budget import Budget
-from forebay._engine.space.free_space import SpaceDeficit, SpaceRequest
-from forebay._engine.space.inline_eviction import InlineEviction
+from forebay._engine.space.budget import Budget, Search
+from forebay._engine.space.eviction import Eviction
+from forebay._engine.space.free_space import SpaceRequest
 from forebay._engine.write.insert import Inserter, Label, New
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Sink, Span
 
@@ -64,11 +64,11 @@ class Publisher:
 
     def __init__(
         self, root: Root, catalog: Catalog, index: EntryIndex, adaptive: AdaptiveSpaces, owners: Owners, budget: Budget,
-        inline_eviction: InlineEviction,
+        eviction: Eviction,
     ) -> None:  # fmt: skip
         self.root, self.rows, self._catalog, self.budget = root, catalog, catalog, budget
-        self.inserter = Inserter(root, index, adaptive, budget)
-        self._owners, self._inline_eviction = owners, inline_eviction
+        self.inserter = Inserter(root, index, adaptive, budget, eviction)
+        self._owners = owners
 
     def put(self, label: Label, data: Buffer, *, validator: str | None = None) -> Entry:
         """Store bytes. Raises `NoSpace` or another `CacheFault`; then the previous entry stays."""
@@ -98,45 +98,27 @@ class Publisher:
 
     def _put_row(self, label: Label, data: bytes, validator: str | None, timeout: float = 0.0) -> Entry:
         checksum = blobs.checksum_of(data)
+
+        def insert(txn: Txn) -> Entry:
+            return self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data)
+
         with self._catalog.write() as txn:
             entry = self._insert_row(txn, label, data, checksum, validator)
             if isinstance(entry, Entry):
                 return entry
-            request, short = entry
-            fits, evicted = self._inline_eviction.make_room(txn, request, short)
-            if fits:
-                entry = self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, request)
-        self._inline_eviction.notify(evicted)
-        if isinstance(entry, Entry):
-            return entry
-        request = request._replace(keyhash=hash_of(label.space, label.key))
-        reserved = self.budget.reserve(request, timeout=timeout)
-        with self._spending(reserved.id) as txn:
-            return self.inserter.insert(txn, label, reserved.id, "value", len(data), checksum, validator, data)
+            if self.budget.make_room(txn, entry, Search()).fits:
+                return insert(txn)
+        return self.budget.with_room(entry, insert, timeout=timeout)
 
-    def _insert_row(
-        self, txn: Txn, label: Label, data: bytes, checksum: bytes, validator: str | None
-    ) -> Entry | tuple[SpaceRequest, SpaceDeficit]:
-        """Insert a small value, if there is room for it. Returns its entry, else what it requests and lacks."""
+    def _insert_row(self, txn: Txn, label: Label, data: bytes, checksum: bytes, validator: str | None) -> Entry | SpaceRequest:
+        """Insert a small value, if there is room for it. Returns its entry, else what it requests."""
         fits = self.budget.room.grant(txn, label.space, label.key, len(data))
         if fits and (entry := self.inserter.add(txn, label, txn.new_id(), data, checksum, validator)) is not None:
             return entry
         request, short = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, len(data), inline=True))
         if short is not None:
-            return request, short
+            return request
         return self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, request)
-
-    @contextlib.contextmanager
-    def _spending(self, reservation: int) -> Iterator[Txn]:
-        """A transaction that inserts what was reserved. A failure gives the space back."""
-        try:
-            with self._catalog.write() as txn:
-                yield txn
-                reservations.delete(txn, reservation)
-                txn.leftovers = entries.any_leftovers(txn)
-        except BaseException:
-            self.budget.cancel(reservation)
-            raise
 
     def put_many(self, items: Sequence[tuple[Label, Buffer]], validator: str | None = None) -> list[Entry]:
         """Store several values of one space: the small ones about a MiB in each transaction, files up to `TOGETHER`. Raises what `put`
@@ -204,7 +186,7 @@ class Publisher:
         charged = sum(room.charge(size) for _, size in files)
         request = SpaceRequest(space, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))
         if not room.short(self.rows, request).fits:
-            self.budget.cancel(self.budget.reserve(request).id)
+            self.budget.with_room(request, lambda txn: None)
 
     def publish_small(self, writing: Writing, small: MemoryStage) -> Entry | None:
         """Write and publish a file from memory in one step; None if it does not fit without evicting."""
@@ -237,9 +219,8 @@ class Publisher:
     def _publish_with_room(self, ready: Sequence[_Ready]) -> list[Entry]:
         room, label, size = self.budget.room, ready[0].writing.label, sum(one.size for one in ready)
         charged = sum(room.charge(one.size) for one in ready)
-        reserved = self.budget.reserve(SpaceRequest(label.space, label.key, 0, size, charged=charged, entries=len(ready)))
-        with self._spending(reserved.id) as txn:
-            return self._publish_together(txn, ready, self._replaced(txn, ready))
+        request = SpaceRequest(label.space, label.key, 0, size, charged=charged, entries=len(ready))
+        return self.budget.with_room(request, lambda txn: self._publish_together(txn, ready, self._replaced(txn, ready)))
 
     def _publish_if_fits(self, ready: Sequence[_Ready]) -> Sequence[Entry | None]:
         """Publish all in one transaction, or none where space has to be made."""

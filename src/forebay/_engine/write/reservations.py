@@ -200,7 +200,7 @@ class SpaceReservation:
             reservations.delete(txn, row.id)
             return None
         row = row._replace(size=left.size, charge=left.charge, rows=left.entries)
-        reservations.set_size(txn, row.id, row.size, row.charge, True, row.rows)
+        reservations.update(txn, row)
         return row
 
     def _shrunk(self, row: Reservation | None) -> None:
