@@ -10,6 +10,7 @@ import pytest
 from forebay._engine import store as store_module
 from forebay._engine.index.ghosts import BIMODAL
 from forebay._engine.locks.leases import Lease
+from forebay._engine.space import budget
 from forebay._engine.store import Settings, Store
 from forebay._engine.write.reservations import Item
 from forebay._model import Entry, ObjectInfo
@@ -263,7 +264,12 @@ def test_grow_of_unknown_length(scene: NewScene) -> None:
     scene(4 * MiB).play(before, lambda store: write_whole(store, "a", BODY, size=None, validator=None), after, least=8)
 
 
-def test_evict_under_pressure(scene: NewScene) -> None:
+@pytest.mark.parametrize("batch", [budget.BATCH, 1], ids=["at once", "one by one"])
+def test_evict_under_pressure(scene: NewScene, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """``one by one``: others may write after each victim, and the reservation grows."""
+    if batch == 1:
+        monkeypatch.setattr(budget, "BATCH", 1)
+        monkeypatch.setattr(budget, "AT_MOST", 0.0)
     keys = [f"k{n}" for n in range(9)]
     body = {key: os.urandom(100 * KiB) for key in keys} | {"small": SMALL, "new": os.urandom(500 * KiB)}
 

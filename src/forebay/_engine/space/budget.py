@@ -290,8 +290,12 @@ class Budget:
                 return short
             went, values_went = True, bool(ended)
             if any(one.kind != "value" for one in ended):
+                stuck = self._eviction.stuck
                 txn.renew()
                 values_went = False
+                search.is_stuck = self._eviction.stuck != stuck
+                if search.is_stuck:  # to evict more would empty the cache and free nothing
+                    return self.room.short(txn, request, search.id)
                 if search.needed or search.needed_files:
                     self._memo.drop_dead()  # what this process has mapped of victims
 

@@ -49,6 +49,8 @@ class Eviction:
     def __init__(self, root: Root, catalog: Catalog, index: EntryIndex, leases: Leases, words: waits.Words) -> None:
         self._root, self._catalog, self._index, self._leases, self._words = root, catalog, index, leases, words
         self._held_after = 0
+        self.stuck = 0
+        """How many entries this process could not unlink so far. Changed under the writer lock."""
 
     def end(
         self, txn: Txn, several: Sequence[Entry | EvictionCandidate | _Superseded], *, even_pinned: bool = False
@@ -77,6 +79,7 @@ class Eviction:
         """Remove the files of entries whose rows are gone. What cannot be removed is counted, and tried again by a sweep."""
         stuck = [one for one in ended if not self._unlink((one.id, one.kind, one.suffix))]
         if stuck:
+            self.stuck += len(stuck)
             with self._catalog.again() as txn:
                 entries.keep(txn, stuck)
         self.notify()
@@ -135,7 +138,8 @@ class Eviction:
         if not idle:
             return []
         with self._catalog.write() as txn:
-            return self.end(txn, idle)
+            ended, before = self.end(txn, idle), self.stuck
+        return ended if self.stuck == before else []
 
     def _some_held(self) -> list[Entry]:
         rows = entries.held(self._catalog, self._held_after, HELD_A_TURN)
