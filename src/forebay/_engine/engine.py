@@ -184,11 +184,11 @@ class Engine:
         self._limits = None
         self.words = waits.Words(root.words, root.files.open, writable=not root.read_only)
         self._has_index = self._epoch_began = False
-        self.catalog = Catalog(
-            root, self.words, immutable=root.read_only and not host.is_local(host.fs_kind(root.path)),
-            recover=self._finish_intent, finish=lambda: self.index.head.finish(), sweep=lambda: self.writers.eviction.sweep(),  # noqa: PLW0108 (there are no writers yet)
-        )  # fmt: skip
         self.index = self._index_of(root)
+        self.catalog = Catalog(
+            root, self.words, self.index.head, immutable=root.read_only and not host.is_local(host.fs_kind(root.path)),
+            recover=self._finish_intent, sweep=lambda: self.writers.eviction.sweep(),  # noqa: PLW0108 (there are no writers yet)
+        )  # fmt: skip
         self.adaptive.restart(root, self.index)
         self.counters.detach()
         self.history.restart(root)

@@ -11,6 +11,7 @@ import os
 import sqlite3
 import stat
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from forebay._engine.catalog.wal import EASY, FREE, KEEP, PART, SOFT, STEP, WARN
 from forebay._engine.catalog.writer import Holding, WriterLock
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root
+from forebay._engine.index.head import CHANGED, SharedHead
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger
 
@@ -73,13 +75,12 @@ class Catalog:
     """The catalog of one root. Threads share one connection; a process forked from this one opens its own."""
 
     def __init__(
-        self, root: Root, words: waits.Words, *, immutable: bool = False,
-        recover: Callable[[], None] = lambda: None, finish: Callable[[], None] = lambda: None,
-        sweep: Callable[[], object] = lambda: None,
+        self, root: Root, words: waits.Words, head: SharedHead, *, immutable: bool = False,
+        recover: Callable[[], None] = lambda: None, sweep: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
-        """``recover`` is called under the writer lock before each transaction, and after one that failed; ``finish`` after a commit, under
-        the lock; ``sweep`` without any lock after one with leftovers."""
-        self._recover, self._finish, self._sweep = recover, finish, sweep
+        """``recover`` is called under the writer lock before each transaction, and after one that failed; ``sweep`` without any lock after
+        one with leftovers."""
+        self._head, self._recover, self._sweep = head, recover, sweep
         self._root, self._words, self._immutable = root, words, immutable
         self._path, self._wal = str(root.catalog), Wal(str(root.catalog), root.files)
         self._writer = WriterLock(root, words)
@@ -94,7 +95,7 @@ class Catalog:
         self.free = self.inodes_free = 0  # of the disk, when a transaction last looked
         self._copied_at = 0  # the size of the log when this process last copied it into the database
         self._unreadable = UnreadableRows()
-        self._ids, self._number = [0, 0], 0  # ids from, to, that this process has taken and not used yet; see `Txn`
+        self._ids = [0, 0]  # ids from, to, that this process has taken and not used yet
         self.ballast = Ballast(root)
         self._still = False
         self._suspect: tuple[int, int] | None = None
@@ -376,8 +377,8 @@ class Catalog:
                 txn = Txn(self._ids, self._unreadable, self._renew_locked)
                 try:
                     with self._mutex, translated():
-                        self._begin_locked(txn)
                         try:
+                            self._begin_locked(txn)
                             yield txn
                             self._commit_locked(txn)
                         except BaseException:
@@ -388,7 +389,8 @@ class Catalog:
                     self._make_agree(txn)
                     raise
                 finally:
-                    txn.end()
+                    if txn.at_end:
+                        txn.end()
         except DiskFull as error:
             self.ballast.give_up(error)
             raise
@@ -410,8 +412,8 @@ class Catalog:
         """One more transaction, of a caller that holds the writer lock and is in none; nothing follows its commit."""
         txn = Txn(self._ids, self._unreadable, self._renew_locked)
         with self._mutex, translated():
-            self._begin_locked(txn)
             try:
+                self._begin_locked(txn)
                 yield txn
                 self._commit_locked(txn)
             except BaseException:
@@ -421,14 +423,15 @@ class Catalog:
     def _begin_locked(self, txn: Txn) -> None:
         """Caller: holds the writer lock."""
         self._make_way_locked()
-        con = self._connection_locked()
-        con.execute("BEGIN IMMEDIATE")
-        self._number += 1
-        txn.begin(con, self._number)
+        txn.con, txn.is_committed = self._connection_locked(), False
+        txn.con.execute("BEGIN IMMEDIATE")
+        txn.seen = self._head.words()[CHANGED]
+        txn.change = max(time.monotonic_ns(), txn.seen + 1)
         if self._unreadable.waiting:
             txn.set_aside_unreadable()
 
     def _commit_locked(self, txn: Txn) -> None:
+        self._head.words()[CHANGED] = txn.change
         host.step("commit", self._path)
         txn.run("COMMIT")
         txn.is_committed = True
@@ -445,15 +448,20 @@ class Catalog:
         """After a commit, under the writer lock alone: what has to follow before anybody else writes."""
         while txn.after_commit:
             txn.after_commit.popleft()()
-        self._finish()
-        txn.end()
-        with self._mutex:
-            self._bound_log_locked()
+        self._head.finish()
+        if txn.at_end:
+            txn.end()
+        if self._log_size <= SOFT:
+            self._copied_at, self._warned = 0, False
+        elif not self._copied_at <= self._log_size < self._copied_at + STEP:
+            self._bound_log()
 
     def _roll_back_locked(self, txn: Txn) -> None:
-        self._ids, self._number = [0, 0], self._number + 1  # ids may have been taken in this very transaction
-        if txn.is_open():
-            txn.run("ROLLBACK")
+        self._ids = [0, 0]  # some may have been taken in this very transaction
+        if self._con is not None and self._con.in_transaction:
+            self._con.execute("ROLLBACK")
+        words = self._head.words()
+        words[CHANGED] = max(words[CHANGED], txn.change) + 1  # what this transaction would have left is known to nobody
 
     def _make_agree(self, txn: Txn) -> None:
         """After an exception, under the writer lock: an interrupt may have come after the commit, before all was done that follows it."""
@@ -521,20 +529,17 @@ class Catalog:
         row = self._connection_locked().execute("SELECT value FROM meta WHERE name = 'budget'").fetchone()
         return row[0] if row and type(row[0]) is int else 0
 
-    def _bound_log_locked(self) -> None:
-        """After a commit: copy the log into the database if it has grown, whichever process wrote it. The next transaction restarts it.
+    def _bound_log(self) -> None:
+        """Copy the log into the database where it has grown, whichever process wrote it. The next transaction restarts it.
 
         Caller: holds the writer lock, so that no process can be stopped while it copies, and continue later."""
-        size = self._log_size
-        if size <= SOFT:
-            self._copied_at, self._warned = 0, False
-        elif not self._copied_at <= size < self._copied_at + STEP:
-            self._copied_at = size
+        self._copied_at = size = self._log_size
+        with self._mutex:
             self._copy_log_locked()
-            if size >= WARN and not self._warned:
-                self._warned = True
-                message = "%s has %d MiB, which count against the budget: %s stands still inside a query: continue that process, or end it"
-                log.warning(message, self._wal.log, size >> 20, self._wal.reader())
+        if size >= WARN and not self._warned:
+            self._warned = True
+            message = "%s has %d MiB, which count against the budget: %s stands still inside a query: continue that process, or end it"
+            log.warning(message, self._wal.log, size >> 20, self._wal.reader())
 
     def _copy_log_locked(self) -> bool:
         """Whether all of it is copied: then it starts again. Never waits; commits stay valid whatever fails here."""
@@ -550,7 +555,6 @@ class Catalog:
 
     def _close_locked(self) -> None:
         con, self._con, self._seen, index, self._index, self._ids = self._con, None, None, self._index, None, [0, 0]
-        self._number += 1
         if con is not None and self._writer.is_lost():
             # the job closed SQLite's descriptors, and may have reopened their numbers: closing would write into its files
             host.never_free(con)

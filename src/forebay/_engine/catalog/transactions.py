@@ -133,13 +133,13 @@ class translated:
 class Txn:
     """A transaction that writes. Valid inside its ``with`` only; its thread holds the writer lock."""
 
-    _con: sqlite3.Connection
+    con: sqlite3.Connection
 
     def __init__(self, ids: list[int], unreadable: UnreadableRows, renew: Callable[[Txn], None]) -> None:
         self._ids, self._unreadable, self._renew = ids, unreadable, renew
-        self.number = 0
-        """Of this process. It grows by one from one transaction to the next, and by more where something else may have changed the catalog
-        by the same connection."""
+        self.seen = self.change = 0
+        """The word `CHANGED` of the head as it was before, and as the commit sets it: so what this transaction knows of the catalog holds
+        for the next one that finds it."""
         self.is_committed = False
         self.leftovers = False
         """Set by a writer that saw something to sweep: done once the lock is free."""
@@ -149,10 +149,6 @@ class Txn:
         """Called under the writer lock when all is done, committed or not."""
         self.after_release: list[Callable[[], object]] = []
         """Called after the commit, with no lock held. A crash before it is of no consequence."""
-
-    def begin(self, con: sqlite3.Connection, number: int) -> None:
-        """Caller: has begun it."""
-        self._con, self.number, self.is_committed = con, number, False
 
     def renew(self) -> None:
         """Commit what was changed so far, and go on in a new transaction, without another process or thread writing in between."""
@@ -164,27 +160,20 @@ class Txn:
             self.at_end.pop()()
 
     def all(self, sql: str, *values: Any) -> list[Any]:
-        return fetched(self._con, sql, values)
+        return fetched(self.con, sql, values)
 
     def one(self, sql: str, *values: Any) -> Any:
         """The first row, or None."""
-        rows = fetched(self._con, sql, values)
+        rows = fetched(self.con, sql, values)
         return rows[0] if rows else None
 
     def run(self, sql: str, *values: Any) -> int:
         """Change rows; returns how many."""
-        return self._con.execute(sql, values).rowcount
+        return self.con.execute(sql, values).rowcount
 
     def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         """The same change for each of several rows."""
-        self._con.executemany(sql, rows)
-
-    def version(self) -> int:
-        """Another number when another connection has changed the catalog: of this process's connection, as is `number`."""
-        return int(self._con.execute("PRAGMA data_version").fetchone()[0])
-
-    def is_open(self) -> bool:
-        return self._con.in_transaction
+        self.con.executemany(sql, rows)
 
     def take(self, name: str, count: int = 1) -> int:
         """The next number of a sequence in ``meta``: the last of ``count``."""
@@ -200,7 +189,7 @@ class Txn:
 
     def set_aside_unreadable(self) -> None:
         """Set aside the invalid rows. An entry's files are removed like those of a superseded one, whatever their suffix."""
-        self.number += 1
+        self.seen = -1
         while self._unreadable.waiting:
             (table, key), _ = self._unreadable.waiting.popitem()
             if table == "entries":

@@ -18,7 +18,8 @@ NUMBERS, SLOTS, MOST_FILES = 1 << 62, 1 << 32, 1 << 19
 PAIRS = 4096
 """The most entries that one transaction brings or takes."""
 # words of the header; of the clock three, of the limits and of the secret four
-_EVICTIONS, _COUNT, _FILES, _EPOCH, _FREED, _CLOCK, _LIMITS, _SECRET = FREE, FREE + 1, FREE + 2, FREE + 3, FREE + 4, FREE + 6, 12, 16
+_EVICTIONS, _COUNT, _FILES, _EPOCH, _FREED, CHANGED, _CLOCK = FREE, FREE + 1, FREE + 2, FREE + 3, FREE + 4, FREE + 5, FREE + 6
+_LIMITS, _SECRET = 12, 16
 _RING, _RING_SIZE = 32, 256  # slots that became free lately
 _NO_LIMITS = 0, 0
 _LIMITS_MARK = int.from_bytes(b"FBLIMITS", "little")
@@ -38,7 +39,9 @@ class SharedHead:
 
     The intent: which entries a transaction brings or takes, as pairs of an id and a slot. It is noted before anything is changed, and
     emptied when rows, records and files agree again. Who finds it set, the successor of a killed process or the same one after an
-    exception, makes them agree."""
+    exception, makes them agree.
+
+    The word `CHANGED` is another one before each commit to the catalog, stored under the writer lock, and never one that it was before."""
 
     def __init__(self, root: Root) -> None:
         self.table = SharedTable(root, root.shared_dir / "head", HEAD_MAGIC, 2 * PAIRS)

@@ -64,11 +64,10 @@ class SpaceDeficit(NamedTuple):
 
 
 class KnownSpace(NamedTuple):
-    """What a transaction that added a small value leaves: true until anything else changes the catalog. ``number`` and ``version``: of that
-    transaction, see `Txn`; ``bytes`` of the budget, of the ``quota`` of the ``space``, and ``entries`` that still fit."""
+    """What a transaction that added a small value leaves: true until anything else changes the catalog. ``change``: see `Txn`; ``bytes`` of
+    the budget, of the ``quota`` of the ``space``, and ``entries`` that still fit."""
 
-    number: int
-    version: int
+    change: int
     space: int
     bytes: int
     quota: int
@@ -76,7 +75,7 @@ class KnownSpace(NamedTuple):
     min_free: int
 
 
-_NOTHING_KNOWN = KnownSpace(-2, 0, 0, 0, 0, 0, 0)
+_NOTHING_KNOWN = KnownSpace(-2, 0, 0, 0, 0, 0)
 
 
 class FreeSpace:
@@ -120,20 +119,20 @@ class FreeSpace:
             return request, short
         if totals.replaces is None and request.inline and not (totals.leftovers or totals.any_promised):
             left, entries_left = short.free - _cost(request.key, request.size), -max(short.rows, short.here)
-            self._known = KnownSpace(txn.number, txn.version(), request.space, left, -short.quota, entries_left, totals.min_free)
+            self._known = KnownSpace(txn.change, request.space, left, -short.quota, entries_left, totals.min_free)
         return request, None
 
     def grant(self, txn: Txn, space: int, key: str, size: int) -> bool:
         """Whether a small value under a new key fits, by what the transaction before is known to have left. False: it is not known, and
         `look` tells. Caller: adds the entry, and nothing else."""
-        number, version, known, left, quota, count, min_free = self._known
-        if number < txn.number - 1 or known != space or txn.version() != version:
+        change, known, left, quota, count, min_free = self._known
+        if change not in (txn.seen, txn.change) or known != space:
             return False
         left, quota, count = left - _cost(key, size), quota - size, count - 1
         floor = min_free + self._catalog.ballast.owed + size + ROW
         if left < 0 or quota < 0 or count < 0 or self._free_bytes(floor) < floor:
             return False
-        self._known = KnownSpace(txn.number, version, space, left, quota, count, min_free)
+        self._known = KnownSpace(txn.change, space, left, quota, count, min_free)
         return True
 
     def _short(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
