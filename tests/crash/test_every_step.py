@@ -242,6 +242,35 @@ def test_the_object_became_a_smaller_one(scene: NewScene) -> None:
     scene(4 * MiB).play(nothing, during, after, least=12, small_first=False)
 
 
+def test_a_whole_download_is_not_fetched_again(scene: NewScene) -> None:
+    """Whenever a process dies after the last byte came, also between the last name of the file and the commit."""
+
+    def fetch(store: Store) -> list[int]:
+        fetched: list[int] = []
+        hold = store.locks.hold("v", "a")
+        try:
+            with store.writing("v", "a") as writing:
+                for span in writing.begin(ObjectInfo("", len(BODY), '"1"', strong=True)):
+                    writing.write(span.start, BODY[span.start : span.end])
+                    fetched.append(span.length)
+                (store.root.path.parent / "whole").touch()
+                writing.publish(validator='"1"')
+        finally:
+            hold.release()
+        return fetched
+
+    def during(store: Store) -> None:
+        fetch(store)
+
+    def after(store: Store) -> None:
+        if bytes_of(store, "a") is None:
+            is_whole = (store.root.path.parent / "whole").exists()
+            assert fetch(store) == [] or not is_whole
+        assert bytes_of(store, "a") == BODY
+
+    scene(4 * MiB).play(nothing, during, after, least=12, small_first=False)
+
+
 def test_a_put_of_a_key_whose_fetch_died(scene: NewScene) -> None:
     """The partial of the key itself goes when its space is needed."""
 

@@ -58,16 +58,6 @@ class _Peers:
         return guard
 
 
-@contextlib.contextmanager
-def _released(mutex: threading.RLock) -> Iterator[None]:
-    """The reverse of a lock: the thread that holds it does not during the block."""
-    mutex.release()
-    try:
-        yield
-    finally:
-        mutex.acquire()
-
-
 _peers: dict[tuple[int, str], _Peers] = {}  # by process and path: a forked child has none yet
 
 
@@ -438,14 +428,13 @@ class Catalog:
         host.step("committed", self._path)
 
     def _renew_locked(self, txn: Txn) -> None:
-        """Commit, settle, and begin again without releasing the writer lock; other threads may read in between."""
+        """Commit, settle, and begin again without releasing the writer lock."""
         self._commit_locked(txn)
-        with _released(self._mutex):
-            self._settle(txn)
+        self._settle(txn)
         self._begin_locked(txn)
 
     def _settle(self, txn: Txn) -> None:
-        """After a commit, under the writer lock alone: what has to follow before anybody else writes."""
+        """After a commit, under the writer lock: what has to follow before anybody else writes."""
         while txn.after_commit:
             txn.after_commit.popleft()()
         self._head.finish()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from forebay._engine.catalog import entries
+import contextlib
+
+from forebay._engine.catalog import entries, reservations
 from forebay._engine.catalog.connection import Catalog, Txn
 from forebay._engine.files import blobs, pack_files, trees
+from forebay._engine.files.layout import parse_tmp_name
 from forebay._engine.files.root import Root
 from forebay._engine.index.records import RECORDS, EntryIndex
 from forebay._logs import logger
@@ -19,19 +22,29 @@ AT_ONCE = 512
 def recover(root: Root, catalog: Catalog, index: EntryIndex) -> None:
     """End what the intent names: a live row has its record, and what has no row has neither a record nor a file. Each step may be
     repeated. Caller: holds the writer lock, and is in no transaction."""
+    published: set[int] = set()
     for id, slot in index.head.intent():
         found = entries.with_space(catalog, id)
         if found is not None and found[1].slot == slot:
             index.restore(*found)
         else:
             index.empty(slot, id)
-        if found is None and not entries.is_known(catalog, id):
+        if found is not None:
+            published.add(id)
+        elif (reserved := reservations.by_id(catalog, id)) is not None:  # a whole download survives a commit that failed
+            with contextlib.suppress(FileNotFoundError):
+                blobs.unpublish(root, root.tmp(reserved.keyhash, id), id, reserved.suffix)
+        elif not entries.is_known(catalog, id):
             try:
                 blobs.remove_whatever_suffix(root, id)
                 trees.remove(root, id)
                 pack_files.remove(root, id)
             except OSError as error:  # it is a stray, which a later epoch and a repair try to remove again
                 log.warning("%s: a file without an entry cannot be removed: %s", root.path, str(error))
+    for name in root.files.names_in(root.tmp_dir) if published else ():
+        parsed = parse_tmp_name(name)
+        if parsed is not None and parsed.id in published:  # the map of a whole download
+            root.files.unlink(root.tmp_dir / name)
     index.head.finish()
 
 

@@ -144,7 +144,7 @@ class Txn:
         self.leftovers = False
         """Set by a writer that saw something to sweep: done once the lock is free."""
         self.after_commit: deque[Callable[[], object]] = deque()
-        """Called after the commit, still under the writer lock, while other threads may read."""
+        """Called after the commit, still under the writer lock."""
         self.at_end: list[Callable[[], object]] = []
         """Called under the writer lock when all is done, committed or not."""
         self.after_release: list[Callable[[], object]] = []

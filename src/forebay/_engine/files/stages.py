@@ -45,6 +45,11 @@ def progress_of(root: Root, keyhash: int, id: int) -> tuple[int, int | None] | N
     return (seen.coverage.done, seen.total) if seen else (size, None)
 
 
+def remove_map(root: Root, keyhash: int, id: int) -> None:
+    """Remove the map of a write that is published."""
+    root.files.unlink(root.tmp(keyhash, id, ".map"))
+
+
 def remove_partial(root: Root, keyhash: int, id: int) -> bool:
     """Remove what a write left; False if nothing was there. Caller: holds the key's lock, so that no one writes or resumes it."""
     if root.shared:
@@ -263,6 +268,7 @@ class Stage:
 
     def finish(self) -> tuple[int, bytes]:
         """Check that all bytes have arrived; returns ``(size, checksum)``. The file then awaits its publication, and this stage is closed.
+        Its map stays until it is published: a successor of a process that was killed finds all bytes marked, and fetches none.
 
         Raises `CacheFault` if bytes are missing, OSError where the disk fails; the stage is unchanged then."""
         fd = self._descriptor()
@@ -276,8 +282,6 @@ class Stage:
         seal(fd, checksum)
         host.chmod(fd, self.root.blob_mode)
         self.close()
-        # Last: up to here a successor of a process that was killed finds all bytes marked, and fetches none.
-        self._remove_map()
         return size, checksum
 
     def close(self) -> None:

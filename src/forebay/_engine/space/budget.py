@@ -19,7 +19,7 @@ from forebay import errors
 from forebay._engine.catalog import Catalog, DiskFull, Txn, reservations, spaces
 from forebay._engine.catalog.entries import Ended
 from forebay._engine.catalog.reservations import Reservation
-from forebay._engine.files import blobs, pack_files, stages, trees
+from forebay._engine.files import pack_files, stages, trees
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import EVICTIONS, Counters
 from forebay._engine.index.memo import Memo
@@ -133,14 +133,12 @@ class Budget:
         except errors.NoSpace:
             return False
 
-    def check_lately(self, request: SpaceRequest) -> None:
+    def check_lately(self, request: SpaceRequest, short: SpaceDeficit) -> None:
         """Raise `NoSpace` if a search for as much failed a moment ago and there is no space now. A lease that another process has released
         since is not noticed: for callers that can do without."""
         until, charge = self._in_vain.get(request.space, (0.0, 0))
-        if time.monotonic() < until and self.room.charge_of(request) >= charge:
-            short = self.room.short(self._catalog, request)
-            if not short.fits:
-                raise self._no_space(request, short, hopeless=False)
+        if time.monotonic() < until and self.room.charge_of(request) >= charge and not short.fits:
+            raise self._no_space(request, short, hopeless=False)
 
     def cancel(self, id: int) -> None:
         """Give a reservation back, if the catalog is busy by the next call that makes space. Caller: has removed its files."""
@@ -390,7 +388,6 @@ class Budget:
             if only in (None, left.space) and self._keys.try_lock(left.keyhash, exclusive=True):
                 txn.at_end.append(partial(self._keys.unlock, left.keyhash))
                 stages.remove_partial(self._root, left.keyhash, left.id)
-                blobs.remove_blob(self._root, left.id, left.suffix)  # its writer died between rename and commit
                 trees.remove(self._root, left.id, keyhash=left.keyhash)
                 pack_files.remove(self._root, left.id, keyhash=left.keyhash)
                 reservations.delete(txn, left.id)

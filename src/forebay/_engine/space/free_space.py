@@ -13,7 +13,6 @@ from forebay._engine.files.layout import ROW
 from forebay._engine.files.root import Root
 from forebay._kernel import host
 
-RECENT, MANY = 0.1, 64
 COUNT_AGAIN = 0.01
 """Seconds after which the free bytes of a disk are counted again, even if there were `EASY` more than needed."""
 NO_LIMIT = 1 << 62
@@ -85,7 +84,6 @@ class FreeSpace:
         self._path, self._catalog = str(root.path), catalog
         self._block = host.disk(root.path).block
         self._known = _NOTHING_KNOWN  # set and read under the writer lock
-        self._seen = 0, 0.0, SpaceDeficit(0, 0, 0, 0, 0)
         self._count_at = 0.0
 
     def charge(self, size: int, inline: bool = False) -> int:
@@ -203,20 +201,6 @@ class FreeSpace:
             and short.here + len(others) <= 0
             and short.files <= 0
         )
-
-    def has_ample(self, request: SpaceRequest) -> bool:
-        """Whether there seems to be space. Takes no writer lock, so the answer may be wrong a moment later. Where there was space for many
-        such requests, the answer is reused for that moment."""
-        space, until, seen = self._seen
-        ample = (
-            max(seen.quota + MANY * request.size, seen.bytes + MANY * self.charge(request.size), seen.rows + MANY, seen.here + MANY) <= 0
-            and seen.files <= 0
-        )
-        if space == request.space and time.monotonic() < until and ample:
-            return True
-        seen = self.short(self._catalog, request)
-        self._seen = request.space, time.monotonic() + RECENT, seen
-        return seen.fits
 
 
 def _cost(key: str, size: int) -> int:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, Rows, Txn, entries, reservations
 from forebay._engine.catalog.reservations import Reservation
-from forebay._engine.files import blobs
+from forebay._engine.files import blobs, stages
 from forebay._engine.files.chunkmaps import CHUNK
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
@@ -189,7 +190,7 @@ class Publisher:
             self.budget.with_room(request, lambda txn: None)
 
     def publish_small(self, writing: Writing, small: MemoryStage) -> Entry | None:
-        """Write and publish a file from memory in one step; None if it does not fit without evicting."""
+        """Write and publish a file from memory in one step; None where there is no room now."""
         return self._publish_if_fits([_Ready(writing, small.data, *small.finish())])[0]
 
     def publish_collected(self, writings: Sequence[Writing], leased: Sequence[bool], leases: Leases) -> list[Entry | Lease]:
@@ -236,7 +237,10 @@ class Publisher:
         label = one.writing.label
         request, short = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, one.size, label.suffix))
         if short is not None:
-            return None
+            if one.writing.spills:
+                self.budget.check_lately(request, short)
+            if not self.budget.make_room(txn, request, Search()).fits:
+                return None
         id = txn.new_id()
         (slot,) = self.inserter.intend([id])
         self._write(one, id)
@@ -263,22 +267,17 @@ class Publisher:
         """Publish a finished stage: its name and its row, in one transaction."""
         writing.to_disk()
         size, checksum = writing.finish()
-        label, reserved, has_name = writing.label, writing.reserved, False
-        try:
-            with self._catalog.write() as txn:
-                if reservations.by_id(txn, reserved.id) is None:
-                    raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was recreated")
-                writing.named(reserved.id)
-                entry = self.inserter.insert(txn, label, reserved.id, "blob", size, checksum, writing.validator)
-                reservations.delete(txn, reserved.id)
-                blobs.publish(self.root, writing.stage.path, reserved.id, label.suffix)
-                has_name = True
-                txn.leftovers = entries.any_leftovers(txn)
-                return entry
-        except BaseException:
-            if has_name and not txn.is_committed:  # an interrupt may come later
-                blobs.unpublish(self.root, writing.stage.path, reserved.id, label.suffix)
-            raise
+        label, reserved, stage = writing.label, writing.reserved, writing.stage
+        with self._catalog.write() as txn:
+            if reservations.by_id(txn, reserved.id) is None:
+                raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was recreated")
+            writing.named(reserved.id)
+            entry = self.inserter.insert(txn, label, reserved.id, "blob", size, checksum, writing.validator)
+            reservations.delete(txn, reserved.id)
+            blobs.publish(self.root, stage.path, reserved.id, label.suffix)
+            txn.after_commit.append(partial(stages.remove_map, self.root, stage.keyhash, reserved.id))
+            txn.leftovers = entries.any_leftovers(txn)
+            return entry
 
     def build(
         self, label: Label, kind: str, size: int, leases: Leases, make: Callable[[int], object],
@@ -323,7 +322,6 @@ class Publisher:
                 reservations.set_owner(txn, reservation.id, me, self._owners.who)
         for reservation in left[:1]:
             try:
-                blobs.remove_blob(self.root, reservation.id, reservation.suffix)  # renamed by a process that died before its commit
                 stage = Stage.resume(self.root, keyhash, reservation.id)
                 return reservation, stage or Stage.create(self.root, keyhash, reservation.id)
             except BaseException:
@@ -375,23 +373,19 @@ class Writing:
         self.info, self._small = info, None
         self._resumable = info.strong and info.validator is not None and (info.size or 0) > CHUNK
         with faults(self.label.key, info.size or 0):
-            if self._reserved is None and info.size is not None and self._comes_into_memory(info.size):
-                self._small = MemoryStage(info.size)
-                return (Span(0, info.size),) if info.size else ()
+            size, at_most = info.size, SMALL if self._resumable else max(SMALL, self._collect)
+            if self._reserved is None and size is not None and size <= at_most:
+                self._small = MemoryStage(size)
+                return (Span(0, size),) if size else ()
             return self._begin_on_disk(info)
-
-    def _comes_into_memory(self, size: int) -> bool:
-        if size <= self._collect and (size <= SMALL or not self._resumable):
-            return True
-        request = SpaceRequest(self.label.space, self.label.key, self._keyhash, size, self.label.suffix)
-        return size <= SMALL and self._publisher.budget.room.has_ample(request)
 
     def _begin_on_disk(self, info: ObjectInfo) -> tuple[Span, ...]:
         publisher, size, self._small = self._publisher, info.size or 0, None
         budget = publisher.budget
         if self._reserved is None:
             if self.spills:
-                budget.check_lately(SpaceRequest(self.label.space, self.label.key, self._keyhash, size, self.label.suffix))
+                request = SpaceRequest(self.label.space, self.label.key, self._keyhash, size, self.label.suffix)
+                budget.check_lately(request, budget.room.short(publisher.rows, request))
             self._reserved = budget.reserve(publisher.request(publisher.rows, self.label, size), timeout=self._timeout)
         elif self._reserved.size < size:
             self._reserved = budget.resize(self._reserved, size)
