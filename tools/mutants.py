@@ -222,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "a transaction that was rolled back withdraws another process's reservation",
-        "_engine.space.budget:Budget._grant",
+        "_engine.space.budget:Budget.grant",
         "txn.after_commit.append(partial(setattr, search, 'reserved', row))", "search.reserved = row",
         "engine/space/test_budget.py::test_what_was_rolled_back_withdraws_nothing_of_others",
     ),

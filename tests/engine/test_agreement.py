@@ -208,3 +208,27 @@ def test_an_older_copy_of_one_under_a_newer_one_of_the_other(store: Store, newer
             assert mine.check(deep=True) == []
 
     in_child(look)
+
+
+def test_a_catalog_that_was_restored_from_a_copy_gives_no_id_again(store: Store, tmp_path: Path) -> None:
+    """In the same boot: the records are those of the catalog that was there."""
+    place, copy = store.root.path, tmp_path / "copy.sqlite"
+    store.close()
+    shutil.copy(place / "catalog.sqlite", copy)
+
+    def write(prefix: str) -> set[int]:
+        with opened(place) as mine:
+            for n in range(30):
+                mine.put("v", f"{prefix} {n}", FILE + prefix.encode())
+            found = {entry.id for entry in mine.entries("v") if entry.key.startswith(prefix)}
+            assert len(found) == 30
+            if prefix == "after":
+                assert bytes_of(mine, "before 0") is None
+                mine.repair()  # what "before" evicted has its row again
+                assert mine.check(deep=True) == []
+            return found
+
+    before = in_child(lambda: write("before"))
+    (place / "catalog.sqlite").unlink()
+    shutil.copy(copy, place / "catalog.sqlite")
+    assert not before & in_child(lambda: write("after"))

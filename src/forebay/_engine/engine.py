@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, recovery, schema, spaces
+from forebay._engine.catalog.transactions import SKIPPED
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root, open_root
 from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.counters import EVICTIONS, Counters
-from forebay._engine.index.head import SharedBroken, SharedHead, SharedReplaced
+from forebay._engine.index.head import NEXT, SharedBroken, SharedHead, SharedReplaced
 from forebay._engine.index.history import History
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Memo
@@ -307,7 +308,7 @@ class Engine:
                 recovery.recover(self.root, self.catalog, self.index)
 
     def begin_epoch(self) -> None:
-        """Before the first write in a new epoch, or with a new head: give no id again that a crash of the machine made the catalog forget,
+        """Before the first write in a new epoch, with a new head, or with an older copy of the catalog: give no id again that it forgot,
         remove files that it left without a row, compare records and rows, and let nothing be appended to old segments: their rows may be
         older than their records and the words that lead to them, and a writer that began where a row ends would overwrite what readers
         have found.
@@ -316,11 +317,13 @@ class Engine:
         repeated: the epoch is noted last."""
         head = self.index.head
         epoch, number = spaces.setting(self.catalog, "boot"), head.number_of(self.root.epoch)
-        if epoch != self.root.epoch or head.epoch != number:
+        # A new catalog has other ids altogether, and one that is older by as many would be no copy.
+        is_older = 0 < head.words()[NEXT] - (spaces.setting(self.catalog, "next_id") or 0) < SKIPPED
+        if epoch != self.root.epoch or head.epoch != number or is_older:
             from forebay._engine import check
             from forebay._engine.catalog import failures, segments
 
-            if epoch and epoch != self.root.epoch:
+            if is_older or (epoch and epoch != self.root.epoch):
                 with self.catalog.write() as txn:
                     txn.skip_ids()
                 self.catalog.sync()

@@ -27,7 +27,7 @@ from forebay._engine.catalog.wal import EASY, FREE, KEEP, PART, SOFT, STEP, WARN
 from forebay._engine.catalog.writer import Holding, WriterLock
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root
-from forebay._engine.index.head import CHANGED, SharedHead
+from forebay._engine.index.head import CHANGED, NEXT, SharedHead
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger
 
@@ -421,10 +421,13 @@ class Catalog:
             txn.set_aside_unreadable()
 
     def _commit_locked(self, txn: Txn) -> None:
-        self._head.words()[CHANGED] = txn.change
+        words = self._head.words()
+        words[CHANGED] = txn.change
         host.step("commit", self._path)
         txn.run("COMMIT")
         txn.is_committed = True
+        if txn.last_id:
+            words[NEXT], txn.last_id = txn.last_id, 0
         host.step("committed", self._path)
 
     def _renew_locked(self, txn: Txn) -> None:

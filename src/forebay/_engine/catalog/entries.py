@@ -20,6 +20,13 @@ _INSERT = "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?,
 _ADD = _INSERT.replace("INSERT", "INSERT OR IGNORE")
 
 
+class Superseded(NamedTuple):
+    id: int
+    slot: int
+    kind: str
+    suffix: str
+
+
 class Ended(NamedTuple):
     """An entry whose row is gone."""
 
@@ -304,9 +311,10 @@ def session_of(id: int) -> str:
     return f"session:{id:x}"
 
 
-def superseded(rows: Rows, limit: int = 256) -> list[tuple[int, int, str, str]]:
-    """Entries that are served no more, whose bytes still exist: (id, slot, kind, suffix)."""
-    return checked.files(rows, rows.all(f"SELECT id, slot, kind, suffix FROM entries WHERE state > {LIVE} LIMIT ?", limit), "iskx")
+def superseded(rows: Rows, limit: int = 256) -> list[Superseded]:
+    """Entries that are served no more, whose bytes still exist."""
+    found = rows.all(f"SELECT id, slot, kind, suffix FROM entries WHERE state > {LIVE} LIMIT ?", limit)
+    return [Superseded(*row) for row in checked.files(rows, found, "iskx")]
 
 
 def held(rows: Rows, after: int, limit: int) -> list[Entry]:

@@ -19,7 +19,7 @@ PAIRS = 4096
 """The most entries that one transaction brings or takes."""
 # words of the header; of the clock three, of the limits and of the secret four
 _EVICTIONS, _COUNT, _FILES, _EPOCH, _FREED, CHANGED, _CLOCK = FREE, FREE + 1, FREE + 2, FREE + 3, FREE + 4, FREE + 5, FREE + 6
-_LIMITS, _SECRET = 12, 16
+NEXT, _LIMITS, _SECRET = FREE + 9, 12, 16
 _RING, _RING_SIZE = 32, 256  # slots that became free lately
 _NO_LIMITS = 0, 0
 _LIMITS_MARK = int.from_bytes(b"FBLIMITS", "little")
@@ -41,7 +41,8 @@ class SharedHead:
     emptied when rows, records and files agree again. Who finds it set, the successor of a killed process or the same one after an
     exception, makes them agree.
 
-    The word `CHANGED` is another one before each commit to the catalog, stored under the writer lock, and never one that it was before."""
+    The word `NEXT` is the largest id that the catalog has given; `CHANGED` is another one before each commit, and never one that it was
+    before. Both are stored under the writer lock."""
 
     def __init__(self, root: Root) -> None:
         self.table = SharedTable(root, root.shared_dir / "head", HEAD_MAGIC, 2 * PAIRS)

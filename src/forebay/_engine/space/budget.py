@@ -107,13 +107,13 @@ class Budget:
     def reserve(self, request: SpaceRequest, *, timeout: float = 0.0) -> Reservation:
         """Reserve space, evicting entries where needed. Raises `NoSpace` if not enough can be evicted; a request larger than the whole
         budget evicts nothing. ``timeout``: seconds to wait for other writes of the space, which can be evicted once they are done."""
-        return self._search(request, self._grant, Search(), timeout)
+        return self._search(request, self.grant, Search(), timeout)
 
     def resize(self, reservation: Reservation, size: int, *, charged: int = 0, entries: int = 1) -> Reservation:
         """Change the size of a reservation. Raises `NoSpace`; then the reservation is unchanged."""
         r = reservation
         request = SpaceRequest(r.space, r.key, r.keyhash, size, r.suffix, charged=charged, entries=entries)
-        return self._search(request, self._grant, Search(r, r))
+        return self._search(request, self.grant, Search(r, r))
 
     def with_room(self, request: SpaceRequest, use: Callable[[Txn], T], *, timeout: float = 0.0) -> T:
         """What ``use`` returns in a transaction in which there is room for the request. Raises what `reserve` raises."""
@@ -156,10 +156,6 @@ class Budget:
             reservations.delete(txn, one)
         if owed:
             txn.after_commit.append(lambda: self._owed.difference_update(owed))
-
-    def split(self, txn: Txn, request: SpaceRequest) -> Reservation:
-        """A separate reservation out of a larger one that the caller shrinks in the same transaction."""
-        return self._grant(txn, request, Search())
 
     def tell(self) -> None:
         """Wake the processes that wait for space: bytes were given back."""
@@ -218,8 +214,13 @@ class Budget:
         self._words.sleep(SPACE_WORD, 0.02)
         return True
 
-    def _grant(self, txn: Txn, request: SpaceRequest, search: Search) -> Reservation:
-        row, held = self._row(request, search.id or txn.take("next_id")), search.reserved
+    def grant(self, txn: Txn, request: SpaceRequest, search: Search) -> Reservation:
+        """Reserve space that there is; a `Search` that has found nothing yet gets a reservation of its own."""
+        id, held, charge = search.id or txn.new_id(), search.reserved, self.room.charge_of(request)
+        row = Reservation(
+            id, self._owners.me(), self._owners.who, request.space, request.key, request.keyhash, request.size, charge, request.suffix,
+            time.time(), request.entries,
+        )  # fmt: skip
         if held is None:
             reservations.insert(txn, row)
         elif reservations.by_id(txn, held.id) is None:
@@ -236,7 +237,7 @@ class Budget:
         size = max(request.size - max(short.quota, 0), before.size)
         count = max(request.entries - max(short.rows, short.here, 0), before.rows)
         if charge > 0:
-            self._grant(txn, request._replace(keyhash=before.keyhash, size=max(size, 0), charged=charge, entries=max(count, 0)), search)
+            self.grant(txn, request._replace(keyhash=before.keyhash, size=max(size, 0), charged=charge, entries=max(count, 0)), search)
 
     def _give_up(self, search: Search) -> None:
         """Give back what was reserved by growing. Raises nothing: the caller has an error already."""
@@ -252,12 +253,6 @@ class Budget:
                 self.tell()
         except (errors.CacheFault, OSError) as error:
             log.info("%s: the reservation %x is given back later: %s", self._root.path, held.id, str(error))
-
-    def _row(self, request: SpaceRequest, id: int) -> Reservation:
-        return Reservation(
-            id, self._owners.me(), self._owners.who, request.space, request.key, request.keyhash, request.size,
-            self.room.charge_of(request), request.suffix, time.time(), request.entries,
-        )  # fmt: skip
 
     # -- making room -----------------------------------------------------------------------------------------------
 

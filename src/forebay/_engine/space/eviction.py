@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import NamedTuple
 
 from forebay._engine.catalog import Catalog, Txn, entries
-from forebay._engine.catalog.entries import Ended, FileName
+from forebay._engine.catalog.entries import Ended, FileName, Superseded
 from forebay._engine.files import blobs, pack_files, trees
 from forebay._engine.files.layout import is_suffix
 from forebay._engine.files.root import Root
@@ -37,12 +36,6 @@ _LISTED_AT_ONCE = 2048
 REMOVED_AT_ONCE = 128
 
 
-class _Superseded(NamedTuple):
-    id: int
-    slot: int
-    kind: str
-
-
 class Eviction:
     """Removes entries of one root. Callable from any thread."""
 
@@ -53,7 +46,7 @@ class Eviction:
         """How many entries this process could not unlink so far. Changed under the writer lock."""
 
     def end(
-        self, txn: Txn, several: Sequence[Entry | EvictionCandidate | _Superseded], *, even_pinned: bool = False
+        self, txn: Txn, several: Sequence[Entry | EvictionCandidate | Superseded], *, even_pinned: bool = False
     ) -> list[Ended]:  # fmt: skip
         """Remove entries but those that are leased, pinned or linked from a tree: their rows in this transaction, their files right after
         its commit. Returns those that are going."""
@@ -82,7 +75,8 @@ class Eviction:
             self.stuck += len(stuck)
             with self._catalog.again() as txn:
                 entries.keep(txn, stuck)
-        self.notify()
+        self._index.head.bump_evictions()  # memos forget them, and waits for space are tried again
+        self._words.bump(SPACE_WORD)
 
     def _unlink(self, file: FileName) -> bool:
         """Remove the files of an entry; False if the system refuses that."""
@@ -99,11 +93,6 @@ class Eviction:
             log.warning("%s: a file that was evicted cannot be removed: %s", self._root.path, str(error))
             return False
         return True
-
-    def notify(self) -> None:
-        """Let all processes know that entries are gone: memos forget them, and waits for space are tried again."""
-        self._index.head.bump_evictions()
-        self._words.bump(SPACE_WORD)
 
     def supersede(self, txn: Txn, several: Sequence[Entry]) -> None:
         """Stop serving these entries. They end in this transaction, or if they are in use, when they no longer are."""
@@ -131,8 +120,7 @@ class Eviction:
 
     def _sweep(self) -> list[Ended]:
         self._leases.drain()
-        some = [_Superseded(id, slot, kind) for id, slot, kind, _ in entries.superseded(self._catalog)]
-        some += [_Superseded(entry.id, entry.slot, entry.kind) for entry in self._some_held()]
+        some: list[Entry | Superseded] = [*entries.superseded(self._catalog), *self._some_held()]
         leased = self._leases.leased_among(one.id for one in some)
         idle = [one for one in some if one.id not in leased]
         if not idle:

@@ -20,7 +20,7 @@ from forebay._engine.files import blobs
 from forebay._engine.files.faults import faults
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
-from forebay._engine.space.budget import Budget
+from forebay._engine.space.budget import Budget, Search
 from forebay._engine.space.free_space import SpaceRequest
 from forebay._engine.write.insert import Label, New
 from forebay._engine.write.publish import INLINE, Publisher, Writing
@@ -175,7 +175,7 @@ class SpaceReservation:
         assert not isinstance(item.data, Lease), "a link writes no bytes"
         label, size = self._label(item, life), len(item.data)
         with faults(item.key, size), self._catalog.write() as txn:
-            own = self._budget.split(txn, SpaceRequest(label.space, label.key, hash_of(label.space, label.key), size))
+            own = self._budget.grant(txn, SpaceRequest(label.space, label.key, hash_of(label.space, label.key), size), Search())
             left = self._shrink(txn, self.need(size))
         self._shrunk(left)
         with Writing(self._publisher, label, reserved=own) as writing:
