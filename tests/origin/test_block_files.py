@@ -10,7 +10,7 @@ import os
 import random
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +25,7 @@ from forebay.origin.block_files import SHARE, BlockFile, ReadAhead
 from forebay.origin.blocks import Blocks
 from forebay.testing import ScriptedServer
 from tests.items import until
-from tests.processes import in_child
+from tests.processes import HANG, in_child
 
 SIZE = 64_000
 BODY = os.urandom(SIZE * 7 + 1234)
@@ -254,6 +254,32 @@ def test_a_sequential_reader_finds_the_next_blocks_fetched(cache: forebay.Cache,
                 assert cache.stats().misses > number + 1
     until(lambda: cache.stats().fills == 60)
     assert server.sent == len(LONG)
+
+
+def test_a_reader_that_waits_for_a_block_that_is_read_ahead_has_the_next_one_fetched(
+    cache: forebay.Cache, server: ScriptedServer, long: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that reads ahead begins once the reader is on its way, and has ended before the reader goes on."""
+    begin, obtain, fetch = threading.Event(), Blocks.obtain, Blocks.fetch_missing
+
+    def obtain_behind(self: Blocks, numbers: Sequence[int]) -> dict[int, memoryview]:
+        begin.set()
+        until(lambda: "forebay-ahead" not in {thread.name for thread in threading.enumerate()})
+        begin.clear()
+        return obtain(self, numbers)
+
+    def fetch_late(self: Blocks, numbers: Sequence[int]) -> Collection[int]:
+        begin.wait(HANG)
+        return fetch(self, numbers)
+
+    monkeypatch.setattr(Blocks, "obtain", obtain_behind)
+    monkeypatch.setattr(Blocks, "fetch_missing", fetch_late)
+    with cache.open(long, block_size=SIZE) as file:
+        for _ in range(12):
+            file.read(SIZE)
+        assert isinstance(file, BlockFile)
+        assert file._blocks.misses == 3, "the reader finds all others"
+        begin.set()
 
 
 def test_what_is_read_ahead_is_at_most_a_quarter_of_what_was_read(cache: forebay.Cache, server: ScriptedServer, long: str) -> None:

@@ -315,9 +315,9 @@ class BlockFile(io.BufferedIOBase):
         has_missed = self._blocks.misses > misses
         if has_missed and were_fetched:
             self._ahead.close()  # they were evicted before they were read: what is read ahead would be fetched twice
-        if self._streak >= SEQUENTIAL and (has_missed or were_fetched or self._ahead.is_running):
-            read = numbers[-1] + 1 - self._first
-            self._ahead.extend(numbers[-1] + 1, max(read // SHARE, 1))
+        # P1 waits for a block that is read ahead / P2 has fetched it, and ends: by then it says so.
+        if self._streak >= SEQUENTIAL and (has_missed or self._ahead.is_running or self._ahead.has_fetched(numbers)):
+            self._ahead.extend(numbers[-1] + 1, max((numbers[-1] + 1 - self._first) // SHARE, 1))
         return found
 
 
