@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, recovery, schema, spaces
-from forebay._engine.catalog.transactions import SKIPPED
+from forebay._engine.catalog.transactions import SKIPPED, number_below
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root, open_root
 from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.counters import EVICTIONS, Counters
-from forebay._engine.index.head import NEXT, SharedBroken, SharedHead, SharedReplaced
+from forebay._engine.index.head import NEXT, NUMBERS, SharedBroken, SharedHead, SharedReplaced
 from forebay._engine.index.history import History
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Memo
@@ -318,7 +318,7 @@ class Engine:
         head = self.index.head
         epoch, number = spaces.setting(self.catalog, "boot"), head.number_of(self.root.epoch)
         # A new catalog has other ids altogether, and one that is older by as many would be no copy.
-        is_older = 0 < head.words()[NEXT] - (spaces.setting(self.catalog, "next_id") or 0) < SKIPPED
+        is_older = 0 < head.words()[NEXT] - number_below(spaces.setting(self.catalog, "next_id"), "next_id", NUMBERS) < SKIPPED
         if epoch != self.root.epoch or head.epoch != number or is_older:
             from forebay._engine import check
             from forebay._engine.catalog import failures, segments

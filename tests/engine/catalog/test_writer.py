@@ -13,6 +13,7 @@ import pytest
 
 from forebay import errors
 from forebay._engine.catalog import writer as module
+from forebay._engine.catalog.transactions import IDS
 from forebay._engine.store import Store
 from forebay._kernel import host, locks, waits
 from tests.harness import MiB, bytes_of, opened
@@ -220,7 +221,7 @@ def test_no_id_is_given_twice(quick_path: Path) -> None:
         for one in children:
             one.result()
         with pytest.raises(RuntimeError), store.engine.catalog.write() as txn:
-            for _ in range(module_ids()):
+            for _ in range(IDS):
                 txn.new_id()
             raise RuntimeError
         for n in range(100):
@@ -233,16 +234,10 @@ def test_no_id_is_given_twice(quick_path: Path) -> None:
 def test_any_number_of_ids_is_taken_at_once(tmp_path: Path) -> None:
     with opened(tmp_path / "root", MiB) as store:
         with store.engine.catalog.write() as txn:
-            many = txn.new_ids(3 * module_ids() + 7)
-            then, after = txn.new_ids(5), txn.take("next_id")
+            many = txn.new_ids(3 * IDS + 7)
+            then, after = txn.new_ids(5), txn.new_ids(IDS)[0]
         assert many[-1] < then[0]
         assert then[-1] < after
-
-
-def module_ids() -> int:
-    from forebay._engine.catalog import transactions
-
-    return transactions.IDS
 
 
 def test_a_short_wait_in_vain_says_nothing_of_the_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
