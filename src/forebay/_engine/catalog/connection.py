@@ -366,14 +366,8 @@ class Catalog:
                 self._recover()
                 txn = Txn(self._ids, self._unreadable, self._renew_locked)
                 try:
-                    with self._mutex, translated():
-                        try:
-                            self._begin_locked(txn)
-                            yield txn
-                            self._commit_locked(txn)
-                        except BaseException:
-                            self._roll_back_locked(txn)
-                            raise
+                    with self._transaction(txn):
+                        yield txn
                     self._settle(txn)
                 except BaseException:
                     self._make_agree(txn)
@@ -397,22 +391,33 @@ class Catalog:
         with self.write(timeout) as txn:
             return work(txn)
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[Txn]:
+    def again(self, work: Callable[[Txn], object]) -> None:
         """One more transaction, of a caller that holds the writer lock and is in none; nothing follows its commit."""
         txn = Txn(self._ids, self._unreadable, self._renew_locked)
+        with self._transaction(txn):
+            work(txn)
+
+    @contextlib.contextmanager
+    def _transaction(self, txn: Txn) -> Iterator[None]:
+        """Caller: holds the writer lock."""
         with self._mutex, translated():
             try:
                 self._begin_locked(txn)
-                yield txn
+                yield
                 self._commit_locked(txn)
             except BaseException:
                 self._roll_back_locked(txn)
                 raise
 
     def _begin_locked(self, txn: Txn) -> None:
-        """Caller: holds the writer lock."""
-        self._make_way_locked()
+        """Before it, make way: the log does not grow above its bound, and on a full disk it starts again in the blocks that it has."""
+        over = self.look_at_log()
+        is_full = self._log_size > KEEP // 4 and self.free <= EASY and host.free_bytes(self._root.path) <= KEEP
+        if (over or is_full) and self._copy_log_locked():
+            self._log_size = self.log_over = 0  # this transaction starts it again
+        elif over and over > self._budget_locked() // PART:
+            message = f"{self._wal.log} has {self._log_size:,} bytes, since {self._wal.reader()} stands still inside a query"
+            raise errors.CacheFault(f"{message}: continue that process, or end it")
         txn.con, txn.is_committed = self._connection_locked(), False
         txn.con.execute("BEGIN IMMEDIATE")
         txn.seen = self._head.words()[CHANGED]
@@ -506,16 +511,6 @@ class Catalog:
             self._log_size = size = 0
         self.log_over = max(0, size - FREE)
         return self.log_over
-
-    def _make_way_locked(self) -> None:
-        """Before a transaction: the log does not grow above its bound, and on a full disk it starts again in the blocks that it has."""
-        over = self.look_at_log()
-        is_full = self._log_size > KEEP // 4 and self.free <= EASY and host.free_bytes(self._root.path) <= KEEP
-        if (over or is_full) and self._copy_log_locked():
-            self._log_size = self.log_over = 0  # this transaction starts it again
-        elif over and over > self._budget_locked() // PART:
-            message = f"{self._wal.log} has {self._log_size:,} bytes, since {self._wal.reader()} stands still inside a query"
-            raise errors.CacheFault(f"{message}: continue that process, or end it")
 
     def _budget_locked(self) -> int:
         row = self._connection_locked().execute("SELECT value FROM meta WHERE name = 'budget'").fetchone()

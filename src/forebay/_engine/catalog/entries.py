@@ -21,6 +21,8 @@ _ADD = _INSERT.replace("INSERT", "INSERT OR IGNORE")
 
 
 class Superseded(NamedTuple):
+    """An entry that is served no more."""
+
     id: int
     slot: int
     kind: str

@@ -73,8 +73,7 @@ class Eviction:
         stuck = [one for one in ended if not self._unlink((one.id, one.kind, one.suffix))]
         if stuck:
             self.stuck += len(stuck)
-            with self._catalog.again() as txn:
-                entries.keep(txn, stuck)
+            self._catalog.again(lambda txn: entries.keep(txn, stuck))
         self._index.head.bump_evictions()  # memos forget them, and waits for space are tried again
         self._words.bump(SPACE_WORD)
 
