@@ -288,6 +288,7 @@ def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypa
             others.append(found.reserve(SpaceRequest(1, "b", 8, KiB)))
         give_up(search)
 
+    store.engine.catalog._ids = [0, 0]  # so that it takes ids in the transaction that fails, which are given again
     with monkeypatch.context() as patch:
         patch.setattr(found, "_grow", and_fail)
         patch.setattr(found, "_give_up", and_another_first)
