@@ -24,6 +24,9 @@ from tests.servers.counting import Shelf
 
 KEYS, SLOTS, PROCESSES, BUDGET = 30, 200, 4, 48 * MiB
 WARM, SECONDS = 60, 15 * 60
+NOISE = 12 * MiB
+"""By so much the heap of a process grows and shrinks over a quarter of an hour (-1 to 7 MB were seen), without one object more. In that time
+it puts and drops half a million values: 25 bytes that are kept of each would be more."""
 
 
 class Held(NamedTuple):
@@ -75,6 +78,6 @@ def test_a_process_grows_no_more_after_its_first_minute(server: ScriptedServer, 
     for child in children:
         before, after = child.result(WARM + seconds + 120)
         child.close()
-        assert after.memory - before.memory < 5 * MiB
+        assert after.memory - before.memory < NOISE
         assert after.maps - before.maps < 100
         assert after.descriptors < 2 * LEASE_FILES + 50  # of locks on leases, for those that hold and those that evict
