@@ -57,6 +57,28 @@ def test_s15_twice_the_budget_is_read_past_the_cache(
     assert cache.entry(server.url + "/3.bin") is not None  # the cache goes on
 
 
+@pytest.mark.parametrize("size", [80_000, 700_000])
+@pytest.mark.parametrize("pinned", [0, 60_000], ids=["larger than the budget", "all is pinned"])
+@pytest.mark.parametrize(
+    "read",
+    [lambda cache, urls: [cache.read(url) for url in urls], forebay.Cache.read_many, forebay.Cache.lookahead],
+    ids=["one", "many", "ahead"],
+)
+def test_s15_what_is_collected_in_memory_is_fetched_once(
+    root: Path, server: ScriptedServer, read: Callable[..., Any], pinned: int, size: int
+) -> None:
+    bodies = [bytes([number]) * size for number in range(4)]
+    urls = [server.put(f"/{number}", body) for number, body in enumerate(bodies)]
+    with forebay.Cache(root, budget=4 * MiB if pinned else 65_536, min_free=0) as cache:
+        if pinned:
+            cache.put("rest", bytes(4 * MiB - pinned))
+            cache.pin("rest")
+        for epoch in (1, 2):
+            assert list(read(cache, urls)) == bodies
+            assert server.gets == epoch * len(urls)
+        assert cache.stats().bytes_reserved == 0
+
+
 WHYS = ["larger than the budget", "all is pinned"]
 SCRIPTS: list[dict[str, Any]] = [{}, {"ranges": False}, {"etag": None}, {"chunked": True, "ranges": False}]
 

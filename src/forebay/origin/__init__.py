@@ -394,7 +394,12 @@ class Origin(Targets):
             self._check_sha256(target, options, writing)
             if collect and writing.collected is not None:
                 return writing
-            lease = self.store.publish_leased(writing, validator=writing.info.validator if writing.info else None)
+            try:
+                lease = self.store.publish_leased(writing, validator=writing.info.validator if writing.info else None)
+            except errors.CacheFault:
+                if spilling is not None and writing.collected is not None:  # there is no room, but its bytes are here
+                    spilling.came = memoryview(writing.collected.data).toreadonly()
+                raise
         self.store.count("fills")
         self.store.count("bytes_stored", lease.entry.size)
         return lease
