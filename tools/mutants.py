@@ -72,17 +72,14 @@ class Mutant:
 MUTANTS = (
     # 1. Atomic publish
     Mutant(
-        1, "an entry is committed before its file has its name", "_engine.write.publish:Publisher.publish",
-        "blobs.publish(self.root, stage.path, reserved.id, label.suffix)",
-        "txn.run('COMMIT')\n"
-        "blobs.publish(self.root, stage.path, reserved.id, label.suffix)\n"
-        "txn.run('BEGIN IMMEDIATE')",
+        1, "an entry is committed before its file has its name", "_engine.write.publish:Publisher.enter",
+        "one.place(txn, id)", "txn.after_commit.append(partial(one.place, txn, id))",
         "crash/test_every_step.py::test_put[blob]",
     ),
     Mutant(
-        1, "the index leads to an entry before its commit", "_engine.write.insert:Inserter._settle",
-        "txn.after_commit.append(partial(self._index.store, label.space, entry, validated if label.ahead else now, validated))",
-        "self._index.store(label.space, entry, now, now)\nself._index.note(label.space, entry)",
+        1, "the index leads to an entry before its commit", "_engine.write.publish:Publisher.enter",
+        "txn.after_commit.append(partial(self._index.store, space, entry, validated if label.ahead else now, validated))",
+        "self._index.store(space, entry, now, now)\nself._index.note(space, entry)",
         "engine/index/test_records.py::test_nothing_is_led_to_before_its_commit[large]",
     ),
     Mutant(
@@ -210,13 +207,13 @@ MUTANTS = (
         "engine/space/test_budget.py::test_nobody_gets_the_room_of_files_that_are_yet_to_be_unlinked[evicts]",
     ),
     Mutant(
-        4, "a body of unknown length grows without a reservation", "_engine.write.publish:Writing._begin_on_disk",
+        4, "a body of unknown length grows without a reservation", "_engine.write.writing:Writing._begin_on_disk",
         "self._grow", "None",
         "crash/test_every_step.py::test_grow_of_unknown_length",
     ),
     Mutant(
         4, "totals are reused after another process has changed the catalog",
-        "_engine.space.free_space:FreeSpace.grant",
+        "_engine.space.free_space:FreeSpace.knows",
         "change not in (txn.seen, txn.change)", "False",
         "engine/write/test_small_values.py::test_a_put_after_any_other_change_queries[in another process-limit]",
     ),
@@ -250,8 +247,8 @@ MUTANTS = (
     ),
     # 5. A lease pins
     Mutant(
-        5, "local copies of a bulk call are not leased", "_engine.write.publish:Publisher.publish_collected",
-        "leases if wanted else None", "None",
+        5, "local copies of a bulk call are not leased", "_engine.writers:Writers.publish_collected",
+        "one.pending(one.info.validator if one.info is not None else None, leased=wanted)", "one.pending(None, leased=False)",
         "cache/test_many.py::test_local_many_gives_paths_that_stay",
     ),
     Mutant(

@@ -120,7 +120,7 @@ def fork_while_a_transaction_takes_a_lock(place: Path) -> None:
         def after_fork_child(self) -> None: ...
 
     with opened(place, MiB) as store:
-        mutex = store.engine.leases._held[7]._mutex
+        mutex, entry = store.engine.leases._held[7]._mutex, store.put("v", "k", b"x")
 
         def write() -> None:
             with store.engine.catalog.write():
@@ -130,7 +130,7 @@ def fork_while_a_transaction_takes_a_lock(place: Path) -> None:
                     if mutex.locked():
                         break
                     threading.Event().wait(0.01)
-                store.engine.leases.hold(7)
+                store.engine.leases.new(entry._replace(id=7))
 
         thread = threading.Thread(target=write)
         thread.start()

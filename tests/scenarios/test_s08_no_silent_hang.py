@@ -133,7 +133,7 @@ def test_s08_a_process_that_holds_the_writer_lock(
             assert cache.entry(new) is not None
         else:
             assert any(str(holder.pid) in line for line in said)
-            assert server.gets == 3
+            assert server.gets == 2  # what was fetched for the cache is returned
             assert cache.put("key", b"value") is False
         holder.kill()
         assert cache.put("key", b"value") is True

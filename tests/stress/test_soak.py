@@ -25,8 +25,8 @@ from tests.servers.counting import Shelf
 KEYS, SLOTS, PROCESSES, BUDGET = 30, 200, 4, 48 * MiB
 WARM, SECONDS = 60, 15 * 60
 NOISE = 12 * MiB
-"""By so much the heap of a process grows and shrinks over a quarter of an hour (-1 to 7 MB were seen), without one object more. In that time
-it puts and drops half a million values: 25 bytes that are kept of each would be more."""
+"""By so much the heap of a process grows and shrinks over a quarter of an hour (-1 to 7 MB were seen), without one object more. In that
+time it puts and drops half a million values: 25 bytes that are kept of each would be more."""
 
 
 class Held(NamedTuple):

@@ -12,8 +12,7 @@ from forebay._engine.index.adaptive import Trial, charge_of
 from forebay._engine.index.records import ID, USED, VALIDATED
 from forebay._engine.locks.leases import Lease
 from forebay._engine.spaces import Spaces
-from forebay._engine.write.insert import Label
-from forebay._engine.write.publish import SMALL
+from forebay._engine.write.publish import SMALL, Label, Pending
 from forebay._engine.write.reservations import Item, SpaceReservation
 from forebay._model import Buffer, Entry
 
@@ -103,7 +102,7 @@ class Reservations:
         engine = self.engine
         engine.check_usable(writing=True)
         row = self._spaces.ensure(space)
-        return SpaceReservation(engine.catalog, engine.writers.budget, engine.writers.publisher, engine.leases, row)
+        return SpaceReservation(engine.writers.publisher, row)
 
     def spill(self, space: str, key: str, data: Buffer) -> Lease:
         """Keep bytes for as long as the returned lease, or a copy of it after a fork, is held. Raises `CacheFault`."""
@@ -133,16 +132,7 @@ class Reservations:
             return engine.leases.take(row.id, key) or self._begin_session(Label(row.id, row.name, key, life="held"))
 
     def _begin_session(self, label: Label) -> Lease:
-        engine, held = self.engine, list[int]()
-        try:
-            with faults(label.key), engine.catalog.write() as txn:
-                id = txn.new_id()
-                if engine.leases.hold(id):
-                    held.append(id)
-                entry = engine.writers.publisher.inserter.insert(txn, label, id, "session", 0, b"", None)
-                txn.leftovers = True
-        except BaseException:
-            for id in held:
-                engine.leases.let_go_soon(id)
-            raise
-        return engine.leases.adopt(entry)
+        with faults(label.key), self.engine.catalog.write() as txn:
+            ((_, lease),) = self.engine.writers.publisher.enter(txn, [Pending(label, "session", 0, leased=True)])
+        assert lease is not None
+        return lease

@@ -9,7 +9,7 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.packs.pack import Pack
 from forebay._engine.packs.packing import SegmentRequest, TakenSegment
 from forebay._engine.spaces import Spaces
-from forebay._engine.write.insert import Label
+from forebay._engine.write.publish import Label
 
 
 class Packs:
@@ -65,7 +65,7 @@ class Packs:
         """Give a pack that lived as long as it was held a name, under which it stays. False if the name is taken, unless ``overwrite``."""
         self.engine.check_usable(writing=True)
         row = self._spaces.ensure(space)
-        return self.engine.writers.linker.name(pack.id, Label(row.id, row.name, key), overwrite=overwrite)
+        return self.engine.writers.publisher.name(pack.id, Label(row.id, row.name, key), overwrite=overwrite)
 
     @recover_and_retry
     def take_segment(self, room: SegmentRequest, need: int, full: tuple[int, int] | None) -> TakenSegment:

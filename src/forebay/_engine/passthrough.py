@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from forebay._engine.locks.leases import Lease
     from forebay._engine.packs.pack import NoPack
     from forebay._engine.stats import Facts, Usage
-    from forebay._engine.write.publish import Writing
+    from forebay._engine.write.writing import Writing
 
 T = TypeVar("T")
 

@@ -37,10 +37,13 @@ if TYPE_CHECKING:
     from forebay._engine.loading import Reservations
     from forebay._engine.pack_handles import Packs
     from forebay._engine.stats import Facts, Usage
-    from forebay._engine.write.insert import Label
-    from forebay._engine.write.publish import Writing
+    from forebay._engine.write.publish import Label
+    from forebay._engine.write.writing import Writing
 
 log = logger("forebay.store")
+
+PATIENCE = 5.0
+"""Seconds that a value waits for other writes into its space, which can be evicted once they are done."""
 
 
 class Store:
@@ -264,7 +267,7 @@ class Store:
         label = self._label(space, key, "", life, meta, validated)
         while True:
             try:
-                entry = self.engine.writers.publisher.put(label, data, validator=validator)
+                entry = self.engine.writers.put(label, [data], validator=validator)
             except errors.NoSpace as error:
                 if self.spaces.ensure(space).policy != Policy.WAIT or error.hopeless or isinstance(error, DiskFull):
                     raise
@@ -275,8 +278,8 @@ class Store:
 
     @recover_and_retry
     def put_pieces(self, space: str, key: str, pieces: Sequence[Buffer], *, life: str = "cached", meta: str = "") -> Entry:
-        """Store bytes that are given in consecutive pieces. Raises `NoSpace` or another `CacheFault`; then the previous entry stays."""
-        entry = self.engine.writers.publisher.put_pieces(self._label(space, key, "", life, meta), pieces)
+        """`put` of bytes that are given in consecutive pieces. It waits a moment for other writes into the space."""
+        entry = self.engine.writers.put(self._label(space, key, "", life, meta), pieces, timeout=PATIENCE)
         self.engine.counters.add(counters.BYTES_STORED, entry.size)
         return entry
 
@@ -306,10 +309,8 @@ class Store:
     ) -> Writing:  # fmt: skip
         """A write for a remote to fill that is asked not before ``validated``. Caller: holds the key's lock if ``resume``. ``collect``:
         see `Writing` and `publish_collected`; ``ahead``: see `Label`."""
-        from forebay._engine.write.publish import Writing
-
         label = self._label(space, key, suffix, life, meta, validated)._replace(ahead=ahead)
-        return Writing(self.engine.writers.publisher, label, resume=resume, on_progress=on_progress, collect=collect)
+        return self.engine.writers.writing(label, resume=resume, on_progress=on_progress, collect=collect)
 
     @recover_and_retry
     def put_many(
@@ -319,7 +320,7 @@ class Store:
         """Store several values, some in each transaction. Raises what `put` raises; the values before the first failure stay. ``ahead``:
         see `Label`."""
         labelled = [(self._label(space, key, "", life, "", validated)._replace(ahead=ahead), data) for key, data in items]
-        stored = self.engine.writers.publisher.put_many(labelled, validator)
+        stored = self.engine.writers.put_many(labelled, validator)
         self.engine.counters.add(counters.BYTES_STORED, sum(entry.size for entry in stored))
         return stored
 
@@ -334,7 +335,7 @@ class Store:
         of the directory."""
         label = self._label(space, key, "", life, meta)
         entries_of = [(name, lease.entry) for name, lease in members]
-        tree = self.engine.writers.linker.publish_tree(label, entries_of, self.engine.leases, validator)
+        tree = self.engine.writers.publisher.publish_tree(label, entries_of, validator)
         self.engine.reading.note_tree(tree)
         return tree
 
@@ -351,11 +352,11 @@ class Store:
         """Publish writes with ``collect`` in one transaction, all or none. Returns leases on those that are to be ``leased``, which exist
         before anybody can see the entries; else the entries."""
         with self.engine.reopening():
-            return self.engine.writers.publisher.publish_collected(writings, leased, self.engine.leases)
+            return self.engine.writers.publish_collected(writings, leased)
 
     def publish_leased(self, writing: Writing, *, validator: str | None = None) -> Lease:
         """Publish a write; returns a lease that exists before anybody can see the entry."""
-        return writing.publish_leased(self.engine.leases, validator=validator)
+        return writing.publish_leased(validator=validator)
 
     @recover_and_retry
     def set_meta(self, entry: Entry, meta: str) -> None:

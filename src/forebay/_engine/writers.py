@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from forebay import errors
 from forebay._engine.catalog import Catalog
+from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.counters import Counters
+from forebay._engine.index.head import PAIRS
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.locks.fill import Fill
-from forebay._engine.locks.leases import Leases
+from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.packs.packing import Packing
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.ranking import Ranking
 from forebay._engine.space.segment_tails import SegmentTails
-from forebay._engine.write.insert import Label
-from forebay._engine.write.link import Linker
-from forebay._engine.write.publish import Publisher
+from forebay._engine.write.publish import INLINE, SMALL, Label, Publisher
+from forebay._engine.write.writing import Writing
 from forebay._kernel import waits
+from forebay._model import Buffer, Entry, ObjectInfo
+
+AT_ONCE = 1 << 20
+"""Bytes of small values that one transaction writes at most, about; this bounds its log."""
+ROW = 512
+"""Bytes of the log that a value takes at most beside its own."""
+FILES, TOGETHER = 16, 4 << 20
+"""Files of one transaction, and their bytes, at most: it holds the writer lock while it writes them."""
 
 
 class Writers:
@@ -37,9 +52,56 @@ class Writers:
         self.ranking = Ranking(catalog, index, adaptive)
         self.tails = SegmentTails(root, catalog, owners)
         self.budget = Budget(root, catalog, owners, self.eviction, self.ranking, words, counters, memo, self.tails)
-        self.publisher = Publisher(root, catalog, index, adaptive, owners, self.budget, self.eviction)
-        self.linker = Linker(root, catalog, index, self.eviction, self.publisher)
+        self.publisher = Publisher(root, catalog, index, adaptive, leases, owners, self.budget, self.eviction)
+        self.writing = partial(Writing, self.publisher)
         self.packing = Packing(root, catalog, leases, owners, self.budget, self.publisher, self.tails)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def put(
+        self, label: Label, pieces: Sequence[Buffer], *, validator: str | None = None, timeout: float = 0.0
+    ) -> Entry:  # fmt: skip
+        """Store bytes that are given in consecutive pieces; many are written without being joined. ``timeout``: see `Budget.reserve`.
+        Raises `NoSpace` or another `CacheFault`; then the previous entry stays."""
+        size = sum(memoryview(piece).nbytes for piece in pieces) if len(pieces) > 1 else memoryview(pieces[0]).nbytes
+        if size <= SMALL:
+            one = self.publisher.of_bytes(label, b"".join(pieces) if len(pieces) > 1 else pieces[0], validator)
+            return self.publisher.publish([one], timeout=timeout)[0].entry
+        with faults(label.key, size):
+            with Writing(self.publisher, label, timeout=timeout, at_once=True) as writing:
+                writing.begin(ObjectInfo("", size))
+                at = 0
+                for piece in pieces:
+                    writing.write(at, piece)
+                    at += memoryview(piece).nbytes
+                return writing.publish(validator=validator)
+
+    def put_many(self, items: Sequence[tuple[Label, Buffer]], validator: str | None = None) -> list[Entry]:
+        """Store several values of one space, as many in each transaction as its log and the patience of others allow. Raises what `put`
+        raises; the values before it stay."""
+        left, stored = deque(items), list[Entry]()
+        while left:
+            some = _first_of(left)
+            if len(some) > 1:
+                with contextlib.suppress(errors.NoSpace):  # there may be room for some of them
+                    batch = [self.publisher.of_bytes(label, data, validator) for label, data in some]
+                    stored += [new.entry for new in self.publisher.publish(batch)]
+                    continue
+            stored += [self.put(label, [data], validator=validator) for label, data in some]
+        return stored
+
+    def publish_collected(self, writings: Sequence[Writing], leased: Sequence[bool]) -> list[Entry | Lease]:
+        """See `Store.publish_collected`."""
+        batch = [
+            one.pending(one.info.validator if one.info is not None else None, leased=wanted)
+            for one, wanted in zip(writings, leased, strict=True)
+        ]
+        published = self.publisher.publish(batch)
+        for one in writings:
+            one.is_published = True
+        return [new.entry if new.lease is None else new.lease for new in published]
+
+    # -- process life ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         self.fill.close()
@@ -56,3 +118,19 @@ class Writers:
     def after_fork_child(self) -> None:
         for part in (self.budget, self.fill, self.ranking, self.tails):
             part.after_fork_child()
+
+
+def _first_of(left: deque[tuple[Label, Buffer]]) -> list[tuple[Label, Buffer]]:
+    """Take the first of ``left``, and those behind it that are published together with it: files, or values that are none."""
+    taken, keys, size = list[tuple[Label, Buffer]](), set[str](), 0
+    is_file = memoryview(left[0][1]).nbytes > INLINE
+    most, many = (TOGETHER, FILES) if is_file else (AT_ONCE, PAIRS // 4)
+    while left and len(taken) < many:
+        label, data = left[0]
+        next_size = memoryview(data).nbytes
+        if taken and ((next_size > INLINE) is not is_file or size + next_size > most or label.key in keys):
+            break
+        taken.append(left.popleft())
+        keys.add(label.key)
+        size += next_size + ROW
+    return taken

@@ -37,7 +37,7 @@ from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS, index_key
 
 if TYPE_CHECKING:
     from forebay._engine.passthrough import PassThrough
-    from forebay._engine.write.publish import Writing
+    from forebay._engine.write.writing import Writing
 
 log = logger("forebay.origin")
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from forebay.remote.base import CallAborted, sent_together
 if TYPE_CHECKING:
     from forebay._engine.files.stages import MemoryStage
     from forebay._engine.locks.fill import KeyHold
-    from forebay._engine.write.publish import Writing
+    from forebay._engine.write.writing import Writing
     from forebay.origin import Origin
 
 TURN = 0.1  # seconds

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forebay._engine.locks.leases import Lease
     from forebay._engine.passthrough import PassThrough
     from forebay._engine.store import Store
-    from forebay._engine.write.publish import Writing
+    from forebay._engine.write.writing import Writing
     from forebay.origin import Origin
 
 _REMOTE = ("http", "s3:")

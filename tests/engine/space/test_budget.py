@@ -16,7 +16,6 @@ from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.space import budget, free_space, ranking
 from forebay._engine.space.free_space import SpaceRequest
 from forebay._engine.store import Settings, Store
-from forebay._engine.write.insert import Label
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim
 from tests.harness import KiB, MiB, assert_settled, bytes_of, data_usage, opened
@@ -330,8 +329,7 @@ def test_what_was_to_be_replaced_is_gone_by_now(tmp_path: Path) -> None:
         store.spaces.ensure("q", quota=100 * KiB)
         store.put("q", "other", bytes(40 * KiB), life="pinned")
         store.put("q", "k", bytes(60 * KiB))
-        asked = store.engine.writers.publisher.request(store.engine.catalog, Label(store.spaces.ensure("q").id, "q", "k"), 60 * KiB)
-        assert asked.replaced == 60 * KiB
+        asked = SpaceRequest(store.spaces.ensure("q").id, "k", 7, 60 * KiB, replaces=["k"])
         (old,) = [entry for entry in store.entries("q") if entry.key == "k"]
         assert store.remove([Victim(old.name, old.size, old.charge, old.used, old.id)]).removed
         store.put("q", "third", bytes(60 * KiB), life="pinned")

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
-from forebay._engine.files.blobs import checksum_of
 from forebay._engine.locks.leases import Lease
 from forebay._engine.space.ranking import Scope
 from forebay._engine.store import Store
-from forebay._engine.write.insert import Label, New
 from forebay._engine.write.reservations import NOTHING, Item, Need
 from tests.crash.conftest import victim_of
 from tests.harness import KiB, MiB, bytes_of, opened
@@ -252,10 +250,6 @@ def test_a_session_takes_its_entries_along(store: Store) -> None:
 
 def test_entries_made_together_keep_the_time_of_their_validation(store: Store) -> None:
     """As one that is made alone does: it was seen to be the remote's before it was published."""
-    space, inserter = store.spaces.ensure("v"), store.engine.writers.publisher.inserter
     earlier = store.now() - 10**12
-    with store.engine.catalog.write() as txn:
-        labels = {id: Label(space.id, space.name, f"k{id}", validated=earlier) for id in txn.new_ids(2)}
-        several = [New(label, id, 1, checksum_of(b"x"), None, b"x") for id, label in labels.items()]
-        inserter.insert_many(txn, several, inserter.intend(list(labels)))
+    store.put_many("v", [("a", b"x"), ("b", b"x")], validated=earlier)
     assert [store.validated(entry) for entry in store.entries("v")] == [earlier, earlier]

@@ -16,8 +16,7 @@ _COLUMNS = "e.id, s.name, e.key, e.kind, e.size, e.charge, e.slot, e.checksum, e
 _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
 # SQLite takes the columns of an index from the index, which may lead to another row where a page was lost: the row has the last word.
 _BY_KEY = _FROM.replace("e.key", "(SELECT own.key FROM entries own WHERE own.id = e.id AND own.space = e.space)")
-_INSERT = "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-_ADD = _INSERT.replace("INSERT", "INSERT OR IGNORE")
+_INSERT = "INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class Superseded(NamedTuple):
@@ -52,6 +51,7 @@ RANGE = 2048
 _AT_ONCE = 16
 _SIXTEEN = ", ".join("?" * _AT_ONCE)
 _FIND_MANY = f"{_BY_KEY} WHERE e.space = ? AND e.state = {LIVE} AND e.key IN ({_SIXTEEN})"
+_SIZES = f"SELECT id, size FROM entries WHERE space = ? AND state = {LIVE} AND key IN ({_SIXTEEN})"
 _END = (
     f"DELETE FROM entries WHERE id IN ({_SIXTEEN}) AND NOT EXISTS (SELECT 1 FROM links WHERE member = entries.id)"
     "{} RETURNING id, suffix, space, kind, state, size, charge"
@@ -80,12 +80,9 @@ def _misled(key: str, other: object) -> NoReturn:
     raise CatalogBroken(f"the catalog is damaged: its index leads from {key!r} to {other!r}", damaged=True)
 
 
-def version(rows: Rows, space: int, key: str) -> tuple[int, int]:
-    """Id and size of the live entry of this key; zeros where there is none."""
-    row = rows.one(f"SELECT id, size FROM entries WHERE space = ? AND key = ? AND state = {LIVE}", space, key)
-    for id, size in checked.files(rows, [row] if row else [], "ii"):
-        return id, size
-    return 0, 0
+def sizes(rows: Rows, space: int, keys: Sequence[str]) -> dict[int, int]:
+    """By id the sizes of the live entries of these keys."""
+    return dict(pair for some in _sixteens(keys) for pair in checked.files(rows, rows.all(_SIZES, space, *some), "ii"))
 
 
 def find_many(rows: Rows, space: int, keys: Sequence[str]) -> list[Entry]:
@@ -128,13 +125,6 @@ def quick_payload(rows: Catalog, id: int) -> bytes | None:
     """`payload`, for a caller that compares the checksum, and where that is wrong or there is none takes the long way."""
     row = rows.quick_one(_PAYLOAD, id)
     return row[0] if row is not None and type(row[0]) is bytes else None
-
-
-def any_leftovers(rows: Rows) -> bool:
-    """Whether anything waits to be swept: superseded entries, or held ones whose holder may be gone."""
-    return bool(
-        rows.all(f"SELECT EXISTS (SELECT 1 FROM entries WHERE state > {LIVE}) OR EXISTS (SELECT 1 FROM entries WHERE life = 'held')")[0][0]
-    )
 
 
 def live(rows: Rows, space: int | None = None) -> list[Entry]:
@@ -247,27 +237,29 @@ def count(txn: Txn, sign: int, several: Sequence[tuple[int, str, int, int, int]]
         txn.run(COUNT, *total, space)
 
 
-def insert(txn: Txn, space: int, entry: Entry, data: bytes | memoryview | None = None) -> None:
-    """Add a live entry, with its payload if it is a small value."""
-    insert_many(txn, space, [(entry, data)])
-
-
-def add(txn: Txn, space: int, entry: Entry, data: bytes) -> bool:
-    """`insert` of a small value, unless its key has an entry already: then False."""
-    if txn.run(_ADD, *_row(space, entry)) <= 0:
-        return False
-    txn.run(_INSERT_DATA, entry.id, data)
-    txn.run(COUNT, entry.size, entry.charge, entry.charge, 1, space)
-    return True
-
-
-def insert_many(txn: Txn, space: int, new: Sequence[tuple[Entry, bytes | memoryview | None]]) -> None:
-    """`insert`, for several."""
-    txn.run_many(_INSERT, [_row(space, entry) for entry, _ in new])
-    payloads = [(entry.id, data) for entry, data in new if data is not None]
-    if payloads:
-        txn.run_many(_INSERT_DATA, payloads)
-    count(txn, 1, [(space, entry.kind, LIVE, entry.size, entry.charge) for entry, _ in new])
+def insert(
+    txn: Txn, space: int, new: Sequence[tuple[Entry, bytes | None]], supersede: Callable[[list[Entry]], None]
+) -> list[Entry]:  # fmt: skip
+    """Add live entries, with the payloads of small values. ``supersede`` is called with those that had their keys: a pin stays with its
+    key. Returns the entries as they are now."""
+    added, rows, size, charge, inline = list[Entry](), list[tuple[Any, ...]](), 0, 0, 0
+    for entry, data in new:
+        added.append(entry)
+        rows.append(_row(space, entry))
+        size, charge, inline = size + entry.size, charge + entry.charge, inline + entry.charge * (data is not None)
+    if txn.run_many(_INSERT, rows) < len(rows):
+        mine = {entry.id for entry in added}
+        replaced = {old.key: old for old in find_many(txn, space, [entry.key for entry in added]) if old.id not in mine}
+        supersede(list(replaced.values()))
+        for at, entry in enumerate(added):
+            if (old := replaced.get(entry.key)) is not None:
+                added[at] = entry._replace(life="pinned") if old.life == "pinned" else entry
+                txn.run(_INSERT, *_row(space, added[at]))
+    for entry, data in new:
+        if data is not None:
+            txn.run(_INSERT_DATA, entry.id, data)
+    txn.run(COUNT, size, charge, inline, len(new), space)
+    return added
 
 
 def _row(space: int, e: Entry) -> tuple[Any, ...]:

@@ -39,8 +39,8 @@ class Totals(NamedTuple):
     """What is used and what limits it, in bytes. ``entries``: charge of all entries; ``promised``: of reservations; ``over``: of the
     catalog beside small values, above `ALLOWANCE`; ``spare``: of these, free pages, which new values use; ``rows``: of entries and
     reservations; ``space``: of the live entries of one space, ``rows_here`` their number, ``quota`` and ``max_count`` its own limits.
-    ``leftovers``: something waits to be swept, see `entries.any_leftovers`. ``any_promised``: there are reservations. ``replaces``: the
-    id of the live entry of the key that was given, or None."""
+    ``leftovers``: something may wait to be swept: superseded entries, or held ones whose holder may be gone. ``any_promised``: there are
+    reservations."""
 
     entries: int
     promised: int
@@ -56,21 +56,20 @@ class Totals(NamedTuple):
     max_count: int | None
     leftovers: bool
     any_promised: bool
-    replaces: Any = None
 
 
 # It is asked in every transaction that writes: so what is seldom there is only asked for where it is. Of scalar subqueries, since
 # SQLite builds a table for each part of a join: that takes ten times as long.
-_COLUMNS = f"""
+_TOTALS = f"""
 SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries), 0),
     EXISTS (SELECT 1 FROM entries WHERE state > {LIVE}), EXISTS (SELECT 1 FROM entries WHERE life = 'held'),
     EXISTS (SELECT 1 FROM reservations), (SELECT page_count FROM pragma_page_count),
     (SELECT value FROM meta WHERE name = 'budget'), (SELECT value FROM meta WHERE name = 'min_free'),
     (SELECT value FROM meta WHERE name = 'max_entries'),
     coalesce(sum(bytes * (id = ?)), 0), coalesce(sum(entries * (id = ?)), 0),
-    max(quota) FILTER (WHERE id = ?), max(max_count) FILTER (WHERE id = ?)"""
-_TOTALS = f"{_COLUMNS} FROM spaces"
-_OF_KEY = f"{_COLUMNS}, (SELECT id FROM entries WHERE space = ? AND key = ? AND state = {LIVE}) FROM spaces"
+    max(quota) FILTER (WHERE id = ?), max(max_count) FILTER (WHERE id = ?)
+FROM spaces
+"""
 _SUPERSEDED = f"SELECT count(*), coalesce(sum(space = ?), 0) FROM entries WHERE state > {LIVE}"
 _PROMISED = "SELECT coalesce(sum(charge), 0), coalesce(sum(rows), 0) FROM reservations WHERE id != ?"
 _USAGE = """
@@ -153,11 +152,10 @@ def change(txn: Txn, name: str, policy: str | None, quota: int | None, max_count
     )  # fmt: skip
 
 
-def totals(txn: Rows, but: int = 0, space: int = 0, key: str | None = None) -> Totals:
-    """What is used now. ``but``: a reservation that does not count. ``key``: of an entry of ``space`` that is to be written, which the
-    same statement tells about. Outside of a transaction its parts may be of different moments."""
-    row = _numbers(txn.one(_TOTALS, *[space] * 4) if key is None else txn.one(_OF_KEY, *[space] * 5, key))
-    charge, inline, rows, any_superseded, any_held, any_promised, pages, budget, min_free, max_entries, used, count, quota = row[:13]
+def totals(txn: Rows, but: int = 0, space: int = 0) -> Totals:
+    """What is used now. ``but``: a reservation that does not count. Outside of a transaction its parts may be of different moments."""
+    row = _numbers(txn.one(_TOTALS, *[space] * 4))
+    charge, inline, rows, any_superseded, any_held, any_promised, pages, budget, min_free, max_entries, used, count, quota, most = row
     left = left_here = promised = waiting = 0
     if any_superseded:
         left, left_here = txn.one(_SUPERSEDED, space)
@@ -167,7 +165,7 @@ def totals(txn: Rows, but: int = 0, space: int = 0, key: str | None = None) -> T
     spare = min(over, PAGE * txn.one("PRAGMA freelist_count")[0]) if over > 0 else 0
     return Totals(
         charge, promised, max(over, 0), spare, rows - left + waiting, budget or 0, min_free or 0, max_entries, used,
-        count - left_here, quota, row[13], bool(any_superseded or any_held), bool(any_promised), row[14] if key is not None else None,
+        count - left_here, quota, most, bool(any_superseded or any_held), bool(any_promised),
     )  # fmt: skip
 
 

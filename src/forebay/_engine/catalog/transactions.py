@@ -173,9 +173,9 @@ class Txn:
         """Change rows; returns how many."""
         return self.con.execute(sql, values).rowcount
 
-    def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-        """The same change for each of several rows."""
-        self.con.executemany(sql, rows)
+    def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> int:
+        """The same change for each of several rows; returns how many there were in all."""
+        return self.con.executemany(sql, rows).rowcount
 
     def _take(self, count: int) -> int:
         """Take unused ids: the last of ``count``."""

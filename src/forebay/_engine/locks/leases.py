@@ -209,12 +209,11 @@ class Leases:
         entry = entries.by_id(self._catalog, id)
         return self._try(entry) if entry is not None else None
 
-    def hold(self, id: int) -> bool:
-        """Lock the byte of an entry that this thread is about to publish."""
-        return self._held[id % FILES].try_lock(id, exclusive=False)
-
-    def adopt(self, entry: Entry) -> Lease:
-        """The lease of an entry whose byte `hold` has locked."""
+    def new(self, entry: Entry) -> Lease:
+        """A lease on an entry that this thread is about to publish. Caller: calls it before the files have a name that others look for,
+        so that nobody else has locked its byte."""
+        if not self._held[entry.id % FILES].try_lock(entry.id, exclusive=False):
+            raise errors.CacheFault(f"{entry.key!r} cannot be leased: the lock of the id {entry.id:x} is taken", key=entry.key)
         return Lease(self, entry, self._path_of(entry))
 
     def let_go_soon(self, id: int) -> None:

@@ -27,8 +27,7 @@ from forebay._engine.locks.owners import Owners
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.free_space import SpaceRequest
 from forebay._engine.space.segment_tails import SegmentTails
-from forebay._engine.write.insert import Label
-from forebay._engine.write.publish import Publisher
+from forebay._engine.write.publish import Label, Publisher
 
 SMALLEST, LARGEST = 1 << 20, 64 << 20
 """A step is 1/256 of the free space within these limits, and at most `EASY` or an eighth of the pack: a pack of few samples should not
@@ -72,7 +71,7 @@ class Packing:
         Raises `NoSpace` or another `CacheFault`."""
         keyhash, size = hash_of(label.space, label.key), PAGE + pack_files.index_size(length)  # the directory takes a block
         return self._publisher.build(
-            label, "pack", size, self._leases, lambda id: pack_files.build(self.root, id, length, keyhash=keyhash),
+            label, "pack", size, lambda id: pack_files.build(self.root, id, length, keyhash=keyhash),
             lambda id: pack_files.remove(self.root, id, keyhash=keyhash), validator=fingerprint,
         )  # fmt: skip
 

@@ -9,14 +9,13 @@ longer than `AT_MOST` is a reservation that grows: it holds what was freed so fa
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, DiskFull, Txn, reservations, spaces
+from forebay._engine.catalog import Catalog, DiskFull, Txn, entries, reservations, spaces
 from forebay._engine.catalog.entries import Ended
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.files import pack_files, stages, trees
@@ -49,14 +48,9 @@ IN_VAIN = 0.25
 _FOR_THE_JOURNAL = 1 << 20  # eviction takes space too
 
 
-@dataclass(slots=True)
 class Search:
-    """What one caller that lacks space knows so far."""
+    """What one caller that lacks space knows so far. ``reserved``: what it holds already."""
 
-    reserved: Reservation | None = None  # what it holds already
-    before: Reservation | None = None  # what it held when it began
-    picks: Counter[Scope] = field(default_factory=Counter)  # since the last victim of the scope
-    pick: set[Scope] = field(default_factory=set)
     given: int = 0  # bytes of victims, while the disk was short
     given_files: int = 0
     needed: int = 0  # what the disk lacked at first
@@ -64,6 +58,11 @@ class Search:
     is_stuck: bool = False
     is_hopeless: bool = False
     tails: bool | None = None  # whether segment tails of dead writers are to be reclaimed; None: not checked yet
+
+    def __init__(self, reserved: Reservation | None = None) -> None:
+        self.reserved = self.before = reserved
+        self.picks = dict[Scope, int]()  # since the last victim of the scope
+        self.pick = set[Scope]()
 
     @property
     def id(self) -> int:
@@ -107,38 +106,29 @@ class Budget:
     def reserve(self, request: SpaceRequest, *, timeout: float = 0.0) -> Reservation:
         """Reserve space, evicting entries where needed. Raises `NoSpace` if not enough can be evicted; a request larger than the whole
         budget evicts nothing. ``timeout``: seconds to wait for other writes of the space, which can be evicted once they are done."""
-        return self._search(request, self.grant, Search(), timeout)
+        return self._reserve(request, Search(), timeout)
 
     def resize(self, reservation: Reservation, size: int, *, charged: int = 0, entries: int = 1) -> Reservation:
         """Change the size of a reservation. Raises `NoSpace`; then the reservation is unchanged."""
         r = reservation
-        request = SpaceRequest(r.space, r.key, r.keyhash, size, r.suffix, charged=charged, entries=entries)
-        return self._search(request, self.grant, Search(r, r))
+        replaces = (r.key,) if r.keyhash else ()
+        request = SpaceRequest(r.space, r.key, r.keyhash, size, r.suffix, replaces, charged=charged, entries=entries)
+        return self._reserve(request, Search(r), 0.0)
+
+    def _reserve(self, request: SpaceRequest, search: Search, timeout: float) -> Reservation:
+        return self._search(request, lambda txn: self.grant(txn, request, search), search, timeout, spends=False)
 
     def with_room(self, request: SpaceRequest, use: Callable[[Txn], T], *, timeout: float = 0.0) -> T:
-        """What ``use`` returns in a transaction in which there is room for the request. Raises what `reserve` raises."""
-
-        def spend(txn: Txn, request: SpaceRequest, search: Search) -> T:
-            if search.reserved is not None:
-                reservations.delete(txn, search.reserved.id)
-            return use(txn)
-
-        return self._search(request, spend, Search(), timeout)
+        """What ``use`` returns in a transaction in which there is room for the request, which it uses. Raises what `reserve` raises."""
+        return self._search(request, use, Search(), timeout)
 
     def fit(self) -> bool:
         """Evict until the root is within its limits, after one was lowered or another program filled the disk. False if the rest is in
         use."""
         try:
-            return self._search(None, lambda txn, request, search: True, Search())
+            return self._search(None, lambda txn: True, Search())
         except errors.NoSpace:
             return False
-
-    def check_lately(self, request: SpaceRequest, short: SpaceDeficit) -> None:
-        """Raise `NoSpace` if a search for as much failed a moment ago and there is no space now. A lease that another process has released
-        since is not noticed: for callers that can do without."""
-        until, charge = self._in_vain.get(request.space, (0.0, 0))
-        if time.monotonic() < until and self.room.charge_of(request) >= charge and not short.fits:
-            raise self._no_space(request, short, hopeless=False)
 
     def cancel(self, id: int) -> None:
         """Give a reservation back, if the catalog is busy by the next call that makes space. Caller: has removed its files."""
@@ -154,27 +144,29 @@ class Budget:
         owed = tuple(self._owed)
         for one in owed:
             reservations.delete(txn, one)
-        if owed:
-            txn.after_commit.append(lambda: self._owed.difference_update(owed))
+        txn.after_commit.append(lambda: self._owed.difference_update(owed))
 
     def tell(self) -> None:
         """Wake the processes that wait for space: bytes were given back."""
         self._words.bump(SPACE_WORD)
 
     def _search(
-        self, request: SpaceRequest | None, use: Callable[[Txn, SpaceRequest, Search], T], search: Search, timeout: float = 0.0
+        self, request: SpaceRequest | None, use: Callable[[Txn], T], search: Search, timeout: float = 0.0, *, spends: bool = True
     ) -> T:  # fmt: skip
-        """What ``use`` returns in a transaction in which there is room."""
+        """What ``use`` returns in a transaction in which there is room. ``spends``: that of the search's own reservation too."""
         wait_until, full = time.monotonic() + timeout, 0
         try:
             while True:
                 self._pick(search)
                 try:
                     with self._catalog.write() as txn:
-                        self._delete_owed(txn)
+                        if self._owed:
+                            self._delete_owed(txn)
                         short = self.make_room(txn, request, search)
-                        if short.fits:
-                            return use(txn, request or _NO_REQUEST, search)
+                        if short is _FITS or short.fits:
+                            if spends and search.reserved is not None:
+                                reservations.delete(txn, search.reserved.id)
+                            return use(txn)
                         if request is not None and not (search.is_stuck or search.is_hopeless):
                             self._grow(txn, request, search, short)
                         contended = request is not None and reservations.any_others(txn, request.space, search.id)
@@ -204,7 +196,7 @@ class Budget:
     def _pick(self, search: Search) -> None:
         for scope in search.pick:
             self._ranking.pick(scope)
-            search.picks[scope] += 1
+            search.picks[scope] = search.picks.get(scope, 0) + 1
         search.pick.clear()
 
     def _others_write(self, contended: bool, wait_until: float) -> bool:
@@ -260,11 +252,15 @@ class Budget:
         """Evict until a request fits, nothing more is known that can go, or it has taken `AT_MOST`. Returns what is lacking then.
 
         Files that were evicted are gone by then, in a transaction that was renewed; small values go with the caller's."""
+        if request is not None and search.reserved is None and self.room.knows(txn, request):
+            return _FITS
         until, went, values_went = time.monotonic() + AT_MOST, False, False
         while True:
-            short = self.room.short(txn, request, search.id)
+            short = self.room.short_of(txn, request, search.id)
             if not short.fits and self._owners.reap(txn):
-                short = self.room.short(txn, request, search.id)
+                short = self.room.short_of(txn, request, search.id)
+            if not short.fits and request is not None and request.spills and self._failed_lately(request):
+                raise self._no_space(request, short, hopeless=False)
             if short.fits or self._is_hopeless(txn, request, search) or (went and time.monotonic() >= until):
                 return short
             if values_went:
@@ -288,9 +284,14 @@ class Budget:
                 values_went = False
                 search.is_stuck = self._eviction.stuck != stuck
                 if search.is_stuck:  # to evict more would empty the cache and free nothing
-                    return self.room.short(txn, request, search.id)
+                    return self.room.short_of(txn, request, search.id)
                 if search.needed or search.needed_files:
                     self._memo.drop_dead()  # what this process has mapped of victims
+
+    def _failed_lately(self, request: SpaceRequest) -> bool:
+        """Whether a search for as much failed a moment ago. A lease that another process has released since is not noticed."""
+        until, charge = self._in_vain.get(request.space, (0.0, 0))
+        return time.monotonic() < until and self.room.charge_of(request) >= charge
 
     def _is_hopeless(self, txn: Txn, request: SpaceRequest | None, search: Search) -> bool:
         """Whether a request would not even fit into an empty root."""
@@ -344,20 +345,22 @@ class Budget:
         self, txn: Txn, scope: Scope, request: SpaceRequest | None, search: Search, freed: _Freed, need: _Freed, *, only_files: bool
     ) -> list[Ended]:  # fmt: skip
         ended, left = list[Ended](), BATCH
+        replaced = entries.sizes(txn, request.space, request.replaces) if request is not None else {}
         # Where all entries are read all the time, each was used since it was picked: then nearly the coldest will do.
-        candidates = self._ranking.coldest(scope, exact=search.picks[scope] < PICKS)
+        candidates = self._ranking.coldest(scope, exact=search.picks.get(scope, 0) < PICKS)
         while left > 0 and freed.charge < BATCH_BYTES and not freed.meets(need):
             some, planned = list[EvictionCandidate](), replace(freed)
             for candidate in candidates:
                 if only_files and candidate.kind == "value":
                     continue
-                if request is None or candidate.id != request.replaces:
-                    some.append(candidate)
-                    planned.add(candidate, is_file=candidate.kind != "value")
-                    if planned.meets(need) or len(some) >= left or planned.charge >= BATCH_BYTES:
-                        break
+                if candidate.id in replaced:
+                    continue
+                some.append(candidate)
+                planned.add(candidate, is_file=candidate.kind != "value")
+                if planned.meets(need) or len(some) >= left or planned.charge >= BATCH_BYTES:
+                    break
             if not some:
-                if search.picks[scope] < PICKS:
+                if search.picks.get(scope, 0) < PICKS:
                     search.pick.add(scope)
                 break
             for one in self._eviction.end(txn, some):  # the others are leased
@@ -451,4 +454,4 @@ class Budget:
 
 
 _NO_RESERVATION = Reservation(0, None, "", 0, "", 0, 0, 0, "", 0.0, 0)
-_NO_REQUEST = SpaceRequest(0, "", 0, 0)
+_FITS = SpaceDeficit(quota=0, bytes=0, rows=0, free=0, budget=0)

@@ -23,20 +23,21 @@ GROWTH = 64 << 10
 
 
 class SpaceRequest(NamedTuple):
-    """The space that a write asks for. ``size`` in bytes; ``replaces``: the id that the write supersedes, which is not evicted, and whose
-    ``replaced`` bytes do not count against the quota. ``charged``: what the budget counts, if it is not the cost of one file of ``size``
-    bytes; ``entries``: how many entries will be made of it."""
+    """The space that a write asks for. ``size`` in bytes; ``replaces``: the keys whose entries the write supersedes, which are not evicted,
+    and whose bytes do not count against the quota. ``charged``: what the budget counts, if it is not the cost of one file of ``size``
+    bytes; ``entries``: how many entries will be made of it; ``inline``: of small values. ``spills``: the caller can do without: a search
+    that failed is not repeated for a moment."""
 
     space: int
     key: str
     keyhash: int
     size: int
     suffix: str = ""
-    replaces: int = 0
-    replaced: int = 0
+    replaces: Sequence[str] = ()
     inline: bool = False
     charged: int = 0
     entries: int = 1
+    spills: bool = False
 
 
 class SpaceDeficit(NamedTuple):
@@ -98,39 +99,33 @@ class FreeSpace:
         """The charge for a published file of ``size`` bytes."""
         return -(-size // self._block) * self._block
 
+    def short_of(self, txn: Txn, request: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
+        """`short`, for a caller that uses what there is. Caller: adds the entry of a single value that fits, and nothing else: then `knows`
+        tells what is left."""
+        totals = spaces.totals(txn, id, request.space if request else 0)
+        txn.leftovers |= totals.leftovers
+        short, self._known = self._short(txn, totals, request, id), _NOTHING_KNOWN
+        if short.fits and request is not None and request.inline and not (totals.leftovers or totals.any_promised):
+            growth = request.entries * GROWTH + 8 * sum(map(len, request.replaces))
+            left, count = short.free - request.charged - growth, -max(short.rows, short.here)
+            self._known = KnownSpace(txn.change, request.space, left, -short.quota, count, totals.min_free)
+        return short
+
     def short(self, rows: Rows, request: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
         """What a request lacks beside the reservation ``id``, which it has already, or what is lacking without a request."""
         return self._short(rows, spaces.totals(rows, id, request.space if request else 0), request, id)
 
-    def look(self, txn: Txn, request: SpaceRequest) -> tuple[SpaceRequest, SpaceDeficit | None]:
-        """Complete a request for a file or value by what it replaces; returns also what it lacks, None where it fits. One statement, where
-        there is nothing to replace, to sweep or reserved. Caller: adds the entry of an inline request that fits, and nothing else, so
-        that `grant` knows what is left."""
-        self._known = _NOTHING_KNOWN
-        totals = spaces.totals(txn, 0, request.space, request.key)
-        txn.leftovers |= totals.leftovers
-        if totals.replaces is not None:
-            replaces, replaced = entries.version(txn, request.space, request.key)
-            request = request._replace(replaces=replaces, replaced=replaced)
-        short = self._short(txn, totals, request, 0)
-        if not short.fits:
-            return request, short
-        if totals.replaces is None and request.inline and not (totals.leftovers or totals.any_promised):
-            left, entries_left = short.free - _cost(request.key, request.size), -max(short.rows, short.here)
-            self._known = KnownSpace(txn.change, request.space, left, -short.quota, entries_left, totals.min_free)
-        return request, None
-
-    def grant(self, txn: Txn, space: int, key: str, size: int) -> bool:
-        """Whether a small value under a new key fits, by what the transaction before is known to have left. False: it is not known, and
-        `look` tells. Caller: adds the entry, and nothing else."""
+    def knows(self, txn: Txn, request: SpaceRequest) -> bool:
+        """Whether a small value is known to fit, by what the transaction before left. False: `short` tells. Caller: adds its entry, and
+        nothing else."""
         change, known, left, quota, count, min_free = self._known
-        if change not in (txn.seen, txn.change) or known != space:
+        if change not in (txn.seen, txn.change) or known != request.space or not request.inline or request.entries != 1:
             return False
-        left, quota, count = left - _cost(key, size), quota - size, count - 1
-        floor = min_free + self._catalog.ballast.owed + size + ROW
+        left, quota, count = left - request.charged - GROWTH - 8 * len(request.key), quota - request.size, count - 1
+        floor = min_free + self._catalog.ballast.owed + request.charged
         if left < 0 or quota < 0 or count < 0 or self._free_bytes(floor) < floor:
             return False
-        self._known = KnownSpace(txn.change, space, left, quota, count, min_free)
+        self._known = KnownSpace(txn.change, request.space, left, quota, count, min_free)
         return True
 
     def _short(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
@@ -167,15 +162,12 @@ class FreeSpace:
     def _over_limits(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> tuple[int, int, int]:
         """By how much a request exceeds the quota of its space, the entries of the root, and those of its space."""
         quota = rows_over = count = -NO_LIMIT
-        replaces, replaced = (request.replaces, request.replaced) if request is not None else (0, 0)
-        if request is not None and request.replaces:
-            # P1 asks, to replace an entry / P2 evicts it and uses its space / P1 is to be granted space: there is nothing to replace.
-            replaces, replaced = entries.version(rows, request.space, request.key)
-        new = request.entries - bool(replaces) if request is not None else 0
+        replaced = entries.sizes(rows, request.space, request.replaces) if request is not None else {}
+        new = request.entries - len(replaced) if request is not None else 0
         if request is not None and (totals.quota is not None or totals.max_count is not None):
             promised, many = reservations.reserved_in(rows, request.space, id) if totals.any_promised else (0, 0)
             if totals.quota is not None:
-                quota = totals.space + promised + request.size - replaced - totals.quota
+                quota = totals.space + promised + request.size - sum(replaced.values()) - totals.quota
             if totals.max_count is not None:
                 count = totals.rows_here + many + new - totals.max_count
         if totals.max_entries is not None:
@@ -184,25 +176,4 @@ class FreeSpace:
 
     def fits(self, txn: Txn, request: SpaceRequest) -> bool:
         """Whether a request fits now. For what is written in the same transaction: its row is its reservation."""
-        short = self.short(txn, request)
-        txn.leftovers |= short.leftovers
-        return short.fits
-
-    def fit_together(self, txn: Txn, requests: Sequence[SpaceRequest]) -> bool:
-        """Whether several requests fit now, together, in one transaction. False if they are of several spaces."""
-        first, others = requests[0], requests[1:]
-        short = self.short(txn, first)
-        txn.leftovers |= short.leftovers
-        return (
-            all(request.space == first.space for request in others)
-            and short.quota + sum(request.size - request.replaced for request in others) <= 0
-            and short.bytes + sum(self.charge(request.size) for request in others) <= 0
-            and short.rows + len(others) <= 0
-            and short.here + len(others) <= 0
-            and short.files <= 0
-        )
-
-
-def _cost(key: str, size: int) -> int:
-    """At least what a small value takes of the budget: its charge, and what the catalog grows by beside."""
-    return size + ROW + GROWTH + 8 * len(key)
+        return self.short_of(txn, request).fits

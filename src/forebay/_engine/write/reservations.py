@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, Txn, entries, reservations
+from forebay._engine.catalog import Txn, entries, reservations
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.catalog.spaces import SpaceRow
 from forebay._engine.files import blobs
 from forebay._engine.files.faults import faults
 from forebay._engine.locks.fill import hash_of
-from forebay._engine.locks.leases import Lease, Leases
-from forebay._engine.space.budget import Budget, Search
+from forebay._engine.locks.leases import Lease
+from forebay._engine.space.budget import Search
 from forebay._engine.space.free_space import SpaceRequest
-from forebay._engine.write.insert import Label, New
-from forebay._engine.write.publish import INLINE, Publisher, Writing
-from forebay._model import Buffer, Entry, Noted, ObjectInfo
+from forebay._engine.write.publish import INLINE, Label, Pending, Publisher
+from forebay._engine.write.writing import Writing
+from forebay._model import Buffer, Noted, ObjectInfo
 
 
 class Need(NamedTuple):
@@ -76,11 +76,8 @@ class Item(NamedTuple):
 class SpaceReservation:
     """What one loader has reserved in one space. For one thread at a time; a forked child begins without any."""
 
-    def __init__(
-        self, catalog: Catalog, budget: Budget, publisher: Publisher, leases: Leases, space: SpaceRow
-    ) -> None:  # fmt: skip
-        self._catalog, self._budget, self._publisher = catalog, budget, publisher
-        self._leases, self._space = leases, space
+    def __init__(self, publisher: Publisher, space: SpaceRow) -> None:
+        self._publisher, self._catalog, self._budget, self._space = publisher, publisher.catalog, publisher.budget, space
         self._row: Reservation | None = None
         self.promised = NOTHING
 
@@ -127,48 +124,31 @@ class SpaceReservation:
         used = NOTHING
         for item in items:
             used = used.plus(self._needed_by(item))
-        held: list[int] = []
-        try:
-            with faults(self._space.name, used.size), self._catalog.write() as txn:
-                kept = self._insert(txn, items, life, held)
+        with faults(self._space.name, used.size):
+            batch = [self._pending(item, life) for item in items]
+            with self._catalog.write() as txn:
+                kept = self._publisher.enter(txn, batch)
                 left = self._shrink(txn, used, more)
-                txn.leftovers = entries.any_leftovers(txn)
-        except BaseException:
-            for id in held:
-                self._leases.let_go_soon(id)
-            raise
         self._shrunk(left)
-        return [self._leases.adopt(entry) for entry in kept]
+        return [new.lease for new in kept if new.lease is not None]
 
     def _needed_by(self, item: Item) -> Need:
         if not isinstance(item.data, Lease):
             return self.need(len(item.data))
         source = item.data.entry
-        if not self._leases.is_own_file(item.data):
+        if not self._publisher.leases.is_own_file(item.data):
             raise errors.CacheFault(f"{source.key!r} cannot be linked: it is not a file of {self._publisher.root.path}", key=source.key)
         return Need(source.size, self._budget.room.charge(source.size), 1)
 
-    def _insert(self, txn: Txn, items: Sequence[Item], life: str, held: list[int]) -> list[Entry]:
-        ids = txn.new_ids(len(items))
-        slots = self._publisher.inserter.intend(ids)
-        several = []
-        for id, item in zip(ids, items, strict=True):
-            if self._leases.hold(id):  # before anybody can see it: an entry of life "held" that nobody holds is swept
-                held.append(id)
-            size, checksum, inline = self._create(id, item.data)
-            several.append(New(self._label(item, life), id, size, checksum, validator_of(item.session), inline))
-        return self._publisher.inserter.insert_many(txn, several, slots)
-
-    def _create(self, id: int, data: Buffer | Lease) -> tuple[int, bytes, bytes | None]:
-        """Create the file of a new entry. Returns its size and checksum, and the bytes if they are for the catalog instead."""
-        if isinstance(data, Lease):
-            blobs.link_blob(self._publisher.root, data.path, id)
-            return data.entry.size, data.entry.checksum, None
-        size, checksum = len(data), blobs.checksum_of(data)
-        if size <= INLINE:
-            return size, checksum, bytes(data)
-        blobs.write(self._publisher.root, id, data, checksum)
-        return size, checksum, None
+    def _pending(self, item: Item, life: str) -> Pending:
+        label, data, validator = self._label(item, life), item.data, validator_of(item.session)
+        if not isinstance(data, Lease):
+            return self._publisher.of_bytes(label, data, validator, leased=True)
+        root, path = self._publisher.root, data.path
+        return Pending(
+            label, "blob", data.entry.size, data.entry.checksum, validator, leased=True,
+            place=lambda txn, id: blobs.link_blob(root, path, id),
+        )  # fmt: skip
 
     def keep_large(self, item: Item, *, life: str = "cached") -> Lease:
         """`keep` for the bytes of one item, too many to be written while others wait to write."""
@@ -181,7 +161,7 @@ class SpaceReservation:
         with Writing(self._publisher, label, reserved=own) as writing:
             writing.begin(ObjectInfo("", size))
             writing.write(0, item.data)
-            return writing.publish_leased(self._leases, validator=validator_of(item.session))
+            return writing.publish_leased(validator=validator_of(item.session))
 
     def _label(self, item: Item, life: str) -> Label:
         return Label(self._space.id, self._space.name, item.key, life=life, meta=item.note)
