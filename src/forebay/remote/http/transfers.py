@@ -205,7 +205,6 @@ class Admission:
                 queue.idle.remove((permit, since))
                 queue.permits -= 1
                 permit.release()
-                queue.stop_waiting()  # a new request lets others look first
 
     def _call_at(self, moment: float) -> None:
         self.due = moment if self.due is None else min(self.due, moment)
