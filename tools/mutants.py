@@ -314,10 +314,9 @@ MUTANTS = (
         "scenarios/test_clocks.py::test_times_that_were_forged_make_nothing_fresh_for_ever",
     ),
     Mutant(
-        6, "a stopped process holds up the queue for connections",
-        "_engine.index.limits:QueuedRequest._are_those_before_stuck",
-        "self._sightings >= _SIGHTINGS", "False",
-        "engine/index/test_limits.py::test_a_process_that_is_stopped_while_it_waits_holds_nobody_up",
+        6, "a process takes back the connection that it gave up for others", "_engine.index.limits:ConnectionRequest._try",
+        "self._is_waiting or not limits.locks.is_locked(self._first + _WAITING)", "True",
+        "engine/index/test_limits.py::test_a_request_that_begins_lets_those_that_wait_look_first",
     ),
     Mutant(
         6, "a dead process's look-ahead still protects entries", "_engine.index.orders:Orders._is_used",
@@ -485,7 +484,7 @@ MUTANTS = (
         "engine/test_faults.py::test_s08_a_stopped_fetcher_is_named",
     ),
     Mutant(
-        11, "a wait for a connection is not logged", "_engine.index.limits:QueuedRequest._say",
+        11, "a wait for a connection is not logged", "_engine.index.limits:ConnectionRequest._say",
         "now >= self._say_at", "False",
         "engine/index/test_limits.py::test_a_wait_is_logged",
     ),

@@ -185,10 +185,10 @@ class Permit(Protocol):
 
 
 class PermitRequest(Protocol):
-    """A request for a permit. It keeps its turn among those of other processes from the first `try_take` to `cancel`."""
+    """A request for a permit. Other processes see that this one waits, from the first `try_take` that returns None to `cancel`."""
 
     def try_take(self) -> Permit | None:
-        """A permit, if one is free and no other process has waited for longer; None: not yet. Never waits; raises nothing."""
+        """A permit, if one is free; None: not yet. Never waits; raises nothing."""
 
     def cancel(self) -> None:
         """Wait no longer, and give back what an interrupted `try_take` took. Idempotent."""

@@ -1,4 +1,4 @@
-"""The limits that all processes share: who has a permit, who is next, and how many bytes a second there are."""
+"""The limits that all processes share: who has a permit, who waits for one, and how many bytes a second there are."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from forebay._engine.index import limits as limits_module
-from forebay._engine.index.limits import ConnectionPermit, NodeLimits, QueuedRequest
+from forebay._engine.index.limits import ConnectionPermit, ConnectionRequest, NodeLimits
 from forebay._engine.store import Settings, Store
 from tests.harness import opened
 from tests.processes import Child, Gate, Line, talk_to
@@ -42,7 +43,7 @@ def limits_of(store: Store, clock: Callable[[], int] = time.monotonic_ns) -> Nod
     return NodeLimits(store.root, store.engine.index.head, clock)
 
 
-def taken(request: QueuedRequest, seconds: float = 10) -> ConnectionPermit:
+def taken(request: ConnectionRequest, seconds: float = 10) -> ConnectionPermit:
     """Its permit, as soon as there is one."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -188,25 +189,43 @@ def test_two_requests_of_one_process_get_two_permits(store: Store) -> None:
     assert [request.try_take() is not None for request in requests] == [True, True, False]
 
 
-def test_the_process_that_has_waited_for_longest_is_next(store: Store) -> None:
+def test_a_request_that_begins_lets_those_that_wait_look_first(store: Store) -> None:
     clock = Clock()
     holders = [taken(limits_of(store).request(HOST)) for _ in range(2)]
-    waiting = []
-    for _ in range(3):
-        waiting.append(limits_of(store, clock).request(HOST))
-        assert waiting[-1].try_take() is None
-        clock.now += SECOND
+    waiting = limits_of(store, clock).request(HOST)
+    assert waiting.try_take() is None
     assert all(holder.is_wanted() for holder in holders)
     assert not holders[0].is_wanted(3600)
-    holders[0].release()
+    for holder in holders:
+        holder.release()
     late = limits_of(store, clock).request(HOST)
-    assert [request.try_take() for request in (late, *reversed(waiting[1:]))] == [None] * 3
-    first = waiting[0].try_take()
-    assert first is not None
-    waiting[1].cancel()
-    first.release()
     assert late.try_take() is None
-    assert waiting[2].try_take() is not None
+    assert waiting.try_take() is not None
+    assert late.try_take() is None
+    clock.now += SECOND // 20
+    assert late.try_take() is not None
+
+
+def test_a_released_permit_is_seen_at_once(store: Store) -> None:
+    clock = Clock()
+    holders = [taken(limits_of(store, clock).request(HOST)) for _ in range(2)]
+    waiting = limits_of(store, clock).request(HOST)
+    assert waiting.try_take() is None
+    clock.now += 1
+    holders[0].release()
+    assert waiting.try_take() is not None
+
+
+def test_others_are_told_that_a_process_waits_while_one_of_its_threads_does(store: Store) -> None:
+    holder, _ = (taken(limits_of(store).request(HOST)) for _ in range(2))
+    limits = limits_of(store)
+    first, second = limits.request(HOST), limits.request(HOST)
+    assert (first.try_take(), second.try_take()) == (None, None)
+    first.cancel()
+    first.cancel()
+    assert holder.is_wanted()
+    second.cancel()
+    assert not holder.is_wanted()
 
 
 def test_a_request_that_is_cancelled_is_waited_for_no_longer(store: Store) -> None:
@@ -219,21 +238,21 @@ def test_a_request_that_is_cancelled_is_waited_for_no_longer(store: Store) -> No
     assert not holders[1].is_wanted()
 
 
-@pytest.mark.parametrize("step", ["locked", "counted"])
+@pytest.mark.parametrize("step", ["locked", "returned"])
 def test_a_permit_that_an_interrupt_kept_from_the_caller_is_given_back(store: Store, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store.configure(Settings(max_connections=1))
     limits = limits_of(store)
     request, try_lock = limits.request(HOST), limits.locks.try_lock
 
     def interrupted(*arguments: object, **named: object) -> bool:
-        assert step == "counted" or try_lock(*arguments, **named)  # type: ignore[arg-type]
+        assert step == "returned" or try_lock(*arguments, **named)  # type: ignore[arg-type]
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         if step == "locked":
             patch.setattr(limits.locks, "try_lock", interrupted)
         else:
-            patch.setattr(limits, "clock", interrupted)
+            patch.setattr(limits_module, "ConnectionPermit", interrupted)
         request.try_take()
     request.cancel()
     permit = limits_of(store).request(HOST).try_take()
@@ -288,36 +307,36 @@ def test_the_permit_of_a_killed_process_is_free(store: Store) -> None:
         taken(request).release()
 
 
-def test_a_killed_process_is_waited_for_no_longer(store: Store) -> None:
+def test_a_killed_process_waits_no_longer(store: Store) -> None:
     def wait(line: Line) -> None:
         line.say(store.limits.request(HOST).try_take())
         line.hear()
 
-    mine = [taken(limits_of(store).request(HOST)) for _ in range(2)]
+    holder, _ = (taken(limits_of(store).request(HOST)) for _ in range(2))
     with talk_to(wait) as child:
         assert child.hear() is None
-        request = limits_of(store).request(HOST)
-        assert request.try_take() is None
-        mine[0].release()
-        assert request.try_take() is None, "the other process has waited for longer"
+        assert holder.is_wanted()
         child.signal(signal.SIGKILL)
         child.wait()
-        assert request.try_take() is not None
+        assert not holder.is_wanted()
 
 
-def test_a_process_that_is_stopped_while_it_waits_holds_nobody_up(store: Store) -> None:
-    clock = Clock()
-    mine = [taken(limits_of(store, clock).request(HOST)) for _ in range(2)]
-    stopped = limits_of(store, clock).request(HOST)
-    assert stopped.try_take() is None  # and never asks again
-    clock.now += SECOND
-    request = limits_of(store, clock).request(HOST)
-    assert request.try_take() is None
-    mine[0].release()
-    for _ in range(2):
-        assert request.try_take() is None
-        clock.now += SECOND // 20
-    assert request.try_take() is not None
+def test_each_of_several_processes_gets_its_turn(store: Store) -> None:
+    """Each of them releases its permit only because another one wants it, and wants one again at once."""
+    store.configure(Settings(max_connections=1))
+
+    def work(line: Line) -> None:
+        while True:
+            permit = taken(store.limits.request(HOST), 60)
+            line.say()
+            while not permit.is_wanted():
+                time.sleep(0.001)
+            permit.release()
+
+    with ExitStack() as stack:
+        children = [stack.enter_context(talk_to(work)) for _ in range(4)]
+        for child in children * 5:
+            child.hear()
 
 
 def test_a_fork_neither_takes_nor_frees_permits(store: Store) -> None:
@@ -410,9 +429,9 @@ def test_two_that_only_read_never_share_a_permit(store: Store) -> None:
     try:
         one, other = limits_of(reading), limits_of(reading)
         request = one.request(HOST)
-        assert other.locks.try_lock(request._permits, exclusive=False)  # it has not looked again yet
+        assert other.locks.try_lock(request._first, exclusive=False)  # it has not looked again yet
         assert request.try_take() is None
-        other.locks.unlock(request._permits)
+        other.locks.unlock(request._first)
         taken(request).release()
     finally:
         reading.close()

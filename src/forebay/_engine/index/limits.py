@@ -1,12 +1,11 @@
 """Limits on transfers that all processes of the node share: bytes a second from remotes, and connections to a host.
 
-The catalog has the limits that users set; a copy of them, and the state of the rate, are words of the head, which every process has
-mapped. Which process has a connection, and which one waits for one, is expressed by locks on bytes of ``locks/transfers`` alone, which
-the kernel releases when a process dies:
+The catalog has the limits that users set. A copy of them, the time of the last release of a permit, and the state of the rate are words of
+the head, which every process has mapped. Which process has a connection, and which one waits, is expressed by locks on bytes of
+``locks/transfers`` alone, which the kernel releases when a process dies. Each host has a range of bytes:
 
-- A permit for a connection to a host is one of the first ``max_connections`` bytes of a range that belongs to the host.
-- A process that waits for a permit holds a lock on a byte of a second range, at the time since when it waits: it is the first if no byte
-  before it is locked.
+- A permit for a connection is one of the first ``max_connections`` bytes. It goes to whoever looks first.
+- A process that waits for a permit shares a lock on the last byte, so that others release what they do not use.
 
 The rate is a token bucket in one word: the time until which all bytes that were granted are paid for. A process reserves the bytes of
 5 ms at once, from that time on, and moves it on. It does so without a lock: of two processes that do it in the same microsecond
@@ -31,15 +30,11 @@ SHARES = 200
 """A process reserves this part of a second's bytes at once."""
 _SECOND = 1_000_000_000
 _SCAN_AGAIN = _SECOND // 20  # a permit of a killed process is noticed after so long, a released one at once
-_SIGHTINGS, _SIGHTED_AFTER = 3, _SECOND // 20
-"""A process that has seen permits so often, at such intervals, which nobody took, no longer waits for those before it: the first of them
-may have been stopped, as by a debugger."""
 _BURST = _SECOND // 10  # what may be caught up after a pause
 _AHEAD = 2 * _SECOND  # further ahead nothing is reserved: 400 processes
 _BELIEVED = 3 * _SECOND  # further ahead is damage, or of another boot
 _KEPT = _SECOND  # unused bytes of a reservation are lost after so long
-_PERMIT_BITS, _HOST_BITS = 16, 40
-_QUEUES, _TURN_BITS, _QUEUE_BITS = 1 << 62, 38, 24  # the second range; milliseconds of nine years; hosts
+_RANGE, _WAITING, _HOSTS = 1 << 16, 0xFFFF, 1 << 40  # bytes of a host; that of those that wait: there are at most 65,535 permits
 _NO_BYTE = -1
 _SAY_AFTER, _SAY_EVERY = 5 * _SECOND, 60 * _SECOND
 NAMED = 4  # processes, in an error
@@ -75,50 +70,29 @@ class NodeLimits:
 
     # -- connections -----------------------------------------------------------------------------------------------
 
-    def request(self, host_name: str) -> QueuedRequest:
+    def request(self, host_name: str) -> ConnectionRequest:
         """Request a permit for a connection to a host. See `remote.base.Limits`."""
-        return QueuedRequest(self, host_name)
+        return ConnectionRequest(self, host_name)
 
     def holders(self, host_name: str) -> str:
         """See `remote.base.Limits`."""
-        permits, limit = _offsets(host_name)[0], self.in_force()[1]
-        pids = locks.holders(self._path, permits, length=max(limit, 1))
+        pids = locks.holders(self._path, _first_byte(host_name), length=max(self.in_force()[1], 1))
         named = ", ".join(map(locks.describe_process, pids[:NAMED]))
         return f"{named} and {len(pids) - NAMED:,} more" if len(pids) > NAMED else named or "an unknown process"
 
-    def try_permit(self, permits: int, limit: int, note: Callable[[int], None]) -> int | None:
-        """Lock one of the first ``limit`` bytes from ``permits`` on. Raises OSError. ``note`` is called before each is locked: an interrupt
-        may come before its number is returned."""
-        for number in range(limit):
-            if self.locks.held(permits + number):
-                continue  # also of a shared lock, of which this process could take any number
-            note(number)
-            if self.locks.try_lock(permits + number, exclusive=not self._read_only):
-                # Of two processes that share a lock, both may have looked before the other one locked: so each looks again.
-                if not self._read_only or not self.locks.is_locked(permits + number):
-                    return number
-                self.locks.unlock(permits + number)
-        return None
+    def try_permit(self, offset: int) -> bool:
+        """Lock the byte of a permit, which this process does not have. Raises OSError."""
+        if not self.locks.try_lock(offset, exclusive=not self._read_only):
+            return False
+        # Of two processes that share a lock, both may have looked before the other one locked: so each looks again.
+        if self._read_only and self.locks.is_locked(offset):
+            self.locks.unlock(offset)
+            return False
+        return True
 
-    def queue_up(self, queue: int) -> int:
-        """Lock the byte of the present time from ``queue`` on, or the next free one; returns its number. Raises OSError."""
-        turn = self.clock() // 1_000_000 % (1 << _TURN_BITS)
-        while not self.locks.try_lock(queue + turn, exclusive=not self._read_only):
-            turn += 1
-        return turn
-
-    def is_any_before(self, queue: int, turn: int = 1 << _TURN_BITS) -> bool:
-        """Whether another process has waited for longer than since ``turn``; by default, whether any waits. Raises OSError."""
-        return turn > 0 and self.locks.first_locked(queue, queue + turn - 1) is not None
-
-    def is_any_free(self, permits: int, limit: int) -> bool:
-        """Whether a permit could be had now. Raises OSError."""
-        offsets = range(permits, permits + limit)
-        return any(not (self.locks.held(offset) or self.locks.is_locked(offset)) for offset in offsets)
-
-    def release(self, permit: int) -> None:
-        """Unlock a permit, and let waiting processes know."""
-        self.locks.unlock(permit)
+    def release(self, offset: int) -> None:
+        """Unlock the byte of a permit, and let waiting processes know."""
+        self.locks.unlock(offset)
         if not self._read_only:
             try:
                 words, base = self._head.limit_words()
@@ -189,68 +163,62 @@ class NodeLimits:
         self._begin()
 
 
-def _offsets(host_name: str) -> tuple[int, int]:
-    """Where the permits of a host begin, and those that wait for them."""
+def _first_byte(host_name: str) -> int:
+    """Where the range of a host begins."""
     digest = int.from_bytes(hashlib.blake2s(host_name.encode("utf-8", "replace"), digest_size=8).digest())
-    return (digest & ((1 << _HOST_BITS) - 1)) << _PERMIT_BITS, _QUEUES + (digest >> _HOST_BITS << _TURN_BITS)
+    return digest % _HOSTS * _RANGE
 
 
-class QueuedRequest:
+class ConnectionRequest:
     """One request for a permit: see `remote.base.PermitRequest`. Not for several threads at once."""
 
     def __init__(self, limits: NodeLimits, host_name: str) -> None:
         self._limits, self._host = limits, host_name
-        self._permits, self._queue = _offsets(host_name)
-        self._turn: int | None = None
+        self._first = _first_byte(host_name)
+        self._is_waiting = False
         self._taking = _NO_BYTE  # the permit that `try_take` may have taken and not returned
-        self._scanned: tuple[int, int] | None = None  # the last release before the last scan, and the limit then
-        self._scan_at = self._sight_at = self._sightings = 0
+        self._released, self._scan_at = -1, 0  # the last release as of the last scan, and when to scan without another
         self._began = limits.clock()
         self._say_at = self._began + _SAY_AFTER
 
     def try_take(self) -> ConnectionPermit | None:
-        """A permit, if one is free and no other process has waited for longer; None: not yet. Never waits."""
+        """A permit, if one is free; None: not yet. Never waits."""
         limit = self._limits.in_force()[1]
-        number: int | None = _NO_BYTE
+        has_one = not limit
         if limit:
             try:
-                number = self._try(limit)
+                has_one = self._try(limit)
             except (CacheFault, OSError) as error:
-                self._taking = _NO_BYTE
+                self._taking, has_one = _NO_BYTE, True
                 log.info("connections to %s are not limited: %s", self._host, str(error))
-        if number is None:
-            self._taking = _NO_BYTE
+        if not has_one:
             self._say(limit)
             return None
-        self._leave_queue()
-        permit = ConnectionPermit(self._limits, self._permits, self._queue, number)
+        self._wait_no_longer()
+        permit = ConnectionPermit(self._limits, self._first, self._taking)
         self._taking = _NO_BYTE
         return permit
 
-    def _try(self, limit: int) -> int | None:
-        limits, turn = self._limits, self._turn
-        if turn is None:
-            number = None if limits.is_any_before(self._queue) else limits.try_permit(self._permits, limit, self._note)
-            if number is None:
-                self._turn = limits.queue_up(self._queue)
-            return number
-        now = limits.clock()
-        if limits.is_any_before(self._queue, turn) and not self._are_those_before_stuck(limit, now):
-            return None
-        scan = limits.last_release(), limit
-        if scan == self._scanned and now < self._scan_at:
-            return None
-        self._scanned, self._scan_at = scan, now + _SCAN_AGAIN
-        return limits.try_permit(self._permits, limit, self._note)
-
-    def _note(self, number: int) -> None:
-        self._taking = number
-
-    def _are_those_before_stuck(self, limit: int, now: int) -> bool:
-        if now >= self._sight_at:
-            self._sight_at = now + _SIGHTED_AFTER
-            self._sightings = self._sightings + 1 if self._limits.is_any_free(self._permits, limit) else 0
-        return self._sightings >= _SIGHTINGS
+    def _try(self, limit: int) -> bool:
+        """Whether there is a permit: the one that is noted as taken. Raises `CacheFault` and OSError."""
+        limits, now = self._limits, self._limits.clock()
+        released = limits.last_release()
+        if released == self._released and now < self._scan_at:
+            return False
+        self._released, self._scan_at = released, now + _SCAN_AGAIN
+        # Others who wait look first: else a process that releases a permit and wants one again would have it before they look.
+        if self._is_waiting or not limits.locks.is_locked(self._first + _WAITING):
+            for offset in range(self._first, self._first + limit):
+                if limits.locks.held(offset):
+                    continue  # also by a shared lock, of which this process could take any number
+                self._taking = offset  # before it is locked: an interrupt may come before this is known
+                if limits.try_permit(offset):
+                    return True
+            self._taking = _NO_BYTE
+        if not self._is_waiting:
+            self._is_waiting = True  # first: of an interrupt in between, nothing is left behind
+            limits.locks.try_lock(self._first + _WAITING, exclusive=False)
+        return False
 
     def _say(self, limit: int) -> None:
         now = self._limits.clock()
@@ -264,36 +232,36 @@ class QueuedRequest:
         nothing."""
         taking, self._taking = self._taking, _NO_BYTE
         if taking != _NO_BYTE:
-            self._limits.release(self._permits + taking)
-        self._leave_queue()
+            self._limits.release(taking)
+        self._wait_no_longer()
 
-    def _leave_queue(self) -> None:
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            self._limits.locks.unlock(self._queue + turn)
+    def _wait_no_longer(self) -> None:
+        if self._is_waiting:
+            self._is_waiting = False
+            self._limits.locks.unlock(self._first + _WAITING)
 
 
 class ConnectionPermit:
     """The right to one connection to a host, until `release`: see `remote.base.Permit`."""
 
-    def __init__(self, limits: NodeLimits, permits: int, queue: int, number: int) -> None:
-        self._limits, self._permits, self._queue, self._number = limits, permits, queue, number
+    def __init__(self, limits: NodeLimits, first: int, offset: int) -> None:
+        self._limits, self._first, self._offset = limits, first, offset
         self._since = limits.clock()
 
     def is_wanted(self, after: float = 0.0) -> bool:
         """Whether it should be released: another process waits and this one has had it for ``after`` seconds, or there are fewer now."""
-        limit = self._limits.in_force()[1]
+        limits, limit = self._limits, self._limits.in_force()[1]
         if not limit:
             return False
-        if not 0 <= self._number < limit:
+        if not 0 <= self._offset - self._first < limit:
             return True
         try:
-            return self._limits.clock() - self._since >= after * _SECOND and self._limits.is_any_before(self._queue)
+            return limits.clock() - self._since >= after * _SECOND and limits.locks.is_locked(self._first + _WAITING)
         except OSError:
             return False
 
     def release(self) -> None:
         """Let another process have it. Idempotent."""
-        number, self._number = self._number, _NO_BYTE
-        if number != _NO_BYTE:
-            self._limits.release(self._permits + number)
+        offset, self._offset = self._offset, _NO_BYTE
+        if offset != _NO_BYTE:
+            self._limits.release(offset)

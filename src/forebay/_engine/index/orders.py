@@ -58,7 +58,7 @@ class Orders:
         self._lock: locks.LockFile | None = None
         self._others: list[memoryview] = []
         self._tables = [SharedTable(root, root.shared_dir / f"order-{number}", b"FBORDR01", BUCKETS + _PROBES) for number in range(TABLES)]
-        self._number, self._look_at = -1, 0.0
+        self._look_at = 0.0
         self._position = self._pace = 0
         self._measured = 0, time.monotonic_ns()
         host.at_fork(self)
@@ -114,24 +114,22 @@ class Orders:
     # -- the files -------------------------------------------------------------------------------------------------
 
     def _claim(self) -> None:
-        for number, table in enumerate(self._tables):
+        for table in self._tables:
             words = table.create()
             lock = locks.LockFile(table.path, self._root.files.open)
             if lock.try_lock(0, exclusive=True):
                 words[_POSITION:] = memoryview(bytes(words.nbytes - 8 * _POSITION)).cast("Q")
                 words[_MOVED] = time.monotonic_ns()
-                self._number, self._words, self._lock = number, words, lock
+                self._words, self._lock = words, lock
                 return
 
     def _look(self) -> None:
         """Look which other look-aheads there are."""
         self._look_at = time.monotonic() + LOOK_AGAIN
         self._others = []
-        for number, table in enumerate(self._tables):
-            if number == self._number and self._words is not None:
-                continue
+        for table in self._tables:
             words = table.words()
-            if words is not None and self._is_used(table):
+            if words is not None and words is not self._words and self._is_used(table):
                 self._others.append(words)
 
     def _is_used(self, table: SharedTable) -> bool:
