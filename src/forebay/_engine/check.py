@@ -20,7 +20,6 @@ from forebay._engine.index.records import RECORDS, EntryIndex
 from forebay._engine.locks.fill import Fill
 from forebay._engine.reading import Reading
 from forebay._engine.space.eviction import Eviction
-from forebay._kernel import locks
 from forebay._kernel.below import LinkInTheWay
 from forebay._model import Entry, Problem, Strays
 from forebay.errors import Damaged
@@ -239,13 +238,9 @@ def _check_samples(root: Root, entry: Entry) -> Iterator[Problem]:
 def _empty_samples(root: Root, id: int) -> None:
     """Empty the slots of damaged records so that they can be filled again. Takes the slots' locks, as writers do."""
     words = pack_files.map_index(root, id, None, writable=True)
-    claims = locks.Claims(root.pack(id) / "index", root.files.open)
-    try:
-        for slot in pack_files.bad_slots(root, id, words):
-            cells = pack_files.cells_of(words)
-            pack_files.empty_slot(cells, claims, slot, cells[slot])
-    finally:
-        claims.close()
+    cells = pack_files.cells_of(words)
+    for slot in pack_files.bad_slots(root, id, words):
+        pack_files.empty_slot(root, id, cells, slot, cells[slot])
 
 
 def repair(
@@ -283,11 +278,11 @@ def _repair_segments(root: Root, catalog: Catalog) -> None:
 
 
 def adopt_segments(root: Root, txn: Txn) -> None:
-    """Give a row to each segment without one: a crash of the machine lost it. Its records are read, and nothing is appended."""
+    """Give a row to each segment without one, which a crash of the machine lost. It counts as open: a process may append to it."""
     rows = {(row.pack, row.number) for row in segments.every(txn)}
     for (id,) in txn.all("SELECT id FROM entries WHERE kind = 'pack'"):
         for number, _, status in _unnamed_segments(root, id, rows):
-            segments.put(txn, segments.Segment(id, number, None, status.st_size, status.st_blocks * 512, status.st_size))
+            segments.open_one(txn, id, number, status.st_size)
 
 
 def _unnamed_segments(root: Root, id: int, rows: Container[tuple[int, int]]) -> Iterator[tuple[int, Path, os.stat_result]]:

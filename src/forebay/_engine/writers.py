@@ -15,7 +15,6 @@ from forebay._engine.packs.packing import Packing
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.ranking import Ranking
-from forebay._engine.space.segment_tails import SegmentTails
 from forebay._engine.write.insert import Label
 from forebay._engine.write.link import Linker
 from forebay._engine.write.publish import Publisher
@@ -35,11 +34,10 @@ class Writers:
         self.fill = Fill(root, catalog, owners, words, counters)
         self.eviction = Eviction(root, catalog, index, leases, words)
         self.ranking = Ranking(catalog, index, adaptive)
-        self.tails = SegmentTails(root, catalog, owners)
-        self.budget = Budget(root, catalog, owners, self.eviction, self.ranking, words, counters, memo, self.tails)
+        self.budget = Budget(root, catalog, owners, self.eviction, self.ranking, words, counters, memo)
         self.publisher = Publisher(root, catalog, index, adaptive, owners, self.budget, self.eviction)
         self.linker = Linker(root, catalog, index, self.eviction, self.publisher)
-        self.packing = Packing(root, catalog, leases, owners, self.budget, self.publisher, self.tails)
+        self.packing = Packing(root, catalog, leases, self.budget, self.publisher)
 
     def close(self) -> None:
         self.fill.close()
@@ -54,5 +52,5 @@ class Writers:
         self.budget.after_fork_parent()
 
     def after_fork_child(self) -> None:
-        for part in (self.budget, self.fill, self.ranking, self.tails):
+        for part in (self.budget, self.fill, self.ranking):
             part.after_fork_child()

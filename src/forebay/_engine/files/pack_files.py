@@ -7,8 +7,9 @@ each slot, a hint of the length of its record: see `pack_records.length_hint`. A
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from forebay._engine.files import pack_records
 from forebay._engine.files.layout import PAGE, Root, parse_directory_name
@@ -126,15 +127,45 @@ def note_number(root: Root, words: memoryview, number: int) -> None:
     host.set_word(words, _NUMBER, root.epoch_tag << 24 | number)
 
 
-def empty_slot(cells: memoryview, claims: locks.Claims, slot: int, word: int) -> None:
+def claims(root: Root, id: int) -> locks.Claims:
+    """For the locks on the bytes of an index: one for each slot, and see `byte_of`. Raises OSError."""
+    return locks.Claims(root.pack(id) / "index", root.files.open)
+
+
+def byte_of(number: int) -> int:
+    """The byte of the index, far beyond its end, that the writer of a segment holds."""
+    return 1 << 40 | number
+
+
+def unlocked(root: Root, id: int, numbers: Sequence[int]) -> list[int]:
+    """Those of some segments, in order, that no process holds: see `byte_of`. None where the index is gone or cannot be opened now."""
+    index = locks.LockFile(root.pack(id) / "index", root.files.open, writable=False)
+    try:
+        locked = index.locked_among([byte_of(number) for number in numbers])
+    except OSError:
+        return []
+    finally:
+        index.close()
+    return [number for number in numbers if byte_of(number) not in locked]
+
+
+def empty_slot(root: Root, id: int, cells: memoryview, slot: int, word: int) -> None:
     """Empty a slot whose record is damaged, if it still has this word, so that it can be filled again. Does nothing while another
-    process fills it."""
-    if claims.try_claim(slot):
-        try:
-            if cells[slot] == word:
-                host.set_word(cells, slot, 0)
-        finally:
-            claims.let_go(slot)
+    process fills it. Raises OSError."""
+    mine = claims(root, id)
+    try:
+        if mine.try_claim(slot) and cells[slot] == word:
+            host.set_word(cells, slot, 0)
+    finally:
+        mine.close()
+
+
+def segment_length(root: Root, id: int, number: int) -> int:
+    """The length of a segment's file, which is what can be appended up to; 0: it is gone."""
+    try:
+        return root.files.lstat(segment_path(root, id, number)).st_size
+    except FileNotFoundError:
+        return 0
 
 
 def open_segment(root: Root, id: int, number: int) -> int:
@@ -166,10 +197,9 @@ def make_segment(root: Root, id: int, number: int, capacity: int) -> int:
     return host.out_of_the_way(fd)
 
 
-def punch_segment(root: Root, id: int, number: int, tail: int, capacity: int) -> int:
-    """Free the blocks after ``tail``; returns the bytes that stay. Caller: is its only writer, or holds the writer lock."""
+def punch_segment(root: Root, id: int, number: int, tail: int) -> int:
+    """Free the blocks after ``tail``, or remove a segment without records; returns the bytes that stay. Caller: holds its byte."""
     path = segment_path(root, id, number)
-    kept = -(-tail // PAGE) * PAGE
     if tail <= pack_records.START:
         root.files.unlink(path)
         return 0
@@ -178,31 +208,48 @@ def punch_segment(root: Root, id: int, number: int, tail: int, capacity: int) ->
     except FileNotFoundError:
         return 0
     try:
-        if kept < capacity:
-            host.punch(fd, kept, capacity - kept)
-        return min(kept, capacity)
+        length = os.fstat(fd).st_size
+        kept = min(-(-tail // PAGE) * PAGE, length)
+        if kept < length:
+            host.punch(fd, kept, length - kept)
+        return kept
     finally:
         os.close(fd)
 
 
-def find_tail(root: Root, id: int, number: int, words: memoryview) -> int:
-    """The end of the last record of a segment that the index names and that is there. ``words``: of the index. The segment's writer is
-    dead, so nothing changes meanwhile."""
-    low, high = number << 40, (number + 1) << 40
-    named = sorted((word, slot) for slot, word in enumerate(cells_of(words).tolist()) if low <= word < high)
+class SegmentEnd(NamedTuple):
+    """Where the records of a segment end. Not ``is_sound``: the last word leads to no record, so nothing may be appended."""
+
+    tail: int
+    is_sound: bool
+
+
+def find_ends(root: Root, id: int, numbers: Iterable[int], words: memoryview) -> dict[int, SegmentEnd]:
+    """The ends of segments, as the index and their records have them. ``words``: of the index. Reads all words. Caller: holds the bytes of
+    the segments."""
+    last, slots, cells = dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), cells_of(words)
+    for first in range(0, len(cells), PAGE):  # all at once would take four times the index
+        for slot, word in enumerate(cells[first : first + PAGE].tolist(), first):
+            if word >> 40 in last and word > last[word >> 40]:
+                last[word >> 40], slots[word >> 40] = word, slot
+    return {number: _end_of(root, id, last[number], slots[number]) for number in last}
+
+
+def _end_of(root: Root, id: int, word: int, slot: int) -> SegmentEnd:
+    """The end of the record that the last word of a segment leads to; 0: there is none."""
+    if not word:
+        return SegmentEnd(pack_records.START, True)
+    number, offset = pack_records.place_of(word)
     try:
         fd = open_segment(root, id, number)
     except FileNotFoundError:
-        return pack_records.START
+        return SegmentEnd(pack_records.START, False)
     try:
-        for word, slot in reversed(named):  # the last, unless a crash of the machine lost it
-            _, offset = pack_records.place_of(word)
-            length = pack_records.length_in(os.pread(fd, pack_records.HEADER, offset), pack_records.seed_of(id), slot)
-            if length is not None:
-                return offset + pack_records.footprint(length)
+        length = pack_records.length_in(os.pread(fd, pack_records.HEADER, offset), pack_records.seed_of(id), slot)
     finally:
         os.close(fd)
-    return pack_records.START
+    # A crash of the machine lost it, and readers empty its slot. What lies before it stays.
+    return SegmentEnd(offset, False) if length is None else SegmentEnd(offset + pack_records.footprint(length), True)
 
 
 def bad_slots(root: Root, id: int, words: memoryview) -> list[int]:

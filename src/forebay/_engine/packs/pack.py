@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from forebay import errors
 from forebay._engine.files import pack_files, pack_records
@@ -24,15 +24,23 @@ from forebay._engine.files.root import Root
 from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
 from forebay._engine.index.head import SharedHead
 from forebay._engine.locks.leases import Lease
-from forebay._engine.packs.packing import SegmentRequest
-from forebay._engine.packs.segments import GONE, MANY_HITS, Appender, Finder, Mapped, Records, Segments, finder
-from forebay._kernel import host, locks, mappings
+from forebay._engine.packs.packing import Appender
+from forebay._engine.packs.segments import GONE, MANY_HITS, Finder, Mapped, Records, finder
+from forebay._kernel import host, mappings
 from forebay._model import Buffer
 
 MAPPED = 1 << 20
 """From this size on a private mapping costs less than a copy; pages are copied once they are written to."""
 ASK_AGAIN = 2.0
 """Seconds after which a writer that got no space asks again, even if nothing was evicted meanwhile."""
+
+
+class Segments(Protocol):
+    """Gives a pack the segments that it appends to: see `Packs`."""
+
+    def take_segment(self, pack: int, space: int, words: memoryview, need: int) -> Appender: ...
+
+    def leave_segment(self, pack: int, appender: Appender) -> None: ...
 
 
 class Unencodable(Exception):
@@ -76,7 +84,7 @@ class Pack:
 
     def after_fork_child(self) -> None:
         if self._appender is not None:
-            self._appender.abandon()
+            self._appender.close()
         self._mapped.after_fork_child()
         self._begin()
         self.finder().take()
@@ -180,11 +188,7 @@ class Pack:
         if self._root.read_only or not self._can_append():
             return
         with contextlib.suppress(OSError):  # the root is gone, and the damaged record with it
-            claims = locks.Claims(self._root.pack(self.id) / "index", self._root.files.open)
-            try:
-                pack_files.empty_slot(self._cells, claims, slot, word)
-            finally:
-                claims.close()
+            pack_files.empty_slot(self._root, self.id, self._cells, slot, word)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -271,29 +275,21 @@ class Pack:
         if self._is_refused(need):
             return None
         self.flush_counts()
-        room = SegmentRequest(self.id, self._space, self._words, self._words[pack_files.QUOTA] or None)
-        full, self._appender = self._appender, None
+        self._leave_locked()
         try:
-            taken = self._segments.take_segment(room, need, (full.number, full.tail) if full is not None else None)
+            self._appender = self._segments.take_segment(self.id, self._space, self._words, need)
         except errors.NoSpace:
             self._refuse(need)
-            raise
-        finally:
-            if full is not None:
-                full.close()
-        try:
-            self._appender = Appender(self._segments, taken, locks.Claims(self._root.pack(self.id) / "index", self._root.files.open))
-        except OSError:
-            os.close(taken.fd)
-            self._segments.forget_segment(taken.ticket)
             raise
         return self._appender
 
     def _leave_locked(self) -> None:
         appender, self._appender = self._appender, None
         if appender is not None:
-            self._segments.leave_segment(self.id, appender.number, appender.tail)
-            appender.close()
+            try:
+                self._segments.leave_segment(self.id, appender)
+            finally:
+                appender.close()
 
     @property
     def admits(self) -> bool:
