@@ -79,6 +79,21 @@ def test_further_puts_over_several_segments(scene: NewScene) -> None:
     scene(MiB).play(lambda store: fill(store, 0), lambda store: fill(store, *range(1, 8)), lambda store: is_whole(store, 0), least=30)
 
 
+def test_who_appends_after_a_death_overwrites_nothing(scene: NewScene) -> None:
+    """What a reader has found stays as it was, and the segments of the dead are used up before new ones."""
+
+    def after(store: Store) -> None:
+        with array(store) as reader:
+            found = {slot: view for slot in BODIES if (view := reader.find(slot)) is not None}
+            fill(store, *BODIES)
+            assert all(view == BODIES[slot] for slot, view in found.items())
+            assert all(reader.find(slot) == body for slot, body in BODIES.items())
+            assert len(os.listdir(store.root.pack(reader.id))) <= 1 + 5  # of 32 KiB, with 3 samples in each
+        is_whole(store, *BODIES)
+
+    scene(MiB).play(lambda store: fill(store, 0), lambda store: fill(store, 1, 2, 3, 4), after, least=25)
+
+
 def test_the_next_writer_goes_on_where_the_dead_one_was(scene: NewScene) -> None:
     """Nothing of what the dead one took is lost: his segment is taken over, and the records in it stay."""
 
