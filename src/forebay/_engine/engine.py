@@ -318,7 +318,7 @@ class Engine:
         is_older = 0 < head.words()[NEXT] - number_below(spaces.setting(self.catalog, "next_id"), "next_id", NUMBERS) < SKIPPED
         if epoch != self.root.epoch or head.epoch != number or is_older:
             from forebay._engine import check
-            from forebay._engine.catalog import failures, segments
+            from forebay._engine.catalog import failures
             from forebay._engine.space import segment_tails
 
             if is_older or (epoch and epoch != self.root.epoch):
@@ -329,13 +329,11 @@ class Engine:
             if lacking and epoch == self.root.epoch:
                 log.warning("%s: records of %d entries were lost: when they were used is unknown", self.root.path, lacking)
             check.remove_strays(self.root, self.catalog, self.writers.eviction, self.writers.fill)
+            segment_tails.measure(self.root, self.catalog)
             with self.catalog.write() as txn:
-                segments.open_all(txn)
-                check.adopt_segments(self.root, txn)
                 if spaces.setting(txn, "boot") != self.root.epoch:  # else another process was first
                     failures.forget(txn)
                     spaces.set_setting(txn, "boot", self.root.epoch)
-            segment_tails.reclaim(self.root, self.catalog)
             head.epoch = number
         self._epoch_began = True
 

@@ -26,6 +26,10 @@ def _sound(rows: Rows, several: list[Any]) -> list[Segment]:
     return [Segment(*row) for row in several if checked.segment(rows, row)]
 
 
+def packs(rows: Rows) -> list[int]:
+    return [row[0] for row in rows.all("SELECT id FROM entries WHERE kind = 'pack'") if checked.is_number(row[0])]
+
+
 def last(rows: Rows, pack: int) -> int:
     """The highest number of a segment of this pack; 0: it has none."""
     return int(rows.one("SELECT coalesce(max(number), 0) FROM segments WHERE pack = ?", pack)[0])
@@ -46,7 +50,7 @@ def every(rows: Rows) -> list[Segment]:
 
 
 def open_all(txn: Txn) -> None:
-    """Have every segment measured again: see `segment_tails.reclaim`."""
+    """Have `segment_tails.reclaim` measure every segment."""
     txn.run("UPDATE segments SET open = 1")
 
 

@@ -7,6 +7,7 @@ each slot, a hint of the length of its record: see `pack_records.length_hint`. A
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -35,9 +36,8 @@ def cells_of(words: memoryview) -> memoryview:
 
 
 def hints_of(words: memoryview) -> memoryview:
-    """The hints of lengths, of an index; none in an index of a version that had none."""
-    begin, length = HEADER_WORDS + words[_LENGTH], words[_LENGTH]
-    return words[begin : begin + length] if len(words) >= begin + length else words[:0]
+    """The hints of lengths, of an index."""
+    return words[HEADER_WORDS + words[_LENGTH] : HEADER_WORDS + 2 * words[_LENGTH]]
 
 
 def build(root: Root, id: int, length: int, *, keyhash: int = 0) -> None:
@@ -85,9 +85,9 @@ def map_index(root: Root, id: int, length: int | None, *, writable: bool) -> mem
     try:
         if length is None:
             length = int.from_bytes(os.pread(fd, 8, 24), "little")
-        size, right = os.fstat(fd).st_size, index_size(length)
-        if size not in (right, index_size(-(-length // 2))):
-            raise Damaged(f"{path} has {size} bytes where {right} are right", key=str(path))
+        size = os.fstat(fd).st_size
+        if size != index_size(length):
+            raise Damaged(f"{path} has {size} bytes where {index_size(length)} are right", key=str(path))
         words = mappings.words(mappings.map_file(fd, size, writable=writable))
     finally:
         os.close(fd)
@@ -100,14 +100,14 @@ def segment_path(root: Root, id: int, number: int) -> Path:
     return root.pack(id) / f"{number:08d}"
 
 
-def list_segments(root: Root, id: int) -> list[tuple[int, Path]]:
-    """The segments of a pack that are there, as ``(number, path)``."""
+def list_segments(root: Root, id: int) -> list[int]:
+    """The numbers of the segments of a pack that are there."""
     try:
         names = root.files.names_in(root.pack(id))
     except (FileNotFoundError, LinkInTheWay):
         return []
-    found = [(int(name), root.pack(id) / name) for name in names if name.isdecimal()]
-    return [(number, path) for number, path in found if 0 < number <= pack_records.MAX_SEGMENT and path == segment_path(root, id, number)]
+    numbers = {f"{int(name):08d}": int(name) for name in names if name.isdecimal()}
+    return [numbers[name] for name in names if 0 < numbers.get(name, 0) <= pack_records.MAX_SEGMENT]
 
 
 def last_number(root: Root, id: int, words: memoryview) -> int:
@@ -116,7 +116,7 @@ def last_number(root: Root, id: int, words: memoryview) -> int:
     epoch, number = divmod(words[_NUMBER], 1 << 24)
     if epoch == root.epoch_tag:
         return number
-    named = max((segment for segment, _ in list_segments(root, id)), default=0)
+    named = max(list_segments(root, id), default=0)
     cells = cells_of(words)
     parts = (cells[at : at + PAGE].tolist() for at in range(0, len(cells), PAGE))  # all at once would take four times the index
     return max(named, number, max(map(max, parts), default=0) >> 40)
@@ -161,11 +161,12 @@ def empty_slot(root: Root, id: int, cells: memoryview, slot: int, word: int) -> 
 
 
 def segment_length(root: Root, id: int, number: int) -> int:
-    """The length of a segment's file, which is what can be appended up to; 0: it is gone."""
+    """The length of a segment's file, which never shrinks; 0: there is none."""
     try:
-        return root.files.lstat(segment_path(root, id, number)).st_size
+        status = root.files.lstat(segment_path(root, id, number))
     except FileNotFoundError:
         return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def open_segment(root: Root, id: int, number: int) -> int:

@@ -179,7 +179,7 @@ class Pack:
 
     def _note_length(self, slot: int, word: int, length: int) -> None:
         """Let other processes find a record without a look at its header. Caller: has written it, or found it sound."""
-        if self._hints and not self._root.read_only:
+        if not self._root.read_only:
             self._hints[slot] = pack_records.length_hint(self._hint_key, word, length)
 
     def _empty(self, slot: int, word: int) -> None:
@@ -251,37 +251,24 @@ class Pack:
         return True
 
     def _appender_for(self, need: int) -> Appender | None:
-        """The segment that takes ``need`` bytes: the present one with more blocks allocated, else the next one."""
+        """The segment that takes ``need`` bytes: the present one with more blocks allocated, else another one. None if there was no space
+        a moment ago."""
         appender = self._appender
-        if appender is None or appender.tail + need > appender.capacity:
-            appender = self._next_locked(need)
-        if appender is not None:
-            try:
-                appender.make_ready(need)
-            except OSError as error:
-                if error.errno in FULL:
-                    self._refuse(need)
-                    with contextlib.suppress(errors.CacheFault):  # otherwise a process that needs space reclaims it
-                        self._leave_locked()
-                raise
-        return appender
-
-    def _refuse(self, need: int) -> None:
-        words, index = self._head.evictions()
-        self._refused = time.monotonic() + ASK_AGAIN, need, words[index]
-
-    def _next_locked(self, need: int) -> Appender | None:
-        """A segment with space, to replace the full one; None if there was no space a moment ago."""
-        if self._is_refused(need):
-            return None
-        self.flush_counts()
-        self._leave_locked()
         try:
-            self._appender = self._segments.take_segment(self.id, self._space, self._words, need)
-        except errors.NoSpace:
-            self._refuse(need)
+            if appender is None or appender.tail + need > appender.capacity:
+                if self._is_refused(need):
+                    return None
+                self.flush_counts()
+                self._leave_locked()
+                appender = self._appender = self._segments.take_segment(self.id, self._space, self._words, need)
+            appender.make_ready(need)
+        except OSError as error:
+            if error.errno in FULL:  # of `NoSpace` too
+                self._refuse(need)
+                with contextlib.suppress(errors.CacheFault):  # otherwise a process that needs space reclaims it
+                    self._leave_locked()
             raise
-        return self._appender
+        return appender
 
     def _leave_locked(self) -> None:
         appender, self._appender = self._appender, None
@@ -290,6 +277,10 @@ class Pack:
                 self._segments.leave_segment(self.id, appender)
             finally:
                 appender.close()
+
+    def _refuse(self, need: int) -> None:
+        words, index = self._head.evictions()
+        self._refused = time.monotonic() + ASK_AGAIN, need, words[index]
 
     @property
     def admits(self) -> bool:

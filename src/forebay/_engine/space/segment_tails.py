@@ -7,13 +7,31 @@ measures a segment: only this lock tells whether something appends to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from forebay._engine.catalog import Catalog, Rows, segments
 from forebay._engine.files import pack_files
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay.errors import Damaged
+
+
+def measure(root: Root, catalog: Catalog) -> None:
+    """Count all segments by their files and records: a crash of the machine may have lost rows. Caller: holds no lock."""
+    with catalog.write() as txn:
+        segments.open_all(txn)
+        for pack, number, length in unnamed(root, txn):
+            segments.open_one(txn, pack, number, length)
+    reclaim(root, catalog)
+
+
+def unnamed(root: Root, rows: Rows) -> Iterator[tuple[int, int, int]]:
+    """The segments that no row names: pack, number, length of the file."""
+    named = {(row.pack, row.number) for row in segments.every(rows)}
+    for pack in segments.packs(rows):
+        for number in pack_files.list_segments(root, pack):
+            if (pack, number) not in named and (length := pack_files.segment_length(root, pack, number)):
+                yield pack, number, length
 
 
 def any_left(root: Root, rows: Rows) -> bool:
