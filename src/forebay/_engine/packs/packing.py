@@ -99,17 +99,19 @@ class Packing:
         with faults(f"pack {pack:x}", need):
             claims = pack_files.claims(self.root, pack)
             try:
-                left = self._claim_left(pack, words, need, claims)
-                size = self._step(self._catalog, pack, space, words, need)
+                size, free, quota = self._sizes(self._catalog, pack, space, words, need)
+                left = self._claim_left(pack, words, need, min(free, quota), claims)
+                if left:
+                    size = left[2] - _rounded(left[1])
 
                 def enter(txn: Txn) -> tuple[int, int, int]:
-                    """Count the segment, at most ``size`` bytes of it; returns its number, its tail, and where the room ends."""
+                    """Count the segment; returns its number, its tail, and up to where it may be filled."""
                     # P1 and P2 see what the quota leaves / P2 takes it / P1: it is less now.
-                    grown = min(size, self._step(txn, pack, space, words, need))
-                    number, tail, length = left or (self._next_number(txn, pack, words), pack_records.START, grown)
+                    new, _, quota = self._sizes(txn, pack, space, words, need)
+                    number, tail, end = left or (self._next_number(txn, pack, words), pack_records.START, min(size, new))
+                    end = min(end, _rounded(tail) + quota)
                     if not left and not claims.try_claim(pack_files.byte_of(number)):
                         raise errors.CacheFault(f"another program holds byte {pack_files.byte_of(number)} of the index of pack {pack:x}")
-                    end = min(_rounded(tail) + grown, length)
                     segments.open_one(txn, pack, number, end)
                     return number, tail, end
 
@@ -120,21 +122,23 @@ class Packing:
                 claims.close()
                 raise
 
-    def _claim_left(self, pack: int, words: memoryview, need: int, claims: locks.Claims) -> tuple[int, int, int] | None:
-        """The number, the tail and the length of a segment with room that no process appends to, with its byte claimed."""
+    def _claim_left(self, pack: int, words: memoryview, need: int, most: int, claims: locks.Claims) -> tuple[int, int, int] | None:
+        """The number, the tail and the length of a segment that no process appends to, with its byte claimed: one with room for ``need``
+        bytes, and not for more than ``most``."""
         for row in segments.closed(self._catalog, pack, NEWEST):
             if not claims.try_claim(pack_files.byte_of(row.number)):
                 continue
             length = pack_files.segment_length(self.root, pack, row.number)
-            if row.size + need <= length:
+            if need <= length - row.size <= most:
                 tail, is_sound = pack_files.find_ends(self.root, pack, (row.number,), words)[row.number]
                 if is_sound and tail + need <= length:
                     return row.number, tail, length
             claims.let_go(pack_files.byte_of(row.number))
         return None
 
-    def _step(self, rows: Rows, pack: int, space: int, words: memoryview, need: int) -> int:
-        """How many bytes a segment should take for ``need`` more. Raises `NoSpace` where the quota of the pack does not allow as many."""
+    def _sizes(self, rows: Rows, pack: int, space: int, words: memoryview, need: int) -> tuple[int, int, int]:
+        """How large a new segment for ``need`` bytes should be; what is free without an eviction; what the pack's quota leaves. Raises
+        `NoSpace` where that is less than ``need``."""
         entry = entries.by_id(rows, pack)
         if entry is None:
             raise errors.CacheFault(f"the pack {pack:x} has no entry any more: it was removed, or replaced by another version")
@@ -148,7 +152,7 @@ class Packing:
         short = self._budget.room.short(rows, SpaceRequest(space, "", 0, 0, entries=0))
         free = min(short.free, -short.disk, -short.quota)
         step = min(max(free // 256, SMALLEST), LARGEST, max(EASY, entry.size // 8))
-        return _rounded(max(min(step, free // 4, left), least))
+        return _rounded(max(min(step, free // 4, left), least)), free, left
 
     def _next_number(self, txn: Txn, pack: int, words: memoryview) -> int:
         """A number that no segment of the pack has or had, noted before its file is made."""
