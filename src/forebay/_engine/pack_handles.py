@@ -74,6 +74,6 @@ class Packs:
         return self.engine.writers.packing.take(pack, space, words, need)
 
     @recover_and_retry
-    def leave_segment(self, pack: int, appender: Appender) -> None:
+    def leave_segment(self, pack: int, words: memoryview, appender: Appender) -> None:
         """See `Packing.leave`."""
-        self.engine.writers.packing.leave(pack, appender)
+        self.engine.writers.packing.leave(pack, words, appender)

@@ -251,6 +251,46 @@ def test_segments_are_counted_by_their_files_once_the_catalog_is_older(
     assert_counted(place, BUDGET)
 
 
+def test_who_takes_a_segment_that_was_left_does_not_read_the_whole_index(
+    place: Path, cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_search(*_: object) -> None:
+        raise AssertionError("all words were read")
+
+    put(place, 0, 1)
+    monkeypatch.setattr(pack_files, "find_ends", no_search)
+    put(place, 2)
+    monkeypatch.undo()
+    assert_whole(cache, 0, 1, 2)
+
+
+@pytest.mark.parametrize("slot", [0, 1, 2, 3, 50, SLOTS, (1 << 32) - 1])
+def test_where_the_records_end_is_not_believed_of_a_hint_that_proves_nothing(place: Path, cache: forebay.Cache, slot: int) -> None:
+    """A process has left the segment after slot 0, say, and another one has been stopped before it could say that it left it later."""
+    put(place, 0, 1, 2)
+    number, _ = where(place, 0)
+    epoch = cache._store.root.epoch_tag
+    poke(pack_of(place) / "index", 8 * (pack_files._LAST + number), (epoch << 32 | slot).to_bytes(8, "little"))
+    put(place, 3)
+    assert where(place, 3)[0] == number
+    assert_whole(cache, 0, 1, 2, 3)
+    assert cache.check(deep=True) == []
+
+
+def test_where_the_records_end_is_not_believed_of_a_hint_that_leads_to_another_segment(place: Path, cache: forebay.Cache) -> None:
+    with put_and_wait(place, 0) as writer:
+        put(place, 1, 2)
+        writer.say()
+        writer.result()
+    (number, _), (other, _) = where(place, 1), where(place, 0)
+    assert number > other
+    epoch = cache._store.root.epoch_tag
+    poke(pack_of(place) / "index", 8 * (pack_files._LAST + number), (epoch << 32).to_bytes(8, "little"))
+    put(place, 3)
+    assert where(place, 3)[0] == number
+    assert_whole(cache, 0, 1, 2, 3)
+
+
 def test_an_array_takes_no_more_entries_than_one(place: Path) -> None:
     with forebay.Cache(place, budget=BUDGET, min_free=0, max_entries=3) as cache, cache.samples("a", 5000) as samples:
         cache.put("x", b"stays")

@@ -23,6 +23,8 @@ _MAGIC = int.from_bytes(b"FBPACK01", "little")
 _LENGTH, FROZEN, QUOTA, _NUMBER = 3, 4, 5, 6
 """Words of the header. Three may change: whether the pack is closed to new records; the most bytes it may have, 0 for no limit; the tag of
 the epoch and the number of the last segment that was begun in it. The last word of the page is reserved for the caller."""
+_LAST, _LASTS = 256, 128
+"""More words of the header, by the segment's number: the tag of the epoch, and the slot of the last record of a segment. Hints."""
 
 
 def index_size(length: int) -> int:
@@ -219,10 +221,12 @@ def punch_segment(root: Root, id: int, number: int, tail: int) -> int:
 
 
 class SegmentEnd(NamedTuple):
-    """Where the records of a segment end. Not ``is_sound``: the last word leads to no record, so nothing may be appended."""
+    """Where the records of a segment end. Not ``is_sound``: the last word leads to no record, so nothing may be appended. ``is_blank``:
+    nothing was written behind it."""
 
     tail: int
     is_sound: bool
+    is_blank: bool = False
 
 
 def find_ends(root: Root, id: int, numbers: Iterable[int], words: memoryview) -> dict[int, SegmentEnd]:
@@ -236,6 +240,22 @@ def find_ends(root: Root, id: int, numbers: Iterable[int], words: memoryview) ->
     return {number: _end_of(root, id, last[number], slots[number]) for number in last}
 
 
+def find_end(root: Root, id: int, number: int, words: memoryview) -> SegmentEnd:
+    """`find_ends` of one segment, by the hint of who left it, if it proves itself: nothing was written behind that record."""
+    epoch, slot = divmod(words[_LAST + number % _LASTS], 1 << 32)
+    if epoch == root.epoch_tag and slot < words[_LENGTH] and (word := cells_of(words)[slot]) >> 40 == number:
+        end = _end_of(root, id, word, slot)
+        if end.is_sound and end.is_blank:
+            return end
+    return find_ends(root, id, (number,), words)[number]
+
+
+def note_last(root: Root, words: memoryview, number: int, slot: int) -> None:
+    """Tell `find_end` the slot of the last record. Caller: holds the segment's byte, and has found or written the record."""
+    if slot < 1 << 32:
+        host.set_word(words, _LAST + number % _LASTS, root.epoch_tag << 32 | slot)
+
+
 def _end_of(root: Root, id: int, word: int, slot: int) -> SegmentEnd:
     """The end of the record that the last word of a segment leads to; 0: there is none."""
     if not word:
@@ -247,10 +267,12 @@ def _end_of(root: Root, id: int, word: int, slot: int) -> SegmentEnd:
         return SegmentEnd(pack_records.START, False)
     try:
         length = pack_records.length_in(os.pread(fd, pack_records.HEADER, offset), pack_records.seed_of(id), slot)
+        if length is None:  # a crash of the machine lost it, and readers empty its slot; what lies before it stays
+            return SegmentEnd(offset, False)
+        tail = offset + pack_records.footprint(length)
+        return SegmentEnd(tail, True, not any(os.pread(fd, pack_records.HEADER, tail)))
     finally:
         os.close(fd)
-    # A crash of the machine lost it, and readers empty its slot. What lies before it stays.
-    return SegmentEnd(offset, False) if length is None else SegmentEnd(offset + pack_records.footprint(length), True)
 
 
 def bad_slots(root: Root, id: int, words: memoryview) -> list[int]:

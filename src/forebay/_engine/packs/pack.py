@@ -40,7 +40,7 @@ class Segments(Protocol):
 
     def take_segment(self, pack: int, space: int, words: memoryview, need: int) -> Appender: ...
 
-    def leave_segment(self, pack: int, appender: Appender) -> None: ...
+    def leave_segment(self, pack: int, words: memoryview, appender: Appender) -> None: ...
 
 
 class Unencodable(Exception):
@@ -246,7 +246,7 @@ class Pack:
             host.set_word(self._cells, slot, word)
         finally:
             claims.let_go(slot)
-        appender.tail = tail + need
+        appender.tail, appender.last = tail + need, slot
         self._stored += length
         return True
 
@@ -274,7 +274,7 @@ class Pack:
         appender, self._appender = self._appender, None
         if appender is not None:
             try:
-                self._segments.leave_segment(self.id, appender)
+                self._segments.leave_segment(self.id, self._words, appender)
             finally:
                 appender.close()
 

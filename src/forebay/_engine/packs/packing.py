@@ -46,6 +46,7 @@ class Appender:
     def __init__(self, fd: int, claims: locks.Claims, number: int, tail: int, capacity: int) -> None:
         self.fd, self.claims, self.number, self.tail, self.capacity = fd, claims, number, tail, capacity
         self.ready = 0  # up to here its blocks are allocated
+        self.last: int | None = None  # the slot of its last record, if this process wrote one
         self._file = locks.file_of(fd)
 
     def make_ready(self, need: int) -> None:
@@ -130,9 +131,9 @@ class Packing:
                 continue
             length = pack_files.segment_length(self.root, pack, row.number)
             if need <= length - row.size <= most:
-                tail, is_sound = pack_files.find_ends(self.root, pack, (row.number,), words)[row.number]
-                if is_sound and tail + need <= length:
-                    return row.number, tail, length
+                end = pack_files.find_end(self.root, pack, row.number, words)
+                if end.is_sound and end.tail + need <= length:
+                    return row.number, end.tail, length
             claims.let_go(pack_files.byte_of(row.number))
         return None
 
@@ -162,11 +163,13 @@ class Packing:
         pack_files.note_number(self.root, words, number)
         return number
 
-    def leave(self, pack: int, appender: Appender) -> None:
+    def leave(self, pack: int, words: memoryview, appender: Appender) -> None:
         """Give back the space behind the last record. Does nothing where the job closed the descriptors: another process may append by now,
         and one that needs space gives back the rest. Caller: closes the appender."""
         if appender.is_open():
             with faults(f"pack {pack:x}"):
+                if appender.last is not None:
+                    pack_files.note_last(self.root, words, appender.number, appender.last)
                 segment_tails.close(self.root, self._catalog, pack, {appender.number: appender.tail})
 
 
