@@ -134,6 +134,7 @@ class Packing:
                 end = pack_files.find_end(self.root, pack, row.number, words)
                 if end.is_sound and end.tail + need <= length:
                     return row.number, end.tail, length
+                most = 0  # all words were read: to do so for each segment would take too long
             claims.let_go(pack_files.byte_of(row.number))
         return None
 
