@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from forebay._engine.packs import packing, segments
+from forebay._engine.packs import packing
 from forebay._engine.packs.pack import Pack
 from forebay._engine.store import Store
 from forebay.codecs import codec
@@ -26,7 +26,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that a few samples fill one."""
     monkeypatch.setattr(packing, "SMALLEST", 32 * KiB)
     monkeypatch.setattr(packing, "EASY", 32 * KiB)
-    monkeypatch.setattr(segments, "AHEAD", 16 * KiB)
+    monkeypatch.setattr(packing, "AHEAD", 16 * KiB)
 
 
 @contextlib.contextmanager
@@ -77,6 +77,21 @@ def test_the_first_put(scene: NewScene) -> None:
 
 def test_further_puts_over_several_segments(scene: NewScene) -> None:
     scene(MiB).play(lambda store: fill(store, 0), lambda store: fill(store, *range(1, 8)), lambda store: is_whole(store, 0), least=30)
+
+
+def test_who_appends_after_a_death_overwrites_nothing(scene: NewScene) -> None:
+    """What a reader has found stays as it was, and the segments of the dead are used up before new ones."""
+
+    def after(store: Store) -> None:
+        with array(store) as reader:
+            found = {slot: view for slot in BODIES if (view := reader.find(slot)) is not None}
+            fill(store, *BODIES)
+            assert all(view == BODIES[slot] for slot, view in found.items())
+            assert all(reader.find(slot) == body for slot, body in BODIES.items())
+            assert len(os.listdir(store.root.pack(reader.id))) <= 1 + 5  # of 32 KiB, with 3 samples in each
+        is_whole(store, *BODIES)
+
+    scene(MiB).play(lambda store: fill(store, 0), lambda store: fill(store, 1, 2, 3, 4), after, least=25)
 
 
 def test_the_next_writer_goes_on_where_the_dead_one_was(scene: NewScene) -> None:

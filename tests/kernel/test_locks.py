@@ -757,3 +757,27 @@ def test_a_process_is_described_without_its_arguments(path: Path) -> None:
     assert "train.py" in said
     assert "secret" not in said
     assert "unknown" in locks.describe_process(process.pid)
+
+
+def test_claims_that_are_closed_are_free_also_where_a_forked_child_has_the_file_open(path: Path) -> None:
+    mine, others = locks.Claims(path), locks.Claims(path)
+    assert mine.try_claim(5)
+    with talk_to(lambda line: line.hear()) as child:
+        assert not others.try_claim(5)
+        mine.close()
+        assert others.try_claim(5)
+        child.say()
+        child.result()
+    others.close()
+
+
+def test_claims_that_a_forked_child_closes_stay_its_parents(path: Path) -> None:
+    mine, others = locks.Claims(path), locks.Claims(path)
+    assert mine.try_claim(5)
+    in_child(mine.close)
+    assert not others.try_claim(5)
+    assert mine.is_open()
+    os.close(mine._fd)
+    assert not mine.is_open()
+    assert others.try_claim(5)
+    others.close()

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
-from forebay._engine.catalog import Catalog, Txn, checked, entries, recovery, reservations, segments, spaces
+from forebay._engine.catalog import Catalog, checked, entries, recovery, reservations, segments, spaces
 from forebay._engine.files import blobs, pack_files, stages, trees
 from forebay._engine.files.layout import FANS, PAGE, BlobName, Root, TmpName, parse_blob_below, parse_directory_name, parse_tmp_name
 from forebay._engine.files.root import foreign
 from forebay._engine.index.records import RECORDS, EntryIndex
 from forebay._engine.locks.fill import Fill
 from forebay._engine.reading import Reading
+from forebay._engine.space import segment_tails
 from forebay._engine.space.eviction import Eviction
-from forebay._kernel import locks
 from forebay._kernel.below import LinkInTheWay
 from forebay._model import Entry, Problem, Strays
 from forebay.errors import Damaged
@@ -138,11 +138,11 @@ def _check_lost(root: Root, catalog: Catalog, id: int, path: Path, key: str, wha
 
 def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
     """Each segment has its row. A row may have no file yet, while the file is created or after the process that did so was killed."""
-    rows = {(row.pack, row.number) for row in segments.every(catalog)}
+    unnamed = list(segment_tails.unnamed(root, catalog))
     charged = segments.sums(catalog)
     for id, key, size in catalog.all("SELECT id, key, size FROM entries WHERE kind = 'pack'"):
-        for _, path, _ in _unnamed_segments(root, id, rows):
-            yield Problem("segment", str(path), "a segment that no row names", key)
+        for number in [number for pack, number, _ in unnamed if pack == id]:
+            yield Problem("segment", str(pack_files.segment_path(root, id, number)), "a segment that no row names", key)
         try:
             index = PAGE + root.files.lstat(root.pack(id) / "index").st_size
         except FileNotFoundError:
@@ -239,13 +239,9 @@ def _check_samples(root: Root, entry: Entry) -> Iterator[Problem]:
 def _empty_samples(root: Root, id: int) -> None:
     """Empty the slots of damaged records so that they can be filled again. Takes the slots' locks, as writers do."""
     words = pack_files.map_index(root, id, None, writable=True)
-    claims = locks.Claims(root.pack(id) / "index", root.files.open)
-    try:
-        for slot in pack_files.bad_slots(root, id, words):
-            cells = pack_files.cells_of(words)
-            pack_files.empty_slot(cells, claims, slot, cells[slot])
-    finally:
-        claims.close()
+    cells = pack_files.cells_of(words)
+    for slot in pack_files.bad_slots(root, id, words):
+        pack_files.empty_slot(root, id, cells, slot, cells[slot])
 
 
 def repair(
@@ -271,29 +267,15 @@ def repair(
 
 
 def _repair_segments(root: Root, catalog: Catalog) -> None:
-    """Count the segments that no row names, and set the sizes of packs to those of their files and rows."""
+    """Count the segments of packs, and set the sizes of packs to those of their files and rows."""
+    segment_tails.measure(root, catalog)
     with catalog.write() as txn:
-        adopt_segments(root, txn)
-        for (id,) in txn.all("SELECT id FROM entries WHERE kind = 'pack'"):
+        for id in segments.packs(txn):
             try:
                 index = PAGE + root.files.lstat(root.pack(id) / "index").st_size
             except FileNotFoundError:
                 continue
             segments.recount(txn, id, index)
-
-
-def adopt_segments(root: Root, txn: Txn) -> None:
-    """Give a row to each segment without one: a crash of the machine lost it. Its records are read, and nothing is appended."""
-    rows = {(row.pack, row.number) for row in segments.every(txn)}
-    for (id,) in txn.all("SELECT id FROM entries WHERE kind = 'pack'"):
-        for number, _, status in _unnamed_segments(root, id, rows):
-            segments.put(txn, segments.Segment(id, number, None, status.st_size, status.st_blocks * 512, status.st_size))
-
-
-def _unnamed_segments(root: Root, id: int, rows: Container[tuple[int, int]]) -> Iterator[tuple[int, Path, os.stat_result]]:
-    for number, path in pack_files.list_segments(root, id):
-        if (id, number) not in rows and stat.S_ISREG((status := root.files.lstat(path)).st_mode):
-            yield number, path, status
 
 
 def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) -> int:

@@ -309,19 +309,17 @@ class Engine:
 
     def begin_epoch(self) -> None:
         """Before the first write in a new epoch, with a new head, or with an older copy of the catalog: give no id again that it forgot,
-        remove files that it left without a row, compare records and rows, and let nothing be appended to old segments: their rows may be
-        older than their records and the words that lead to them, and a writer that began where a row ends would overwrite what readers
-        have found.
+        remove files that it left without a row, compare records and rows, and measure all segments: their rows may be older than they are.
 
-        A segment with a live writer is not old, since the lock of a writer ends with its mount, or with the boot. Each step may be
-        repeated: the epoch is noted last."""
+        Each step may be repeated: the epoch is noted last."""
         head = self.index.head
         epoch, number = spaces.setting(self.catalog, "boot"), head.number_of(self.root.epoch)
         # A new catalog has other ids altogether, and one that is older by as many would be no copy.
         is_older = 0 < head.words()[NEXT] - number_below(spaces.setting(self.catalog, "next_id"), "next_id", NUMBERS) < SKIPPED
         if epoch != self.root.epoch or head.epoch != number or is_older:
             from forebay._engine import check
-            from forebay._engine.catalog import failures, segments
+            from forebay._engine.catalog import failures
+            from forebay._engine.space import segment_tails
 
             if is_older or (epoch and epoch != self.root.epoch):
                 with self.catalog.write() as txn:
@@ -331,11 +329,9 @@ class Engine:
             if lacking and epoch == self.root.epoch:
                 log.warning("%s: records of %d entries were lost: when they were used is unknown", self.root.path, lacking)
             check.remove_strays(self.root, self.catalog, self.writers.eviction, self.writers.fill)
-            self.writers.tails.reclaim()
+            segment_tails.measure(self.root, self.catalog)
             with self.catalog.write() as txn:
-                if spaces.setting(txn, "boot") != self.root.epoch:  # else another process was first, and may append already
-                    segments.close(txn)
-                    check.adopt_segments(self.root, txn)
+                if spaces.setting(txn, "boot") != self.root.epoch:  # else another process was first
                     failures.forget(txn)
                     spaces.set_setting(txn, "boot", self.root.epoch)
             head.epoch = number

@@ -7,7 +7,7 @@ from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
 from forebay._engine.locks.leases import Lease
 from forebay._engine.packs.pack import Pack
-from forebay._engine.packs.packing import SegmentRequest, TakenSegment
+from forebay._engine.packs.packing import Appender
 from forebay._engine.spaces import Spaces
 from forebay._engine.write.publish import Label
 
@@ -68,16 +68,12 @@ class Packs:
         return self.engine.writers.publisher.name(pack.id, Label(row.id, row.name, key), overwrite=overwrite)
 
     @recover_and_retry
-    def take_segment(self, room: SegmentRequest, need: int, full: tuple[int, int] | None) -> TakenSegment:
+    def take_segment(self, pack: int, space: int, words: memoryview, need: int) -> Appender:
         """See `Packing.take`."""
         self.engine.check_usable(writing=True)
-        return self.engine.writers.packing.take(room, need, full)
+        return self.engine.writers.packing.take(pack, space, words, need)
 
     @recover_and_retry
-    def leave_segment(self, pack: int, number: int, tail: int) -> None:
+    def leave_segment(self, pack: int, words: memoryview, appender: Appender) -> None:
         """See `Packing.leave`."""
-        self.engine.writers.packing.leave(pack, number, tail)
-
-    def forget_segment(self, ticket: int) -> None:
-        """See `Packing.forget`."""
-        self.engine.writers.packing.forget(ticket)
+        self.engine.writers.packing.leave(pack, words, appender)

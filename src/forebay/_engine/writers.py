@@ -23,7 +23,6 @@ from forebay._engine.packs.packing import Packing
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.ranking import Ranking
-from forebay._engine.space.segment_tails import SegmentTails
 from forebay._engine.write.publish import INLINE, SMALL, Label, Publisher
 from forebay._engine.write.writing import Writing
 from forebay._kernel import waits
@@ -50,11 +49,10 @@ class Writers:
         self.fill = Fill(root, catalog, owners, words, counters)
         self.eviction = Eviction(root, catalog, index, leases, words)
         self.ranking = Ranking(catalog, index, adaptive)
-        self.tails = SegmentTails(root, catalog, owners)
-        self.budget = Budget(root, catalog, owners, self.eviction, self.ranking, words, counters, memo, self.tails)
+        self.budget = Budget(root, catalog, owners, self.eviction, self.ranking, words, counters, memo)
         self.publisher = Publisher(root, catalog, index, adaptive, leases, owners, self.budget, self.eviction)
         self.writing = partial(Writing, self.publisher)
-        self.packing = Packing(root, catalog, leases, owners, self.budget, self.publisher, self.tails)
+        self.packing = Packing(root, catalog, leases, self.budget, self.publisher)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -116,7 +114,7 @@ class Writers:
         self.budget.after_fork_parent()
 
     def after_fork_child(self) -> None:
-        for part in (self.budget, self.fill, self.ranking, self.tails):
+        for part in (self.budget, self.fill, self.ranking):
             part.after_fork_child()
 
 

@@ -358,7 +358,7 @@ class Claims:
 
     def __init__(self, path: str | os.PathLike[str], opener: Opener = open_plainly) -> None:
         self._fd = host.out_of_the_way(opener(os.fspath(path), os.O_RDWR))
-        self._file = file_of(self._fd)
+        self._file, self._pid = file_of(self._fd), os.getpid()
 
     def try_claim(self, offset: int) -> bool:
         """Lock a byte, if no other process has it. Then the caller calls `let_go`, in any event. Raises OSError."""
@@ -374,10 +374,16 @@ class Claims:
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LAYOUT.pack(fcntl.F_UNLCK, 0, offset, 1, 0))
 
     def close(self) -> None:
-        """Close the file, once. In a child of a fork that takes nothing from the parent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0 and file_of(fd) == self._file:
+        """Unlock all bytes and close the file, once. In a child of a fork that takes nothing from the parent."""
+        is_open, fd, self._fd = self.is_open(), self._fd, -1
+        if is_open:
+            if self._pid == os.getpid():  # a child that was forked meanwhile may have the file open, and with it the locks
+                give_back(fd, 0, 0)
             os.close(fd)
+
+    def is_open(self) -> bool:
+        """Whether the job has not closed the descriptor, and with it all locks."""
+        return self._fd >= 0 and file_of(self._fd) == self._file
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():

@@ -255,19 +255,6 @@ def test_a_record_that_another_process_wrote_is_read_without_its_header(
             assert fresh.get(5) is None
 
 
-def test_an_index_of_a_version_without_hints_is_read_and_written(cache: forebay.Cache) -> None:
-    with cache.samples("old", 1000) as samples:
-        assert all(samples.put(slot, body(slot, 100)) for slot in range(500))
-    index = place_of(cache) / "index"
-    assert index.stat().st_size == pack_files.index_size(1000)
-    os.truncate(index, pack_files.PAGE + 2 * pack_files.PAGE)
-    with cache.samples("old", 1000) as samples:
-        assert len(hints(samples)) == 0
-        assert samples.put(999, body(999, 100))
-        assert [samples.get(slot) for slot in (0, 499, 500, 999)] == [body(0, 100), body(499, 100), None, body(999, 100)]
-        assert samples.verify() == []
-
-
 def test_a_sample_that_is_too_long_for_a_hint_is_read_by_its_header(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack_records, "HINTED", 99)
     with cache.samples("a", 4) as samples:

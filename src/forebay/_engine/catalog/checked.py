@@ -87,8 +87,8 @@ def reservation(rows: Rows, row: Sequence[Any]) -> bool:
 
 def segment(rows: Rows, row: Sequence[Any]) -> bool:
     """Whether a segment of a pack, in the order of its columns, is valid."""
-    pack, number, owner, capacity, size, tail = row
-    if all(map(is_number, (pack, 0 if owner is None else owner, capacity, size, tail))) and is_number(number, _SEGMENTS):
+    pack, number, size, is_open = row
+    if is_number(pack) and is_number(number, _SEGMENTS) and is_number(size) and is_number(is_open, 2):
         return True
     rows.report_unreadable("segments", (pack, number), f"segment {number!r} of pack {pack!r}")
     return False

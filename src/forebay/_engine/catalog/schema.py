@@ -8,7 +8,7 @@ from pathlib import Path
 
 from forebay._engine.files.settings_file import NAMES
 
-FORMAT = 6
+FORMAT = 7
 LIVE, SUPERSEDED = 0, 1
 """States of an entry: served; served no more, and its bytes go when the last lease does."""
 
@@ -37,9 +37,9 @@ CREATE TABLE reservations(
     rows INTEGER NOT NULL DEFAULT 1);      -- how many entries it is for
 CREATE INDEX reservation_key ON reservations(keyhash);
 CREATE TABLE segments(
-    pack INTEGER NOT NULL, number INTEGER NOT NULL, owner INTEGER, capacity INTEGER NOT NULL, size INTEGER NOT NULL,
-    tail INTEGER NOT NULL, PRIMARY KEY(pack, number)) WITHOUT ROWID;
-CREATE INDEX segment_owner ON segments(owner) WHERE owner IS NOT NULL;
+    pack INTEGER NOT NULL, number INTEGER NOT NULL, size INTEGER NOT NULL, open INTEGER NOT NULL,
+    PRIMARY KEY(pack, number)) WITHOUT ROWID;
+CREATE INDEX segment_open ON segments(pack, number) WHERE open;
 CREATE TABLE failures(
     space INTEGER NOT NULL, key TEXT NOT NULL, error TEXT NOT NULL, at INTEGER NOT NULL,
     PRIMARY KEY(space, key)) WITHOUT ROWID;

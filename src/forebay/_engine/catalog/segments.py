@@ -1,38 +1,33 @@
-"""Statements about the segments of packs: their writers, and how much of each is allocated."""
+"""Statements about the segments of packs: what each counts, and which are open."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Rows, Txn
 from forebay._engine.catalog.schema import COUNT, LIVE
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A file of a pack. ``owner``: the process that appends to it; None: no process does, and ``tail`` is where the next one continues.
-    ``capacity``: its length; ``size``: bytes that are allocated, and charged."""
+class Segment(NamedTuple):
+    """A file of a pack. ``size``: the bytes that it is charged. ``open``: a process appends to it, or has died while it did; then ``size``
+    is all that this process may fill."""
 
     pack: int
     number: int
-    owner: int | None
-    capacity: int
     size: int
-    tail: int
+    open: int
 
 
-_FROM = "SELECT pack, number, owner, capacity, size, tail FROM segments"
+_FROM = "SELECT pack, number, size, open FROM segments"
 
 
 def _sound(rows: Rows, several: list[Any]) -> list[Segment]:
     return [Segment(*row) for row in several if checked.segment(rows, row)]
 
 
-def one(rows: Rows, pack: int, number: int) -> Segment | None:
-    row = rows.one(f"{_FROM} WHERE pack = ? AND number = ?", pack, number)
-    return Segment(*row) if row and checked.segment(rows, row) else None
+def packs(rows: Rows) -> list[int]:
+    return [row[0] for row in rows.all("SELECT id FROM entries WHERE kind = 'pack'") if checked.is_number(row[0])]
 
 
 def last(rows: Rows, pack: int) -> int:
@@ -40,39 +35,37 @@ def last(rows: Rows, pack: int) -> int:
     return int(rows.one("SELECT coalesce(max(number), 0) FROM segments WHERE pack = ?", pack)[0])
 
 
-def roomy(rows: Rows, pack: int, need: int) -> list[Segment]:
-    """The segments of a pack that a process appends to, or that have no writer and room for ``need`` bytes; newest first."""
-    where = "pack = ? AND (owner IS NOT NULL OR capacity - tail >= ?)"
-    return _sound(rows, rows.all(f"{_FROM} WHERE {where} ORDER BY number DESC", pack, need))
+def closed(rows: Rows, pack: int, most: int) -> list[Segment]:
+    """The newest segments of a pack that are not open."""
+    return _sound(rows, rows.all(f"{_FROM} WHERE pack = ? AND NOT open ORDER BY number DESC LIMIT ?", pack, most))
 
 
-def owned(rows: Rows) -> list[Segment]:
-    """All segments with an owner, dead or alive."""
-    return _sound(rows, rows.all(f"{_FROM} WHERE owner IS NOT NULL"))
+def opened(rows: Rows) -> list[Segment]:
+    """The open segments of all packs, in order."""
+    return _sound(rows, rows.all(f"{_FROM} WHERE open ORDER BY pack, number"))
 
 
 def every(rows: Rows) -> list[Segment]:
     return _sound(rows, rows.all(_FROM))
 
 
-def put(txn: Txn, segment: Segment) -> None:
-    """Enter a segment, or change it; the charge of its pack follows."""
-    _charge(txn, segment.pack, segment.number, segment.size)
-    txn.run(
-        "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?)",
-        segment.pack, segment.number, segment.owner, segment.capacity, segment.size, segment.tail,
-    )  # fmt: skip
+def open_all(txn: Txn) -> None:
+    """Have `segment_tails.reclaim` measure every segment."""
+    txn.run("UPDATE segments SET open = 1")
 
 
-def close(txn: Txn) -> None:
-    """Nothing more is appended to any segment that has no writer."""
-    txn.run("UPDATE segments SET tail = capacity WHERE owner IS NULL")
+def open_one(txn: Txn, pack: int, number: int, size: int) -> None:
+    """Charge what a process may fill of a segment, which may be new; the charge of its pack follows."""
+    _charge(txn, pack, number, size)
+    txn.run("INSERT OR REPLACE INTO segments VALUES (?, ?, ?, 1)", pack, number, size)
 
 
-def remove(txn: Txn, pack: int, number: int) -> None:
-    """Nothing is left of a segment; the charge of its pack follows."""
-    _charge(txn, pack, number, 0)
-    txn.run("DELETE FROM segments WHERE pack = ? AND number = ?", pack, number)
+def close(txn: Txn, pack: int, number: int, size: int) -> None:
+    """Charge what is left of a segment, if it has a row; without bytes it has none any more. The charge of its pack follows."""
+    if txn.one("SELECT 1 FROM segments WHERE pack = ? AND number = ?", pack, number):
+        _charge(txn, pack, number, size)
+        txn.run("UPDATE segments SET size = ?, open = 0 WHERE pack = ? AND number = ?", size, pack, number)
+        txn.run("DELETE FROM segments WHERE pack = ? AND number = ? AND size = 0", pack, number)
 
 
 def _charge(txn: Txn, pack: int, number: int, size: int) -> None:
@@ -84,7 +77,7 @@ def _charge(txn: Txn, pack: int, number: int, size: int) -> None:
 
 
 def sums(rows: Rows) -> dict[int, int]:
-    """What is allocated of each pack's segments."""
+    """What the segments of each pack are charged."""
     return dict(rows.all("SELECT pack, sum(size) FROM segments GROUP BY pack"))
 
 

@@ -7,8 +7,10 @@ each slot, a hint of the length of its record: see `pack_records.length_hint`. A
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from forebay._engine.files import pack_records
 from forebay._engine.files.layout import PAGE, Root, parse_directory_name
@@ -21,6 +23,8 @@ _MAGIC = int.from_bytes(b"FBPACK01", "little")
 _LENGTH, FROZEN, QUOTA, _NUMBER = 3, 4, 5, 6
 """Words of the header. Three may change: whether the pack is closed to new records; the most bytes it may have, 0 for no limit; the tag of
 the epoch and the number of the last segment that was begun in it. The last word of the page is reserved for the caller."""
+_LAST, _LASTS = 256, 128
+"""More words of the header, by the segment's number: the tag of the epoch, and the slot of the last record of a segment. Hints."""
 
 
 def index_size(length: int) -> int:
@@ -34,9 +38,8 @@ def cells_of(words: memoryview) -> memoryview:
 
 
 def hints_of(words: memoryview) -> memoryview:
-    """The hints of lengths, of an index; none in an index of a version that had none."""
-    begin, length = HEADER_WORDS + words[_LENGTH], words[_LENGTH]
-    return words[begin : begin + length] if len(words) >= begin + length else words[:0]
+    """The hints of lengths, of an index."""
+    return words[HEADER_WORDS + words[_LENGTH] : HEADER_WORDS + 2 * words[_LENGTH]]
 
 
 def build(root: Root, id: int, length: int, *, keyhash: int = 0) -> None:
@@ -84,9 +87,9 @@ def map_index(root: Root, id: int, length: int | None, *, writable: bool) -> mem
     try:
         if length is None:
             length = int.from_bytes(os.pread(fd, 8, 24), "little")
-        size, right = os.fstat(fd).st_size, index_size(length)
-        if size not in (right, index_size(-(-length // 2))):
-            raise Damaged(f"{path} has {size} bytes where {right} are right", key=str(path))
+        size = os.fstat(fd).st_size
+        if size != index_size(length):
+            raise Damaged(f"{path} has {size} bytes where {index_size(length)} are right", key=str(path))
         words = mappings.words(mappings.map_file(fd, size, writable=writable))
     finally:
         os.close(fd)
@@ -99,14 +102,14 @@ def segment_path(root: Root, id: int, number: int) -> Path:
     return root.pack(id) / f"{number:08d}"
 
 
-def list_segments(root: Root, id: int) -> list[tuple[int, Path]]:
-    """The segments of a pack that are there, as ``(number, path)``."""
+def list_segments(root: Root, id: int) -> list[int]:
+    """The numbers of the segments of a pack that are there."""
     try:
         names = root.files.names_in(root.pack(id))
     except (FileNotFoundError, LinkInTheWay):
         return []
-    found = [(int(name), root.pack(id) / name) for name in names if name.isdecimal()]
-    return [(number, path) for number, path in found if 0 < number <= pack_records.MAX_SEGMENT and path == segment_path(root, id, number)]
+    numbers = {f"{int(name):08d}": int(name) for name in names if name.isdecimal()}
+    return [numbers[name] for name in names if 0 < numbers.get(name, 0) <= pack_records.MAX_SEGMENT]
 
 
 def last_number(root: Root, id: int, words: memoryview) -> int:
@@ -115,7 +118,7 @@ def last_number(root: Root, id: int, words: memoryview) -> int:
     epoch, number = divmod(words[_NUMBER], 1 << 24)
     if epoch == root.epoch_tag:
         return number
-    named = max((segment for segment, _ in list_segments(root, id)), default=0)
+    named = max(list_segments(root, id), default=0)
     cells = cells_of(words)
     parts = (cells[at : at + PAGE].tolist() for at in range(0, len(cells), PAGE))  # all at once would take four times the index
     return max(named, number, max(map(max, parts), default=0) >> 40)
@@ -126,15 +129,46 @@ def note_number(root: Root, words: memoryview, number: int) -> None:
     host.set_word(words, _NUMBER, root.epoch_tag << 24 | number)
 
 
-def empty_slot(cells: memoryview, claims: locks.Claims, slot: int, word: int) -> None:
+def claims(root: Root, id: int) -> locks.Claims:
+    """For the locks on the bytes of an index: one for each slot, and see `byte_of`. Raises OSError."""
+    return locks.Claims(root.pack(id) / "index", root.files.open)
+
+
+def byte_of(number: int) -> int:
+    """The byte of the index, far beyond its end, that the writer of a segment holds."""
+    return 1 << 40 | number
+
+
+def unlocked(root: Root, id: int, numbers: Sequence[int]) -> list[int]:
+    """Those of some segments, in order, that no process holds: see `byte_of`. None where the index is gone or cannot be opened now."""
+    index = locks.LockFile(root.pack(id) / "index", root.files.open, writable=False)
+    try:
+        locked = index.locked_among([byte_of(number) for number in numbers])
+    except OSError:
+        return []
+    finally:
+        index.close()
+    return [number for number in numbers if byte_of(number) not in locked]
+
+
+def empty_slot(root: Root, id: int, cells: memoryview, slot: int, word: int) -> None:
     """Empty a slot whose record is damaged, if it still has this word, so that it can be filled again. Does nothing while another
-    process fills it."""
-    if claims.try_claim(slot):
-        try:
-            if cells[slot] == word:
-                host.set_word(cells, slot, 0)
-        finally:
-            claims.let_go(slot)
+    process fills it. Raises OSError."""
+    mine = claims(root, id)
+    try:
+        if mine.try_claim(slot) and cells[slot] == word:
+            host.set_word(cells, slot, 0)
+    finally:
+        mine.close()
+
+
+def segment_length(root: Root, id: int, number: int) -> int:
+    """The length of a segment's file, which never shrinks; 0: there is none."""
+    try:
+        status = root.files.lstat(segment_path(root, id, number))
+    except FileNotFoundError:
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def open_segment(root: Root, id: int, number: int) -> int:
@@ -166,10 +200,9 @@ def make_segment(root: Root, id: int, number: int, capacity: int) -> int:
     return host.out_of_the_way(fd)
 
 
-def punch_segment(root: Root, id: int, number: int, tail: int, capacity: int) -> int:
-    """Free the blocks after ``tail``; returns the bytes that stay. Caller: is its only writer, or holds the writer lock."""
+def punch_segment(root: Root, id: int, number: int, tail: int) -> int:
+    """Free the blocks after ``tail``, or remove a segment without records; returns the bytes that stay. Caller: holds its byte."""
     path = segment_path(root, id, number)
-    kept = -(-tail // PAGE) * PAGE
     if tail <= pack_records.START:
         root.files.unlink(path)
         return 0
@@ -178,31 +211,68 @@ def punch_segment(root: Root, id: int, number: int, tail: int, capacity: int) ->
     except FileNotFoundError:
         return 0
     try:
-        if kept < capacity:
-            host.punch(fd, kept, capacity - kept)
-        return min(kept, capacity)
+        length = os.fstat(fd).st_size
+        kept = min(-(-tail // PAGE) * PAGE, length)
+        if kept < length:
+            host.punch(fd, kept, length - kept)
+        return kept
     finally:
         os.close(fd)
 
 
-def find_tail(root: Root, id: int, number: int, words: memoryview) -> int:
-    """The end of the last record of a segment that the index names and that is there. ``words``: of the index. The segment's writer is
-    dead, so nothing changes meanwhile."""
-    low, high = number << 40, (number + 1) << 40
-    named = sorted((word, slot) for slot, word in enumerate(cells_of(words).tolist()) if low <= word < high)
+class SegmentEnd(NamedTuple):
+    """Where the records of a segment end. Not ``is_sound``: the last word leads to no record, so nothing may be appended. ``is_blank``:
+    nothing was written behind it."""
+
+    tail: int
+    is_sound: bool
+    is_blank: bool = False
+
+
+def find_ends(root: Root, id: int, numbers: Iterable[int], words: memoryview) -> dict[int, SegmentEnd]:
+    """The ends of segments, as the index and their records have them. ``words``: of the index. Reads all words. Caller: holds the bytes of
+    the segments."""
+    last, slots, cells = dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), cells_of(words)
+    for first in range(0, len(cells), PAGE):  # all at once would take four times the index
+        for slot, word in enumerate(cells[first : first + PAGE].tolist(), first):
+            if word >> 40 in last and word > last[word >> 40]:
+                last[word >> 40], slots[word >> 40] = word, slot
+    return {number: _end_of(root, id, last[number], slots[number]) for number in last}
+
+
+def find_end(root: Root, id: int, number: int, words: memoryview) -> SegmentEnd:
+    """`find_ends` of one segment, by the hint of who left it, if it proves itself: nothing was written behind that record."""
+    epoch, slot = divmod(words[_LAST + number % _LASTS], 1 << 32)
+    if epoch == root.epoch_tag and slot < words[_LENGTH] and (word := cells_of(words)[slot]) >> 40 == number:
+        end = _end_of(root, id, word, slot)
+        if end.is_sound and end.is_blank:
+            return end
+    return find_ends(root, id, (number,), words)[number]
+
+
+def note_last(root: Root, words: memoryview, number: int, slot: int) -> None:
+    """Tell `find_end` the slot of the last record. Caller: holds the segment's byte, and has found or written the record."""
+    if slot < 1 << 32:
+        host.set_word(words, _LAST + number % _LASTS, root.epoch_tag << 32 | slot)
+
+
+def _end_of(root: Root, id: int, word: int, slot: int) -> SegmentEnd:
+    """The end of the record that the last word of a segment leads to; 0: there is none."""
+    if not word:
+        return SegmentEnd(pack_records.START, True)
+    number, offset = pack_records.place_of(word)
     try:
         fd = open_segment(root, id, number)
     except FileNotFoundError:
-        return pack_records.START
+        return SegmentEnd(pack_records.START, False)
     try:
-        for word, slot in reversed(named):  # the last, unless a crash of the machine lost it
-            _, offset = pack_records.place_of(word)
-            length = pack_records.length_in(os.pread(fd, pack_records.HEADER, offset), pack_records.seed_of(id), slot)
-            if length is not None:
-                return offset + pack_records.footprint(length)
+        length = pack_records.length_in(os.pread(fd, pack_records.HEADER, offset), pack_records.seed_of(id), slot)
+        if length is None:  # a crash of the machine lost it, and readers empty its slot; what lies before it stays
+            return SegmentEnd(offset, False)
+        tail = offset + pack_records.footprint(length)
+        return SegmentEnd(tail, True, not any(os.pread(fd, pack_records.HEADER, tail)))
     finally:
         os.close(fd)
-    return pack_records.START
 
 
 def bad_slots(root: Root, id: int, words: memoryview) -> list[int]:

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from forebay import errors
 from forebay._engine.files import pack_files, pack_records
@@ -24,15 +24,23 @@ from forebay._engine.files.root import Root
 from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
 from forebay._engine.index.head import SharedHead
 from forebay._engine.locks.leases import Lease
-from forebay._engine.packs.packing import SegmentRequest
-from forebay._engine.packs.segments import GONE, MANY_HITS, Appender, Finder, Mapped, Records, Segments, finder
-from forebay._kernel import host, locks, mappings
+from forebay._engine.packs.packing import Appender
+from forebay._engine.packs.segments import GONE, MANY_HITS, Finder, Mapped, Records, finder
+from forebay._kernel import host, mappings
 from forebay._model import Buffer
 
 MAPPED = 1 << 20
 """From this size on a private mapping costs less than a copy; pages are copied once they are written to."""
 ASK_AGAIN = 2.0
 """Seconds after which a writer that got no space asks again, even if nothing was evicted meanwhile."""
+
+
+class Segments(Protocol):
+    """Gives a pack the segments that it appends to: see `Packs`."""
+
+    def take_segment(self, pack: int, space: int, words: memoryview, need: int) -> Appender: ...
+
+    def leave_segment(self, pack: int, words: memoryview, appender: Appender) -> None: ...
 
 
 class Unencodable(Exception):
@@ -76,7 +84,7 @@ class Pack:
 
     def after_fork_child(self) -> None:
         if self._appender is not None:
-            self._appender.abandon()
+            self._appender.close()
         self._mapped.after_fork_child()
         self._begin()
         self.finder().take()
@@ -171,7 +179,7 @@ class Pack:
 
     def _note_length(self, slot: int, word: int, length: int) -> None:
         """Let other processes find a record without a look at its header. Caller: has written it, or found it sound."""
-        if self._hints and not self._root.read_only:
+        if not self._root.read_only:
             self._hints[slot] = pack_records.length_hint(self._hint_key, word, length)
 
     def _empty(self, slot: int, word: int) -> None:
@@ -180,11 +188,7 @@ class Pack:
         if self._root.read_only or not self._can_append():
             return
         with contextlib.suppress(OSError):  # the root is gone, and the damaged record with it
-            claims = locks.Claims(self._root.pack(self.id) / "index", self._root.files.open)
-            try:
-                pack_files.empty_slot(self._cells, claims, slot, word)
-            finally:
-                claims.close()
+            pack_files.empty_slot(self._root, self.id, self._cells, slot, word)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -242,58 +246,41 @@ class Pack:
             host.set_word(self._cells, slot, word)
         finally:
             claims.let_go(slot)
-        appender.tail = tail + need
+        appender.tail, appender.last = tail + need, slot
         self._stored += length
         return True
 
     def _appender_for(self, need: int) -> Appender | None:
-        """The segment that takes ``need`` bytes: the present one with more blocks allocated, else the next one."""
+        """The segment that takes ``need`` bytes: the present one with more blocks allocated, else another one. None if there was no space
+        a moment ago."""
         appender = self._appender
-        if appender is None or appender.tail + need > appender.capacity:
-            appender = self._next_locked(need)
-        if appender is not None:
-            try:
-                appender.make_ready(need)
-            except OSError as error:
-                if error.errno in FULL:
-                    self._refuse(need)
-                    with contextlib.suppress(errors.CacheFault):  # otherwise a process that needs space reclaims it
-                        self._leave_locked()
-                raise
+        try:
+            if appender is None or appender.tail + need > appender.capacity:
+                if self._is_refused(need):
+                    return None
+                self.flush_counts()
+                self._leave_locked()
+                appender = self._appender = self._segments.take_segment(self.id, self._space, self._words, need)
+            appender.make_ready(need)
+        except OSError as error:
+            if error.errno in FULL:  # of `NoSpace` too
+                self._refuse(need)
+                with contextlib.suppress(errors.CacheFault):  # otherwise a process that needs space reclaims it
+                    self._leave_locked()
+            raise
         return appender
-
-    def _refuse(self, need: int) -> None:
-        words, index = self._head.evictions()
-        self._refused = time.monotonic() + ASK_AGAIN, need, words[index]
-
-    def _next_locked(self, need: int) -> Appender | None:
-        """A segment with space, to replace the full one; None if there was no space a moment ago."""
-        if self._is_refused(need):
-            return None
-        self.flush_counts()
-        room = SegmentRequest(self.id, self._space, self._words, self._words[pack_files.QUOTA] or None)
-        full, self._appender = self._appender, None
-        try:
-            taken = self._segments.take_segment(room, need, (full.number, full.tail) if full is not None else None)
-        except errors.NoSpace:
-            self._refuse(need)
-            raise
-        finally:
-            if full is not None:
-                full.close()
-        try:
-            self._appender = Appender(self._segments, taken, locks.Claims(self._root.pack(self.id) / "index", self._root.files.open))
-        except OSError:
-            os.close(taken.fd)
-            self._segments.forget_segment(taken.ticket)
-            raise
-        return self._appender
 
     def _leave_locked(self) -> None:
         appender, self._appender = self._appender, None
         if appender is not None:
-            self._segments.leave_segment(self.id, appender.number, appender.tail)
-            appender.close()
+            try:
+                self._segments.leave_segment(self.id, self._words, appender)
+            finally:
+                appender.close()
+
+    def _refuse(self, need: int) -> None:
+        words, index = self._head.evictions()
+        self._refused = time.monotonic() + ASK_AGAIN, need, words[index]
 
     @property
     def admits(self) -> bool:

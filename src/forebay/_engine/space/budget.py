@@ -23,10 +23,10 @@ from forebay._engine.files.root import Root
 from forebay._engine.index.counters import EVICTIONS, Counters
 from forebay._engine.index.memo import Memo
 from forebay._engine.locks.owners import Owners
+from forebay._engine.space import segment_tails
 from forebay._engine.space.eviction import SPACE_WORD, Eviction
 from forebay._engine.space.free_space import FreeSpace, SpaceDeficit, SpaceRequest
 from forebay._engine.space.ranking import EvictionCandidate, Ranking, Scope
-from forebay._engine.space.segment_tails import SegmentTails
 from forebay._kernel import events, locks, waits
 from forebay._logs import logger
 from forebay._model import Policy
@@ -92,10 +92,10 @@ class Budget:
 
     def __init__(
         self, root: Root, catalog: Catalog, owners: Owners, eviction: Eviction, ranking: Ranking, words: waits.Words, counters: Counters,
-        memo: Memo, tails: SegmentTails,
+        memo: Memo,
     ) -> None:  # fmt: skip
         self._root, self._catalog, self._owners, self._counters = root, catalog, owners, counters
-        self._eviction, self._ranking, self._words, self._memo, self._tails = eviction, ranking, words, memo, tails
+        self._eviction, self._ranking, self._words, self._memo = eviction, ranking, words, memo
         self._keys = locks.LockFile(root.lock("keys"), root.files.open)  # a reaper's own description: see the module `leases`
         self.room = FreeSpace(root, catalog)
         self._in_vain: dict[int, tuple[float, int]] = {}  # by space: until when that holds, and for how many bytes
@@ -176,7 +176,7 @@ class Budget:
                         raise
                     continue
                 if search.tails:
-                    self._tails.reclaim()
+                    segment_tails.reclaim(self._root, self._catalog)
                     search.tails = False
                 if not search.is_stuck:
                     continue
@@ -266,7 +266,7 @@ class Budget:
             if values_went:
                 txn.renew()
             if search.tails is None:
-                search.tails = self._tails.any_left(txn)
+                search.tails = segment_tails.any_left(self._root, txn)
             if search.tails:
                 return short
             is_inline = request is not None and request.inline and short.disk <= 0  # what uses free pages itself

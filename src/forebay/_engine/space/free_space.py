@@ -173,7 +173,3 @@ class FreeSpace:
         if totals.max_entries is not None:
             rows_over = totals.rows + new - totals.max_entries
         return quota, rows_over, count
-
-    def fits(self, txn: Txn, request: SpaceRequest) -> bool:
-        """Whether a request fits now. For what is written in the same transaction: its row is its reservation."""
-        return self.short_of(txn, request).fits

@@ -1,96 +1,76 @@
-"""The empty ends of pack segments: which of them this process appends to, and what dead writers left behind their records.
+"""The empty ends of pack segments.
 
-A segment counts with its whole capacity while somebody appends to it. Its tail is given back when the writer leaves it, or by the
-next process that needs room.
+An open segment counts with all that its writer may fill. The rest behind its last record is given back when the writer leaves it, or once
+the writer is dead, by the next process that needs room. A writer holds its segment's byte of the pack's index, and so does whoever
+measures a segment: only this lock tells whether something appends to it.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 
-from forebay import errors
-from forebay._engine.catalog import Catalog, Txn, segments
-from forebay._engine.catalog.segments import Segment
+from forebay._engine.catalog import Catalog, Rows, segments
 from forebay._engine.files import pack_files
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
-from forebay._engine.locks.owners import Owners
+from forebay.errors import Damaged
 
 
-class SegmentTails:
-    """The tails of the segments of one root. Callable from any thread, and in a forked child."""
+def measure(root: Root, catalog: Catalog) -> None:
+    """Count all segments by their files and records: a crash of the machine may have lost rows. Caller: holds no lock."""
+    with catalog.write() as txn:
+        segments.open_all(txn)
+        for pack, number, length in unnamed(root, txn):
+            segments.open_one(txn, pack, number, length)
+    reclaim(root, catalog)
 
-    def __init__(self, root: Root, catalog: Catalog, owners: Owners) -> None:
-        self._root, self._catalog, self._owners = root, catalog, owners
-        self._tickets = itertools.count()
-        self._taken: dict[tuple[int, int], int] = {}  # what this process took, with the newest ticket; under the writer lock
-        self._in_use: set[int] = set()  # tickets of those that something appends to; single steps, no lock
 
-    def after_fork_child(self) -> None:
-        self._taken, self._in_use = {}, set()
+def unnamed(root: Root, rows: Rows) -> Iterator[tuple[int, int, int]]:
+    """The segments that no row names: pack, number, length of the file."""
+    named = {(row.pack, row.number) for row in segments.every(rows)}
+    for pack in segments.packs(rows):
+        for number in pack_files.list_segments(root, pack):
+            if (pack, number) not in named and (length := pack_files.segment_length(root, pack, number)):
+                yield pack, number, length
 
-    def take(self, segment: Segment) -> None:
-        """Note that this process appends to a segment. Caller: is inside the transaction that makes it the owner."""
-        ticket = next(self._tickets)
-        self._in_use.add(ticket)
-        self._taken[segment.pack, segment.number] = ticket
 
-    def ticket_of(self, segment: Segment) -> int:
-        """The ticket of a segment that this process took, for `forget`."""
-        return self._taken[segment.pack, segment.number]
+def any_left(root: Root, rows: Rows) -> bool:
+    """Whether `reclaim` would give anything back."""
+    return bool(_left(root, rows))
 
-    def forget(self, ticket: int) -> None:
-        """Note that nothing appends by this ticket any more. Never waits, so finalizers may call it."""
-        self._in_use.discard(ticket)
 
-    def reclaim(self) -> bool:
-        """Give back the tails that dead writers left, in all packs. True if there was one. Caller: holds no lock."""
-        reclaimed = False
-        for segment in segments.owned(self._catalog):
-            if not self.is_left(segment):
+def _left(root: Root, rows: Rows) -> dict[int, list[int]]:
+    """The numbers of the open segments that no process appends to, by pack."""
+    numbers: dict[int, list[int]] = {}
+    for segment in segments.opened(rows):
+        numbers.setdefault(segment.pack, []).append(segment.number)
+    left = {pack: pack_files.unlocked(root, pack, several) for pack, several in numbers.items()}
+    return {pack: several for pack, several in left.items() if several}
+
+
+def reclaim(root: Root, catalog: Catalog) -> None:
+    """Close the open segments that no process appends to, in all packs. Caller: holds no lock."""
+    for pack, numbers in _left(root, catalog).items():
+        with faults(f"pack {pack:x}"):
+            try:
+                claims = pack_files.claims(root, pack)
+            except FileNotFoundError:
+                continue  # it is being removed
+            try:
+                # P1 sees that segment 1 is left / P2 closes it; P3 takes it and appends / P1: only now that it has the byte, the words
+                # tell where the last record ends.
+                mine = [number for number in numbers if claims.try_claim(pack_files.byte_of(number))]
+                words = pack_files.map_index(root, pack, None, writable=False)
+                close(root, catalog, pack, {number: end.tail for number, end in pack_files.find_ends(root, pack, mine, words).items()})
+            except (FileNotFoundError, Damaged):
                 continue
-            with faults(f"pack {segment.pack:x}"):
-                try:
-                    words = pack_files.map_index(self._root, segment.pack, None, writable=False)
-                except (FileNotFoundError, errors.Damaged):
-                    continue  # it is being removed
-                self.leave(self.with_tail(segment, words), was=segment)
-            reclaimed = True
-        return reclaimed
+            finally:
+                claims.close()
 
-    def any_left(self, txn: Txn) -> bool:
-        """Whether `reclaim` would give anything back."""
-        return any(self.is_left(segment) for segment in segments.owned(txn))
 
-    def is_left(self, segment: Segment) -> bool:
-        """Whether a segment still has an owner, and nothing of the owner's appends to it any more."""
-        if segment.owner is None:
-            return False
-        if segment.owner == self._owners.me():
-            return self._taken.get((segment.pack, segment.number)) not in self._in_use
-        return self._owners.is_dead(segment.owner)
-
-    def with_tail(self, segment: Segment, words: memoryview) -> Segment:
-        """The segment with its tail as its records have it. ``words``: of the pack's index."""
-        return replace(segment, tail=pack_files.find_tail(self._root, segment.pack, segment.number, words))
-
-    def leave(self, segment: Segment, was: Segment | None = None) -> None:
-        """Punch the tail, then write the row. ``was``: the row as it was read; nothing is done if the row has changed since."""
-        with self._catalog.write() as txn:
-            if was is not None and not self.is_as_seen(txn, was):
-                return
-            kept = pack_files.punch_segment(self._root, segment.pack, segment.number, segment.tail, segment.capacity)
-            self.put_left(txn, replace(segment, size=kept))
-
-    def put_left(self, txn: Txn, segment: Segment) -> None:
-        """Write the row of a segment whose tail is punched: without an owner, or not at all if nothing of it is left."""
-        self._taken.pop((segment.pack, segment.number), None)
-        if segment.size:
-            segments.put(txn, replace(segment, owner=None))
-        else:
-            segments.remove(txn, segment.pack, segment.number)
-
-    def is_as_seen(self, txn: Txn, seen: Segment) -> bool:
-        """Whether no process has taken a segment over since its row was read, and none appends to it."""
-        return segments.one(txn, seen.pack, seen.number) == seen and (seen.owner is None or self.is_left(seen))
+def close(root: Root, catalog: Catalog, pack: int, tails: Mapping[int, int]) -> None:
+    """Give back what segments have behind their last records. Caller: holds their bytes, and appends no more."""
+    kept = {number: pack_files.punch_segment(root, pack, number, tail) for number, tail in tails.items()}
+    with catalog.write() as txn:
+        for number, size in kept.items():
+            segments.close(txn, pack, number, size)
