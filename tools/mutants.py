@@ -73,12 +73,12 @@ MUTANTS = (
     # 1. Atomic publish
     Mutant(
         1, "an entry is committed before its file has its name", "_engine.write.publish:Publisher.enter",
-        "one.place(txn, id)", "txn.after_commit.append(partial(one.place, txn, id))",
+        "place(txn, id)", "txn.after_commit.append(partial(place, txn, id))",
         "crash/test_every_step.py::test_put[blob]",
     ),
     Mutant(
         1, "the index leads to an entry before its commit", "_engine.write.publish:Publisher.enter",
-        "txn.after_commit.append(partial(self._index.store, space, entry, validated if label.ahead else now, validated))",
+        "txn.after_commit.append(partial(store, space, entry, validated if label.ahead else now, validated))",
         "self._index.store(space, entry, now, now)\nself._index.note(space, entry)",
         "engine/index/test_records.py::test_nothing_is_led_to_before_its_commit[large]",
     ),

@@ -15,7 +15,6 @@ A record also says that the entry was published or verified in this epoch: one p
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import struct
@@ -85,7 +84,7 @@ class EntryIndex:
         """``budget``: returns the budget of the root."""
         self._root, self.head, self.cells = root, head, ValueCells(root, self.id_of, budget)
         self._files: dict[int, memoryview] = {}
-        self._identities: dict[int, tuple[int, int]] = {}  # st_dev and st_ino of each
+        self._identities: dict[str, tuple[int, int]] = {}  # by path, st_dev and st_ino of each
         self._keys: _Keys | None = None
         self._hashes: dict[int, blake2b] = {}  # the state of the hash after the number of a space
         self._last: tuple[str, int, tuple[int, int]] = "", -1, (0, 0)
@@ -225,8 +224,10 @@ class EntryIndex:
         for entry, value in several:
             if value is not None:
                 self.cells.put(entry.slot, entry.id, value, is_new=True)
-            with contextlib.suppress(CacheFault, OSError):
+            try:
                 self._lead_to(space, entry)
+            except (CacheFault, OSError) as error:
+                log.debug("no bucket leads to %s: %s", entry.key, str(error))
 
     def _facts_of(self, space: int, entry: Entry, *, is_sound: bool) -> tuple[int, ...]:
         """What a record has of a row, from the hash of its key on."""
@@ -419,9 +420,9 @@ class EntryIndex:
         """Whether the files that were mapped still lie in the root. A system call for each."""
         if not self.head.is_same():
             return False
-        for number, identity in list(self._identities.items()):
+        for path, identity in list(self._identities.items()):
             try:
-                status = self._root.files.lstat(self._path(number))
+                status = os.stat(path)
             except FileNotFoundError:
                 return False
             if (status.st_dev, status.st_ino) != identity:
@@ -454,7 +455,7 @@ class EntryIndex:
         if words is None:
             raise SharedBroken(f"{table.path} is lost or damaged", path=str(table.path))
         # Two threads may both map it: the first one's stays, and the other's is unmapped with its last view.
-        self._identities.setdefault(number, table.identity())
+        self._identities.setdefault(str(table.path), table.identity())
         return self._files.setdefault(number, words)
 
     def _create_file(self, number: int) -> None:

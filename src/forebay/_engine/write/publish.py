@@ -116,28 +116,27 @@ class Publisher:
 
     def enter(self, txn: Txn, batch: Sequence[Pending], id: int = 0) -> list[Published]:
         """`publish`, where there is room. ``id``: of what is staged under it. Before the commit others see only empty slots."""
-        space, now, created, room = batch[0].label.space, self._index.head.clock.now(), time.time(), self.budget.room
+        space, now, created = batch[0].label.space, self._index.head.clock.now(), time.time()
+        room, store = self.budget.room, self._index.store
         rows, leases = list[tuple[Entry, bytes | None]](), list[Lease | None]()
         ids = [id] if id else txn.new_ids(len(batch))
         for one, id, slot in zip(batch, ids, self._index.take(ids), strict=True):
-            label, is_value = one.label, one.kind == "value"
-            charge = room.charge(one.size, inline=True) if is_value else room.charge_published(one.size)
+            label, kind, size, checksum, validator, data, place, leased, members = one
+            charge = room.charge(size, inline=True) if kind == "value" else room.charge_published(size)
             entry = Entry(
-                id, label.space_name, label.key, one.kind, one.size, charge, slot, one.checksum, one.validator, created, self.root.epoch,
-                label.life, label.suffix, label.meta,
+                id, label.space_name, label.key, kind, size, charge, slot, checksum, validator, created, self.root.epoch, label.life,
+                label.suffix, label.meta,
             )  # fmt: skip
-            leases.append(self._lease_new(txn, entry) if one.leased else None)
-            if one.place is not None:
-                one.place(txn, id)
-            rows.append((entry, one.data))
-        added = entries.insert(txn, space, rows, partial(self._eviction.supersede, txn))
-        for one, entry in zip(batch, added, strict=True):
-            label = one.label
-            if one.members:
-                entries.link(txn, entry.id, one.members)
+            rows.append((entry, data))
+            leases.append(self._lease_new(txn, entry) if leased else None)
+            if place is not None:
+                place(txn, id)
+            if members:
+                entries.link(txn, id, members)
             txn.leftovers |= label.life == "held"
             validated = now if label.validated is None else label.validated
-            txn.after_commit.append(partial(self._index.store, space, entry, validated if label.ahead else now, validated))
+            txn.after_commit.append(partial(store, space, entry, validated if label.ahead else now, validated))
+        added = entries.insert(txn, space, rows, partial(self._eviction.supersede, txn))
         if (adaptive := self._adaptive.of(space)) is not None:
             self._try(txn, adaptive, space, [entry for one, entry in zip(batch, added, strict=True) if not one.label.ahead], now)
         txn.after_release.append(partial(self._index.note_new, space, rows))
