@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import queue
 import threading
@@ -9,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from forebay._kernel.threads import GRACE
+from forebay._kernel.threads import GRACE, TURN
 
 if TYPE_CHECKING:
     from forebay.origin.bulk import BulkFetch, Wanted
@@ -40,7 +41,10 @@ def fetch_beside(bulk: BulkFetch, requests: Iterable[Wanted], settle: Callable[[
             settled.put(error)
 
     def next_settled() -> None:
-        error = settled.get()
+        while True:
+            with contextlib.suppress(queue.Empty):  # in short turns: a signal just before a wait would not end it
+                error = settled.get(timeout=TURN)
+                break
         if error is not None:
             raise error
 
@@ -59,7 +63,7 @@ def fetch_beside(bulk: BulkFetch, requests: Iterable[Wanted], settle: Callable[[
         bulk.wake()
         for _ in range(under_way):
             next_settled()
-        thread.join()
+        thread.join(GRACE)  # it has nothing more to do
     except BaseException:
         bulk.stop()
         if thread.ident is not None:
