@@ -65,14 +65,13 @@ class Writers:
         if size <= SMALL:
             one = self.publisher.of_bytes(label, b"".join(pieces) if len(pieces) > 1 else pieces[0], validator)
             return self.publisher.publish([one], timeout=timeout)[0].entry
-        with faults(label.key, size):
-            with Writing(self.publisher, label, timeout=timeout, at_once=True) as writing:
-                writing.begin(ObjectInfo("", size))
-                at = 0
-                for piece in pieces:
-                    writing.write(at, piece)
-                    at += memoryview(piece).nbytes
-                return writing.publish(validator=validator)
+        with faults(label.key, size), Writing(self.publisher, label, timeout=timeout, at_once=True) as writing:
+            writing.begin(ObjectInfo("", size))
+            at = 0
+            for piece in pieces:
+                writing.write(at, piece)
+                at += memoryview(piece).nbytes
+            return writing.publish(validator=validator)
 
     def put_many(self, items: Sequence[tuple[Label, Buffer]], validator: str | None = None) -> list[Entry]:
         """Store several values of one space, as many in each transaction as its log and the patience of others allow. Raises what `put`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,6 +144,27 @@ def test_what_was_rolled_back_is_not_counted_on(store: Store, monkeypatch: pytes
     _puts(store, "c", 2)
     assert len({entry.slot for entry in store.entries("v")}) == 5
     assert store.check() == []
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("size", [100, 100 * KiB], ids=["value", "file"])
+def test_an_id_that_is_given_twice_replaces_nothing(store: Store, size: int, is_lost: bool) -> None:
+    """As from a catalog that somebody wrote to, and with the file gone that would have been in the way."""
+    for number in range(3):
+        store.put("v", f"a{number}", bytes([number]) * size)
+    first, *others = sorted(store.entries("v"), key=lambda entry: entry.id)
+    if is_lost and first.kind == "blob":
+        os.unlink(store.root.blob_name(first.id, first.suffix))
+    store.engine.catalog._ids[:] = first.id, first.id + 1
+    try:
+        store.put("v", "b", b"b" * size)
+    except errors.CacheFault:
+        store.put("v", "b", b"b" * size)
+    assert bytes_of(store, "b") == b"b" * size
+    assert [bytes_of(store, entry.key) for entry in others] == [bytes([number]) * size for number in (1, 2)]
+    assert bytes_of(store, first.key) in (bytes(size), None)
+    store.repair()
+    assert store.check(deep=True) == []
 
 
 @pytest.mark.parametrize("limit", ["quota", "max_count", "max_entries"])

@@ -16,7 +16,7 @@ _COLUMNS = "e.id, s.name, e.key, e.kind, e.size, e.charge, e.slot, e.checksum, e
 _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
 # SQLite takes the columns of an index from the index, which may lead to another row where a page was lost: the row has the last word.
 _BY_KEY = _FROM.replace("e.key", "(SELECT own.key FROM entries own WHERE own.id = e.id AND own.space = e.space)")
-_INSERT = "INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_ADD = "INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class Superseded(NamedTuple):
@@ -247,14 +247,16 @@ def insert(
         added.append(entry)
         rows.append(_row(space, entry))
         size, charge, inline = size + entry.size, charge + entry.charge, inline + entry.charge * (data is not None)
-    if txn.run_many(_INSERT, rows) < len(rows):
+    if there := len(rows) - txn.run_many(_ADD, rows):
         mine = {entry.id for entry in added}
         replaced = {old.key: old for old in find_many(txn, space, [entry.key for entry in added]) if old.id not in mine}
+        if len(replaced) != there:
+            raise CatalogBroken("the catalog is damaged: an id was given twice", damaged=True)
         supersede(list(replaced.values()))
         for at, entry in enumerate(added):
             if (old := replaced.get(entry.key)) is not None:
                 added[at] = entry._replace(life="pinned") if old.life == "pinned" else entry
-                txn.run(_INSERT, *_row(space, added[at]))
+                txn.run(_ADD, *_row(space, added[at]))
     for entry, data in new:
         if data is not None:
             txn.run(_INSERT_DATA, entry.id, data)

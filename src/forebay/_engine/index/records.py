@@ -226,8 +226,8 @@ class EntryIndex:
                 self.cells.put(entry.slot, entry.id, value, is_new=True)
             try:
                 self._lead_to(space, entry)
-            except (CacheFault, OSError) as error:
-                log.debug("no bucket leads to %s: %s", entry.key, str(error))
+            except (CacheFault, OSError):
+                continue  # a look-up asks the catalog
 
     def _facts_of(self, space: int, entry: Entry, *, is_sound: bool) -> tuple[int, ...]:
         """What a record has of a row, from the hash of its key on."""

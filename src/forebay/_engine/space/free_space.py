@@ -100,15 +100,14 @@ class FreeSpace:
         return -(-size // self._block) * self._block
 
     def short_of(self, txn: Txn, request: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
-        """`short`, for a caller that uses what there is. Caller: adds the entry of a single value that fits, and nothing else: then `knows`
+        """`short`, for a caller that uses what there is. Caller: adds what the request is for, if it fits, and nothing else: then `knows`
         tells what is left."""
         totals = spaces.totals(txn, id, request.space if request else 0)
         txn.leftovers |= totals.leftovers
         short, self._known = self._short(txn, totals, request, id), _NOTHING_KNOWN
         if short.fits and request is not None and request.inline and not (totals.leftovers or totals.any_promised):
-            growth = request.entries * GROWTH + 8 * sum(map(len, request.replaces))
-            left, count = short.free - request.charged - growth, -max(short.rows, short.here)
-            self._known = KnownSpace(txn.change, request.space, left, -short.quota, count, totals.min_free)
+            left = short.free - request.charged - request.entries * GROWTH - 8 * sum(map(len, request.replaces))
+            self._known = KnownSpace(txn.change, request.space, left, -short.quota, -max(short.rows, short.here), totals.min_free)
         return short
 
     def short(self, rows: Rows, request: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
