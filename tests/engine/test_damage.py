@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import logging
@@ -22,8 +23,11 @@ from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull
 from forebay._engine.catalog.wal import Ballast
 from forebay._engine.engine import recover_and_retry
 from forebay._engine.files.layout import Root
-from forebay._engine.files.settings_file import Kept, SpaceLimits, read, write
+from forebay._engine.index import settings
+from forebay._engine.index.settings import RootLimits, Settings, SpaceLimits
 from forebay._engine.store import Store
+from forebay._kernel import locks
+from forebay._model import Policy
 from tests.harness import MiB, assert_settled, bytes_of, opened
 from tests.processes import Gate, fork, in_child
 
@@ -124,7 +128,7 @@ def use(place: Path, *, opens: bool = True) -> None:
             assert cache.put(key, data)
             assert cache.get(key) == data
         assert cache.budget == BUDGET
-        assert cache._store.spaces.quota("own") == QUOTA
+        assert cache._store.spaces.limits("own").quota == QUOTA
         if cache.repair():
             assert cache.put("new", b"value")
         assert cache.check(deep=True) == []
@@ -365,8 +369,11 @@ def test_a_warning_says_what_was_lost_and_what_stays(place: Path, caplog: pytest
     assert "own" in word
 
 
+@pytest.mark.parametrize("rest", ["with its head", "without its head", "without its catalog"])
 @pytest.mark.parametrize("state", ["deleted", "empty", "damaged", "another root's", "a directory", "a link", "a pipe"])
-def test_without_the_file_too_it_is_said(place: Path, caplog: pytest.LogCaptureFixture, state: str) -> None:
+def test_where_the_file_is_lost_the_head_has_the_limits_of_the_root(
+    place: Path, caplog: pytest.LogCaptureFixture, state: str, rest: str
+) -> None:
     path = place / "settings.json"
     body = json.loads(path.read_text())
     path.unlink()
@@ -383,56 +390,130 @@ def test_without_the_file_too_it_is_said(place: Path, caplog: pytest.LogCaptureF
         path.symlink_to(place.parent / "elsewhere")
     elif state == "a pipe":
         os.mkfifo(path)
-    harm(place / "catalog.sqlite", "cut 0")
+    if rest == "without its catalog":
+        harm(place / "catalog.sqlite", "cut 0")
+    elif rest == "without its head":
+        (place / "shared" / "head").unlink()
     with said(caplog) as words, forebay.Cache(place) as cache:
-        assert cache.budget not in (7, BUDGET)
+        assert (cache.budget == BUDGET) == (rest != "without its head")
+        assert cache.budget != 7
         assert cache.put("x", b"y")
-    assert any("set it by Cache(budget=...)" in word for word in words)
+    assert any("set it by Cache(budget=...)" in word for word in words) == (rest == "without its head")
+    assert any("settings.json was lost or damaged" in word for word in words) == (rest != "without its head")
+
+
+def kept(root: Root) -> RootLimits:
+    there = settings.read(root)
+    assert there is not None
+    return there[1]
 
 
 def test_a_file_that_is_lost_comes_again(place: Path) -> None:
-    wanted = read(root := Root(place, int((place / "FORMAT").read_text().split()[2], 16)))
-    assert wanted == Kept(BUDGET, 0, 5000, (SpaceLimits("own", "values", "freeze", QUOTA),))
+    root = Root(place, int((place / "FORMAT").read_text().split()[2], 16))
+    assert kept(root) == RootLimits(BUDGET, 0, 5000, spaces={"own": SpaceLimits(Policy.FREEZE, QUOTA)})
     for harmed in (None, "", "{}", "[" * 100_000, '{"root": 3}'):
         root.settings.unlink() if harmed is None else root.settings.write_text(harmed)
         with forebay.Cache(place) as cache:
             assert cache.budget == BUDGET
-        assert read(root) == wanted
+        assert kept(root) == RootLimits(BUDGET, 0, 5000)
 
 
 def test_each_change_is_kept(quick_path: Path) -> None:
     place = quick_path / "root"
     with forebay.Cache(place, budget=8 * MiB, min_free=0) as cache:
         root = cache._store.root  # type: ignore[union-attr]
-        assert read(root) == Kept(8 * MiB, 0)
+        assert kept(root) == RootLimits(8 * MiB, 0)
         cache.space("a", quota=MiB, policy="wait")
         cache.space("plain")
         with forebay.Cache(place, budget=9 * MiB, max_entries=100):
             pass
         cache.space("a", quota=2 * MiB)
-        cache.samples("pack", 10).close()
-        assert read(root) == Kept(
-            9 * MiB, 0, 100, (SpaceLimits("a", "values", "wait", 2 * MiB), SpaceLimits("samples", "packs", "freeze"))
-        ) or read(root) == Kept(9 * MiB, 0, 100, (SpaceLimits("a", "values", "wait", 2 * MiB),))
+        assert kept(root) == RootLimits(9 * MiB, 0, 100, spaces={"a": SpaceLimits(Policy.WAIT, 2 * MiB)})
     os.truncate(place / "catalog.sqlite", 0)
     with forebay.Cache(place, min_free=MiB) as cache:
         assert cache.budget == 9 * MiB
         for n in range(101):
             cache.put(str(n), b"x")
         assert len(cache.entries()) == 100
-        assert read(root) == Kept(9 * MiB, MiB, 100, read(root).spaces)  # type: ignore[union-attr]
+        assert kept(root) == RootLimits(9 * MiB, MiB, 100, spaces={"a": SpaceLimits(Policy.WAIT, 2 * MiB)})
 
 
-def test_what_is_not_sane_is_left_out(tmp_path: Path) -> None:
+def test_what_others_set_is_in_force_at_the_next_call(place: Path) -> None:
+    def lower() -> None:
+        with forebay.Cache(place, budget=2 * MiB, max_rate=1000) as cache:
+            cache.space("own", quota=MiB)
+
+    with opened(place) as store:
+        in_child(lower)
+        assert store.spaces.root_limits()["budget"] == store.usage().budget == 2 * MiB
+        assert store.engine.limits.in_force() == (1000, 0)
+        assert store.spaces.limits("own") == SpaceLimits(Policy.FREEZE, MiB)
+        with pytest.raises(errors.NoSpace):
+            store.put("own", "large", bytes(MiB + 1))
+
+
+@pytest.mark.parametrize("change", [Settings(budget=9 * MiB), SpaceLimits(quota=MiB)], ids=["of the root", "of a space"])
+def test_a_process_that_is_killed_while_it_sets_a_limit(place: Path, kill_at: Callable[..., bool], change: Settings | SpaceLimits) -> None:
+    """All of the change is there or nothing, for every process, once another one has opened the root."""
+
+    def set_it() -> None:
+        with opened(place) as store:
+            if isinstance(change, Settings):
+                store.configure(change)
+            else:
+                store.spaces.ensure("own", quota=change.quota)
+
+    with opened(place) as store:
+        step, before, root = 0, store.engine.settings.limits(), store.root
+        changed = before._replace(budget=9 * MiB) if isinstance(change, Settings) else before
+        changed = changed if isinstance(change, Settings) else before._replace(spaces={"own": SpaceLimits(Policy.FREEZE, MiB)})
+        while kill_at(step, set_it):
+            with forebay.Cache(place):
+                pass
+            assert store.engine.settings.limits() == kept(root) in (before, changed)
+            assert store.engine.settings.is_shared()
+            store.configure(Settings(budget=BUDGET))
+            store.spaces.ensure("own", quota=QUOTA)
+            step += 1
+        assert store.engine.settings.limits() == changed
+        assert step > 5
+
+
+def test_a_limit_that_cannot_be_written_applies_to_its_process(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    with opened(place) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(Root, "replace", refuse)
+            assert not store.configure(Settings(budget=9 * MiB))
+            assert store.usage().budget == 9 * MiB
+        assert kept(store.root).budget == BUDGET
+        assert store.configure(Settings(budget=9 * MiB))
+        assert kept(store.root).budget == 9 * MiB
+
+
+def test_a_stopped_process_that_sets_a_limit_delays_another_for_a_moment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "PATIENCE", 0.0)
+    other = locks.LockFile(place / "FORMAT")
+    with opened(place) as store:
+        assert other.try_lock(1, exclusive=True)
+        assert not store.configure(Settings(budget=9 * MiB))
+        other.close()
+        assert store.configure(Settings(budget=9 * MiB))
+
+
+def test_what_is_invalid_is_left_out(tmp_path: Path) -> None:
     root = Root(tmp_path, 5)
-    spaces: Any = (
-        SpaceLimits("good", "values", "lru", 5), SpaceLimits("bad policy", "values", "boil"), SpaceLimits("", "values", "lru"),
-        SpaceLimits("a\nb", "values", "lru"), SpaceLimits("odd quota", "values", "lru", -5, 1 << 70), SpaceLimits(7, "values", "lru"),  # type: ignore[arg-type]
-    )  # fmt: skip
+    spaces = [
+        {"name": "good", "policy": "lru", "quota": 5}, {"name": "", "policy": "lru"}, {"name": "a\nb", "policy": "lru"},
+        {"name": "odd", "policy": "boil", "quota": -5, "max_count": 1 << 70}, {"name": 7, "policy": "lru"},
+    ]  # fmt: skip
     for wrong in (-1, 1 << 70, "5", True, 1.5, None, [5]):
-        write(root, Kept(wrong, wrong, wrong, spaces))  # type: ignore[arg-type]
-        assert read(root) == Kept(spaces=(SpaceLimits("good", "values", "lru", 5), SpaceLimits("odd quota", "values", "lru")))
-    assert read(Root(tmp_path, 6)) is None
+        body = {"root": f"{5:016x}", "version": wrong, "budget": wrong, "max_rate": wrong, "spaces": spaces}
+        root.settings.write_text(json.dumps({**body, "checksum": settings._checksum(body)}))
+        assert settings.read(root) == (0, RootLimits(spaces={"good": SpaceLimits(Policy.LRU, 5), "odd": SpaceLimits()}))
+    assert settings.read(Root(tmp_path, 6)) is None
 
 
 # -- FORMAT ------------------------------------------------------------------------------------------------------------

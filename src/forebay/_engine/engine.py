@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from forebay import errors
+from forebay._config import format_size
 from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, recovery, schema, spaces
 from forebay._engine.catalog.transactions import SKIPPED, number_below
 from forebay._engine.files.faults import faults
@@ -20,13 +21,13 @@ from forebay._engine.index.history import History
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.records import ID, USED, EntryIndex
+from forebay._engine.index.settings import OF_TRANSFERS, RootLimits, Settings, SharedSettings, differences, shown
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.reading import Reading
-from forebay._engine.space.settings import Settings, apply, is_kept, keep
 from forebay._kernel import events, host, locks, waits
 from forebay._logs import logger
-from forebay._model import Entry, Policy, Problem
+from forebay._model import Entry, Problem
 
 if TYPE_CHECKING:
     from forebay._engine.index.limits import NodeLimits
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from forebay._engine.writers import Writers
 
 log = logger("forebay.engine")
+log_of_settings = logger("forebay.settings")
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="HasEngine")
@@ -81,8 +83,6 @@ class Engine:
         self.recovered: list[Problem] = []
         """What was recovered so that the root could be opened, until `Store.repair` has reported it."""
         self._limits: NodeLimits | None = None
-        self._unset: Settings | None = None  # what the next call that writes must set
-        self._lower = False  # a lower limit was set, and is still to be applied to what is there
         self.known_spaces: dict[str, spaces.SpaceRow] = {}
         """Rows of spaces that this process has read; emptied when the catalog is recreated."""
         self.adaptive = AdaptiveSpaces()
@@ -90,7 +90,7 @@ class Engine:
         self.counters = Counters(root)
         self.history = History(root, self.counters)
         self.memo = Memo(self._index_of(root), self.adaptive, on_look=self.history.note)
-        self._wire(root)
+        self._wire(root, RootLimits())
         self._start(settings)
         self.catalog.trust()
 
@@ -167,18 +167,19 @@ class Engine:
                 for part in (self._writers, self.leases, self.catalog):
                     if part is not None:
                         part.close()
-                self._wire(root)
+                self._wire(root, self.settings.known)
             elif error.damaged:
                 self.catalog.rebuild(str(error))
             self.adaptive.restart(self.root, self.index)  # spaces may have other ids
             self.memo.restart(self.index)
             self.known_spaces.clear()
-            self._start(Settings(), self._in_force)
+            self._start(Settings())
             self.recoveries += 1
 
     # -- opening ---------------------------------------------------------------------------------------------------
 
-    def _wire(self, root: Root) -> None:
+    def _wire(self, root: Root, before: RootLimits) -> None:
+        """``before``: what was in force for this process, for a root that was recreated meanwhile."""
         self.root, self.hosts = root, SilentHosts(root)
         if self._limits is not None:
             self._limits.close()
@@ -186,9 +187,12 @@ class Engine:
         self.words = waits.Words(root.words, root.files.open, writable=not root.read_only)
         self._has_index = self._epoch_began = False
         self.index = self._index_of(root)
+        self._format = locks.LockFile(root.path / "FORMAT", root.files.open, writable=not root.read_only)
+        self.settings = SharedSettings(root, self.index.head, self._format, before)
         self.catalog = Catalog(
             root, self.words, self.index.head, immutable=root.read_only and not host.is_local(host.fs_kind(root.path)),
             recover=self._finish_intent, sweep=lambda: self.writers.eviction.sweep(),  # noqa: PLW0108 (there are no writers yet)
+            budget=self._budget,
         )  # fmt: skip
         self.adaptive.restart(root, self.index)
         self.counters.detach()
@@ -199,17 +203,19 @@ class Engine:
         self.reading = Reading(root, self.catalog, self.index, self.leases, self.memo, self.counters, self.adaptive)
         self._writers: Writers | None = None
         self._forking: tuple[host.Forking, ...] = ()
-        self._format = locks.LockFile(root.path / "FORMAT", root.files.open, writable=False)
         self.known_spaces.clear()
 
+    def _budget(self) -> int:
+        return self.settings.limits().budget or 0
+
     def _index_of(self, root: Root) -> EntryIndex:
-        return EntryIndex(root, SharedHead(root), lambda: spaces.limits(self.catalog)["budget"] or 0)
+        return EntryIndex(root, SharedHead(root), self._budget)
 
     @property
     def stats(self) -> StatsReader:
         from forebay._engine.stats import StatsReader
 
-        return StatsReader(self.root, self.catalog, self.index, self.counters, self.leases, self.adaptive)
+        return StatsReader(self.root, self.catalog, self.index, self.counters, self.leases, self.adaptive, self.settings)
 
     @property
     def limits(self) -> NodeLimits:
@@ -220,7 +226,7 @@ class Engine:
 
             with self._recovering:
                 if self._limits is None:
-                    self._limits = NodeLimits(self.root, self.index.head)
+                    self._limits = NodeLimits(self.root, self.index.head, self.settings.limits)
                 limits = self._limits
         return limits
 
@@ -235,17 +241,16 @@ class Engine:
                 if self._writers is None:
                     self._writers = Writers(
                         self.root, self.catalog, self.index, self.memo, self.counters, self.leases, self.owners, self.words,
-                        self.adaptive,
+                        self.adaptive, self.settings,
                     )  # fmt: skip
                 writers = self._writers
         return writers
 
-    def _start(self, settings: Settings, before: Settings | None = None) -> None:
-        """Open the catalog, recreating it where it is broken. ``before``: what was in force for this process, for a root that was
-        recreated meanwhile."""
+    def _start(self, settings: Settings) -> None:
+        """Open the catalog, recreating it where it is broken."""
         for _ in range(ATTEMPTS - 1):
             try:
-                self._begin(settings, before)
+                self._begin(settings)
             except DiskFull as error:
                 if not self.catalog.ballast.give_up(error):
                     raise
@@ -256,9 +261,9 @@ class Engine:
                 self.recovered.append(Problem("catalog", str(self.root.catalog), str(error)))
             else:
                 return
-        self._begin(settings, before)
+        self._begin(settings)
 
-    def _begin(self, settings: Settings, before: Settings | None) -> None:
+    def _begin(self, settings: Settings) -> None:
         self.catalog.open()
         if self.catalog.lost and not self.recovered:  # it was deleted
             self.recovered.append(Problem("catalog", str(self.root.catalog), self.catalog.lost))
@@ -283,16 +288,14 @@ class Engine:
                     self.writers.eviction.sweep()
         except errors.WriterBusy as error:  # it can be read from all the same; the next process that opens it sweeps
             log.info("%s: not swept: %s", self.root.path, str(error))
-        self.configure(settings, before)
-        self._keep_settings()
+        self.configure(settings)
 
     def rebuild_shared(self) -> None:
         """Create what is lost or damaged of the files that processes share; the catalog says what was in them."""
         with self.catalog.writer(), faults(str(self.root.shared_dir)):
             self.index.create()
             self.index.head.epoch = 0
-            limits = spaces.limits(self.catalog)
-            self.index.head.set_limits(limits["max_rate"] or 0, limits["max_connections"] or 0)
+            self.settings.note()
             self.memo.restart(self.index)  # what it knows of the part that is lost
         self._has_index, self._epoch_began = True, False
         try:
@@ -339,43 +342,53 @@ class Engine:
 
     # -- settings --------------------------------------------------------------------------------------------------
 
-    def configure(self, settings: Settings, before: Settings | None = None) -> None:
-        """Set the given limits for every process; a lower one is applied at once. Where the catalog is busy, the next call that writes
-        sets them. ``before``: see `_start`."""
-        given = settings != Settings()
+    def configure(self, settings: Settings) -> bool:
+        """Set the given limits for every process, and evict for a lower one; where the catalog is busy, the next call that writes does.
+        Returns whether they are set for every process."""
         if settings.budget is not None:
             self.index.cells.resize()
-        if given and self._unset is not None:
-            settings = settings.over(self._unset)
-        try:
-            self._in_force, applied = apply(settings, self.root, self.catalog, self.index.head, self._make_room, self.counters, before)
-            self._lower = self._lower or not applied
-            if given:
-                self._unset = None
-            if self._lower and applied:
-                self.writers.budget.fit()
-                self._lower = False
-        except errors.WriterBusy as error:
-            self._in_force = settings
-            if given or self._unset is None:
-                self._unset = settings
-            log.warning("%s: its limits are not set yet, and will be by a later call: %s", self.root.path, str(error))
+        before, after = self.settings.set(settings)
+        changes = differences(before, after)
+        if self.catalog.lost or (before.budget is None and spaces.every(self.catalog)):
+            self._log_lost(before, after)
+        elif before.budget is not None and changes:
+            messages = [f"{self.root.path}: changed for all processes: {', '.join(changes.values())}"]
+            try:
+                messages += self._shrink() if not changes.keys() <= OF_TRANSFERS else ()
+            except errors.WriterBusy as error:
+                messages.append(f"the new limit is not met yet; a later call that writes evicts for it: {error}")
+            others = self.counters.living()
+            if others:
+                have = "another process has it open:" if len(others) == 1 else f"{len(others)} other processes have it open, such as"
+                messages.append(f"{have} {locks.describe_process(others[0])}")
+            (log_of_settings.warning if len(messages) > 1 else log_of_settings.info)("%s", "; ".join(messages))
+        return self.settings.is_shared()
 
-    def _make_room(self) -> bool:
-        return self.writers.budget.fit()
+    def _shrink(self) -> Iterator[str]:
+        """Evict for a lower limit; yields messages that say what that cost."""
+        before, there = spaces.usage(self.catalog)[0], sum(space.entries for space in spaces.every(self.catalog))
+        fits = self.writers.budget.fit()
+        after, left = spaces.usage(self.catalog)[0], sum(space.entries for space in spaces.every(self.catalog))
+        if there > left:
+            yield f"{there - left:,} entries were evicted to meet it, {format_size(max(before - after, 0))}"
+        if not fits:
+            yield f"the new limit is not met yet: {format_size(after)} are in use or pinned, or the disk lacks room"
 
-    def _keep_settings(self) -> None:
-        """Write the copies of the limits where they are missing: a process was killed before it wrote them, or somebody removed them."""
-        if is_kept(self.root, self.catalog, self.index.head):
-            return
-        try:
-            with self.catalog.writer(0):
-                keep(self.root, self.catalog, self.index.head)
-        except errors.CacheFault as error:  # busy: the next open does it
-            log.info("%s: what is set was not noted: %s", self.root.path, str(error))
+    def _log_lost(self, before: RootLimits, after: RootLimits) -> None:
+        """Report that the catalog, or what is set, was lost."""
+        why, self.catalog.lost = self.catalog.lost, ""
+        known = {name: value for name, value in before.of_root().items() if value is not None}
+        texts = [f"{name} {format_size(value) if name in ('budget', 'min_free') else shown(name, value)}" for name, value in known.items()]
+        left = ", ".join([*texts, *(f"the limits of the space {name}" for name in before.spaces)])
+        if before.budget is None:
+            new = format_size(after.budget or 0)
+            left = f"{left or 'nothing that was set'}; the budget is {new} from now on: where that is wrong, set it by Cache(budget=...)"
+        if why:
+            why += ": an empty one replaces it; what was kept is fetched again when needed, and nothing is pinned"
+        log_of_settings.warning("%s: %s; what stays: %s", self.root.path, why or f"{self.root.settings} is lost or damaged", left)
 
     def check_usable(self, *, writing: bool = False) -> None:
-        """Raise `ReadOnly`, or `CacheFault` in a process that was forked by C code; before a write, set what could not be set earlier."""
+        """Raise `ReadOnly`, or `CacheFault` in a process that was forked by C code; before a write, begin the epoch."""
         if writing and self.root.read_only:
             raise errors.ReadOnly.of(self.root.path)
         if host.forked_unseen():
@@ -385,13 +398,11 @@ class Engine:
                 self.begin_epoch()
             self.history.use = self._use
             self.history.note(self.index.head.clock.now())
-            if self._unset is not None or self._lower:
-                self._set_late()
 
     def _use(self) -> tuple[int, int]:
         """Bytes used, and the budget."""
-        charge, granted, budget = spaces.usage(self.catalog)
-        return max(charge + granted, 0), budget or 0
+        charge, granted = spaces.usage(self.catalog)
+        return max(charge + granted, 0), self._budget()
 
     def touch(self, entry: Entry) -> None:
         """Note that an entry is used now."""
@@ -409,23 +420,8 @@ class Engine:
     def note_space(self, row: spaces.SpaceRow) -> spaces.SpaceRow:
         """Keep the row of a space in `known_spaces`; returns it."""
         self.known_spaces[row.name] = row
-        self.adaptive.know(row.id, row.name, adapts=Policy.parse(row.policy).adapts)
+        self.adaptive.know(row.id, row.name, adapts=self.settings.limits().policy_of(row.name).adapts)
         return row
-
-    def _set_late(self) -> None:
-        """Set what could not be set when the root was opened, before anything is written that it may forbid."""
-        with self._recovering:
-            # `apply` may come here again.
-            unset, self._unset, lower, self._lower = self._unset, None, self._lower, False
-            try:
-                if unset is not None:
-                    self._in_force, applied = apply(unset, self.root, self.catalog, self.index.head, self._make_room, self.counters)
-                    unset, lower = None, lower or not applied
-                if lower:
-                    self.writers.budget.fit()
-            except BaseException:
-                self._unset, self._lower = unset, lower
-                raise
 
     # -- forks -----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim
 
 if TYPE_CHECKING:
     from forebay._engine.activity import Now, Period
+    from forebay._engine.index.settings import SpaceLimits
     from forebay._engine.locks.fill import KeyHold, OnWait
     from forebay._engine.locks.leases import Lease
     from forebay._engine.packs.pack import NoPack
@@ -39,8 +40,13 @@ class NullSpaces:
     def usage(self, name: str) -> tuple[int, int]:
         return 0, 0
 
-    def quota(self, name: str) -> None:
-        return None
+    def largest(self, name: str) -> int:
+        return 0
+
+    def limits(self, name: str) -> SpaceLimits:
+        from forebay._engine.index.settings import SpaceLimits
+
+        return SpaceLimits()
 
 
 class NullHold:

@@ -8,14 +8,12 @@ from forebay._engine.catalog import spaces as rows
 from forebay._engine.catalog.spaces import SpaceRow
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
+from forebay._engine.index.settings import RootLimits, SpaceLimits
 from forebay._logs import logger
 from forebay._model import Policy
 
 log = logger("forebay.store")
 
-Limits = tuple[str | None, int | None, int | None]
-"""Policy, quota in bytes, and number of entries of a space; None leaves what it was set to."""
-_NOTHING_UNSET: Limits = (None, None, None)
 _AT_ONCE = 128
 
 
@@ -24,21 +22,13 @@ class Spaces:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._unset: dict[str, Limits] = {}  # what the next call that writes to a space must set
 
     def ensure(
         self, name: str, *, kind: str = "values", policy: str | None = None, quota: int | None = None, max_count: int | None = None
     ) -> SpaceRow:  # fmt: skip
         """The space of this name, created if missing; an explicit policy, quota or count is set for every process."""
-        known = self.engine.known_spaces.get(name)
-        if known is not None and policy is None and quota is None and max_count is None and name not in self._unset:
-            return known
-        unset = self._unset.get(name, _NOTHING_UNSET)
-        policy = unset[0] if policy is None else policy
-        quota, max_count = unset[1] if quota is None else quota, unset[2] if max_count is None else max_count
-        space = self._ensure(name, kind, policy, quota, max_count)
-        self._unset.pop(name, None)
-        return space
+        known, limits = self.engine.known_spaces.get(name), SpaceLimits(Policy.parse(policy) if policy else None, quota, max_count)
+        return known if known is not None and limits == SpaceLimits() else self._ensure(name, kind, limits)
 
     def open(self, name: str, policy: str | None = None, quota: int | None = None, max_count: int | None = None) -> None:
         """`ensure`, for callers that can read at once and write later: where the catalog is busy or cannot be written to, the next call
@@ -46,13 +36,12 @@ class Spaces:
         try:
             self.ensure(name, policy=policy, quota=quota, max_count=max_count)
         except errors.CacheFault as error:
-            self._unset[name] = policy, quota, max_count
             log.warning("the space %s is not set up yet, and will be by a later call: %s", name, str(error))
 
     @recover_and_retry
     def root_limits(self) -> dict[str, int | None]:
         """The limits of the root that are set, by the names of `Settings`; None: not set."""
-        return rows.limits(self.engine.catalog)
+        return self.engine.settings.limits().of_root()
 
     @recover_and_retry
     def lookup(self, name: str) -> SpaceRow:
@@ -61,30 +50,26 @@ class Spaces:
         if known is None:
             row = rows.find(self.engine.catalog, name)
             if row is None:
-                return SpaceRow(0, name, "values", Policy.default(name), None)
+                return SpaceRow(0, name, "values")
             known = self.engine.note_space(row)
         return known
 
     @recover_and_retry
-    def _ensure(self, name: str, kind: str, policy: str | None, quota: int | None, max_count: int | None) -> SpaceRow:
-        from forebay._engine.space.settings import keep
-
+    def _ensure(self, name: str, kind: str, limits: SpaceLimits) -> SpaceRow:
         engine = self.engine
-        row = rows.find(engine.catalog, name)
         if engine.root.read_only:
-            return row or SpaceRow(0, name, kind, Policy.default(name), None)
-        parsed = str(Policy.parse(policy)) if policy else None
-        limits = {"policy": parsed, "quota": quota, "max_count": max_count}
-        changed = row is None or any(value is not None and value != getattr(row, limit) for limit, value in limits.items())
-        if changed:
+            return self.lookup(name)
+        before, after = engine.settings.set_space(name, limits) if limits != SpaceLimits() else (RootLimits(), RootLimits())
+        row = rows.find(engine.catalog, name)
+        if row is None:
             with engine.catalog.write() as txn:
-                rows.insert(txn, name, kind, parsed or Policy.default(name), quota)
-                rows.change(txn, name, parsed, quota, max_count)
-                txn.after_commit.append(lambda: keep(engine.root, engine.catalog, engine.index.head))
+                rows.insert(txn, name, kind)
                 row = rows.find(txn, name)
         assert row is not None
         engine.note_space(row)
-        if (quota is not None or max_count is not None) and (changed or row.is_over()):
+        quota, most = after.of_space(name)[1:]
+        is_over = (quota is not None and row.bytes > quota) or (most is not None and row.entries > most)
+        if is_over or before.of_space(name)[1:] != (quota, most):
             self._shrink(row)
         return row
 
@@ -113,16 +98,18 @@ class Spaces:
         """Bytes and number of the live entries of a space whose keys begin with ``prefix``."""
         return rows.live_below(self.engine.catalog, self.lookup(name).id, prefix)
 
-    def limits(self, name: str) -> tuple[int, str]:
-        """The largest size in bytes that one entry of a space can have, and the space's policy."""
-        space = self.ensure(name)
-        budget = rows.totals(self.engine.catalog).budget
-        return min(budget, budget if space.quota is None else space.quota), space.policy
+    @recover_and_retry
+    def limits(self, name: str) -> SpaceLimits:
+        """The limits of a space, and its policy, as they were set last by any process; None: only the budget of the root limits it."""
+        limits = self.engine.settings.limits()
+        return limits.of_space(name)._replace(policy=limits.policy_of(name))
 
-    def quota(self, name: str) -> int | None:
-        """The quota of a space in bytes, as it was set last by any process; None: only the budget of the root limits it."""
-        space = rows.find(self.engine.catalog, name)
-        return space.quota if space is not None else None
+    @recover_and_retry
+    def largest(self, name: str) -> int:
+        """The largest size in bytes that one entry of a space can have."""
+        limits = self.engine.settings.limits()
+        budget, quota = limits.budget or 0, limits.of_space(name).quota
+        return budget if quota is None else min(budget, quota)
 
     @recover_and_retry
     def clear(self, name: str) -> int:

@@ -15,8 +15,9 @@ from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.counters import NAMES, Counters
 from forebay._engine.index.ghosts import Standing
 from forebay._engine.index.records import EntryIndex
+from forebay._engine.index.settings import SharedSettings
 from forebay._engine.locks.leases import Leases
-from forebay._model import Entry, Policy
+from forebay._model import Entry
 
 ENTRIES_PER_PAGE = 1000
 """Entries that are read at a time: a few milliseconds of SQLite."""
@@ -59,9 +60,10 @@ class StatsReader:
     """Reads the statistics of one root. Takes no lock: another process may change what was read at any time."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, index: EntryIndex, counters: Counters, leases: Leases, adaptive: AdaptiveSpaces
+        self, root: Root, catalog: Catalog, index: EntryIndex, counters: Counters, leases: Leases, adaptive: AdaptiveSpaces,
+        settings: SharedSettings,
     ) -> None:  # fmt: skip
-        self._root, self._index, self._adaptive = root, index, adaptive
+        self._settings, self._root, self._index, self._adaptive = settings, root, index, adaptive
         self._catalog, self._counters, self._leases = catalog, counters, leases
 
     def entries(self, space: int | None) -> list[Entry]:
@@ -101,15 +103,15 @@ class StatsReader:
         return [key for _, key in sorted(keys)]
 
     def usage(self) -> Usage:
-        limits = spaces.limits(self._catalog)
-        transfers = limits["max_rate"] or 0, limits["max_connections"] or 0
-        rows = tuple(spaces.every(self._catalog))
-        standings = {row.name: self._adaptive.standing(row.id) for row in rows if Policy.parse(row.policy).adapts}
-        return Usage(*spaces.usage(self._catalog), rows, *transfers, standings)
+        rows, limits = tuple(spaces.every(self._catalog)), self._settings.limits()
+        standings = {row.name: self._adaptive.standing(row.id) for row in rows if limits.policy_of(row.name).adapts}
+        used, reserved = spaces.usage(self._catalog)
+        return Usage(used, reserved, limits.budget or 0, rows, limits.max_rate or 0, limits.max_connections or 0, standings)
 
     def first_to_go(self) -> list[int]:
         """The ids of entries that are evicted before the least recently used one, in their order."""
-        rows = [row for row in spaces.every(self._catalog) if Policy.parse(row.policy).adapts]
+        limits = self._settings.limits()
+        rows = [row for row in spaces.every(self._catalog) if limits.policy_of(row.name).adapts]
         return [id for row in rows for id in self._adaptive.first_to_go(row.id)]
 
     def index_use(self) -> IndexUse:

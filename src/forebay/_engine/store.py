@@ -23,8 +23,8 @@ from forebay._engine.files.root import Root, foreign, open_root
 from forebay._engine.index import counters
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_hit
+from forebay._engine.index.settings import Settings as Settings
 from forebay._engine.locks.leases import Lease
-from forebay._engine.space.settings import Settings as Settings
 from forebay._engine.spaces import Spaces
 from forebay._kernel import host
 from forebay._logs import logger
@@ -115,8 +115,9 @@ class Store:
             Store._dropped.append(self)
 
     @recover_and_retry
-    def configure(self, settings: Settings) -> None:
-        self.engine.configure(settings)
+    def configure(self, settings: Settings) -> bool:
+        """See `Engine.configure`."""
+        return self.engine.configure(settings)
 
     def close(self) -> None:
         """Release one opening; the last one folds the counters and closes all files. Leases and buffers that were handed out stay valid."""
@@ -269,7 +270,7 @@ class Store:
             try:
                 entry = self.engine.writers.put(label, [data], validator=validator)
             except errors.NoSpace as error:
-                if self.spaces.ensure(space).policy != Policy.WAIT or error.hopeless or isinstance(error, DiskFull):
+                if self.spaces.limits(space).policy != Policy.WAIT or error.hopeless or isinstance(error, DiskFull):
                     raise
                 self._wait_for_room(label, memoryview(data).nbytes, timeout, error)
                 continue

@@ -16,6 +16,7 @@ from forebay._engine.index.counters import Counters
 from forebay._engine.index.head import PAIRS
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.records import EntryIndex
+from forebay._engine.index.settings import SharedSettings
 from forebay._engine.locks.fill import Fill
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.locks.owners import Owners
@@ -44,12 +45,12 @@ class Writers:
 
     def __init__(
         self, root: Root, catalog: Catalog, index: EntryIndex, memo: Memo, counters: Counters, leases: Leases, owners: Owners,
-        words: waits.Words, adaptive: AdaptiveSpaces,
+        words: waits.Words, adaptive: AdaptiveSpaces, settings: SharedSettings,
     ) -> None:  # fmt: skip
         self.fill = Fill(root, catalog, owners, words, counters)
         self.eviction = Eviction(root, catalog, index, leases, words)
-        self.ranking = Ranking(catalog, index, adaptive)
-        self.budget = Budget(root, catalog, owners, self.eviction, self.ranking, words, counters, memo)
+        self.ranking = Ranking(catalog, index, adaptive, settings)
+        self.budget = Budget(root, catalog, owners, self.eviction, self.ranking, words, counters, memo, settings)
         self.publisher = Publisher(root, catalog, index, adaptive, leases, owners, self.budget, self.eviction)
         self.writing = partial(Writing, self.publisher)
         self.packing = Packing(root, catalog, leases, self.budget, self.publisher)

@@ -16,7 +16,7 @@ from forebay._config import REMOTE, GivenSetting, format_size, given_by_file, gi
 from forebay.cli.hints import FAILED, NoCache
 from forebay.cli.options import dry_run_option, json_option, opened, root_option, root_path, verb, yes_option
 from forebay.cli.render import Output, argument_of_verbosity, confirmed, note, print_error
-from forebay.errors import ConfigError, ForebayError, ReadOnly, WriterBusy
+from forebay.errors import CacheFault, ConfigError, ForebayError, ReadOnly
 
 if TYPE_CHECKING:
     from forebay.cache import Cache
@@ -73,7 +73,7 @@ def _used(cache: Cache) -> int:
 
 
 def _set_budget(cache: Cache, size: int) -> None:
-    """Set the budget of the root. Raises `ReadOnly`, `WriterBusy`."""
+    """Set the budget of the root. Raises `ReadOnly`, `CacheFault`."""
     from forebay._engine.store import Settings
     from forebay.cache import origin_of
 
@@ -81,9 +81,8 @@ def _set_budget(cache: Cache, size: int) -> None:
     assert store.keeps  # else the cache could not be opened
     if store.root.read_only:
         raise ReadOnly.of(cache.path)
-    store.configure(Settings(budget=size))
-    if cache.budget != size:
-        raise WriterBusy("the catalog is busy: the budget is not changed", waited=0.0, holder="")
+    if not store.configure(Settings(budget=size)):
+        raise CacheFault(f"{store.root.settings} cannot be written now: the budget is not changed")
 
 
 def _note_unused(path: Path, size: int, disk: int) -> None:

@@ -71,7 +71,7 @@ class Prefetcher(Pool[Item_co]):
         if self._objects is not None and self._remote is not None:
             self._digest = _digest([identity_of(self.source)])
             self._space, self._max_age = URLS, FOREVER if self._origin.offline else self._origin.max_age
-            waits = self._store.spaces.ensure(self.name).policy == Policy.WAIT
+            waits = self._store.spaces.limits(self.name).policy == Policy.WAIT
             self._loader: Loader | ObjectLoader = ObjectLoader(self._remote, self._store, self._options["workers"], waits=waits)
             owner = self._loader
         else:
@@ -92,7 +92,7 @@ class Prefetcher(Pool[Item_co]):
 
     @property
     def _is_limited(self) -> bool:
-        space = self._store.spaces.ensure(self.name)
+        space = self._store.spaces.limits(self.name)
         has_limit = space.quota is not None or (space.max_count is not None and space.max_count < MANY)
         return has_limit or self._options["policy"] == "freeze"
 

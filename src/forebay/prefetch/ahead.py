@@ -384,8 +384,8 @@ class Lookahead(Iterator[memoryview]):
             self._is_full = usage.used + usage.reserved > usage.budget - usage.budget // _FULL
             if self._retention is None:
                 return
-            quotas = [row.quota for row in usage.spaces if row.name == URLS and row.quota is not None]
-            self._retention.limit = min([usage.budget - sum(row.charge for row in usage.spaces if row.name != URLS), *quotas])
+            left = usage.budget - sum(row.charge for row in usage.spaces if row.name != URLS)
+            self._retention.limit = min(left, self._store.spaces.largest(URLS))
 
     def _scout(self, drawn: _Drawn) -> None:
         """An object was drawn for the horizon: if the cache has it, it is to stay until then. Caller: holds the lock."""

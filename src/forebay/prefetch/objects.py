@@ -283,7 +283,7 @@ class ObjectLoader:
     def _may_have_room(self, size: int) -> bool:
         """Whether an object that has none now is to wait for some."""
         with contextlib.suppress(errors.CacheFault):
-            return self._waits and self._store.keeps and size <= self._store.spaces.limits(URLS)[0]
+            return self._waits and self._store.keeps and size <= self._store.spaces.largest(URLS)
         return False
 
     def _look_again(self) -> None:

@@ -75,8 +75,8 @@ class ItemWriter:
         self._config, self._store = config, config.store
         self._reservation: SpaceReservation = config.store.reservations.open(config.space)
         used, entries = self._store.spaces.usage(config.space)
-        limit, policy = self._store.spaces.limits(config.space)
-        self._waits = policy == Policy.WAIT
+        limit = self._store.spaces.largest(config.space)
+        self._waits = self._store.spaces.limits(config.space).policy == Policy.WAIT
         self._is_most_of_the_cache = 2 * limit > self._store.usage().budget
         self.queue = LoadQueue(config, self._reservation.need, limit, -(-used // entries) if entries else 0)
         self._scheduler = Scheduler(config, self.queue)
@@ -276,8 +276,8 @@ class ItemWriter:
 
     def look_at_limit(self) -> None:
         """Read the limits of the space, which may have changed."""
-        limit, policy = self._store.spaces.limits(self._config.space)
-        self._waits = policy == Policy.WAIT
+        limit = self._store.spaces.largest(self._config.space)
+        self._waits = self._store.spaces.limits(self._config.space).policy == Policy.WAIT
         self._is_most_of_the_cache = 2 * limit > self._store.usage().budget
         self.queue.set_limit(limit)
 

@@ -236,7 +236,7 @@ class ShardIndexes:
                 start = self._reach.part(url, Span(0, PROBE), info)
                 if tar_index.typical_size(start, info.size) >= LARGE:
                     return "large"
-            if not store.keeps or store.root.read_only or info.size > store.spaces.limits(URLS)[0] // SHARE:
+            if not store.keeps or store.root.read_only or info.size > store.spaces.largest(URLS) // SHARE:
                 return None
             lease = origin.lease(self._reach.target(url), FetchOptions.of(origin))
         except PAST as error:

@@ -369,7 +369,7 @@ class Values:
 
     def budget(self) -> int | None:
         """Bytes that the values may have; None: limited by the cache only."""
-        return self._store().spaces.quota(self.space)
+        return self._store().spaces.limits(self.space).quota
 
     def _store(self) -> Store | PassThrough:
         store = self.origin.current()

@@ -240,13 +240,6 @@ def test_an_entry_with_a_forged_slot_gets_another(place: Path, what: str) -> Non
 
 
 NUMBERS = {
-    "a budget": "UPDATE meta SET value = 'abc' WHERE name = 'budget'",
-    "a limit that is bytes": "UPDATE meta SET value = x'00' WHERE name = 'min_free'",
-    "a number of entries": "INSERT INTO meta VALUES ('max_entries', 'many')",
-    "a quota": "UPDATE spaces SET quota = 'zz'",
-    "a number of entries of a space": "UPDATE spaces SET max_count = 'zz'",
-    "a policy": "UPDATE spaces SET policy = 'zz'",
-    "a policy that is bytes": "UPDATE spaces SET policy = x'00'",
     "bytes of a space": "UPDATE spaces SET bytes = 'zz'",
     "a failure": "INSERT OR REPLACE INTO failures SELECT id, 'k1', 'not json', 1 FROM spaces",
     "a failure that is none": "INSERT OR REPLACE INTO failures SELECT id, 'k1', '[5]', 1 FROM spaces",

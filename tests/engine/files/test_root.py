@@ -251,7 +251,7 @@ def test_a_root_of_format_1_is_emptied_with_one_warning_and_its_limits_stay(plac
         open_root(place, read_only=True)
     assert_emptied(place)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "the catalog has format 4, 7 was expected" in warning
+    assert "the catalog has format 4, 8 was expected" in warning
     assert "what stays: budget 52.4 MB, min_free 0 B, max_entries 500" in warning
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay._engine.index import head
 from forebay._engine.index import limits as limits_module
 from forebay._engine.index.limits import ConnectionPermit, ConnectionRequest, NodeLimits
 from forebay._engine.store import Settings, Store
@@ -40,7 +41,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def limits_of(store: Store, clock: Callable[[], int] = time.monotonic_ns) -> NodeLimits:
     """Those of another process: its locks exclude those of others in this one too."""
-    return NodeLimits(store.root, store.engine.index.head, clock)
+    return NodeLimits(store.root, store.engine.index.head, store.engine.settings.limits, clock)
 
 
 def taken(request: ConnectionRequest, seconds: float = 10) -> ConnectionPermit:
@@ -146,18 +147,16 @@ def test_a_damaged_word_of_the_rate_stops_nobody(store: Store, word: int) -> Non
 # -- what is in force ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("word", [0, 1])
-def test_damaged_limits_are_those_that_were_believed(tmp_path: Path, word: int) -> None:
+@pytest.mark.parametrize("word", range(7))
+def test_a_damaged_word_of_the_settings_changes_no_limit(tmp_path: Path, word: int) -> None:
     with opened(tmp_path, 1 << 26, max_rate=1_000_000, max_connections=2) as store:
         limits = limits_of(store)
         assert limits.in_force() == (1_000_000, 2)
-        words, at = store.engine.index.head.limit_words()
-        words[at - 2 + word] ^= 1 << 40
+        store.engine.index.head.words()[head.SETTINGS + word] ^= 1 << 40
         assert limits.in_force() == (1_000_000, 2)
-        assert limits_of(store).in_force() == (0, 0), "nothing was believed yet"
-        del words
     with opened(tmp_path) as store:  # opening a root mends them
         assert store.limits.in_force() == (1_000_000, 2)
+        assert store.engine.settings.is_shared()
 
 
 def test_a_table_of_slots_that_is_recreated_has_them_again(store: Store) -> None:

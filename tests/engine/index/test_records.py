@@ -353,7 +353,7 @@ def test_a_read_only_root_is_read_by_its_index_and_not_changed(store: Store) -> 
     before = {path: path.stat().st_mtime_ns for path in store.root.shared_dir.iterdir()}
 
     def young() -> None:
-        from forebay._engine.space.settings import Settings
+        from forebay._engine.index.settings import Settings
 
         mine = Store.open(store.root.path, Settings(), read_only=True)
         mine.spaces.lookup("v")

@@ -11,6 +11,7 @@ import pytest
 
 from forebay._engine.catalog import Rows, entries
 from forebay._engine.index.records import RECORDS, EntryIndex
+from forebay._engine.index.settings import Settings, SpaceLimits
 from forebay._engine.space import ranking
 from forebay._engine.space.ranking import Ranking, Scope
 from forebay._engine.store import Store
@@ -45,9 +46,7 @@ def use_in_any_order(store: Store) -> list[str]:
 
 def full(store: Store) -> None:
     """From now on each value that comes needs the room of another."""
-    usage = store.usage()
-    with store.engine.catalog.write() as txn:
-        txn.run("UPDATE meta SET value = ? WHERE name = 'budget'", usage.used + 100)
+    store.engine.settings.set(Settings(budget=store.usage().used + 100))
 
 
 def keys(store: Store) -> set[str]:
@@ -186,15 +185,14 @@ def test_a_small_space_among_many_entries_finds_its_own(store: Store) -> None:
 
 
 def _quota(store: Store, quota: int) -> None:
-    with store.engine.catalog.write() as txn:
-        txn.run("UPDATE spaces SET quota = ? WHERE name = 'small'", quota)
+    store.engine.settings.set_space("small", SpaceLimits(quota=quota))
 
 
 def test_what_was_found_again_while_it_is_taken_is_given_once(store: Store) -> None:
     """One call gives many; none of them is gone before it ends."""
-    found = list(Ranking(store.engine.catalog, store.engine.index, store.engine.adaptive).coldest(Scope()))
+    found = list(Ranking(store.engine.catalog, store.engine.index, store.engine.adaptive, store.engine.settings).coldest(Scope()))
     assert found == []
-    mine = Ranking(store.engine.catalog, store.engine.index, store.engine.adaptive)
+    mine = Ranking(store.engine.catalog, store.engine.index, store.engine.adaptive, store.engine.settings)
     mine.pick(Scope())
     given = [cold.id for cold in mine.coldest(Scope())]
     assert len(given) == len(set(given)) > 0

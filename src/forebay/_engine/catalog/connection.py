@@ -66,11 +66,11 @@ class Catalog:
 
     def __init__(
         self, root: Root, words: waits.Words, head: SharedHead, *, immutable: bool = False,
-        recover: Callable[[], None] = lambda: None, sweep: Callable[[], object] = lambda: None,
+        recover: Callable[[], None] = lambda: None, sweep: Callable[[], object] = lambda: None, budget: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
         """``recover`` is called under the writer lock before each transaction, and after one that failed; ``sweep`` without any lock after
-        one with leftovers."""
-        self._head, self._recover, self._sweep = head, recover, sweep
+        one with leftovers; ``budget`` returns the budget of the root."""
+        self._head, self._recover, self._sweep, self._budget = head, recover, sweep, budget
         self._root, self._words, self._immutable = root, words, immutable
         self._path, self._wal = str(root.catalog), Wal(str(root.catalog), root.files)
         self._writer = WriterLock(root, words)
@@ -366,8 +366,14 @@ class Catalog:
                 self._recover()
                 txn = Txn(self._ids, self._unreadable, self._renew_locked)
                 try:
-                    with self._transaction(txn):
-                        yield txn
+                    with self._mutex, translated():
+                        try:
+                            self._begin_locked(txn)
+                            yield txn
+                            self._commit_locked(txn)
+                        except BaseException:
+                            self._roll_back_locked(txn)
+                            raise
                     self._settle(txn)
                 except BaseException:
                     self._make_agree(txn)
@@ -394,16 +400,10 @@ class Catalog:
     def again(self, work: Callable[[Txn], object]) -> None:
         """One more transaction, of a caller that holds the writer lock and is in none; nothing follows its commit."""
         txn = Txn(self._ids, self._unreadable, self._renew_locked)
-        with self._transaction(txn):
-            work(txn)
-
-    @contextlib.contextmanager
-    def _transaction(self, txn: Txn) -> Iterator[None]:
-        """Caller: holds the writer lock."""
         with self._mutex, translated():
             try:
                 self._begin_locked(txn)
-                yield
+                work(txn)
                 self._commit_locked(txn)
             except BaseException:
                 self._roll_back_locked(txn)
@@ -415,7 +415,7 @@ class Catalog:
         is_full = self._log_size > KEEP // 4 and self.free <= EASY and host.free_bytes(self._root.path) <= KEEP
         if (over or is_full) and self._copy_log_locked():
             self._log_size = self.log_over = 0  # this transaction starts it again
-        elif over and over > self._budget_locked() // PART:
+        elif over and over > self._budget() // PART:
             message = f"{self._wal.log} has {self._log_size:,} bytes, since {self._wal.reader()} stands still inside a query"
             raise errors.CacheFault(f"{message}: continue that process, or end it")
         txn.con, txn.is_committed = self._connection_locked(), False
@@ -484,7 +484,7 @@ class Catalog:
     def check_same(self) -> None:
         """Check that the paths still name the files that are open: else commits would go to files that no other process sees. Raises
         `CatalogBroken`: ids of spaces and owners from the old catalog mean nothing in the new one."""
-        if not self._writer.has_name():
+        if not self._writer.file.has_name():
             raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
         try:
             where = os.stat(self._path)
@@ -499,7 +499,7 @@ class Catalog:
 
     def has_its_lock(self) -> bool:
         """Whether the writer lock is still the one that other processes take."""
-        return self._writer.is_same()
+        return self._writer.file.is_same()
 
     # -- room ------------------------------------------------------------------------------------------------------
 
@@ -511,10 +511,6 @@ class Catalog:
             self._log_size = size = 0
         self.log_over = max(0, size - FREE)
         return self.log_over
-
-    def _budget_locked(self) -> int:
-        row = self._connection_locked().execute("SELECT value FROM meta WHERE name = 'budget'").fetchone()
-        return row[0] if row and type(row[0]) is int else 0
 
     def _bound_log(self) -> None:
         """Copy the log into the database where it has grown, whichever process wrote it. The next transaction restarts it.
@@ -542,7 +538,7 @@ class Catalog:
 
     def _close_locked(self) -> None:
         con, self._con, self._seen, index, self._index, self._ids = self._con, None, None, self._index, None, [0, 0]
-        if con is not None and self._writer.is_lost():
+        if con is not None and self._writer.file.is_lost():
             # the job closed SQLite's descriptors, and may have reopened their numbers: closing would write into its files
             host.never_free(con)
         elif con is not None and self._pid == os.getpid():
@@ -560,9 +556,13 @@ class Catalog:
     def _close_peers_locked(self) -> None:
         """Close all connections of this process. Caller: continues with the same catalog, and notices if it was replaced."""
         for catalog in self._peers.catalogs:
-            seen = catalog._seen
-            catalog._close_locked()
-            catalog._seen = seen
+            catalog._pause_locked()
+
+    def _pause_locked(self) -> None:
+        """Close the connection; the next one notices if the catalog was replaced meanwhile."""
+        seen = self._seen
+        self._close_locked()
+        self._seen = seen
 
     def close(self) -> None:
         """Close the connection and the lock file. A later call reopens them."""
@@ -576,7 +576,7 @@ class Catalog:
 
     def before_fork(self) -> None:
         self._mutex.acquire()  # held over the fork: no thread is inside SQLite while the process is copied
-        self._close_locked()
+        self._pause_locked()
         self._writer.before_fork()
 
     def after_fork_parent(self) -> None:
@@ -588,5 +588,5 @@ class Catalog:
             _peers.pop(name, None)
         self._guard.after_fork_child(keep=False)
         self._mutex = self._join_peers()
-        self._con, self._seen, self._index, self._pid, self._ids = None, None, None, os.getpid(), [0, 0]
+        self._con, self._index, self._pid, self._ids = None, None, os.getpid(), [0, 0]
         self._writer.after_fork_child()

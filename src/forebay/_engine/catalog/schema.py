@@ -6,17 +6,14 @@ import contextlib
 import sqlite3
 from pathlib import Path
 
-from forebay._engine.files.settings_file import NAMES
-
-FORMAT = 7
+FORMAT = 8
 LIVE, SUPERSEDED = 0, 1
 """States of an entry: served; served no more, and its bytes go when the last lease does."""
 
 TABLES = f"""
 CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE spaces(
-    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, policy TEXT NOT NULL, quota INTEGER,
-    max_count INTEGER,                     -- of entries
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, kind TEXT NOT NULL,
     bytes INTEGER NOT NULL DEFAULT 0,      -- of live entries: what a quota counts
     charge INTEGER NOT NULL DEFAULT 0,     -- of all entries whose blocks are on the disk: what the budget counts
     inline INTEGER NOT NULL DEFAULT 0,     -- the part of charge that lies in the catalog itself
@@ -57,7 +54,7 @@ def create(con: sqlite3.Connection, root_id: int) -> None:
     con.executescript(f"BEGIN IMMEDIATE; {TABLES}")
     con.executemany(
         "INSERT INTO meta VALUES (?, ?)",
-        [("format", FORMAT), ("root", root_id), ("next_id", first), ("boot", ""), ("budget", None)],
+        [("format", FORMAT), ("root", root_id), ("next_id", first), ("boot", "")],
     )
     con.execute("COMMIT")
 
@@ -71,10 +68,9 @@ WHERE id IS ?"""
 
 
 def is_sane(con: sqlite3.Connection) -> bool:
-    """Whether the next id and the limits are valid."""
+    """Whether the next id is valid."""
     ((next_id,),) = con.execute("SELECT value FROM meta WHERE name = 'next_id'").fetchall() or [(None,)]
-    limits = f"SELECT 1 FROM meta WHERE name IN ({', '.join('?' * len(NAMES))}) AND typeof(value) NOT IN ('integer', 'real', 'null')"
-    return type(next_id) is int and 0 <= next_id < 1 << 61 and not con.execute(limits, NAMES).fetchone()
+    return type(next_id) is int and 0 <= next_id < 1 << 61
 
 
 def root_id(path: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""Statements about spaces, totals, settings and counters."""
+"""Statements about spaces, totals and counters."""
 
 from __future__ import annotations
 
@@ -9,51 +9,36 @@ from forebay._engine.catalog import entries
 from forebay._engine.catalog.connection import Catalog, CatalogBroken, Rows, Txn
 from forebay._engine.catalog.schema import LIVE
 from forebay._engine.files.layout import PAGE
-from forebay._engine.files.settings_file import NAMES, Kept, SpaceLimits
-from forebay._model import Policy
 
 ALLOWANCE = 8 << 20
 """Bytes of the catalog, small values apart, that the budget does not count."""
 
 
 class SpaceRow(NamedTuple):
-    """A named part of the root. ``quota`` binds stored bytes of live entries, ``max_count`` their number; ``charge`` is what the budget
-    counts."""
+    """A named part of the root, its ``bytes`` and ``entries`` those that live; ``charge`` is what the budget counts."""
 
     id: int
     name: str
     kind: str
-    policy: str
-    quota: int | None
     bytes: int = 0
     charge: int = 0
     entries: int = 0
-    max_count: int | None = None
-
-    def is_over(self) -> bool:
-        """Whether more is there than may be."""
-        return (self.quota is not None and self.bytes > self.quota) or (self.max_count is not None and self.entries > self.max_count)
 
 
 class Totals(NamedTuple):
-    """What is used and what limits it, in bytes. ``entries``: charge of all entries; ``promised``: of reservations; ``over``: of the
-    catalog beside small values, above `ALLOWANCE`; ``spare``: of these, free pages, which new values use; ``rows``: of entries and
-    reservations; ``space``: of the live entries of one space, ``rows_here`` their number, ``quota`` and ``max_count`` its own limits.
-    ``leftovers``: something may wait to be swept: superseded entries, or held ones whose holder may be gone. ``any_promised``: there are
-    reservations."""
+    """What is used, in bytes. ``entries``: charge of all entries; ``promised``: of reservations; ``over``: of the catalog beside small
+    values, above `ALLOWANCE`; ``spare``: of these, free pages, which new values use; ``rows``: of entries and reservations; ``space``: of
+    the live entries of one space, ``rows_here`` their number, and its ``name``. ``leftovers``: something may wait to be swept: superseded
+    entries, or held ones whose holder may be gone. ``any_promised``: there are reservations."""
 
     entries: int
     promised: int
     over: int
     spare: int
     rows: int
-    budget: int
-    min_free: int
-    max_entries: int | None
     space: int
     rows_here: int
-    quota: int | None
-    max_count: int | None
+    name: str
     leftovers: bool
     any_promised: bool
 
@@ -64,17 +49,14 @@ _TOTALS = f"""
 SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries), 0),
     EXISTS (SELECT 1 FROM entries WHERE state > {LIVE}), EXISTS (SELECT 1 FROM entries WHERE life = 'held'),
     EXISTS (SELECT 1 FROM reservations), (SELECT page_count FROM pragma_page_count),
-    (SELECT value FROM meta WHERE name = 'budget'), (SELECT value FROM meta WHERE name = 'min_free'),
-    (SELECT value FROM meta WHERE name = 'max_entries'),
-    coalesce(sum(bytes * (id = ?)), 0), coalesce(sum(entries * (id = ?)), 0),
-    max(quota) FILTER (WHERE id = ?), max(max_count) FILTER (WHERE id = ?)
+    coalesce(sum(bytes * (id = ?)), 0), coalesce(sum(entries * (id = ?)), 0), max(name) FILTER (WHERE id = ?)
 FROM spaces
 """
 _SUPERSEDED = f"SELECT count(*), coalesce(sum(space = ?), 0) FROM entries WHERE state > {LIVE}"
 _PROMISED = "SELECT coalesce(sum(charge), 0), coalesce(sum(rows), 0) FROM reservations WHERE id != ?"
 _USAGE = """
 SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), (SELECT page_count FROM pragma_page_count),
-    (SELECT coalesce(sum(charge), 0) FROM reservations), coalesce((SELECT value FROM meta WHERE name = 'budget'), 0)
+    (SELECT coalesce(sum(charge), 0) FROM reservations)
 FROM spaces
 """
 _SUMS = f"""
@@ -83,11 +65,9 @@ FROM entries WHERE id > ? AND id <= ? GROUP BY space
 """
 _EMPTY = 0, 0, 0, 0
 _NUMBERS = frozenset((int, type(None)))
-_POLICIES = frozenset(map(str, Policy))
-_FROM = "SELECT id, name, kind, policy, quota, bytes, charge, entries, max_count FROM spaces"
+_FROM = "SELECT id, name, kind, bytes, charge, entries FROM spaces"
 _SEEN = f"""
-SELECT id, name, kind, policy, quota, bytes, charge,
-    entries - (SELECT count(*) FROM entries WHERE state > {LIVE} AND space = spaces.id) AS entries, max_count
+SELECT id, name, kind, bytes, charge, entries - (SELECT count(*) FROM entries WHERE state > {LIVE} AND space = spaces.id) AS entries
 FROM spaces
 """
 
@@ -105,9 +85,8 @@ def by_id(rows: Rows, id: int) -> SpaceRow | None:
 def _space(row: Sequence[Any]) -> SpaceRow:
     """Make a space from its row. Raises `CatalogBroken` if it is invalid: without its space no entry can be served."""
     space = SpaceRow(*row)
-    _numbers((space.id, space.quota, space.bytes, space.charge, space.entries, space.max_count))
-    words = space.name, space.kind, space.policy
-    if set(map(type, words)) != {str} or space.policy.lower() not in _POLICIES or space.id <= 0:
+    _numbers((space.id, space.bytes, space.charge, space.entries))
+    if {type(space.name), type(space.kind)} != {str} or space.id <= 0:
         raise CatalogBroken(f"the catalog is damaged: the row of the space {space.name!r}", damaged=True)
     if min(space.bytes, space.charge, space.entries) < 0:  # a check reports them, and a repair counts again
         return space._replace(bytes=max(space.bytes, 0), charge=max(space.charge, 0), entries=max(space.entries, 0))
@@ -117,7 +96,7 @@ def _space(row: Sequence[Any]) -> SpaceRow:
 def _numbers(row: Sequence[Any]) -> Sequence[Any]:
     """What is to be added and compared. Raises `CatalogBroken` where that cannot be done."""
     if not _NUMBERS.issuperset(map(type, row)):
-        raise CatalogBroken("the catalog is damaged: a total or a limit is not a number", damaged=True)
+        raise CatalogBroken("the catalog is damaged: a total is not a number", damaged=True)
     return row
 
 
@@ -140,22 +119,17 @@ def live(rows: Rows, name: str) -> tuple[int, int]:
     return bytes, entries
 
 
-def insert(txn: Txn, name: str, kind: str, policy: str, quota: int | None) -> None:
-    txn.run("INSERT OR IGNORE INTO spaces(name, kind, policy, quota) VALUES (?, ?, ?, ?)", name, kind, policy, quota)
-
-
-def change(txn: Txn, name: str, policy: str | None, quota: int | None, max_count: int | None = None) -> None:
-    """Set what is given; None leaves as it is."""
-    txn.run(
-        "UPDATE spaces SET policy = coalesce(?, policy), quota = coalesce(?, quota), max_count = coalesce(?, max_count) WHERE name = ?",
-        policy, quota, max_count, name,
-    )  # fmt: skip
+def insert(txn: Txn, name: str, kind: str) -> None:
+    """Create a space where there is none of this name. The ids of a catalog begin at a random number: one that a process knows from a
+    catalog that was lost since is the id of no space of the next one."""
+    first = "SELECT coalesce((SELECT max(id) + 1 FROM spaces), (SELECT value FROM meta WHERE name = 'next_id'))"
+    txn.run(f"INSERT OR IGNORE INTO spaces(id, name, kind) VALUES (({first}), ?, ?)", name, kind)
 
 
 def totals(txn: Rows, but: int = 0, space: int = 0) -> Totals:
     """What is used now. ``but``: a reservation that does not count. Outside of a transaction its parts may be of different moments."""
-    row = _numbers(txn.one(_TOTALS, *[space] * 4))
-    charge, inline, rows, any_superseded, any_held, any_promised, pages, budget, min_free, max_entries, used, count, quota, most = row
+    *numbers, name = txn.one(_TOTALS, *[space] * 3)
+    charge, inline, rows, any_superseded, any_held, any_promised, pages, used, count = _numbers(numbers)
     left = left_here = promised = waiting = 0
     if any_superseded:
         left, left_here = txn.one(_SUPERSEDED, space)
@@ -164,8 +138,8 @@ def totals(txn: Rows, but: int = 0, space: int = 0) -> Totals:
     over = pages * PAGE - inline - ALLOWANCE
     spare = min(over, PAGE * txn.one("PRAGMA freelist_count")[0]) if over > 0 else 0
     return Totals(
-        charge, promised, max(over, 0), spare, rows - left + waiting, budget or 0, min_free or 0, max_entries, used,
-        count - left_here, quota, most, bool(any_superseded or any_held), bool(any_promised),
+        charge, promised, max(over, 0), spare, rows - left + waiting, used, count - left_here, name or "",
+        bool(any_superseded or any_held), bool(any_promised),
     )  # fmt: skip
 
 
@@ -175,10 +149,10 @@ def uncharged(rows: Rows) -> int:
     return int(max(0, min(pages * PAGE - inline, ALLOWANCE)))
 
 
-def usage(catalog: Catalog) -> tuple[int, int, int]:
-    """Bytes that are used, bytes that are promised, and the budget: of one moment."""
-    charge, inline, pages, granted, budget = _numbers(catalog.one(_USAGE))
-    return charge + max(0, pages * PAGE - inline - ALLOWANCE) + catalog.look_at_log(), granted, budget
+def usage(catalog: Catalog) -> tuple[int, int]:
+    """Bytes that are used, and bytes that are promised, of one moment."""
+    charge, inline, pages, granted = _numbers(catalog.one(_USAGE))
+    return charge + max(0, pages * PAGE - inline - ALLOWANCE) + catalog.look_at_log(), granted
 
 
 def setting(rows: Rows, name: str) -> Any:
@@ -188,30 +162,6 @@ def setting(rows: Rows, name: str) -> Any:
 
 def set_setting(txn: Txn, name: str, value: Any) -> None:
     txn.run("INSERT INTO meta VALUES (?, ?) ON CONFLICT(name) DO UPDATE SET value = excluded.value", name, value)
-
-
-def limits(rows: Rows) -> dict[str, int | None]:
-    """The limits that users set for the whole root, by their `NAMES`; None: not set."""
-    there = dict(rows.all(f"SELECT name, value FROM meta WHERE name IN ({', '.join('?' * len(NAMES))})", *NAMES))
-    return dict(zip(NAMES, _numbers([there.get(name) for name in NAMES]), strict=True))
-
-
-def kept(rows: Rows) -> Kept:
-    """The limits that users set, as `settings_file` stores them."""
-    special = [
-        row for row in rows.all("SELECT name, kind, policy, quota, max_count FROM spaces ORDER BY id")
-        if row[2] != Policy.default(row[0]) or row[3] is not None or row[4] is not None
-    ]  # fmt: skip
-    for row in special:
-        _numbers(row[3:])
-    return Kept(**limits(rows), spaces=tuple(SpaceLimits(*row) for row in special))
-
-
-def restore(txn: Txn, spaces: Sequence[SpaceLimits]) -> None:
-    """Recreate the spaces of a lost catalog, with the limits that users had set."""
-    for space in spaces:
-        insert(txn, space.name, space.kind, space.policy, space.quota)
-        change(txn, space.name, space.policy, space.quota, space.max_count)
 
 
 def add_counters(txn: Txn, sums: Iterable[tuple[str, int]]) -> None:

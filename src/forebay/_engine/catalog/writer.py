@@ -44,7 +44,7 @@ class WriterLock:
 
     def __init__(self, root: Root, words: waits.Words) -> None:
         self._root, self._words = root, words
-        self._file = locks.LockFile(root.lock("writer"), root.files.open, writable=not root.read_only)
+        self.file = locks.LockFile(root.lock("writer"), root.files.open, writable=not root.read_only)
         self._turn = threading.Lock()  # one thread of a process at a time asks the kernel
         self._fed = words.value(HUNGRY_WORD)
         self._path = os.fspath(root.lock("writer"))
@@ -126,7 +126,7 @@ class WriterLock:
         return self._try() or None
 
     def _try(self) -> bool:
-        return self._file.try_lock(0, exclusive=not self._root.read_only)
+        return self.file.try_lock(0, exclusive=not self._root.read_only)
 
     def _describe(self, began: float) -> tuple[str, str]:
         is_long = time.monotonic() - began >= LONG
@@ -134,7 +134,7 @@ class WriterLock:
 
     def release(self) -> None:
         try:
-            self._file.unlock(0)
+            self.file.unlock(0)
             hungry = self._words.value(HUNGRY_WORD)
             if hungry != self._fed:
                 self._fed = hungry
@@ -144,30 +144,18 @@ class WriterLock:
         finally:
             self._turn.release()
 
-    def is_same(self) -> bool:
-        """Whether this is still the lock that other processes take."""
-        return self._file.is_same()
-
-    def has_name(self) -> bool:
-        """See `LockFile.has_name`."""
-        return self._file.has_name()
-
-    def is_lost(self) -> bool:
-        """Whether the job closed the lock's descriptor, and probably others of Forebay's."""
-        return self._file.is_lost()
-
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
     def before_fork(self) -> None:
-        self._file.before_fork(keep=False)
+        self.file.before_fork(keep=False)
 
     def after_fork_parent(self) -> None:
-        self._file.after_fork_parent()
+        self.file.after_fork_parent()
 
     def after_fork_child(self) -> None:
         self._turn = threading.Lock()
-        self._file.after_fork_child(keep=False)
+        self.file.after_fork_child(keep=False)
 
 
 def _limited(timeout: float | None) -> float:

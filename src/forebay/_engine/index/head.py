@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import array
 import os
 import time
 from collections.abc import Sequence
+
+import xxhash
 
 from forebay._engine.files.layout import HEAD_MAGIC, Root
 from forebay._engine.files.table import FREE, HEADER, SharedTable
@@ -17,12 +20,11 @@ from forebay.errors import CacheFault
 NUMBERS, SLOTS, MOST_FILES = 1 << 62, 1 << 32, 1 << 19
 PAIRS = 4096
 """The most entries that one transaction brings or takes."""
-# words of the header; of the clock three, of the limits and of the secret four
+# words of the header; of the clock three, of the rate two, of the secret four, of the settings seven
 _EVICTIONS, _COUNT, _FILES, _EPOCH, _FREED, CHANGED, _CLOCK = FREE, FREE + 1, FREE + 2, FREE + 3, FREE + 4, FREE + 5, FREE + 6
-NEXT, _LIMITS, _SECRET = FREE + 9, 12, 16
+NEXT, _RATE, _SECRET, SETTINGS = FREE + 9, 14, 16, 20
 _RING, _RING_SIZE = 32, 256  # slots that became free lately
-_NO_LIMITS = 0, 0
-_LIMITS_MARK = int.from_bytes(b"FBLIMITS", "little")
+LARGEST_LIMIT = 1 << 62
 
 
 class SharedBroken(CacheFault):
@@ -42,7 +44,7 @@ class SharedHead:
     exception, makes them agree.
 
     The word `NEXT` is the largest id that the catalog has given; `CHANGED` is another one before each commit, and never one that it was
-    before. Both are stored under the writer lock."""
+    before. Both are stored under the writer lock. `SETTINGS` is the version of the settings that are in force; 0: none were noted."""
 
     def __init__(self, root: Root) -> None:
         self.table = SharedTable(root, root.shared_dir / "head", HEAD_MAGIC, 2 * PAIRS)
@@ -151,29 +153,28 @@ class SharedHead:
     def epoch(self, number: int) -> None:
         host.set_word(self.words(), _EPOCH, number)
 
-    # -- limits of transfers ---------------------------------------------------------------------------------------
+    # -- settings and the rate of transfers ---------------------------------------------------------------------------------------
 
-    def limits(self) -> tuple[int, int] | None:
-        """The limits on transfers, for all processes: bytes a second from remotes, and connections to a host; 0: no limit. None where the
-        words are damaged, or one of them is being changed."""
+    def note_settings(self, version: int, limits: Sequence[int | None]) -> None:
+        """Note a new version, and five limits. Caller: is the only process that changes the settings."""
         words = self.words()
-        packed = words[_LIMITS]
-        if not packed:
-            return _NO_LIMITS
-        if words[_LIMITS + 1] != packed ^ _LIMITS_MARK:
-            return None
-        return packed >> 16, packed & 0xFFFF
+        noted = [0 if limit is None else limit + 1 for limit in limits]
+        words[SETTINGS + 1 : SETTINGS + 7] = memoryview(array.array("Q", [*noted, _check_of(noted)]))
+        host.set_word(words, SETTINGS, version)
 
-    def set_limits(self, rate: int, connections: int) -> None:
-        """Set what `limits` returns. Caller: holds the writer lock."""
-        words, packed = self.words(), rate << 16 | connections
-        if words[_LIMITS] != packed or (packed and words[_LIMITS + 1] != packed ^ _LIMITS_MARK):
-            host.set_word(words, _LIMITS + 1, packed ^ _LIMITS_MARK)
-            host.set_word(words, _LIMITS, packed)
+    def noted_limits(self) -> list[int | None] | None:
+        """The limits that were noted last; None where the words are damaged."""
+        *noted, check = self.words()[SETTINGS + 1 : SETTINGS + 7].tolist()
+        is_sound = check == _check_of(noted) and max(noted) <= LARGEST_LIMIT
+        return [word - 1 if word else None for word in noted] if is_sound else None
 
     def limit_words(self) -> tuple[memoryview, int]:
         """``(words, index)``: two words that processes store to without a lock, see `limits.NodeLimits`."""
-        return self.words(), _LIMITS + 2
+        return self.words(), _RATE
+
+
+def _check_of(words: Sequence[int]) -> int:
+    return xxhash.xxh3_64_intdigest(array.array("Q", words).tobytes(), 1)
 
 
 def _begin(words: memoryview) -> None:

@@ -1,8 +1,8 @@
 """Limits on transfers that all processes of the node share: bytes a second from remotes, and connections to a host.
 
-The catalog has the limits that users set. A copy of them, the time of the last release of a permit, and the state of the rate are words of
-the head, which every process has mapped. Which process has a connection, and which one waits, is expressed by locks on bytes of
-``locks/transfers`` alone, which the kernel releases when a process dies. Each host has a range of bytes:
+The time of the last release of a permit, and the state of the rate, are words of the head, which every process has mapped. Which process
+has a connection, and which one waits, is expressed by locks on bytes of ``locks/transfers`` alone, which the kernel releases when a
+process dies. Each host has a range of bytes:
 
 - A permit for a connection is one of the first ``max_connections`` bytes. It goes to whoever looks first.
 - A process that waits for a permit shares a lock on the last byte, so that others release what they do not use.
@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from forebay._engine.files.layout import Root
 from forebay._engine.index.head import SharedHead
+from forebay._engine.index.settings import RootLimits
 from forebay._kernel import host, locks
 from forebay._logs import logger
 from forebay.errors import CacheFault
@@ -45,13 +46,14 @@ class NodeLimits:
     at first. Nothing waits, and nothing raises: where the files of the root fail, there is no limit.
 
     In a root that this process only reads, permits are shared locks that are looked at again, and the rate is this process's own.
-    ``clock``: the monotonic clock, in nanoseconds."""
+    ``limits``: returns what is in force. ``clock``: the monotonic clock, in nanoseconds."""
 
-    def __init__(self, root: Root, head: SharedHead, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self.clock, self._head, self._read_only = clock, head, root.read_only
+    def __init__(
+        self, root: Root, head: SharedHead, limits: Callable[[], RootLimits], clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:  # fmt: skip
+        self.clock, self._head, self._limits, self._read_only = clock, head, limits, root.read_only
         self._path = root.lock("transfers")
         self.locks = locks.LockFile(self._path, root.files.open, writable=not root.read_only)
-        self._believed = 0, 0
         self._own_bucket = memoryview(bytearray(16)).cast("Q")
         self._begin()
         host.at_fork(self)
@@ -61,12 +63,12 @@ class NodeLimits:
         self._rate, self._credit, self._from, self._until = 0, 0, 0, 0
 
     def in_force(self) -> tuple[int, int]:
-        """Bytes a second, and connections to a host; 0: no limit. Where the words are damaged, what was in force before."""
+        """Bytes a second, and connections to a host; 0: no limit. Where the root fails, none."""
         try:
-            self._believed = self._head.limits() or self._believed
+            limits = self._limits()
         except (CacheFault, OSError):
             return 0, 0
-        return self._believed
+        return limits.max_rate or 0, limits.max_connections or 0
 
     # -- connections -----------------------------------------------------------------------------------------------
 

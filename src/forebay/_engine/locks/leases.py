@@ -152,7 +152,10 @@ class Leases:
         """What the key has now: its row and its record agree."""
         for _ in range(2):
             entry = entries.find(self._catalog, space, key)
-            if entry is None or self._index.id_of(entry.slot) == entry.id:
+            if entry is None:
+                self._catalog.check_same()  # a lost one has nothing more to say, and the next one may have the key
+                return None
+            if self._index.id_of(entry.slot) == entry.id:
                 return entry
             # P1 reads the row / P2 replaces the entry: row and record are the new one's / P1 reads the record: look again.
         if self._root.read_only:

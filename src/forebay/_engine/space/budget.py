@@ -22,6 +22,7 @@ from forebay._engine.files import pack_files, stages, trees
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import EVICTIONS, Counters
 from forebay._engine.index.memo import Memo
+from forebay._engine.index.settings import SharedSettings
 from forebay._engine.locks.owners import Owners
 from forebay._engine.space import segment_tails
 from forebay._engine.space.eviction import SPACE_WORD, Eviction
@@ -29,7 +30,6 @@ from forebay._engine.space.free_space import FreeSpace, SpaceDeficit, SpaceReque
 from forebay._engine.space.ranking import EvictionCandidate, Ranking, Scope
 from forebay._kernel import events, locks, waits
 from forebay._logs import logger
-from forebay._model import Policy
 
 log = logger("forebay.budget")
 T = TypeVar("T")
@@ -92,12 +92,12 @@ class Budget:
 
     def __init__(
         self, root: Root, catalog: Catalog, owners: Owners, eviction: Eviction, ranking: Ranking, words: waits.Words, counters: Counters,
-        memo: Memo,
+        memo: Memo, settings: SharedSettings,
     ) -> None:  # fmt: skip
         self._root, self._catalog, self._owners, self._counters = root, catalog, owners, counters
         self._eviction, self._ranking, self._words, self._memo = eviction, ranking, words, memo
         self._keys = locks.LockFile(root.lock("keys"), root.files.open)  # a reaper's own description: see the module `leases`
-        self.room = FreeSpace(root, catalog)
+        self.room = FreeSpace(root, catalog, settings)
         self._in_vain: dict[int, tuple[float, int]] = {}  # by space: until when that holds, and for how many bytes
         self._owed: set[int] = set()  # reservations that ended while the catalog was busy: counted until the next transaction here
 
@@ -296,9 +296,11 @@ class Budget:
     def _is_hopeless(self, txn: Txn, request: SpaceRequest | None, search: Search) -> bool:
         """Whether a request would not even fit into an empty root."""
         if request is not None:
-            limits = spaces.totals(txn, space=request.space)
-            quota = limits.quota if limits.quota is not None else request.size
-            if self.room.charge_of(request) > limits.budget or request.size > quota or 0 in (limits.max_entries, limits.max_count):
+            limits, space = self.room.settings.limits(), spaces.by_id(txn, request.space)
+            of_space = limits.of_space(space.name if space is not None else "")
+            quota = request.size if of_space.quota is None else of_space.quota
+            is_none = 0 in (limits.max_entries, of_space.max_count)
+            if self.room.charge_of(request) > (limits.budget or 0) or request.size > quota or is_none:
                 search.is_stuck = search.is_hopeless = True
         return search.is_hopeless
 
@@ -306,7 +308,7 @@ class Budget:
         """Evict one batch: for a quota entries of the space, for the root the coldest of all, after partials of dead fetches. None where
         nothing goes: then the search is stuck, or has to `_pick`."""
         space = spaces.by_id(txn, request.space) if request is not None else None
-        evicts_own = space is None or Policy.parse(space.policy).evicts_own
+        evicts_own = space is None or self.room.settings.limits().policy_of(space.name).evicts_own
         if space is not None and max(short.quota, short.here) > 0:
             need, scope = _Freed(size=short.quota, count=short.here), Scope(only=space.id)
             may_evict, only = evicts_own, space.id

@@ -11,6 +11,7 @@ from forebay._engine.catalog.wal import EASY
 from forebay._engine.files import stages
 from forebay._engine.files.layout import ROW
 from forebay._engine.files.root import Root
+from forebay._engine.index.settings import RootLimits, SharedSettings, SpaceLimits
 from forebay._kernel import host
 
 COUNT_AGAIN = 0.01
@@ -64,25 +65,25 @@ class SpaceDeficit(NamedTuple):
 
 
 class KnownSpace(NamedTuple):
-    """What a transaction that added a small value leaves: true until anything else changes the catalog. ``change``: see `Txn`; ``bytes`` of
-    the budget, of the ``quota`` of the ``space``, and ``entries`` that still fit."""
+    """What a transaction that added a small value leaves: true until anything else changes the catalog or the settings. ``change``: see
+    `Txn`; ``bytes`` of the budget, of the ``quota`` of the ``space``, and ``entries`` that still fit."""
 
     change: int
     space: int
     bytes: int
     quota: int
     entries: int
-    min_free: int
+    limits: RootLimits
 
 
-_NOTHING_KNOWN = KnownSpace(-2, 0, 0, 0, 0, 0)
+_NOTHING_KNOWN = KnownSpace(-2, 0, 0, 0, 0, RootLimits())
 
 
 class FreeSpace:
     """The space of one root as it is now. Callable from any thread."""
 
-    def __init__(self, root: Root, catalog: Catalog) -> None:
-        self._path, self._catalog = str(root.path), catalog
+    def __init__(self, root: Root, catalog: Catalog, settings: SharedSettings) -> None:
+        self._path, self._catalog, self.settings = str(root.path), catalog, settings
         self._block = host.disk(root.path).block
         self._known = _NOTHING_KNOWN  # set and read under the writer lock
         self._count_at = 0.0
@@ -102,32 +103,35 @@ class FreeSpace:
     def short_of(self, txn: Txn, request: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
         """`short`, for a caller that uses what there is. Caller: adds what the request is for, if it fits, and nothing else: then `knows`
         tells what is left."""
-        totals = spaces.totals(txn, id, request.space if request else 0)
+        limits, totals = self.settings.limits(), spaces.totals(txn, id, request.space if request else 0)
         txn.leftovers |= totals.leftovers
-        short, self._known = self._short(txn, totals, request, id), _NOTHING_KNOWN
+        short, self._known = self._short(txn, limits, totals, request, id), _NOTHING_KNOWN
         if short.fits and request is not None and request.inline and not (totals.leftovers or totals.any_promised):
             left = short.free - request.charged - request.entries * GROWTH - 8 * sum(map(len, request.replaces))
-            self._known = KnownSpace(txn.change, request.space, left, -short.quota, -max(short.rows, short.here), totals.min_free)
+            self._known = KnownSpace(txn.change, request.space, left, -short.quota, -max(short.rows, short.here), limits)
         return short
 
     def short(self, rows: Rows, request: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
         """What a request lacks beside the reservation ``id``, which it has already, or what is lacking without a request."""
-        return self._short(rows, spaces.totals(rows, id, request.space if request else 0), request, id)
+        totals = spaces.totals(rows, id, request.space if request else 0)
+        return self._short(rows, self.settings.limits(), totals, request, id)
 
     def knows(self, txn: Txn, request: SpaceRequest) -> bool:
         """Whether a small value is known to fit, by what the transaction before left. False: `short` tells. Caller: adds its entry, and
         nothing else."""
-        change, known, left, quota, count, min_free = self._known
+        change, known, left, quota, count, limits = self._known
         if change not in (txn.seen, txn.change) or known != request.space or not request.inline or request.entries != 1:
             return False
+        if limits is not self.settings.limits():
+            return False
         left, quota, count = left - request.charged - GROWTH - 8 * len(request.key), quota - request.size, count - 1
-        floor = min_free + self._catalog.ballast.owed + request.charged
+        floor = (limits.min_free or 0) + self._catalog.ballast.owed + request.charged
         if left < 0 or quota < 0 or count < 0 or self._free_bytes(floor) < floor:
             return False
-        self._known = KnownSpace(txn.change, request.space, left, quota, count, min_free)
+        self._known = KnownSpace(txn.change, request.space, left, quota, count, limits)
         return True
 
-    def _short(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
+    def _short(self, rows: Rows, limits: RootLimits, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
         charge = self.charge_of(request) if request is not None else 0
         grown = totals.over + self._catalog.log_over
         used = totals.entries + totals.promised + grown
@@ -135,17 +139,18 @@ class FreeSpace:
             used += GROWTH
         if request is not None and request.inline:
             used -= totals.spare
-        floor = totals.min_free + self._catalog.ballast.owed + charge
+        floor = (limits.min_free or 0) + self._catalog.ballast.owed + charge
         floor -= self._free_bytes(floor)
         quota = rows_over = count = -NO_LIMIT
-        if totals.quota is not None or totals.max_count is not None or totals.max_entries is not None:
-            quota, rows_over, count = self._over_limits(rows, totals, request, id)
-        lacking, budget = max(used + charge - totals.budget, floor), totals.budget
+        of_space, budget = limits.of_space(totals.name), limits.budget or 0
+        if of_space.quota is not None or of_space.max_count is not None or limits.max_entries is not None:
+            quota, rows_over, count = self._over_limits(rows, limits.max_entries, of_space, totals, request, id)
+        lacking = max(used + charge - budget, floor)
         files = -NO_LIMIT
         if request is not None and not request.inline and self._catalog.inodes_free < FEW_FILES:
             files = 2 * FEW_FILES - self._catalog.inodes_free
         return SpaceDeficit(
-            quota, lacking, rows_over, budget - used, budget, floor, totals.leftovers, count, totals.quota, files,
+            quota, lacking, rows_over, budget - used, budget, floor, totals.leftovers, count, of_space.quota, files,
             self._catalog.log_over,
         )  # fmt: skip
 
@@ -158,17 +163,19 @@ class FreeSpace:
             catalog.free, catalog.inodes_free, self._count_at = disk.free, disk.inodes_free, now + COUNT_AGAIN
         return catalog.free
 
-    def _over_limits(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> tuple[int, int, int]:
+    def _over_limits(
+        self, rows: Rows, max_entries: int | None, limits: SpaceLimits, totals: spaces.Totals, request: SpaceRequest | None, id: int
+    ) -> tuple[int, int, int]:  # fmt: skip
         """By how much a request exceeds the quota of its space, the entries of the root, and those of its space."""
         quota = rows_over = count = -NO_LIMIT
         replaced = entries.sizes(rows, request.space, request.replaces) if request is not None else {}
         new = request.entries - len(replaced) if request is not None else 0
-        if request is not None and (totals.quota is not None or totals.max_count is not None):
+        if request is not None and (limits.quota is not None or limits.max_count is not None):
             promised, many = reservations.reserved_in(rows, request.space, id) if totals.any_promised else (0, 0)
-            if totals.quota is not None:
-                quota = totals.space + promised + request.size - sum(replaced.values()) - totals.quota
-            if totals.max_count is not None:
-                count = totals.rows_here + many + new - totals.max_count
-        if totals.max_entries is not None:
-            rows_over = totals.rows + new - totals.max_entries
+            if limits.quota is not None:
+                quota = totals.space + promised + request.size - sum(replaced.values()) - limits.quota
+            if limits.max_count is not None:
+                count = totals.rows_here + many + new - limits.max_count
+        if max_entries is not None:
+            rows_over = totals.rows + new - max_entries
         return quota, rows_over, count
