@@ -196,9 +196,9 @@ MUTANTS = (
         "remote/test_limits.py::test_four_processes_never_open_more_connections_than_the_limit",
     ),
     Mutant(
-        3, "a cached shard is never validated again", "sources.shards:ShardIndexes._known",
-        "origin is None or origin.offline or time.monotonic_ns() - known.at < origin.max_age", "True",
-        "sources/test_tars.py::test_a_shard_that_is_kept_is_served_until_its_period_ends",
+        3, "an answer of before an invalidation counts", "_engine.index.records:EntryIndex.set_validated",
+        "began <= expired <= self.head.clock.look()", "False",
+        "engine/index/test_records.py::test_what_a_request_found_that_began_before_an_invalidation_does_not_count",
     ),
     # 4. Never over budget
     Mutant(
@@ -370,8 +370,7 @@ MUTANTS = (
     # 8. A hit takes no lock, no system call, no copy
     Mutant(
         8, "the first read of a process queries the catalog", "_engine.store:Store.first_touch",
-        "row = engine.known_spaces.get(space) or self.spaces.lookup(space)",
-        "row = engine.known_spaces.get(space)\nif row is None:\n    return None",
+        "self.engine.reading.first_touch(space, key, max_age, alias or key, maps)", "None",
         "origin/test_first_touch.py::test_the_first_read_of_a_process_asks_the_index_alone[read]",
     ),
     Mutant(

@@ -65,7 +65,7 @@ def test_of_a_record_of_an_earlier_version_the_text_is_not_known(store: Store) -
     """It had the words of an empty suffix there."""
     entry = store.entry("v", "small")
     assert entry is not None
-    store.engine.index.note(store.spaces.lookup("v").id, entry._replace(meta=""))
+    store.engine.index.note(entry._replace(meta=""))
     assert first(store, "small") is None
     assert bytes_of(store, "small") == BODIES["small"]  # it is noted again
     with opened(store.root.path) as mine:

@@ -131,7 +131,7 @@ def test_a_whole_object_of_the_version_of_the_blocks_needs_no_validation_of_its_
     entry = cache.entry(url)
     assert entry is not None
     origin = origin_of(cache)
-    origin.store.set_validated(entry, 0)
+    origin.store.invalidate([entry])
     with cache.open(url, block_size=SIZE) as file:
         assert piece(file, 1)
     assert (server.gets, server.heads) == (1, 2)
@@ -278,7 +278,7 @@ def test_a_remote_that_cannot_be_reached_validates_nothing(tmp_path: Path, serve
         store = origin_of(cache).store
         index = store.entry("urls", index_key(url))
         assert index is not None
-        store.set_validated(index, store.now() - 1000 * 10**9)
+        store.set_validated([(index, store.now() - 1000 * 10**9)], store.now())
         server.objects["/a.bin"].statuses = [503]
         cache.open(url, block_size=SIZE).close()
         cache.open(url, block_size=SIZE).close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from forebay import errors
@@ -42,6 +43,9 @@ S = TypeVar("S", bound="HasEngine")
 
 
 ATTEMPTS = 3
+VALIDATE_SOON = 0.02
+"""Seconds that a validation waits for the writer lock."""
+_MOST = 10_000
 
 
 class HasEngine(Protocol):
@@ -85,7 +89,7 @@ class Engine:
         self._limits: NodeLimits | None = None
         self.known_spaces: dict[str, spaces.SpaceRow] = {}
         """Rows of spaces that this process has read; emptied when the catalog is recreated."""
-        self.adaptive = AdaptiveSpaces()
+        self.adaptive = AdaptiveSpaces(lambda name: self.settings.limits().policy_of(name))
         # The hit paths keep the memo and the counters, whatever is recreated.
         self.counters = Counters(root)
         self.history = History(root, self.counters)
@@ -186,6 +190,7 @@ class Engine:
         self._limits = None
         self.words = waits.Words(root.words, root.files.open, writable=not root.read_only)
         self._has_index = self._epoch_began = False
+        self._validations: deque[tuple[Entry, int, int]] = deque(maxlen=_MOST)  # see `note_validations`
         self.index = self._index_of(root)
         self._format = locks.LockFile(root.path / "FORMAT", root.files.open, writable=not root.read_only)
         self.settings = SharedSettings(root, self.index.head, self._format, before)
@@ -309,6 +314,27 @@ class Engine:
             self.index.check_same()
             if self.index.head.intent():
                 recovery.recover(self.root, self.catalog, self.index)
+            while self._validations:
+                self.index.set_validated(*self._validations.popleft())
+
+    def note_validations(self, several: Sequence[tuple[Entry, int, int]], *, at_once: bool = False) -> None:
+        """`EntryIndex.set_validated`, for several; in a read-only root nothing. Where the writer lock is not free, the next write does it,
+        but what comes ``at_once`` is stored before, too.
+
+        P1 asks the remote / P2 invalidates / P1 notes what it found: so what it began before does not count. P1 looks at the record / P2
+        invalidates, or replaces the entry / P1 stores: so both need the lock."""
+        if self.root.read_only:
+            return
+        for one in several if at_once else ():
+            self.index.set_validated(*one)
+        if host.forked_unseen():
+            return
+        self._validations.extend(several)
+        try:
+            with self.catalog.writer(VALIDATE_SOON):
+                self._finish_intent()
+        except (errors.CacheFault, OSError) as error:  # what is broken, the next write repairs
+            log.debug("%s: %d validations are noted by the next write: %s", self.root.path, len(several), str(error))
 
     def begin_epoch(self) -> None:
         """Before the first write in a new epoch, with a new head, or with an older copy of the catalog: give no id again that it forgot,
@@ -420,7 +446,7 @@ class Engine:
     def note_space(self, row: spaces.SpaceRow) -> spaces.SpaceRow:
         """Keep the row of a space in `known_spaces`; returns it."""
         self.known_spaces[row.name] = row
-        self.adaptive.know(row.id, row.name, adapts=self.settings.limits().policy_of(row.name).adapts)
+        self.adaptive.know(row.id, row.name)
         return row
 
     # -- forks -----------------------------------------------------------------------------------------------------

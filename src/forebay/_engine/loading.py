@@ -29,7 +29,7 @@ class Reservations:
     @recover_and_retry
     def expect(self, space: str, key: str, max_age: int) -> int | None:
         """See `Reading.expect`."""
-        return self.engine.reading.expect(self._spaces.lookup(space).id, key, max_age)
+        return self.engine.reading.expect(space, key, max_age)
 
     @recover_and_retry
     def dismiss(self, space: str, keys: Sequence[str]) -> Sequence[str]:
@@ -42,7 +42,7 @@ class Reservations:
         named: list[str] = []
         trials: list[Trial] = []
         for key in keys:
-            hint = engine.index.find(id, key)
+            hint = engine.index.find(space, key)
             if hint is not None:
                 words, base, slot, entry, size, is_file, *_ = hint
                 named.append(key)
@@ -67,7 +67,7 @@ class Reservations:
         unused: list[str] = []
         trials: list[Trial] = []
         for key in keys:
-            hint = engine.index.find(id, key)
+            hint = engine.index.find(space, key)
             if hint is None:  # it is still being fetched
                 unused.append(key)
                 continue

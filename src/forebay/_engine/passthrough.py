@@ -181,8 +181,11 @@ class PassThrough:
     def stamp(self, entry: Entry) -> tuple[int, int]:
         return entry.id, 0
 
-    def set_validated(self, entry: Entry, ns: int) -> None:
-        """Nothing is kept."""
+    def set_validated(self, several: Sequence[tuple[Entry, int]], began: int) -> None:
+        """There is no entry."""
+
+    def invalidate(self, several: Sequence[Entry]) -> None:
+        """There is no entry."""
 
     def set_life(self, space: str, key: str, life: str) -> bool:
         return False

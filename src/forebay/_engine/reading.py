@@ -17,7 +17,7 @@ from forebay._engine.index import counters
 from forebay._engine.index.adaptive import AdaptiveSpaces, charge_of
 from forebay._engine.index.counters import Counters
 from forebay._engine.index.memo import Memo, Remembered
-from forebay._engine.index.records import ID, USED, VALIDATED, EntryIndex, meta_hash
+from forebay._engine.index.records import ID, SPACE, USED, VALIDATED, EntryIndex, meta_hash
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._kernel import events, host, mappings
 from forebay._kernel.below import LinkInTheWay, open_quickly
@@ -44,7 +44,7 @@ class Reading:
         self._keeps_no_seals = False  # the file system, as a first try showed
         self._trees: dict[int, int] = {}  # by id: the fingerprint of a tree that was checked
 
-    def first_touch(self, space: str, space_id: int, key: str, max_age: int, alias: str, maps: bool = False) -> memoryview | None:
+    def first_touch(self, space: str, key: str, max_age: int, alias: str, maps: bool = False) -> memoryview | None:
         """The bytes of a key that was validated in the last ``max_age`` nanoseconds, by the index: without a statement if it is a
         file. None where the index does not know it, or anything about it is not as it should be: then `view` tells. A hit: touched and
         counted.
@@ -52,7 +52,7 @@ class Reading:
         ``alias``: another name under which the next call will ask. ``maps``: a file is mapped however small it is, for a caller that wants
         a part of it, or a copy of its own. Raises `SharedReplaced`."""
         memo, now = self._memo, self._now()
-        hint = self._index.find(space_id, key) if now else None
+        hint = self._index.find(space, key) if now else None
         if hint is None:
             return None
         words, base, slot, id, size, is_file, mark, suffix, _ = hint
@@ -69,7 +69,9 @@ class Reading:
             memo.add_mapped(space, (key, alias) if alias != key else (key,), slot, id, data, is_file=is_file)
         if not self._root.read_only:
             words[base + USED] = now
-            self._adaptive.hit(space_id, key, charge_of(size, is_file=is_file), now)
+            if space not in self._adaptive.known:
+                self._adaptive.know(words[base + SPACE], space)
+            self._adaptive.hit_in(space, key, charge_of(size, is_file=is_file), now)
         counts, at = self._counts.block()
         counts[at + counters.HITS] += 1
         counts[at + counters.BYTES_HIT] += size
@@ -117,10 +119,10 @@ class Reading:
             cells.put(slot, id, value, is_new=False)
         return memoryview(value)
 
-    def expect(self, space_id: int, key: str, max_age: int) -> int | None:
+    def expect(self, space: str, key: str, max_age: int) -> int | None:
         """The size of an entry that was validated in the last ``max_age`` nanoseconds, if the index knows one. It is touched: its
         reader comes soon, and what is colder is evicted first; but nothing is held: it may be gone by then. Raises `SharedReplaced`."""
-        now, hint = self._memo.let_go(), self._index.find(space_id, key)
+        now, hint = self._memo.let_go(), self._index.find(space, key)
         if hint is None or not 0 <= now - hint[0][hint[1] + VALIDATED] < max_age:
             return None
         words, base, _, _, size, *_ = hint
@@ -128,12 +130,12 @@ class Reading:
             words[base + USED] = now
         return size
 
-    def first_value(self, space_id: int, key: str, meta: str) -> memoryview | None:
+    def first_value(self, space: str, key: str, meta: str) -> memoryview | None:
         """What a process reads of a key for the first time, by the index: a file is mapped. None where its entry carries another
         text than ``meta``; where the process has read it before, so that `view` remembers it; where the index does not know it; or where
         anything is not as it should be. It is touched; its reader counts the hit. Raises `SharedReplaced`."""
         now = self._now()
-        hint = self._index.find(space_id, key) if now else None
+        hint = self._index.find(space, key) if now else None
         if hint is None:
             return None
         words, base, slot, id, size, is_file, mark, suffix, noted_meta = hint
@@ -144,7 +146,9 @@ class Reading:
             return None
         if not self._root.read_only:
             words[base + USED] = now
-            self._adaptive.hit(space_id, key, charge_of(size, is_file=is_file), now)
+            if space not in self._adaptive.known:
+                self._adaptive.know(words[base + SPACE], space)
+            self._adaptive.hit_in(space, key, charge_of(size, is_file=is_file), now)
         return view
 
     def view(self, space: str, space_id: int, key: str) -> Remembered | None:
@@ -160,7 +164,7 @@ class Reading:
                     return None
                 data = self._bytes_of(entry)
                 if data is not None:
-                    self._index.note(space_id, entry, data if entry.kind == "value" else None)
+                    self._index.note(entry, data if entry.kind == "value" else None)
                     return self._memo.add(space, key, entry, data)
             # P1 reads the row / P2 evicts or replaces it / P1 opens: gone. Look again, once.
         return None

@@ -119,9 +119,8 @@ class StatsReader:
         folder = self._root.shared_dir
         files = self._in(folder)
         buckets, used = self._index.fullness() or (0, 0)
-        ids = {row.name: row.id for row in spaces.every(self._catalog)}
         sample = entries.sample(self._catalog, SAMPLED)
-        hints = [self._index.find(ids.get(entry.space, 0), entry.key) for entry in sample]
+        hints = [self._index.find(entry.space, entry.key) for entry in sample]
         led = sum(hint is not None and hint[3] == entry.id for hint, entry in zip(hints, sample, strict=True))
         changed = self._root.files.lstat(folder).st_mtime if files else 0.0
         return IndexUse(folder / "keys" in files, buckets, used, sum(map(self._blocks, files)), changed, len(sample), led)

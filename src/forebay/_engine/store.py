@@ -1,8 +1,7 @@
 """The interface of the engine: every call that the rest of Forebay makes on one root. It has no mechanism of its own.
 
 A catalog or a root that turns out to be deleted or damaged is recreated here, and the call is repeated. Whatever else goes wrong reaches
-the caller as a `CacheFault`.
-"""
+the caller as a `CacheFault`."""
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ from forebay._engine.files.root import Root, foreign, open_root
 from forebay._engine.index import counters
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_hit
+from forebay._engine.index.records import EXPIRED
 from forebay._engine.index.settings import Settings as Settings
 from forebay._engine.locks.leases import Lease
 from forebay._engine.spaces import Spaces
@@ -157,18 +157,15 @@ class Store:
 
     def first_touch(self, space: str, key: str, max_age: int, alias: str = "", *, maps: bool = False) -> memoryview | None:
         """See `Reading.first_touch`. None where anything is broken: `view` repairs it."""
-        engine = self.engine
         try:
-            row = engine.known_spaces.get(space) or self.spaces.lookup(space)
-            return engine.reading.first_touch(space, row.id, key, max_age, alias or key, maps)
+            return self.engine.reading.first_touch(space, key, max_age, alias or key, maps)
         except (errors.CacheFault, OSError):
             return None
 
     def first_value(self, space: str, key: str, meta: str) -> memoryview | None:
         """See `Reading.first_value`. None where anything is broken: `view` repairs it."""
         try:
-            row = self.engine.known_spaces.get(space) or self.spaces.lookup(space)
-            return self.engine.reading.first_value(row.id, key, meta)
+            return self.engine.reading.first_value(space, key, meta)
         except (errors.CacheFault, OSError):
             return None
 
@@ -250,10 +247,14 @@ class Store:
         """Identifies an entry and its last validation: a different stamp means that there was another one since."""
         return entry.id, self.engine.index.stamp(entry.slot)
 
-    def set_validated(self, entry: Entry, ns: int) -> None:
-        """Note that an entry was the version of the remote at ``ns`` of the clock of `now`."""
-        if self.engine.index.id_of(entry.slot) == entry.id:
-            self.engine.index.set_validated(entry.slot, ns)
+    def set_validated(self, several: Sequence[tuple[Entry, int]], began: int) -> None:
+        """Note that entries were the version of the remote, each at a time of `now`, as a request found that ``began`` then."""
+        self.engine.note_validations([(entry, ns, began) for entry, ns in several])
+
+    def invalidate(self, several: Sequence[Entry]) -> None:
+        """Have the remote asked when these entries are next read: what a request that began before finds does not count."""
+        expired = EXPIRED | self.now(exact=True)
+        self.engine.note_validations([(entry, expired, EXPIRED) for entry in several], at_once=True)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class Writers:
     ) -> None:  # fmt: skip
         self.fill = Fill(root, catalog, owners, words, counters)
         self.eviction = Eviction(root, catalog, index, leases, words)
-        self.ranking = Ranking(catalog, index, adaptive, settings)
+        self.ranking = Ranking(catalog, index, adaptive)
         self.budget = Budget(root, catalog, owners, self.eviction, self.ranking, words, counters, memo, settings)
         self.publisher = Publisher(root, catalog, index, adaptive, leases, owners, self.budget, self.eviction)
         self.writing = partial(Writing, self.publisher)

@@ -81,7 +81,7 @@ class Listings:
             if entry is None or entry.validator != listing.version:
                 store.put(LISTINGS, location.key, listing.manifest.encoded, validator=listing.version, validated=listing.at)
             else:
-                store.set_validated(entry, listing.at)
+                store.set_validated([(entry, listing.at)], listing.at)
         except errors.CacheFault as error:
             self._origin.warn("listing", "the listing of %s is not stored, and is requested each time: %s", location.key, error)
 
@@ -90,13 +90,15 @@ class Listings:
         self._keep(location, Listing(files, files.version, self._origin.store.now(exact=True)))
 
     def postpone(self, location: RemoteDirectory, until: int) -> None:
-        """Serve the stored listing without asking the remote until then."""
+        """Serve the stored listing without asking the remote until then; 0: have the remote asked."""
         try:
             entry = self._origin.store.entry(LISTINGS, location.key)
         except errors.CacheFault:
             return  # there is no listing to serve
-        if entry is not None:
-            self._origin.store.set_validated(entry, until)
+        if entry is not None and until:
+            self._origin.store.set_validated([(entry, until)], self._origin.store.now(exact=True))
+        elif entry is not None:
+            self._origin.store.invalidate([entry])
 
     def _nothing(self, location: RemoteDirectory) -> errors.RemoteError:
         if location.is_object():

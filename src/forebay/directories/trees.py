@@ -95,7 +95,7 @@ class Directories:
             key = location.target(file.name).key
             there = store.entry(URLS, key)
             if there is not None and there.validator == file.validator and there.checksum.hex() == file.digest:
-                store.set_validated(there, store.now(exact=True))
+                store.set_validated([(there, now := store.now(exact=True))], now)
                 continue
             entry = adopt(self._origin, URLS, key, path, validator=file.validator)
             if file.digest is not None and entry.checksum.hex() != file.digest:
@@ -351,15 +351,19 @@ class _Tree:
     ) -> list[File]:
         """The files that must be fetched; leases on the others are added to ``leases``."""
         keys = {targets[file.name].key: file for file in manifest.files}
+        older: list[tuple[Entry, int]] = []
         for key, lease in self._store.take_many(URLS, list(keys)).items():
             file = keys[key]
             if lease.entry.kind != "blob" or not self._is_right(lease, file, at) or not self._store.is_sound(lease):
                 lease.close()
                 continue
-            self._store.set_validated(lease.entry, max(at, self._store.validated(lease.entry)))
+            if self._store.validated(lease.entry) < at:
+                older.append((lease.entry, at))
             self._store.count_hit(lease.entry.size)
             progress.of(file)(lease.entry.size, None)
             leases[file.name] = lease
+        if older:
+            self._store.set_validated(older, at)
         missing = [file for file in manifest.files if file.name not in leases]
         return sorted(missing, key=lambda file: -(file.size or 0))
 

@@ -320,7 +320,7 @@ class Origin(Targets):
                 self._postpone(entry, options)
             return None
         except errors.NotFound:
-            self.store.set_validated(entry, 0)
+            self.store.invalidate([entry])
             raise
         return None if self._has_validated(entry, info, began) else info
 
@@ -328,13 +328,13 @@ class Origin(Targets):
         """Whether a conditional request that began then was answered with the stored version."""
         same = info is None or (info.validator is not None and info.validator == entry.validator)
         if same:
-            self.store.set_validated(entry, began)
+            self.store.set_validated([(entry, began)], began)
         return same
 
     def _postpone(self, entry: Entry, options: FetchOptions) -> None:
         """The remote cannot be reached: calls that wait for this answer, or come in the next seconds, need no time-out of their own."""
         if options.since > 1:
-            self.store.set_validated(entry, self._postponed(options))
+            self.store.set_validated([(entry, self._postponed(options))], self.store.now(exact=True))
 
     def _postponed(self, options: FetchOptions) -> int:
         return options.since + min(self.store.now() - options.since, POSTPONED)
@@ -577,11 +577,10 @@ class Origin(Targets):
         self.count(Transfer(requests=1))
         same = self._has_validated(entry, info, began)
         if not same:
-            self.store.set_validated(entry, 0)  # the next look need not ask the remote
+            self.store.invalidate([entry])  # the next look need not ask the remote
         return same
 
     def invalidate(self, target: Target) -> None:
         """Make the next call ask the remote: for the object, and for the directory of this name."""
-        for space, key in ((URLS, target.key), (URLS, index_key(target.key)), (LISTINGS, folder_of(target.key))):
-            if (entry := self.store.entry(space, key)) is not None:
-                self.store.set_validated(entry, 0)
+        keys = (URLS, target.key), (URLS, index_key(target.key)), (LISTINGS, folder_of(target.key))
+        self.store.invalidate([entry for space, key in keys if (entry := self.store.entry(space, key)) is not None])

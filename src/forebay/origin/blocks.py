@@ -229,7 +229,7 @@ class Blocks:
             if index is None or index.validator != self.info.validator:
                 return
             if isinstance(error, errors.RemoteChanged):
-                store.set_validated(index, 0)
+                store.invalidate([index])
             else:
                 note, at = index_meta(self.length, ranges=False), store.validated(index)
                 store.put(URLS, key, b"", meta=note, validator=index.validator, validated=at)

@@ -154,7 +154,7 @@ class ShardIndexes:
         try:
             entry = origin.store.entry(SPACE, self._reach.key(url))
             if entry is not None:
-                origin.store.set_validated(entry, 0)
+                origin.store.invalidate([entry])
         except PAST as error:
             origin.fall_back(error, self._reach.key(url))
 

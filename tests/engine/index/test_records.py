@@ -13,10 +13,11 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine.catalog.writer import WriterLock
 from forebay._engine.files.root import Root
 from forebay._engine.index import records as module
 from forebay._engine.index.head import PAIRS, SharedBroken, SharedHead
-from forebay._engine.index.records import ID, PROBES, RECORDS, USED, VALIDATED, EntryIndex
+from forebay._engine.index.records import EXPIRED, ID, PROBES, RECORDS, USED, VALIDATED, EntryIndex
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._model import Entry
@@ -112,19 +113,76 @@ def test_what_was_validated_too_long_ago_is_not_served(store: Store) -> None:
     assert entry is not None
     for age, is_served in ((1 << 40, True), (1, False)):
         assert (store.first_touch("v", "large", age) is not None) is is_served
-    store.engine.index.set_validated(entry.slot, store.now() + 10**15)
+    words, base = store.engine.index.record(entry.slot)
+    words[base + VALIDATED] = store.now() + 10**15
     assert store.first_touch("v", "large", 1 << 63) is None  # a time of the future was damaged
-    store.engine.index.set_validated(entry.slot, 0)
-    assert store.first_touch("v", "large", 1 << 60) is None  # it was invalidated
+    store.invalidate([entry])
+    assert store.first_touch("v", "large", 1 << 60) is None
+
+
+def test_what_a_request_found_that_began_before_an_invalidation_does_not_count(store: Store) -> None:
+    """P1 asks the remote / P2 writes there, and invalidates / P1 notes that its version is current."""
+    entry = store.entry("v", "large")
+    assert entry is not None
+    began = store.now(exact=True)
+    in_child(lambda: store.invalidate([entry]))
+    store.set_validated([(entry, began)], began)
+    assert store.validated(entry) == 0
+    began = store.now(exact=True)
+    store.set_validated([(entry, began)], began)
+    assert store.validated(entry) == began
+
+
+def test_while_another_writes_an_invalidation_counts_and_a_validation_is_noted_by_the_next_write(store: Store) -> None:
+    entry, small = store.entry("v", "large"), store.entry("v", "small")
+    assert entry is not None
+    assert small is not None
+    other = WriterLock(store.root, store.engine.words)
+    other.take(0)
+    before, began = store.validated(entry), store.now(exact=True)
+    store.set_validated([(entry, began)], began)
+    assert store.validated(entry) == before
+    store.invalidate([small])
+    assert store.validated(small) == 0
+    other.release()
+    store.put("v", "other", b"o")
+    assert store.validated(entry) == began
+    assert store.validated(small) == 0
+
+
+def test_a_validation_that_comes_late_is_not_one_of_the_entry_that_has_the_record_by_now(store: Store) -> None:
+    """P1 asks the remote / P2 writes, so that P1 has to wait / P2 replaces the entry / P1 notes what it found, for the older one."""
+    entry = store.entry("v", "large")
+    assert entry is not None
+    other = WriterLock(store.root, store.engine.words)
+    other.take(0)
+    began = store.now(exact=True)
+    store.set_validated([(entry, began)], began)
+    words, base = store.engine.index.record(entry.slot)
+    words[base + ID], words[base + VALIDATED] = entry.id + 1, 7
+    other.release()
+    store.put("v", "other", b"o")
+    assert words[base + VALIDATED] == 7
+    words[base + ID] = entry.id
+
+
+def test_a_damaged_time_of_validation_is_overwritten(store: Store) -> None:
+    entry = store.entry("v", "large")
+    assert entry is not None
+    words, base = store.engine.index.record(entry.slot)
+    for damaged in (EXPIRED | 1 << 62, EXPIRED, (1 << 64) - 1, 1 << 62):
+        words[base + VALIDATED] = damaged
+        began = store.now(exact=True)
+        store.set_validated([(entry, began)], began)
+        assert store.validated(entry) == began
 
 
 def test_what_is_evicted_is_not_led_to(store: Store) -> None:
     entry = store.entry("v", "large")
     assert entry is not None
-    space = store.spaces.lookup("v").id
-    assert store.engine.index.find(space, "large") is not None
+    assert store.engine.index.find("v", "large") is not None
     assert store.discard(entry)
-    assert store.engine.index.find(space, "large") is None  # the rest of the record is still there
+    assert store.engine.index.find("v", "large") is None  # the rest of the record is still there
     assert touched(store, "large") is None
 
 
@@ -163,12 +221,12 @@ def test_what_is_replaced_while_it_is_read_is_not_served(store: Store, monkeypat
 def test_nothing_is_led_to_before_its_commit(store: Store, kind: str) -> None:
     body = LARGE if kind == "large" else b"x"
 
-    space, seen = store.spaces.lookup("v").id, []
+    seen: list[Any] = []
     others = another(store.root)
 
     def stop_at_commit(call: str, subject: str) -> None:
         if call == "commit":
-            seen.append(others.find(space, "new"))
+            seen.append(others.find("v", "new"))
             raise OSError(5, "the disk failed")
 
     host.on_step(stop_at_commit)
@@ -376,7 +434,7 @@ def entries_of(store: Store, count: int) -> list[Entry]:
         while entry.slot >= store.engine.index.slots:
             store.engine.index._create_file(store.engine.index.head.files)
         store.engine.index.store(1, entry, 1, 1)
-        store.engine.index.note(1, entry)
+        store.engine.index.note(entry)
     return made
 
 
@@ -391,13 +449,13 @@ def test_the_table_grows_and_other_processes_go_on_with_the_new_one(store: Store
     begun(store)
     other = another(store.root)
     few = entries_of(store, 20)
-    assert all(other.find(1, entry.key) for entry in few)
+    assert all(other.find(entry.space, entry.key) for entry in few)
     size = (store.root.shared_dir / "keys").stat().st_size
     many = entries_of(store, RECORDS + 500)
     assert (store.root.shared_dir / "keys").stat().st_size > 8 * size
-    assert sum(other.find(1, entry.key) is None for entry in many) == 0
+    assert sum(other.find(entry.space, entry.key) is None for entry in many) == 0
     for entry in many[::97]:
-        hint = other.find(1, entry.key)
+        hint = other.find(entry.space, entry.key)
         assert hint is not None
         assert hint[2:] == (entry.slot, entry.id, entry.size, True, module.seal_of(entry.checksum), ".bin", None)
 
@@ -410,8 +468,8 @@ def test_the_table_does_not_grow_where_entries_come_and_go(store: Store, monkeyp
         for entry in entries_of(store, 50):
             renamed = entry._replace(id=entry.id + 1000 * generation, key=f"{generation} {entry.key}")
             store.engine.index.store(1, renamed, 1, 1)
-            store.engine.index.note(1, renamed)
-            hint = store.engine.index.find(1, renamed.key)
+            store.engine.index.note(renamed)
+            hint = store.engine.index.find(renamed.space, renamed.key)
             assert hint is not None
             assert hint[3] == renamed.id
     assert (store.root.shared_dir / "keys").stat().st_size <= (HEADER + 512 + PROBES) * 8
@@ -448,8 +506,8 @@ def test_a_new_slot_is_empty(index: EntryIndex) -> None:
 def test_words_are_where_record_says(index: EntryIndex) -> None:
     live(index, 9, 1 << 61)
     index.touch(9, 5)
-    index.set_validated(9, 6)
     words, base = index.record(9)
+    words[base + VALIDATED] = 6
     assert (words[base + ID], words[base + USED], words[base + VALIDATED]) == (1 << 61, 5, 6)
     assert (index.id_of(8), index.id_of(10)) == (0, 0)
 
@@ -676,7 +734,6 @@ def test_a_read_only_root_is_read_and_not_touched(root: Root, index: EntryIndex)
     index.touch(3, 1)
     reader = another(Root(root.path, root.id, read_only=True))
     reader.touch(3, 2)
-    reader.set_validated(3, 2)
     assert (reader.id_of(3), reader.used(3), reader.validated(3)) == (33, 1, 0)
     with pytest.raises(TypeError):
         live(reader, 3, 4)

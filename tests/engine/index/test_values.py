@@ -44,7 +44,7 @@ def cell_of(store: Store, key: str) -> tuple[memoryview, int]:
 
 
 def by_its_cell(store: Store, key: str) -> bytes | None:
-    hint = store.engine.index.find(store.spaces.lookup("v").id, key)
+    hint = store.engine.index.find("v", key)
     assert hint is not None
     _, _, slot, _, size, _, mark, *_ = hint
     return store.engine.index.cells.get(slot, size, mark)

@@ -320,6 +320,21 @@ def test_a_lower_limit_that_met_a_busy_catalog_is_applied_by_the_next_write(
     store.configure(Settings(budget=MiB))
 
 
+def test_a_budget_that_another_process_lowers_binds_the_next_small_value(store: Store) -> None:
+    """What this process remembers of the totals is of the budget before."""
+    for n in range(60):
+        store.put("v", f"k{n}", bytes(10 * KiB))
+
+    def lower() -> None:
+        with opened(store.root.path) as mine:
+            mine.engine.settings.set(Settings(budget=300 * KiB))
+
+    in_child(lower)
+    store.put("v", "next", b"x")
+    assert store.usage().used <= store.usage().budget == 300 * KiB
+    store.configure(Settings(budget=MiB))
+
+
 def test_what_was_to_be_replaced_is_gone_by_now(tmp_path: Path) -> None:
     """P1 asks for room to replace an entry / P2 evicts that, and fills its place / P1 is to be granted the room."""
     with opened(tmp_path / "root", 4 * MiB) as store:

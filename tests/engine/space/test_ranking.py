@@ -190,9 +190,9 @@ def _quota(store: Store, quota: int) -> None:
 
 def test_what_was_found_again_while_it_is_taken_is_given_once(store: Store) -> None:
     """One call gives many; none of them is gone before it ends."""
-    found = list(Ranking(store.engine.catalog, store.engine.index, store.engine.adaptive, store.engine.settings).coldest(Scope()))
+    found = list(Ranking(store.engine.catalog, store.engine.index, store.engine.adaptive).coldest(Scope()))
     assert found == []
-    mine = Ranking(store.engine.catalog, store.engine.index, store.engine.adaptive, store.engine.settings)
+    mine = Ranking(store.engine.catalog, store.engine.index, store.engine.adaptive)
     mine.pick(Scope())
     given = [cold.id for cold in mine.coldest(Scope())]
     assert len(given) == len(set(given)) > 0

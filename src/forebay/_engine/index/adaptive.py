@@ -9,7 +9,7 @@ stale or another program's misleads the choice of victims for a while, and nothi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -21,6 +21,7 @@ from forebay._engine.index.ghosts import Ghosts, Standing
 from forebay._engine.index.records import EntryIndex
 from forebay._kernel import host
 from forebay._logs import logger
+from forebay._model import Policy
 from forebay.errors import CacheFault
 
 log = logger("forebay.index")
@@ -204,9 +205,13 @@ class AdaptiveSpaces:
     """The adaptive spaces of one root, as far as this process knows them. Callable from any thread and, mappings being inherited, after a
     fork. Nothing here is ever missed: a call that meets a fault of the disk does without."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy_of: Callable[[str], Policy]) -> None:
+        """``policy_of``: returns the policy of the space of a name, as it is in force."""
+        self._policy_of = policy_of
         self._root: Root | None = None
         self._index: EntryIndex | None = None
+        self.known: set[str] = set()
+        """The spaces that `know` was told of."""
         self._ids: dict[str, int] = {}
         self._spaces: dict[int, AdaptiveSpace] = {}
         self._tried: dict[int, float] = {}
@@ -215,11 +220,12 @@ class AdaptiveSpaces:
     def restart(self, root: Root, index: EntryIndex) -> None:
         """Forget everything; go on with another index."""
         self._root, self._index, self._learn_at = root, index, 0.0
-        self._ids, self._spaces, self._tried = {}, {}, {}
+        self._ids, self._spaces, self._tried, self.known = {}, {}, {}, set()
 
-    def know(self, id: int, name: str, *, adapts: bool) -> None:
-        """Note whether a space is adaptive."""
-        if adapts:
+    def know(self, id: int, name: str) -> None:
+        """Note the id of a space, and whether it is adaptive."""
+        self.known.add(name)
+        if self._policy_of(name).adapts:
             self._ids[name] = id
         elif self._ids.pop(name, None) is not None:
             self._spaces.pop(id, None)

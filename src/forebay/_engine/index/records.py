@@ -44,6 +44,8 @@ RECORDS = 8192
 """Records of one file."""
 ID, USED, VALIDATED, SPACE = 0, 1, 2, 3
 """Words of a record, which `Memo` reads too; then the hash of the key, a proof, what the row has, and that it is sound."""
+EXPIRED = 1 << 63
+"""Makes the time of an invalidation one of the far future, which counts as never validated."""
 BUCKETS = 16_384
 """Buckets of the first table of keys, and of the smallest."""
 PROBES = 64
@@ -86,8 +88,8 @@ class EntryIndex:
         self._files: dict[int, memoryview] = {}
         self._identities: dict[str, tuple[int, int]] = {}  # by path, st_dev and st_ino of each
         self._keys: _Keys | None = None
-        self._hashes: dict[int, blake2b] = {}  # the state of the hash after the number of a space
-        self._last: tuple[str, int, tuple[int, int]] = "", -1, (0, 0)
+        self._hashes: dict[str, blake2b] = {}  # the state of the hash after the name of a space
+        self._last: tuple[str, str, tuple[int, int]] = "", "", (0, 0)
         self._suffixes: dict[tuple[int, int], str | None] = {(0, 0): ""}
         self._epoch = head.number_of(root.epoch)
         self._free: dict[int, None] = {}  # slots that seemed free, each once: looked at again under the writer lock
@@ -97,7 +99,7 @@ class EntryIndex:
 
     # -- looking up ------------------------------------------------------------------------------------------------
 
-    def find(self, space: int, key: str) -> EntryHint | None:
+    def find(self, space: str, key: str) -> EntryHint | None:
         """What is known of the current entry of a key, if it is a file or a small value that was sound in this epoch."""
         keys = self._keys or self._open_keys()
         if keys is None:
@@ -149,7 +151,7 @@ class EntryIndex:
             self._suffixes = {(0, 0): ""}
         return self._suffixes.setdefault((suffix, more), name if is_suffix(name) else None)
 
-    def _hash(self, space: int, key: str) -> tuple[int, int]:
+    def _hash(self, space: str, key: str) -> tuple[int, int]:
         """128 bits of BLAKE2b with the root's secret as its key.
 
         Whoever makes a list of URLs chooses keys, and the hash alone decides whose bytes are served: a record does not have the key. A
@@ -164,8 +166,8 @@ class EntryIndex:
         self._last = key, space, (first, second)
         return first, second
 
-    def _begun(self, space: int) -> blake2b:
-        keyed = blake2b(space.to_bytes(8, "little"), key=self.head.secret(), digest_size=16)
+    def _begun(self, space: str) -> blake2b:
+        keyed = blake2b(space.encode("utf-8", "surrogatepass") + b"\0", key=self.head.secret(), digest_size=16)
         return self._hashes.setdefault(space, keyed)
 
     def record(self, slot: int) -> tuple[memoryview, int]:
@@ -185,7 +187,7 @@ class EntryIndex:
         words, base = self.record(entry.slot)
         _times(words, 8 * (base + USED), used, validated, space)
         host.step("store", self._root.shared_dir)
-        _facts.pack_into(words, 8 * (base + _HASH), *self._facts_of(space, entry, is_sound=is_sound))
+        _facts.pack_into(words, 8 * (base + _HASH), *self._facts_of(entry, is_sound=is_sound))
         host.set_word(words, base + ID, entry.id)
 
     def restore(self, space: int, entry: Entry) -> None:
@@ -195,12 +197,12 @@ class EntryIndex:
         before = _facts.unpack_from(words, 8 * (base + _HASH))
         is_sound = entry.boot == self._root.epoch or before[-1] == self._epoch ^ entry.id
         used, validated = words[base + USED], words[base + VALIDATED]
-        if before[:-1] != self._facts_of(space, entry, is_sound=is_sound)[:-1]:
+        if before[:-1] != self._facts_of(entry, is_sound=is_sound)[:-1]:
             used, validated = self.head.clock.now(), 0
         self.store(space, entry, used, validated, is_sound=is_sound)
-        self._lead_to(space, entry)
+        self._lead_to(entry)
 
-    def note(self, space: int, entry: Entry, value: bytes | memoryview | None = None) -> None:
+    def note(self, entry: Entry, value: bytes | memoryview | None = None) -> None:
         """Let `find` find an entry that was verified just now, while it has its record. ``value``: the bytes of a small value. Needs no
         lock."""
         if self._root.read_only or entry.kind not in ("blob", "value"):
@@ -211,27 +213,27 @@ class EntryIndex:
             words, base = self.record(entry.slot)
             if words[base + ID] == entry.id:
                 # P1 looks at the id / P2 evicts, and publishes another entry here / P1 stores: that one proves nothing until it is noted.
-                facts, at = self._facts_of(space, entry, is_sound=True), 8 * (base + _HASH)
+                facts, at = self._facts_of(entry, is_sound=True), 8 * (base + _HASH)
                 if _facts.unpack_from(words, at) != facts:
                     host.step("note", self._root.shared_dir)
                     _facts.pack_into(words, at, *facts)  # word by word: whatever is left of it is not believed
-                self._lead_to(space, entry)
+                self._lead_to(entry)
         except (CacheFault, OSError) as error:
             log.debug("%s is not in the index: %s", entry.name, str(error))
 
-    def note_new(self, space: int, several: Sequence[tuple[Entry, bytes | memoryview | None]]) -> None:
-        """`note`, for entries of one space whose records were stored just now, each with its bytes if it is a small value."""
+    def note_new(self, several: Sequence[tuple[Entry, bytes | memoryview | None]]) -> None:
+        """`note`, for entries whose records were stored just now, each with its bytes if it is a small value."""
         for entry, value in several:
             if value is not None:
                 self.cells.put(entry.slot, entry.id, value, is_new=True)
             try:
-                self._lead_to(space, entry)
+                self._lead_to(entry)
             except (CacheFault, OSError):
                 continue  # a look-up asks the catalog
 
-    def _facts_of(self, space: int, entry: Entry, *, is_sound: bool) -> tuple[int, ...]:
+    def _facts_of(self, entry: Entry, *, is_sound: bool) -> tuple[int, ...]:
         """What a record has of a row, from the hash of its key on."""
-        first, second = self._hash(space, entry.key)
+        first, second = self._hash(entry.space, entry.key)
         form, mark = _KINDS[entry.kind], 0
         if entry.kind == "blob":
             mark = seal_of(entry.checksum)
@@ -285,9 +287,16 @@ class EntryIndex:
         """The stored time of the last validation, valid or not: another value means another validation."""
         return self._get(slot, VALIDATED)
 
-    def set_validated(self, slot: int, ns: int) -> None:
-        """Record that the slot's entry was validated at ``ns`` of the root's clock. Does nothing in a read-only root."""
-        self._put(slot, VALIDATED, ns)
+    def set_validated(self, entry: Entry, at: int, began: int) -> None:
+        """Record that an entry was validated at that time of the root's clock, by a request that ``began`` then: not if it was invalidated
+        since, or has no record any more. An invalidation has `EXPIRED` in its time, and begins last of all.
+
+        Caller: holds the writer lock, under which records get other entries. Without it an invalidation may be undone by a process that
+        validates, and the next entry that has the record may be validated once more than needed."""
+        words, base = self.record(entry.slot)
+        expired = words[base + VALIDATED] ^ EXPIRED  # when it was invalidated, if it was
+        if words[base + ID] == entry.id and not began <= expired <= self.head.clock.look():
+            words[base + VALIDATED] = at
 
     def space(self, slot: int) -> int:
         """The id of the space of the slot's entry."""
@@ -437,7 +446,7 @@ class EntryIndex:
         self._free.clear()
         self._keys = None
         self._hashes.clear()
-        self._last = "", -1, (0, 0)
+        self._last = "", "", (0, 0)
 
     def _path(self, number: int) -> Path:
         return self._root.shared_dir / f"records-{number:03d}"
@@ -470,14 +479,14 @@ class EntryIndex:
         keys = self._open_keys()
         return (keys.mask + 1, keys.words[_USED]) if keys is not None else None
 
-    def _lead_to(self, space: int, entry: Entry) -> None:
+    def _lead_to(self, entry: Entry) -> None:
         """Have a bucket that leads to the record of a file or a small value."""
         if entry.kind not in ("blob", "value"):
             return
         keys = self._keys
         if keys is None or keys.words[_MOVED]:
             keys = self._open_keys() or self._create_keys()
-        first, (words, mask) = self._hash(space, entry.key)[0], keys
+        first, (words, mask) = self._hash(entry.space, entry.key)[0], keys
         bucket = at = HEADER + (first & mask)
         ours, chosen = first >> 32 << 32 | entry.slot + 1, -1
         while bucket < at + PROBES and (word := words[bucket]):

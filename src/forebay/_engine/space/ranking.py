@@ -22,7 +22,6 @@ from typing import NamedTuple
 from forebay._engine.catalog import Catalog, Rows, entries, spaces
 from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.records import EntryIndex
-from forebay._engine.index.settings import SharedSettings
 
 PICKED = 4096
 """About so many candidates are picked in one scan of the whole table."""
@@ -108,8 +107,8 @@ class _Picked:
 class Ranking:
     """The coldest entries of a root, as this process knows them. Callable from any thread."""
 
-    def __init__(self, catalog: Catalog, index: EntryIndex, adaptive: AdaptiveSpaces, settings: SharedSettings) -> None:
-        self._catalog, self._index, self._adaptive, self._settings = catalog, index, adaptive, settings
+    def __init__(self, catalog: Catalog, index: EntryIndex, adaptive: AdaptiveSpaces) -> None:
+        self._catalog, self._index, self._adaptive = catalog, index, adaptive
         self._picked: dict[Scope, _Picked] = {}
         self.after_fork_child()
 
@@ -200,9 +199,8 @@ class Ranking:
         """Note which spaces are adaptive, and how much those in the scope hold, which is full: at most once a second. Caller: is inside a
         transaction, as for `coldest`."""
         if self._adaptive.is_to_learn():
-            limits = self._settings.limits()
             for row in spaces.every(rows):
-                self._adaptive.know(row.id, row.name, adapts=limits.policy_of(row.name).adapts)
+                self._adaptive.know(row.id, row.name)
                 space = self._adaptive.of(row.id) if scope.may_have(row.id) else None
                 if space is not None:
                     space.ghosts.learn(row.charge, self._index.head.clock.now())

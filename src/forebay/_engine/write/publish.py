@@ -139,7 +139,7 @@ class Publisher:
         added = entries.insert(txn, space, rows, partial(self._eviction.supersede, txn))
         if (adaptive := self._adaptive.of(space)) is not None:
             self._try(txn, adaptive, space, [entry for one, entry in zip(batch, added, strict=True) if not one.label.ahead], now)
-        txn.after_release.append(partial(self._index.note_new, space, rows))
+        txn.after_release.append(partial(self._index.note_new, rows))
         return list(map(Published, added, leases))
 
     def _lease_new(self, txn: Txn, entry: Entry) -> Lease:

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from glob import has_magic
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, BinaryIO, NamedTuple
 
 from forebay import errors
@@ -510,8 +510,10 @@ def _forget_below(origin: Origin, key: str) -> None:
     name, store = key.rstrip("/"), origin.store
     try:
         exact = (store.entry(URLS, each) for each in (name, f"{name}/"))
-        for entry in chain((each for each in exact if each is not None), *(_entries_after(origin, f"{name}{mark}") for mark in "#/")):
-            store.set_validated(entry, 0)
+        after = (_entries_after(origin, f"{name}{mark}") for mark in "#/")
+        every = chain((each for each in exact if each is not None), *after)
+        while some := list(islice(every, 1000)):
+            store.invalidate(some)
     except errors.CacheFault as error:
         origin.warn("fsspec", "%s was written to, which the cache cannot be told: %s", key, error)
 
