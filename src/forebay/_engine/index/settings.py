@@ -125,16 +125,15 @@ class SharedSettings:
         word, before = self._head.words()[SETTINGS], self._last.limits  # the word first: a change after it is another one
         there = read(self._root)
         if there is None:
-            if before.budget is None:
-                before = RootLimits(*(self._head.noted_limits() or ()))
-            there = _MISSING, before
+            noted = self._head.noted_limits() if before.budget is None else None
+            there = _MISSING, before if noted is None else RootLimits(*noted)
         self._last = last = _Read(word, *there)
         return last
 
     def _look(self) -> _Read:
         """What the file says now, even if the word of a process that was killed does not tell; but what could not be written stays."""
-        last = self._last
-        return last if last.version == _OWN and last.word == self._head.words()[SETTINGS] else self._read()
+        is_own = self._last.version == _OWN and self._last.word == self._head.words()[SETTINGS]
+        return self._last if is_own else self._read()
 
     def is_shared(self) -> bool:
         """Whether every process has, or will read, the limits that this one has."""
@@ -175,7 +174,8 @@ class SharedSettings:
                 last = self._look()
                 before, after = last.limits, changed(last.limits)
                 if last.version == _MISSING and before.budget is not None:
-                    log.warning("%s was lost or damaged: it is written again, as this process knows it", self._root.settings)
+                    lost = "" if before.spaces else ", without the limits of spaces"
+                    log.warning("%s was lost or damaged: it is written again%s", self._root.settings, lost)
                 if after != before or last.version != last.word:
                     version = last.version if after == before and last.version > 0 else 1 + int.from_bytes(os.urandom(7), "little")
                     if version != last.version:
