@@ -126,7 +126,7 @@ class SharedSettings:
         there = read(self._root)
         if there is None:
             noted = self._head.noted_limits() if before.budget is None else None
-            there = _MISSING, before if noted is None else RootLimits(*noted)
+            there = _MISSING, before if noted is None else RootLimits(**dict(zip(NAMES, noted, strict=True)), spaces={})
         self._last = last = _Read(word, *there)
         return last
 
