@@ -133,13 +133,13 @@ def _wait_for_end(pidfd: int) -> None:
 
 
 @pytest.mark.parametrize("again", [{}, {"min_free": 12345}], ids=["", "with another limit"])
-def test_a_budget_is_set_later_where_it_cannot_be_set_now(root: Path, url: str, stopped: Child, again: dict[str, int]) -> None:
-    """Whatever else the process opens meanwhile."""
+def test_a_budget_is_set_at_once_though_nothing_can_be_written(root: Path, url: str, stopped: Child, again: dict[str, int]) -> None:
+    """Whatever else the process opens meanwhile: the settings are not in the catalog."""
 
     def other() -> None:
         with forebay.Cache(root, budget=70 << 20, timeout=0.1) as cache, forebay.Cache(root, timeout=0.1, **again):
             assert cache.get("k") == b"value"
-            assert cache.budget == 64 << 20
+            assert cache.budget == 70 << 20
             assert not cache.put("new", b"x")
             os.kill(stopped.pid, signal.SIGCONT)
             _wait_for_end(os.pidfd_open(stopped.pid))
