@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -493,6 +494,24 @@ def test_a_limit_that_cannot_be_written_applies_to_its_process(place: Path, monk
         assert kept(store.root).budget == 9 * MiB
 
 
+@pytest.mark.parametrize("without_file", [False, True])
+@pytest.mark.parametrize("limit", [1 << 62, sys.maxsize, 1 << 63, 1 << 70])
+def test_a_limit_that_is_no_limit_is_one_for_every_process(place: Path, limit: int, without_file: bool) -> None:
+    with opened(place, limit) as store:
+        store.spaces.ensure("new\nline", quota=limit)
+        assert store.usage().budget == min(limit, sys.maxsize)
+    if without_file:
+        (place / "settings.json").unlink()
+
+    def young() -> None:
+        with opened(place) as store:
+            assert store.usage().budget == min(limit, sys.maxsize)
+            assert store.spaces.limits("new\nline").quota == (None if without_file else min(limit, sys.maxsize))
+            store.put("new\nline", "k", b"x")
+
+    in_child(young)
+
+
 def test_a_stopped_process_that_sets_a_limit_delays_another_for_a_moment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "PATIENCE", 0.0)
     other = locks.LockFile(place / "FORMAT")
@@ -506,7 +525,7 @@ def test_a_stopped_process_that_sets_a_limit_delays_another_for_a_moment(place: 
 def test_what_is_invalid_is_left_out(tmp_path: Path) -> None:
     root = Root(tmp_path, 5)
     spaces = [
-        {"name": "good", "policy": "lru", "quota": 5}, {"name": "", "policy": "lru"}, {"name": "a\nb", "policy": "lru"},
+        {"name": "good", "policy": "lru", "quota": 5}, {"policy": "lru"}, {"name": ["list"], "policy": "lru"},
         {"name": "odd", "policy": "boil", "quota": -5, "max_count": 1 << 70}, {"name": 7, "policy": "lru"},
     ]  # fmt: skip
     for wrong in (-1, 1 << 70, "5", True, 1.5, None, [5]):

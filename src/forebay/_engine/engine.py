@@ -21,7 +21,7 @@ from forebay._engine.index.head import NEXT, NUMBERS, SharedBroken, SharedHead, 
 from forebay._engine.index.history import History
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Memo
-from forebay._engine.index.records import ID, USED, EntryIndex
+from forebay._engine.index.records import ID, SPACE, USED, EntryIndex
 from forebay._engine.index.settings import OF_TRANSFERS, RootLimits, Settings, SharedSettings, differences, shown
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
@@ -378,7 +378,8 @@ class Engine:
         if self.catalog.lost or (before.budget is None and spaces.every(self.catalog)):
             self._log_lost(before, after)
         elif before.budget is not None and changes:
-            messages = [f"{self.root.path}: changed for all processes: {', '.join(changes.values())}"]
+            whom = "all processes" if self.settings.is_shared() else "this process"
+            messages = [f"{self.root.path}: changed for {whom}: {', '.join(changes.values())}"]
             try:
                 messages += self._shrink() if not changes.keys() <= OF_TRANSFERS else ()
             except errors.WriterBusy as error:
@@ -435,7 +436,7 @@ class Engine:
         words, base = self.index.record(entry.slot)
         if words[base + ID] == entry.id and not self.root.read_only:
             words[base + USED] = now = self.index.head.clock.now()
-            self.adaptive.hit_in(entry.space, entry.key, entry.charge, now)
+            self.adaptive.hit(entry.space, words[base + SPACE], entry.key, entry.charge, now)
 
     def evicted(self, count: int) -> None:
         """Count entries that were removed, and tell of them."""

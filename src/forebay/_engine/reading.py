@@ -69,9 +69,7 @@ class Reading:
             memo.add_mapped(space, (key, alias) if alias != key else (key,), slot, id, data, is_file=is_file)
         if not self._root.read_only:
             words[base + USED] = now
-            if space not in self._adaptive.known:
-                self._adaptive.know(words[base + SPACE], space)
-            self._adaptive.hit_in(space, key, charge_of(size, is_file=is_file), now)
+            self._adaptive.hit(space, words[base + SPACE], key, charge_of(size, is_file=is_file), now)
         counts, at = self._counts.block()
         counts[at + counters.HITS] += 1
         counts[at + counters.BYTES_HIT] += size
@@ -146,9 +144,7 @@ class Reading:
             return None
         if not self._root.read_only:
             words[base + USED] = now
-            if space not in self._adaptive.known:
-                self._adaptive.know(words[base + SPACE], space)
-            self._adaptive.hit_in(space, key, charge_of(size, is_file=is_file), now)
+            self._adaptive.hit(space, words[base + SPACE], key, charge_of(size, is_file=is_file), now)
         return view
 
     def view(self, space: str, space_id: int, key: str) -> Remembered | None:

@@ -210,8 +210,7 @@ class AdaptiveSpaces:
         self._policy_of = policy_of
         self._root: Root | None = None
         self._index: EntryIndex | None = None
-        self.known: set[str] = set()
-        """The spaces that `know` was told of."""
+        self._known: set[str] = set()  # the spaces that `know` was told of
         self._ids: dict[str, int] = {}
         self._spaces: dict[int, AdaptiveSpace] = {}
         self._tried: dict[int, float] = {}
@@ -220,11 +219,11 @@ class AdaptiveSpaces:
     def restart(self, root: Root, index: EntryIndex) -> None:
         """Forget everything; go on with another index."""
         self._root, self._index, self._learn_at = root, index, 0.0
-        self._ids, self._spaces, self._tried, self.known = {}, {}, {}, set()
+        self._ids, self._spaces, self._tried, self._known = {}, {}, {}, set()
 
     def know(self, id: int, name: str) -> None:
         """Note the id of a space, and whether it is adaptive."""
-        self.known.add(name)
+        self._known.add(name)
         if self._policy_of(name).adapts:
             self._ids[name] = id
         elif self._ids.pop(name, None) is not None:
@@ -241,17 +240,13 @@ class AdaptiveSpaces:
             if space is not None:
                 yield id, space
 
-    def hit(self, id: int, key: str, charge: int, now: int) -> None:
-        """A key of the space with this id was hit; see `AdaptiveSpace.use`."""
-        space = self.of(id)
+    def hit(self, name: str, id: int, key: str, charge: int, now: int) -> None:
+        """A key of the space with this name and id was hit; see `AdaptiveSpace.use`."""
+        if name not in self._known:
+            self.know(id, name)
+        space = self.of(self._ids[name]) if name in self._ids else None
         if space is not None and not self._is_read_only:
             space.use(key, charge, now, is_hit=True)
-
-    def hit_in(self, name: str, key: str, charge: int, now: int) -> None:
-        """`hit`, by the name of the space."""
-        id = self._ids.get(name)
-        if id is not None:
-            self.hit(id, key, charge, now)
 
     def sample(self, name: str, key: str, charge: int) -> Sample | None:
         """What is to be told of hits of a key in the space of this name; None: nothing."""

@@ -24,7 +24,7 @@ PAIRS = 4096
 _EVICTIONS, _COUNT, _FILES, _EPOCH, _FREED, CHANGED, _CLOCK = FREE, FREE + 1, FREE + 2, FREE + 3, FREE + 4, FREE + 5, FREE + 6
 NEXT, _RATE, _SECRET, SETTINGS = FREE + 9, 14, 16, 20
 _RING, _RING_SIZE = 32, 256  # slots that became free lately
-LARGEST_LIMIT = 1 << 62
+LARGEST_LIMIT = (1 << 63) - 1
 
 
 class SharedBroken(CacheFault):
@@ -165,7 +165,7 @@ class SharedHead:
     def noted_limits(self) -> list[int | None] | None:
         """The limits that were noted last; None where the words are damaged."""
         *noted, check = self.words()[SETTINGS + 1 : SETTINGS + 7].tolist()
-        is_sound = check == _check_of(noted) and max(noted) <= LARGEST_LIMIT
+        is_sound = check == _check_of(noted) and max(noted) <= LARGEST_LIMIT + 1
         return [word - 1 if word else None for word in noted] if is_sound else None
 
     def limit_words(self) -> tuple[memoryview, int]:

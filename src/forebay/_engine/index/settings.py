@@ -107,9 +107,9 @@ class SharedSettings:
 
     ``format_file``: the locks of FORMAT; ``before``: what was in force for this process until the root was deleted."""
 
-    def __init__(self, root: Root, head: SharedHead, format_file: locks.LockFile, before: RootLimits | None = None) -> None:
+    def __init__(self, root: Root, head: SharedHead, format_file: locks.LockFile, before: RootLimits) -> None:
         self._root, self._head, self._format = root, head, format_file
-        self._last = _Read(-1, _MISSING, before or RootLimits())
+        self._last = _Read(-1, _MISSING, before)
 
     @property
     def known(self) -> RootLimits:
@@ -142,6 +142,7 @@ class SharedSettings:
     def set(self, settings: Settings) -> tuple[RootLimits, RootLimits]:
         """Set what is given for every process; returns the limits before and after. A root without a budget gets three quarters of the
         free space, and leaves a twentieth of the disk free. Where the file cannot be written, the limits apply to this process only."""
+        settings = Settings(*map(_bounded, settings))
         given = {name: value for name, value in zip(NAMES, settings, strict=False) if value is not None}
 
         def changed(there: RootLimits) -> RootLimits:
@@ -156,6 +157,7 @@ class SharedSettings:
 
     def set_space(self, name: str, given: SpaceLimits) -> tuple[RootLimits, RootLimits]:
         """`set`, for one space."""
+        given = given._replace(quota=_bounded(given.quota), max_count=_bounded(given.max_count))
         return self._change(lambda there: there._replace(spaces={**there.spaces, name: there.of_space(name).changed(given)}))
 
     def note(self) -> None:
@@ -216,7 +218,7 @@ def read(root: Root) -> tuple[int, RootLimits] | None:
         if checksum != _checksum(body) or body["root"] != f"{root.id:016x}":
             raise ValueError("its checksum or its root is another one")
         limits = {name: body[name] for name in NAMES if _is_number(body.get(name))}
-        spaces = dict(_space(row) for row in body["spaces"][:_MOST_SPACES] if _is_name(row.get("name")))
+        spaces = dict(_space(row) for row in body["spaces"][:_MOST_SPACES] if isinstance(row.get("name"), str))
         return body["version"] if _is_number(body.get("version")) else 0, RootLimits(**limits, spaces=spaces)
     except FileNotFoundError:
         return None
@@ -236,11 +238,11 @@ def _checksum(body: dict[str, Any]) -> str:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) is int and 0 <= value < LARGEST_LIMIT
+    return type(value) is int and 0 <= value <= LARGEST_LIMIT
 
 
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and value != "" and value.isprintable()
+def _bounded(value: int | None) -> int | None:
+    return None if value is None else min(value, LARGEST_LIMIT)  # beyond is no limit either
 
 
 def _space(row: dict[str, Any]) -> tuple[str, SpaceLimits]:
