@@ -164,5 +164,6 @@ def by_threads(work: Callable[[int, random.Random], object], count: int, seconds
     for thread in threads:
         thread.join(seconds + 60)
     assert not any(thread.is_alive() for thread in threads)
-    assert faults == []
+    if faults:
+        raise faults[0]
     gc.collect()

@@ -200,6 +200,16 @@ def ended(pid: int, limit: float = 60) -> int:
         killer.cancel()
 
 
+def end(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal that ends a process, and wait until it has ended, whosever child it is."""
+    watch = os.pidfd_open(pid)
+    try:
+        os.kill(pid, number)
+        assert select.select([watch], [], [], 60)[0]
+    finally:
+        os.close(watch)
+
+
 def talk_to(work: Callable[[Line], object], *, by: Callable[[], int] = os.fork) -> Child:
     """Run ``work`` in a child; it talks to the test through the `Line` that it is given. ``by``: the fork."""
     ours, its = Pipe()

@@ -161,7 +161,7 @@ MUTANTS = (
     ),
     # 3. No stale state
     Mutant(
-        3, "a first touch does not check its slot after the read", "_engine.reading:Reading.first_touch",
+        3, "a first touch does not check its slot after the read", "_engine.hits:Hits.first_touch",
         "words[base + ID] != id", "False",
         "engine/index/test_records.py::test_what_is_replaced_while_it_is_read_is_not_served",
     ),
@@ -342,7 +342,7 @@ MUTANTS = (
     ),
     Mutant(
         7, "the process that closes the catalog last copies the log by an old index", "_engine.catalog.connection:Catalog._close_locked",
-        "self._guard.try_lock(_SHARED, exclusive=False)", "False",
+        "guard.try_lock(_SHARED, exclusive=False)", "False",
         "engine/catalog/test_wal.py::test_a_process_with_a_deleted_index_that_closes_last_does_not_copy_the_log_by_it",
     ),
     Mutant(
@@ -370,7 +370,7 @@ MUTANTS = (
     # 8. A hit takes no lock, no system call, no copy
     Mutant(
         8, "the first read of a process queries the catalog", "_engine.store:Store.first_touch",
-        "self.engine.reading.first_touch(space, key, max_age, alias or key, maps)", "None",
+        "self.engine.first_touch(space, key, max_age, alias or key, maps)", "None",
         "origin/test_first_touch.py::test_the_first_read_of_a_process_asks_the_index_alone[read]",
     ),
     Mutant(

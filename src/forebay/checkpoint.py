@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NoReturn, Self
 
 from forebay import errors, remote
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._engine.passthrough import PassThrough
 from forebay.cache import Cache, origin_of
 from forebay.directories import metadata as stored

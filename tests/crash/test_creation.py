@@ -102,7 +102,7 @@ def test_a_killed_repair_is_ended_by_the_next(scene: Callable[[int], Scene]) -> 
         (store.root.path / "tmp/0000000000000001-0000000000000008.map").write_bytes(b"stray")
         live = store.entries("v")[-1].id  # as two writers of a key leave it where locks exclude nobody
         (store.root.path / f"tmp/0000000000000001-{live:016x}").write_bytes(b"stray")
-        with store.engine.catalog.write() as txn:
+        with store.engine.parts.catalog.write() as txn:
             txn.run("UPDATE spaces SET charge = charge + 4096, entries = entries + 1")
 
     def during(store: Store) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from forebay._engine import store as store_module
 from forebay._engine.index.ghosts import BIMODAL
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._engine.space import budget
 from forebay._engine.store import Settings, Store
 from forebay._engine.write.reservations import Item
@@ -398,6 +398,6 @@ def test_open_and_close(scene: NewScene) -> None:
 
     def during() -> None:
         with stage.open() as store:
-            store.engine.owners.me()  # as the first write does
+            store.engine.parts.owners.me()  # as the first write does
 
     stage.act(before, during, after, least=2)

@@ -21,11 +21,11 @@ def test_a_check_and_a_repair_have_a_page_of_rows_in_memory(place: Path) -> None
     with opened(place, 8 * MiB) as store:
         said: list[str] = []
         store.put("v", "k", b"x")
-        con = store.engine.catalog._con
+        con = store.engine.parts.catalog._con
         assert con is not None
         con.set_trace_callback(said.append)
         assert store.check() == []
-        with store.engine.catalog.write() as txn:
+        with store.engine.parts.catalog.write() as txn:
             spaces.recount(txn)
         assert schema.is_sane(con)
         con.set_trace_callback(None)
@@ -47,7 +47,7 @@ def test_totals_that_change_while_they_are_added_up_are_no_problem(place: Path, 
         store.put("v", "k", b"x")
         monkeypatch.setattr(spaces, "sums", added_up)
         assert store.check() == []
-        with store.engine.catalog.write() as txn:
+        with store.engine.parts.catalog.write() as txn:
             txn.run("UPDATE spaces SET charge = charge + 1")
         assert [problem.kind for problem in store.check()] == ["total"]
         store.repair()

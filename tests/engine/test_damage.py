@@ -20,9 +20,10 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull
+from forebay._engine.catalog import Catalog
 from forebay._engine.catalog.wal import Ballast
 from forebay._engine.engine import recover_and_retry
+from forebay._engine.files.faults import CatalogBroken, DiskFull
 from forebay._engine.files.layout import Root
 from forebay._engine.index import settings
 from forebay._engine.index.settings import RootLimits, Settings, SpaceLimits
@@ -339,8 +340,8 @@ def test_false_alarms_that_have_nothing_to_do_with_each_other_cost_nothing(place
 def test_a_text_that_is_too_long_is_no_damage(place: Path) -> None:
     """It would be met twice by the call that has it, and cost the catalog."""
     with opened(place) as store:
-        with store.engine.catalog._mutex:
-            store.engine.catalog._connection_locked().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 100_000)
+        with store.engine.parts.catalog._mutex:
+            store.engine.parts.catalog._connection_locked().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 100_000)
         with pytest.raises(errors.CacheFault, match="TOOBIG") as found:
             store.put("values", "k" * 200_000, b"x")
         assert not isinstance(found.value, CatalogBroken)

@@ -190,7 +190,7 @@ def test_a_held_entry_goes_with_its_last_lease(store: Store) -> None:
     with store.writing("scratch", "k", life="held", resume=False) as writing:
         writing.begin(ObjectInfo("", 50_000))
         writing.write(0, b"x" * 50_000)
-        lease = store.publish_leased(writing)
+        lease = writing.publish_leased()
     store.put("values", "another", b"writer")
     assert os.path.getsize(lease) == 50_000
     lease.close()

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import logging
 import os
-import select
 import shutil
 import signal
 import sqlite3
@@ -24,7 +23,7 @@ from forebay._engine.store import Settings, Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim
 from tests.harness import KiB, MiB, assert_counted, assert_settled, bytes_of, data_usage, opened
-from tests.processes import Child, Gate, fork, in_child
+from tests.processes import Child, Gate, end, fork, in_child
 
 BLOB, OTHER, SMALL = os.urandom(100 * KiB), os.urandom(110 * KiB), os.urandom(700)
 
@@ -556,10 +555,7 @@ def test_s08_a_stopped_writer_does_not_stop_others_for_ever(quick_path: Path, ch
             for _ in range(3):
                 with pytest.raises(errors.WriterBusy, match=rf"still busy.*process {child.pid} "):
                     store.put("v", "new", b"x")
-            ended = os.pidfd_open(child.pid)
-            os.kill(child.pid, signal.SIGCONT)
-            assert select.select([ended], [], [], 60)[0]
-            os.close(ended)
+            end(child.pid, signal.SIGCONT)
             store.put("v", "new", b"x")
             assert bytes_of(store, "k1") == OTHER
 

@@ -41,7 +41,7 @@ def test_a_young_process_reads_a_value_and_its_meta_without_a_look_for_the_key(s
             def no_key(*_: object) -> None:
                 raise AssertionError("the catalog was asked for the key")
 
-            mine.engine.leases.current = no_key  # type: ignore[method-assign, assignment]
+            mine.engine.parts.leases.current = no_key  # type: ignore[method-assign, assignment]
             assert first(mine, key) == BODIES[key]
             assert first(mine, "none") is None
 
@@ -103,7 +103,7 @@ def test_it_is_a_use_and_no_hit_until_its_reader_says_so(store: Store) -> None:
 @pytest.mark.parametrize("value", [b"S" * 1_000, "s" * 1_000])
 def test_a_damaged_row_is_not_served(store: Store, value: bytes | str) -> None:
     lose_cells(store)
-    with store.engine.catalog.write() as txn:
+    with store.engine.parts.catalog.write() as txn:
         assert txn.run("UPDATE payloads SET data = ? WHERE length(data) = 1000", value) == 1
     assert first(store, "small") is None
     assert bytes_of(store, "small") is None
@@ -115,7 +115,7 @@ def test_the_sound_row_of_another_value_is_not_served(store: Store) -> None:
     small, other = store.entry("v", "small"), store.entry("v", "other")
     assert small is not None
     assert other is not None
-    with store.engine.catalog.write() as txn:
+    with store.engine.parts.catalog.write() as txn:
         for table in ("entries", "payloads"):
             for old, new in ((small.id, -1), (other.id, small.id), (-1, other.id)):
                 txn.run(f"UPDATE {table} SET id = ? WHERE id = ?", new, old)
@@ -154,7 +154,7 @@ def test_a_new_version_of_another_process_is_read_at_once(store: Store, size: in
 
 def test_what_is_replaced_while_it_is_read_is_not_served(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its meta may be that of the one, and its use that of the other."""
-    read = store.engine.reading._file_of
+    read = store.engine._file_of
 
     def replaced(*args: Any, **options: Any) -> memoryview | None:
         data = read(*args, **options)
@@ -162,13 +162,13 @@ def test_what_is_replaced_while_it_is_read_is_not_served(store: Store, monkeypat
         return data
 
     with monkeypatch.context() as m:
-        m.setattr(store.engine.reading, "_file_of", replaced)
+        m.setattr(store.engine, "_file_of", replaced)
         assert first(store, "large") is None
     assert first(store, "large", "new") == b"n" * 70_000
 
 
 def test_a_statement_that_fails_is_asked_again_by_the_long_way(store: Store) -> None:
-    catalog = store.engine.catalog
+    catalog = store.engine.parts.catalog
     assert catalog.quick_one("SELECT 1 + ?", 2) == (3,)
     assert catalog.quick_one("SELECT 1 FROM entries WHERE id = -1") is None
     catalog.before_fork()  # closes the connection

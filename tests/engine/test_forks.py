@@ -21,7 +21,7 @@ from forebay._engine.write import publish
 from forebay._kernel import host
 from forebay._model import ObjectInfo
 from tests.harness import KiB, MiB, assert_settled, bytes_of, opened
-from tests.processes import HANG, Child, Gate, fork, in_child
+from tests.processes import HANG, Child, Gate, end, fork, in_child
 
 BLOB = os.urandom(60 * KiB)
 
@@ -120,17 +120,17 @@ def fork_while_a_transaction_takes_a_lock(place: Path) -> None:
         def after_fork_child(self) -> None: ...
 
     with opened(place, MiB) as store:
-        mutex, entry = store.engine.leases._held[7]._mutex, store.put("v", "k", b"x")
+        mutex, entry = store.engine.parts.leases._held[7]._mutex, store.put("v", "k", b"x")
 
         def write() -> None:
-            with store.engine.catalog.write():
+            with store.engine.parts.catalog.write():
                 inside.set()
                 assert forking.wait(HANG)
                 for _ in range(50):  # who forks may take this mutex only after the catalog's, which is ours
                     if mutex.locked():
                         break
                     threading.Event().wait(0.01)
-                store.engine.leases.new(entry._replace(id=7))
+                store.engine.parts.leases.new(entry._replace(id=7))
 
         thread = threading.Thread(target=write)
         thread.start()
@@ -187,7 +187,7 @@ def test_s17_a_lease_pins_for_parent_and_child_alike(quick_path: Path, children:
     said.wait()
     in_child(lambda: press(True))
     go.open()
-    os.kill(int((quick_path / "pid").read_text()), signal.SIGKILL)
+    end(int((quick_path / "pid").read_text()))
     in_child(lambda: press(False))
     for gate in (leased, said, go):
         gate.close()
@@ -230,7 +230,7 @@ def test_s17_a_dead_parents_locks_do_not_live_on_in_the_child(quick_path: Path, 
     try:
         in_child(successor)
     finally:
-        os.kill(int((quick_path / "pid").read_text()), signal.SIGKILL)
+        end(int((quick_path / "pid").read_text()))
     assert_settled(place, 8 * MiB)
     said.close()
 

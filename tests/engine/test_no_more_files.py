@@ -131,7 +131,7 @@ def test_statistics_that_cannot_be_read_are_zeros(tmp_path: Path) -> None:
         with forebay.Cache(tmp_path / "root", budget=500_000_000, min_free=0) as cache:
             cache.put("k", b"value")
             cache.stats()
-            cache._store.engine.catalog.close()  # type: ignore[union-attr]
+            cache._store.engine.parts.catalog.close()  # type: ignore[union-attr]
             with no_more_files(0):
                 stats = cache.stats()
             assert (stats.entries, stats.hits, stats.budget) == (0, 0, 0)

@@ -7,7 +7,6 @@ import errno
 import gc
 import os
 import resource
-import select
 import signal
 import socket
 import subprocess
@@ -21,7 +20,7 @@ import pytest
 
 from forebay._kernel import host, locks
 from forebay._kernel.locks import LockFile
-from tests.processes import Line, fork_in_c, in_child, orphan, talk_to
+from tests.processes import Line, end, fork_in_c, in_child, orphan, talk_to
 
 FAR = (1 << 62) + 12345
 
@@ -436,9 +435,7 @@ def test_a_lease_outlives_the_parent_in_the_child_and_ends_with_it(path: Path) -
         child = parent.hear()
         parent.kill()
         assert not is_free(path, 7)
-        watch = os.pidfd_open(child)
-        os.kill(child, signal.SIGKILL)
-        wait_for_end(watch)
+        end(child)
         assert is_free(path, 7)
 
 
@@ -453,11 +450,6 @@ def _lease_and_fork(path: Path, line: Line) -> None:
     os.read(ready, 1)
     line.say(pid)
     signal.pause()
-
-
-def wait_for_end(pidfd: int) -> None:
-    assert select.select([pidfd], [], [], 60)[0] == [pidfd]
-    os.close(pidfd)
 
 
 def test_several_holders_and_what_was_put_off_are_the_childs_too(path: Path) -> None:

@@ -26,10 +26,12 @@ ORDER = """
     _kernel.waits _kernel.below _config < world remote
     _kernel.waits _kernel.below _config < _engine.files < _engine.index < _engine.catalog < _engine.locks < _engine.space < _engine.write
     _engine.write < _engine.packs
-    _engine.locks < _engine.reading _engine.stats
+    _engine.index < _engine.hits
+    _engine.locks _engine.hits < _engine.reading _engine.stats
     _engine.space _engine.reading < _engine.check
     _engine.packs < _engine.writers
-    _engine.writers _engine.check _engine.stats < _engine.engine < _engine.spaces < _engine.key_locks _engine.pack_handles _engine.loading
+    _engine.writers _engine.check _engine.stats < _engine.parts < _engine.engine < _engine.spaces
+    _engine.spaces < _engine.key_locks _engine.pack_handles _engine.loading
     _engine.engine < _engine.activity
     _engine.key_locks _engine.pack_handles _engine.loading _engine.activity < _engine.store _engine.passthrough
     _config world remote < claims

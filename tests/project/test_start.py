@@ -14,13 +14,14 @@ from forebay.testing import ScriptedServer
 NOT_NEEDED = {
     # of the standard library
     "asyncio", "concurrent", "dataclasses", "hashlib", "importlib.metadata", "inspect", "logging", "pickle", "random", "secrets", "shutil",
-    "socket", "ssl", "subprocess", "tempfile", "traceback",
+    "socket", "sqlite3", "ssl", "subprocess", "tempfile", "traceback",
     # of others
     "botocore", "click", "cloudpickle", "fsspec", "numpy", "pyarrow", "rich", "urllib3", "yaml",
     # our own
-    "forebay._engine.catalog.processes", "forebay._engine.check", "forebay._engine.locks.fill", "forebay._engine.packs",
-    "forebay._engine.passthrough", "forebay._engine.space.budget", "forebay._engine.stats", "forebay._engine.write",
-    "forebay._engine.writers", "forebay.cache.entries", "forebay.claims", "forebay.codecs", "forebay.directories", "forebay.origin.files",
+    "forebay._engine.catalog", "forebay._engine.check", "forebay._engine.locks.fill", "forebay._engine.locks.leases",
+    "forebay._engine.packs", "forebay._engine.parts", "forebay._engine.passthrough", "forebay._engine.reading",
+    "forebay._engine.space.budget", "forebay._engine.spaces", "forebay._engine.stats", "forebay._engine.write", "forebay._engine.writers",
+    "forebay.cache.entries", "forebay.claims", "forebay.codecs", "forebay.directories", "forebay.origin.files",
     "forebay.prefetch", "forebay.remote.base", "forebay.remote.filesystems", "forebay.remote.http", "forebay.remote.local",
     "forebay.remote.s3", "forebay.reports", "forebay.samples", "forebay.sources", "forebay.tasks", "forebay.world",
 }  # fmt: skip

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import pickle
-import select
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from forebay import errors
 from forebay._kernel import waits
 from forebay.testing import ScriptedServer
 from tests.harness import writer_lock
-from tests.processes import Child, Gate, fork, in_child
+from tests.processes import Child, Gate, end, fork, in_child
 from tests.remote_directories import http_directory
 
 BODY = b"body" * 30_000
@@ -116,8 +115,7 @@ def test_who_writes_waits_once_and_is_told_who_it_is(root: Path, url: str, stopp
                 assert pool.get_lazy("a").get() == b"item"
             assert cache.read(url) == BODY
             assert cache.stats().store_failures >= 4
-            os.kill(stopped.pid, signal.SIGCONT)
-            _wait_for_end(os.pidfd_open(stopped.pid))
+            end(stopped.pid, signal.SIGCONT)
             assert cache.put("new", b"x")
             assert tasks.write("tag", 1)
             assert tasks.budget == 1 << 20
@@ -125,11 +123,6 @@ def test_who_writes_waits_once_and_is_told_who_it_is(root: Path, url: str, stopp
         assert sum("new tasks" in line for line in lines) <= 3, lines
 
     in_child(other)
-
-
-def _wait_for_end(pidfd: int) -> None:
-    assert select.select([pidfd], [], [], 60)[0]
-    os.close(pidfd)
 
 
 @pytest.mark.parametrize("again", [{}, {"min_free": 12345}], ids=["", "with another limit"])
@@ -141,8 +134,7 @@ def test_a_budget_is_set_at_once_though_nothing_can_be_written(root: Path, url: 
             assert cache.get("k") == b"value"
             assert cache.budget == 70 << 20
             assert not cache.put("new", b"x")
-            os.kill(stopped.pid, signal.SIGCONT)
-            _wait_for_end(os.pidfd_open(stopped.pid))
+            end(stopped.pid, signal.SIGCONT)
             assert cache.put("new", b"x")
             assert cache.budget == 70 << 20
 

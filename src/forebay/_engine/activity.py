@@ -97,7 +97,7 @@ class Activity:
     @recover_and_retry
     def now(self) -> Now:
         """What happens now, and what failed last."""
-        catalog = self.engine.catalog
+        catalog = self.engine.parts.catalog
         names = {row.id: row.name for row in spaces.every(catalog)}
         fetches = []
         for one in filter(self._is_written, reservations.in_progress(catalog)):
@@ -117,7 +117,7 @@ class Activity:
         return [locks.describe_process(pid) for pid in locks.holders(self.engine.root.leases(entry.id % LEASE_FILES), entry.id)]
 
     def _waiters(self) -> list[Waiter]:
-        holder_of = self.engine.owners.holder_of
+        holder_of = self.engine.parts.owners.holder_of
         waits = Waiters(self.engine.root).every()
         return [Waiter(locks.describe_process(one.pid), one.key, holder_of(one.keyhash), one.since) for one in waits]
 

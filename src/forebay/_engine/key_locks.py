@@ -33,7 +33,7 @@ class KeyLocks:
             self.engine.check_usable(writing=True)
             number = self._spaces.ensure(space).id
         with self.engine.reopening():
-            return self.engine.writers.fill.single(number, key, look, make, timeout=timeout, on_wait=on_wait, on_hold=on_hold)
+            return self.engine.parts.writers.fill.single(number, key, look, make, timeout=timeout, on_wait=on_wait, on_hold=on_hold)
 
     async def single_async(
         self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], *, timeout: float | None = None
@@ -41,7 +41,7 @@ class KeyLocks:
         """See `Fill.single_async`."""
         number = self._number(space, key)
         with self.engine.reopening():
-            return await self.engine.writers.fill.single_async(number, key, look, make, timeout=timeout)
+            return await self.engine.parts.writers.fill.single_async(number, key, look, make, timeout=timeout)
 
     def _number(self, space: str, key: str) -> int:
         with faults(key):
@@ -51,25 +51,25 @@ class KeyLocks:
     @recover_and_retry
     def hold(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
         """Take the lock of a key, waiting up to ``timeout`` seconds. Any thread may release it."""
-        return self.engine.writers.fill.hold(self._spaces.ensure(space).id, key, timeout=timeout)
+        return self.engine.parts.writers.fill.hold(self._spaces.ensure(space).id, key, timeout=timeout)
 
     def try_hold(self, space: str, key: str) -> KeyHold | None:
         """Take the lock of a key if it is free."""
         with faults(key):
             self.engine.check_usable(writing=True)
-            return self.engine.writers.fill.try_hold(self._spaces.ensure(space).id, key)
+            return self.engine.parts.writers.fill.try_hold(self._spaces.ensure(space).id, key)
 
     @contextlib.contextmanager
     def holding_free(self, space: str, keys: Sequence[str]) -> Iterator[list[str]]:
         """See `Fill.holding_free`."""
         with contextlib.ExitStack() as stack:
             with faults(keys[0]):  # not of what is made
-                held = stack.enter_context(self.engine.writers.fill.holding_free(self._number(space, keys[0]), keys))
+                held = stack.enter_context(self.engine.parts.writers.fill.holding_free(self._number(space, keys[0]), keys))
             yield held
 
     async def hold_async(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
         """`hold` for a coroutine: the event loop goes on."""
-        return await self.engine.writers.fill.hold_async(self._number(space, key), key, timeout=timeout)
+        return await self.engine.parts.writers.fill.hold_async(self._number(space, key), key, timeout=timeout)
 
     @recover_and_retry
     def named(self, name: str, *, timeout: float | None = None, on_wait: OnWait | None = None) -> KeyHold:
@@ -77,29 +77,29 @@ class KeyLocks:
 
         It may be waited for inside a function that makes a key's value too, so its holder must run nothing that waits for such a key."""
         self.engine.check_usable(writing=True)
-        with self.engine.writers.fill.working(False):
-            return self.engine.writers.fill.hold(NAMED, name, timeout=timeout, on_wait=on_wait)
+        with self.engine.parts.writers.fill.working(False):
+            return self.engine.parts.writers.fill.hold(NAMED, name, timeout=timeout, on_wait=on_wait)
 
     @recover_and_retry
     def with_remains(self, space: str, keys: Iterable[str]) -> set[str]:
         """Those of these keys for which another process is writing, or left a partial when it died."""
-        reserved = reservations.keyhashes(self.engine.catalog)
+        reserved = reservations.keyhashes(self.engine.parts.catalog)
         number = self._spaces.lookup(space).id
         return {key for key in keys if hash_of(number, key) in reserved} if reserved else set()
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """Around what makes a value while its key is held: inside, no other key is waited for."""
-        return self.engine.writers.fill.working()
+        return self.engine.parts.writers.fill.working()
 
     def wait_turn(self, space: str, key: str, seconds: float) -> None:
         """Sleep until the lock of a key may have been released, at most ``seconds``."""
-        self.engine.writers.fill.sleep(self._spaces.ensure(space).id, key, seconds)
+        self.engine.parts.writers.fill.sleep(self._spaces.ensure(space).id, key, seconds)
 
     @recover_and_retry
     def failure(self, space: str, key: str, since: int) -> Exception | None:
         """What the work on a key failed with after ``since`` (nanoseconds of the monotonic clock), in any process."""
-        return self.engine.writers.fill.failure(self._spaces.ensure(space).id, key, since)
+        return self.engine.parts.writers.fill.failure(self._spaces.ensure(space).id, key, since)
 
     def note_failure(self, space: str, key: str, error: Exception) -> None:
         """Record a failure for those that wait for this key."""
-        self.engine.writers.fill.note_failure(self._spaces.ensure(space).id, key, error)
+        self.engine.parts.writers.fill.note_failure(self._spaces.ensure(space).id, key, error)

@@ -10,7 +10,7 @@ from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
 from forebay._engine.index.adaptive import Trial, charge_of
 from forebay._engine.index.records import ID, USED, VALIDATED
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._engine.spaces import Spaces
 from forebay._engine.write.publish import SMALL, Label, Pending
 from forebay._engine.write.reservations import Item, SpaceReservation
@@ -29,7 +29,7 @@ class Reservations:
     @recover_and_retry
     def expect(self, space: str, key: str, max_age: int) -> int | None:
         """See `Reading.expect`."""
-        return self.engine.reading.expect(space, key, max_age)
+        return self.engine.expect(space, key, max_age)
 
     @recover_and_retry
     def dismiss(self, space: str, keys: Sequence[str]) -> Sequence[str]:
@@ -50,7 +50,7 @@ class Reservations:
         if not trials:
             return ()
         try:
-            with engine.catalog.writer(DISMISS_SOON):
+            with engine.parts.catalog.writer(DISMISS_SOON):
                 return named[adaptive.dismiss(trials) :]
         except errors.WriterBusy:
             return keys
@@ -80,7 +80,7 @@ class Reservations:
         if not trials:
             return unused
         try:
-            with engine.catalog.writer(DISMISS_SOON):
+            with engine.parts.catalog.writer(DISMISS_SOON):
                 for trial in trials:
                     if adaptive.wants_trial(adaptive.ghosts.capacity):
                         adaptive.put_on_trial(trial)
@@ -102,7 +102,7 @@ class Reservations:
         engine = self.engine
         engine.check_usable(writing=True)
         row = self._spaces.ensure(space)
-        return SpaceReservation(engine.writers.publisher, row)
+        return SpaceReservation(engine.parts.writers.publisher, row)
 
     def spill(self, space: str, key: str, data: Buffer) -> Lease:
         """Keep bytes for as long as the returned lease, or a copy of it after a fork, is held. Raises `CacheFault`."""
@@ -124,15 +124,15 @@ class Reservations:
         engine = self.engine
         engine.check_usable(writing=True)
         row = self._spaces.ensure(space)
-        lease = engine.leases.take(row.id, key)
+        lease = engine.parts.leases.take(row.id, key)
         if lease is not None:
             return lease
-        with engine.writers.fill.holding(row.id, key):
+        with engine.parts.writers.fill.holding(row.id, key):
             # P1 and P2 find none / P1 holds the key, begins one, lets go / P2 holds the key: we are here.
-            return engine.leases.take(row.id, key) or self._begin_session(Label(row.id, row.name, key, life="held"))
+            return engine.parts.leases.take(row.id, key) or self._begin_session(Label(row.id, row.name, key, life="held"))
 
     def _begin_session(self, label: Label) -> Lease:
-        with faults(label.key), self.engine.catalog.write() as txn:
-            ((_, lease),) = self.engine.writers.publisher.enter(txn, [Pending(label, "session", 0, leased=True)])
+        with faults(label.key), self.engine.parts.catalog.write() as txn:
+            ((_, lease),) = self.engine.parts.writers.publisher.enter(txn, [Pending(label, "session", 0, leased=True)])
         assert lease is not None
         return lease

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forebay._engine.activity import Now, Period
     from forebay._engine.index.settings import SpaceLimits
     from forebay._engine.locks.fill import KeyHold, OnWait
-    from forebay._engine.locks.leases import Lease
+    from forebay._engine.locks.lease import Lease
     from forebay._engine.packs.pack import NoPack
     from forebay._engine.stats import Facts, Usage
     from forebay._engine.write.writing import Writing
@@ -210,9 +210,6 @@ class PassThrough:
 
     def publish_collected(self, writings: Sequence[Writing], leased: Sequence[bool]) -> NoReturn:
         raise _refusal(self.why, "what was fetched")
-
-    def publish_leased(self, writing: Any, *, validator: str | None = None) -> NoReturn:
-        raise _refusal(self.why, str(writing))
 
     def members(self, tree: Entry) -> list[tuple[str, Entry]]:
         return []

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
-import time
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, entries
-from forebay._engine.catalog.transactions import DiskFull
 from forebay._engine.files import blobs, trees
-from forebay._engine.files.faults import faults
+from forebay._engine.files.faults import DiskFull, faults
 from forebay._engine.files.root import Root
+from forebay._engine.hits import COPIED
 from forebay._engine.index import counters
-from forebay._engine.index.adaptive import AdaptiveSpaces, charge_of
 from forebay._engine.index.counters import Counters
 from forebay._engine.index.memo import Memo, Remembered
-from forebay._engine.index.records import ID, SPACE, USED, VALIDATED, EntryIndex, meta_hash
-from forebay._engine.locks.leases import Lease, Leases
-from forebay._kernel import events, host, mappings
-from forebay._kernel.below import LinkInTheWay, open_quickly
+from forebay._engine.index.records import EntryIndex
+from forebay._engine.locks.lease import Lease
+from forebay._engine.locks.leases import Leases
+from forebay._kernel import events
+from forebay._kernel.below import LinkInTheWay
 from forebay._logs import logger
 from forebay._model import Buffer, Entry
 
 log = logger("forebay.reading")
 
-COPIED = 1 << 19
-"""Files up to this size are copied when a process reads them for the first time: below it that takes less time than a mapping whose pages
-are all read, as measured."""
 _MANY = 1_000_000
 
 
@@ -36,116 +31,13 @@ class Reading:
     """Reads entries of one root. Callable from any thread, and in a forked child."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, index: EntryIndex, leases: Leases, memo: Memo, counts: Counters, adaptive: AdaptiveSpaces
+        self, root: Root, catalog: Catalog, index: EntryIndex, leases: Leases, memo: Memo, counts: Counters
     ) -> None:  # fmt: skip
         self._root, self._catalog, self._index = root, catalog, index
-        self._leases, self._memo, self._counts, self._adaptive = leases, memo, counts, adaptive
+        self._leases, self._memo, self._counts = leases, memo, counts
         self._unsealed: dict[int, int] = {}  # by id: the time of a file that has no seal, and was checked
         self._keeps_no_seals = False  # the file system, as a first try showed
         self._trees: dict[int, int] = {}  # by id: the fingerprint of a tree that was checked
-
-    def first_touch(self, space: str, key: str, max_age: int, alias: str, maps: bool = False) -> memoryview | None:
-        """The bytes of a key that was validated in the last ``max_age`` nanoseconds, by the index: without a statement if it is a
-        file. None where the index does not know it, or anything about it is not as it should be: then `view` tells. A hit: touched and
-        counted.
-
-        ``alias``: another name under which the next call will ask. ``maps``: a file is mapped however small it is, for a caller that wants
-        a part of it, or a copy of its own. Raises `SharedReplaced`."""
-        memo, now = self._memo, self._now()
-        hint = self._index.find(space, key) if now else None
-        if hint is None:
-            return None
-        words, base, slot, id, size, is_file, mark, suffix, _ = hint
-        if not 0 <= now - words[base + VALIDATED] < max_age:
-            return None
-        again = memo.is_again(id, size)
-        if again and host.forked_unseen():
-            return None
-        maps = maps or again or size > COPIED
-        data = self._file_of(id, suffix, size, mark, maps=maps) if is_file else self._value_of(slot, id, size, mark)
-        if data is None or words[base + ID] != id:  # the last look: what was read of the slot was of this entry
-            return None
-        if again:
-            memo.add_mapped(space, (key, alias) if alias != key else (key,), slot, id, data, is_file=is_file)
-        if not self._root.read_only:
-            words[base + USED] = now
-            self._adaptive.hit(space, words[base + SPACE], key, charge_of(size, is_file=is_file), now)
-        counts, at = self._counts.block()
-        counts[at + counters.HITS] += 1
-        counts[at + counters.BYTES_HIT] += size
-        return data
-
-    def _now(self) -> int:
-        """The time of the root's clock, if it was compared with that of the other processes lately; else what `Memo.let_go` returns. 0 in a
-        process that was forked by C code, where that could wait for ever."""
-        wall = time.time_ns()
-        since, until, skew = self._memo.window
-        if since <= wall < until:
-            return wall + skew
-        return 0 if host.forked_unseen() else self._memo.let_go()
-
-    def _file_of(self, id: int, suffix: str, size: int, seal: int, *, maps: bool) -> memoryview | None:
-        """The bytes of a file, mapped or copied. None where the file is gone, or is not as it was published."""
-        path = self._root.blob_name(id, suffix)
-        fd = open_quickly(path)
-        if fd < 0:
-            return None
-        try:
-            status = os.fstat(fd)
-            if status.st_size != size or status.st_mtime_ns % blobs.SECOND != seal or not stat.S_ISREG(status.st_mode):
-                return None
-            if not maps:
-                data = os.read(fd, size)
-                return memoryview(data) if len(data) == size else None
-            view = mappings.map_file(fd, size)
-            if size:
-                mappings.note_file(view, path, status)
-            return view
-        except OSError:  # no memory, or no mapping, is left
-            return None
-        finally:
-            os.close(fd)
-
-    def _value_of(self, slot: int, id: int, size: int, mark: int) -> memoryview | None:
-        """The bytes of a small value, by its cell, else by one statement; None where it is gone, or damaged."""
-        cells = self._index.cells
-        value = cells.get(slot, size, mark)
-        if value is None:
-            value = entries.quick_payload(self._catalog, id) if not host.forked_unseen() else None
-            if value is None or len(value) != size or blobs.mark_of(blobs.checksum_of(value)) != mark:
-                return None
-            cells.put(slot, id, value, is_new=False)
-        return memoryview(value)
-
-    def expect(self, space: str, key: str, max_age: int) -> int | None:
-        """The size of an entry that was validated in the last ``max_age`` nanoseconds, if the index knows one. It is touched: its
-        reader comes soon, and what is colder is evicted first; but nothing is held: it may be gone by then. Raises `SharedReplaced`."""
-        now, hint = self._memo.let_go(), self._index.find(space, key)
-        if hint is None or not 0 <= now - hint[0][hint[1] + VALIDATED] < max_age:
-            return None
-        words, base, _, _, size, *_ = hint
-        if not self._root.read_only:
-            words[base + USED] = now
-        return size
-
-    def first_value(self, space: str, key: str, meta: str) -> memoryview | None:
-        """What a process reads of a key for the first time, by the index: a file is mapped. None where its entry carries another
-        text than ``meta``; where the process has read it before, so that `view` remembers it; where the index does not know it; or where
-        anything is not as it should be. It is touched; its reader counts the hit. Raises `SharedReplaced`."""
-        now = self._now()
-        hint = self._index.find(space, key) if now else None
-        if hint is None:
-            return None
-        words, base, slot, id, size, is_file, mark, suffix, noted_meta = hint
-        if noted_meta != meta_hash(meta) or self._memo.is_again(id, size):
-            return None
-        view = self._file_of(id, suffix, size, mark, maps=True) if is_file else self._value_of(slot, id, size, mark)
-        if view is None or words[base + ID] != id:  # the last look: what was read of the slot was of this entry
-            return None
-        if not self._root.read_only:
-            words[base + USED] = now
-            self._adaptive.hit(space, words[base + SPACE], key, charge_of(size, is_file=is_file), now)
-        return view
 
     def view(self, space: str, space_id: int, key: str) -> Remembered | None:
         """The bytes of a key; None if there is no entry."""

@@ -27,7 +27,7 @@ class Spaces:
         self, name: str, *, kind: str = "values", policy: str | None = None, quota: int | None = None, max_count: int | None = None
     ) -> SpaceRow:  # fmt: skip
         """The space of this name, created if missing; an explicit policy, quota or count is set for every process."""
-        known, limits = self.engine.known_spaces.get(name), SpaceLimits(Policy.parse(policy) if policy else None, quota, max_count)
+        known, limits = self.engine.parts.known_spaces.get(name), SpaceLimits(Policy.parse(policy) if policy else None, quota, max_count)
         return known if known is not None and limits == SpaceLimits() else self._ensure(name, kind, limits)
 
     def open(self, name: str, policy: str | None = None, quota: int | None = None, max_count: int | None = None) -> None:
@@ -46,12 +46,12 @@ class Spaces:
     @recover_and_retry
     def lookup(self, name: str) -> SpaceRow:
         """The space of this name, to read from; if there is none, one with the id 0, which no entry has."""
-        known = self.engine.known_spaces.get(name)
+        known = self.engine.parts.known_spaces.get(name)
         if known is None:
-            row = rows.find(self.engine.catalog, name)
+            row = rows.find(self.engine.parts.catalog, name)
             if row is None:
                 return SpaceRow(0, name, "values")
-            known = self.engine.note_space(row)
+            known = self.engine.parts.note_space(row)
         return known
 
     @recover_and_retry
@@ -60,13 +60,13 @@ class Spaces:
         if engine.root.read_only:
             return self.lookup(name)
         before, after = engine.settings.set_space(name, limits) if limits != SpaceLimits() else (RootLimits(), RootLimits())
-        row = rows.find(engine.catalog, name)
+        row = rows.find(engine.parts.catalog, name)
         if row is None:
-            with engine.catalog.write() as txn:
+            with engine.parts.catalog.write() as txn:
                 rows.insert(txn, name, kind)
                 row = rows.find(txn, name)
         assert row is not None
-        engine.note_space(row)
+        engine.parts.note_space(row)
         quota, most = after.of_space(name)[1:]
         is_over = (quota is not None and row.bytes > quota) or (most is not None and row.entries > most)
         if is_over or before.of_space(name)[1:] != (quota, most):
@@ -79,12 +79,12 @@ class Spaces:
         from forebay._engine.space.free_space import SpaceRequest
 
         engine = self.engine
-        bytes_before, count_before = rows.live(engine.catalog, space.name)
+        bytes_before, count_before = rows.live(engine.parts.catalog, space.name)
         try:
-            engine.writers.budget.with_room(SpaceRequest(space.id, "", 0, 0, entries=0), lambda txn: None)
+            engine.parts.writers.budget.with_room(SpaceRequest(space.id, "", 0, 0, entries=0), lambda txn: None)
         except (errors.NoSpace, errors.WriterBusy) as error:
             log.info("the space %s stays above its limit for now: %s", space.name, str(error))
-        bytes_after, count_after = rows.live(engine.catalog, space.name)
+        bytes_after, count_after = rows.live(engine.parts.catalog, space.name)
         if count_before > count_after:
             freed = format_size(max(bytes_before - bytes_after, 0))
             evicted = count_before - count_after
@@ -92,11 +92,11 @@ class Spaces:
 
     def usage(self, name: str) -> tuple[int, int]:
         """Bytes and number of the live entries of a space."""
-        return rows.live(self.engine.catalog, name)
+        return rows.live(self.engine.parts.catalog, name)
 
     def usage_below(self, name: str, prefix: str) -> tuple[int, int]:
         """Bytes and number of the live entries of a space whose keys begin with ``prefix``."""
-        return rows.live_below(self.engine.catalog, self.lookup(name).id, prefix)
+        return rows.live_below(self.engine.parts.catalog, self.lookup(name).id, prefix)
 
     @recover_and_retry
     def limits(self, name: str) -> SpaceLimits:
@@ -118,21 +118,21 @@ class Spaces:
         engine.check_usable(writing=True)
         space, removed = self.lookup(name).id, 0
         with faults(name):
-            page = engine.stats.page(space, None)
+            page = engine.parts.stats.page(space, None)
             while page:
                 unpinned = [entry for entry in page if entry.life != "pinned"]
                 for at in range(0, len(unpinned), _AT_ONCE):
-                    removed += len(engine.writers.eviction.remove(unpinned[at : at + _AT_ONCE]))
-                page = engine.stats.page(space, page[-1].key)
+                    removed += len(engine.parts.writers.eviction.remove(unpinned[at : at + _AT_ONCE]))
+                page = engine.parts.stats.page(space, page[-1].key)
         engine.evicted(removed)
         return removed
 
     @recover_and_retry
     def keys(self, name: str) -> list[str]:
         """All keys of a space, from the least to the most recently used."""
-        return self.engine.stats.keys(self.lookup(name).id)
+        return self.engine.parts.stats.keys(self.lookup(name).id)
 
     @recover_and_retry
     def has_any(self, name: str, prefix: str) -> bool:
         """Whether a key of this space begins with ``prefix``."""
-        return entries.has_any(self.engine.catalog, self.lookup(name).id, prefix)
+        return entries.has_any(self.engine.parts.catalog, self.lookup(name).id, prefix)

@@ -108,6 +108,9 @@ class StatsReader:
         used, reserved = spaces.usage(self._catalog)
         return Usage(used, reserved, limits.budget or 0, rows, limits.max_rate or 0, limits.max_connections or 0, standings)
 
+    def has_trees(self) -> bool:
+        return entries.any_trees(self._catalog)
+
     def first_to_go(self) -> list[int]:
         """The ids of entries that are evicted before the least recently used one, in their order."""
         limits = self._settings.limits()

@@ -13,19 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forebay import errors
-from forebay._engine.catalog import CatalogBroken, DiskFull, entries, schema
-from forebay._engine.catalog.transactions import AT_ONCE
-from forebay._engine.engine import Engine, recover_and_retry
-from forebay._engine.files.faults import faults
-from forebay._engine.files.layout import PAGE
-from forebay._engine.files.root import Root, foreign, open_root
+from forebay._engine.engine import Engine, open_directory, recover_and_retry
+from forebay._engine.files.faults import CatalogBroken, DiskFull, faults
+from forebay._engine.files.root import Root, foreign
 from forebay._engine.index import counters
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_hit
 from forebay._engine.index.records import EXPIRED
 from forebay._engine.index.settings import Settings as Settings
-from forebay._engine.locks.leases import Lease
-from forebay._engine.spaces import Spaces
+from forebay._engine.locks.lease import Lease
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
@@ -36,6 +32,7 @@ if TYPE_CHECKING:
     from forebay._engine.key_locks import KeyLocks
     from forebay._engine.loading import Reservations
     from forebay._engine.pack_handles import Packs
+    from forebay._engine.spaces import Spaces
     from forebay._engine.stats import Facts, Usage
     from forebay._engine.write.publish import Label
     from forebay._engine.write.writing import Writing
@@ -60,8 +57,14 @@ class Store:
     _dropped: ClassVar[list[Store]] = []
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.spaces, self._users = engine, Spaces(engine), 0
+        self.engine, self._users = engine, 0
         host.at_fork(engine)
+
+    @functools.cached_property
+    def spaces(self) -> Spaces:
+        from forebay._engine.spaces import Spaces
+
+        return Spaces(self.engine)
 
     @functools.cached_property
     def locks(self) -> KeyLocks:
@@ -93,7 +96,7 @@ class Store:
 
         Raises `RootRefused`, `NewerFormat`, `CacheFault` where the root cannot be used for now, or OSError."""
         with cls._opening:
-            root = open_root(path, shared=shared, read_only=read_only, id_in_catalog=schema.root_id)
+            root = open_directory(path, shared=shared, read_only=read_only)
             name = f"{root.path}{':ro' if root.read_only else ''}"
             store = cls._opened.get(name)
             if store is None or not root.is_same() or store.root.id != root.id:
@@ -156,16 +159,16 @@ class Store:
         return self.engine.memo.finder(space) if not self.root.read_only else finds_nothing
 
     def first_touch(self, space: str, key: str, max_age: int, alias: str = "", *, maps: bool = False) -> memoryview | None:
-        """See `Reading.first_touch`. None where anything is broken: `view` repairs it."""
+        """See `Hits.first_touch`. None where anything is broken: `view` repairs it."""
         try:
-            return self.engine.reading.first_touch(space, key, max_age, alias or key, maps)
+            return self.engine.first_touch(space, key, max_age, alias or key, maps)
         except (errors.CacheFault, OSError):
             return None
 
     def first_value(self, space: str, key: str, meta: str) -> memoryview | None:
-        """See `Reading.first_value`. None where anything is broken: `view` repairs it."""
+        """See `Hits.first_value`. None where anything is broken: `view` repairs it."""
         try:
-            return self.engine.reading.first_value(space, key, meta)
+            return self.engine.first_value(space, key, meta)
         except (errors.CacheFault, OSError):
             return None
 
@@ -173,18 +176,18 @@ class Store:
     def view(self, space: str, key: str) -> Remembered | None:
         """The bytes of a key, mapped, and remembered for the next call; None if there is no entry. Counts and touches nothing."""
         self.engine.counters.claim()
-        return self.engine.reading.view(space, self.spaces.lookup(space).id, key)
+        return self.engine.parts.reading.view(space, self.spaces.lookup(space).id, key)
 
     @recover_and_retry
     def view_leased(self, space: str, key: str, lease: Lease) -> Remembered | None:
         """The bytes of a leased entry, mapped and remembered; None where they are damaged or gone."""
         with faults(key):
-            return self.engine.reading.view_leased(space, key, lease)
+            return self.engine.parts.reading.view_leased(space, key, lease)
 
     @recover_and_retry
     def lease(self, space: str, key: str) -> Lease | None:
         """A lease on the file of a key, which is touched; None if there is no entry, or only a small value, which has no file."""
-        lease = self.engine.reading.lease(self.spaces.lookup(space).id, key)
+        lease = self.engine.parts.reading.lease(self.spaces.lookup(space).id, key)
         if lease is not None:
             self.touch(lease.entry)
         return lease
@@ -192,7 +195,7 @@ class Store:
     @recover_and_retry
     def take(self, space: str, key: str) -> Lease | None:
         """A lease on the bytes of a key, of a small value too, which is touched; None if there is none."""
-        lease = self.engine.reading.take(self.spaces.lookup(space).id, key)
+        lease = self.engine.parts.reading.take(self.spaces.lookup(space).id, key)
         if lease is not None:
             self.touch(lease.entry)
         return lease
@@ -201,29 +204,29 @@ class Store:
     def take_many(self, space: str, keys: Sequence[str]) -> dict[str, Lease]:
         """`take` of several keys; the result has only those that have an entry."""
         with faults("several keys"):
-            leases = self.engine.leases.take_many(self.spaces.lookup(space).id, keys)
+            leases = self.engine.parts.leases.take_many(self.spaces.lookup(space).id, keys)
         for lease in leases.values():
             self.touch(lease.entry)
         return leases
 
     def bytes_leased(self, lease: Lease) -> memoryview | None:
         """The bytes of a leased entry, checked before their first use in this process; None where they are damaged or gone."""
-        return self.engine.reading.bytes_leased(lease)
+        return self.engine.parts.reading.bytes_leased(lease)
 
     @recover_and_retry
     def is_sound(self, lease: Lease) -> bool:
         """Whether a leased entry is what was stored; checked once in each process. A damaged entry is set aside."""
-        return self.engine.reading.is_sound(lease)
+        return self.engine.parts.reading.is_sound(lease)
 
     def is_intact(self, remembered: Remembered) -> bool:
         """Whether all bytes are what was stored. A damaged entry is set aside, and counted."""
-        return self.engine.reading.is_intact(remembered.entry, remembered.view)
+        return self.engine.parts.reading.is_intact(remembered.entry, remembered.view)
 
     @recover_and_retry
     def set_aside(self, entry: Entry, why: str) -> None:
         """Stop serving the damaged bytes of an entry."""
         with faults(entry.key):
-            self.engine.reading.set_aside(entry, why)
+            self.engine.parts.reading.set_aside(entry, why)
 
     def alias(self, space: str, name: str, remembered: Remembered) -> None:
         """Remember an entry under another name too, such as a URL as the caller writes it."""
@@ -249,12 +252,12 @@ class Store:
 
     def set_validated(self, several: Sequence[tuple[Entry, int]], began: int) -> None:
         """Note that entries were the version of the remote, each at a time of `now`, as a request found that ``began`` then."""
-        self.engine.note_validations([(entry, ns, began) for entry, ns in several])
+        self.engine.parts.note_validations([(entry, ns, began) for entry, ns in several])
 
     def invalidate(self, several: Sequence[Entry]) -> None:
         """Have the remote asked when these entries are next read: what a request that began before finds does not count."""
         expired = EXPIRED | self.now(exact=True)
-        self.engine.note_validations([(entry, expired, EXPIRED) for entry in several], at_once=True)
+        self.engine.parts.note_validations([(entry, expired, EXPIRED) for entry in several], at_once=True)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -269,7 +272,7 @@ class Store:
         label = self._label(space, key, "", life, meta, validated)
         while True:
             try:
-                entry = self.engine.writers.put(label, [data], validator=validator)
+                entry = self.engine.parts.writers.put(label, [data], validator=validator)
             except errors.NoSpace as error:
                 if self.spaces.limits(space).policy != Policy.WAIT or error.hopeless or isinstance(error, DiskFull):
                     raise
@@ -281,7 +284,7 @@ class Store:
     @recover_and_retry
     def put_pieces(self, space: str, key: str, pieces: Sequence[Buffer], *, life: str = "cached", meta: str = "") -> Entry:
         """`put` of bytes that are given in consecutive pieces. It waits a moment for other writes into the space."""
-        entry = self.engine.writers.put(self._label(space, key, "", life, meta), pieces, timeout=PATIENCE)
+        entry = self.engine.parts.writers.put(self._label(space, key, "", life, meta), pieces, timeout=PATIENCE)
         self.engine.counters.add(counters.BYTES_STORED, entry.size)
         return entry
 
@@ -291,14 +294,14 @@ class Store:
         """The label of an entry that is to be written. The space is created if it is missing."""
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
-        return self.engine.writers.label(row.id, row.name, key, suffix, life, meta, validated)
+        return self.engine.parts.writers.label(row.id, row.name, key, suffix, life, meta, validated)
 
     def _wait_for_room(self, label: Label, size: int, timeout: float | None, error: errors.NoSpace) -> None:
         from forebay._engine.space.free_space import SpaceRequest
 
         began = time.monotonic_ns()
         try:
-            self.engine.writers.budget.wait_for_room(SpaceRequest(label.space, label.key, 0, size), timeout)
+            self.engine.parts.writers.budget.wait_for_room(SpaceRequest(label.space, label.key, 0, size), timeout)
         except errors.WaitTimeout as late:
             raise error from late
         finally:
@@ -312,7 +315,7 @@ class Store:
         """A write for a remote to fill that is asked not before ``validated``. Caller: holds the key's lock if ``resume``. ``collect``:
         see `Writing` and `publish_collected`; ``ahead``: see `Label`."""
         label = self._label(space, key, suffix, life, meta, validated)._replace(ahead=ahead)
-        return self.engine.writers.writing(label, resume=resume, on_progress=on_progress, collect=collect)
+        return self.engine.parts.writers.writing(label, resume=resume, on_progress=on_progress, collect=collect)
 
     @recover_and_retry
     def put_many(
@@ -322,7 +325,7 @@ class Store:
         """Store several values, some in each transaction. Raises what `put` raises; the values before the first failure stay. ``ahead``:
         see `Label`."""
         labelled = [(self._label(space, key, "", life, "", validated)._replace(ahead=ahead), data) for key, data in items]
-        stored = self.engine.writers.put_many(labelled, validator)
+        stored = self.engine.parts.writers.put_many(labelled, validator)
         self.engine.counters.add(counters.BYTES_STORED, sum(entry.size for entry in stored))
         return stored
 
@@ -337,42 +340,45 @@ class Store:
         of the directory."""
         label = self._label(space, key, "", life, meta)
         entries_of = [(name, lease.entry) for name, lease in members]
-        tree = self.engine.writers.publisher.publish_tree(label, entries_of, validator)
-        self.engine.reading.note_tree(tree)
+        tree = self.engine.parts.writers.publisher.publish_tree(label, entries_of, validator)
+        self.engine.parts.reading.note_tree(tree)
         return tree
 
     @recover_and_retry
     def members(self, tree: Entry) -> list[tuple[str, Entry]]:
         """The files of a tree, as (relative name, entry)."""
-        return entries.members(self.engine.catalog, tree.id)
+        from forebay._engine.catalog import entries
+
+        return entries.members(self.engine.parts.catalog, tree.id)
 
     def is_own_file(self, lease: Lease) -> bool:
         """Whether what is leased is one file of this root, which `SpaceReservation.keep` can give a second name."""
-        return self.engine.leases.is_own_file(lease)
+        return self.engine.parts.leases.is_own_file(lease)
 
     def publish_collected(self, writings: Sequence[Writing], leased: Sequence[bool]) -> list[Entry | Lease]:
         """Publish writes with ``collect`` in one transaction, all or none. Returns leases on those that are to be ``leased``, which exist
         before anybody can see the entries; else the entries."""
         with self.engine.reopening():
-            return self.engine.writers.publish_collected(writings, leased)
-
-    def publish_leased(self, writing: Writing, *, validator: str | None = None) -> Lease:
-        """Publish a write; returns a lease that exists before anybody can see the entry."""
-        return writing.publish_leased(validator=validator)
+            return self.engine.parts.writers.publish_collected(writings, leased)
 
     @recover_and_retry
     def set_meta(self, entry: Entry, meta: str) -> None:
         """Set the small text that an entry carries."""
-        with self.engine.catalog.write() as txn:
+        from forebay._engine.catalog import entries
+
+        with self.engine.parts.catalog.write() as txn:
             entries.set_meta(txn, entry.id, meta)
 
     @recover_and_retry
     def set_life(self, space: str, key: str, life: str) -> bool:
         """Pin (``pinned``) or unpin (``cached``) a name. False if there is no such entry."""
-        with self.engine.catalog.write() as txn:
-            is_set = entries.set_life(txn, self.spaces.lookup(space).id, key, life)
+        from forebay._engine.catalog import entries
+
+        row = self.spaces.lookup(space)
+        with self.engine.parts.catalog.write() as txn:
+            is_set = entries.set_life(txn, row.id, key, life)
         if life != "pinned":
-            self.engine.writers.ranking.forget_spared()
+            self.engine.parts.writers.ranking.forget_spared()
         return is_set
 
     # -- leaving ---------------------------------------------------------------------------------------------------
@@ -385,58 +391,42 @@ class Store:
         # Trees go first: the files that they link are spared while they exist.
         trees = {id for batch in batches(every) for id in self._remove(batch, True)} if self._has_trees() else set()
         removed, spared, freed = list[str](), list[str](), 0
-        for batch in batches(every):
-            ids = self._remove(batch, False)
-            for victim in batch:
-                if victim.id in ids or victim.id in trees:
-                    removed.append(victim.name)
-                    freed += victim.charge
-                else:
-                    spared.append(victim.name)
+        for batch in batches(every):  # a plan reads its victims again: what is gone is in no later batch
+            gone = trees | self._remove(batch, False)
+            removed += [victim.name for victim in batch if victim.id in gone]
+            spared += [victim.name for victim in batch if victim.id not in gone]
+            freed += sum(victim.charge for victim in batch if victim.id in gone)
         if removed:
-            self._give_back()
+            self.engine.parts.writers.eviction.give_back()
         return Report(tuple(removed), tuple(spared), freed)
 
     @recover_and_retry
-    def _give_back(self) -> None:
-        """Shrink the catalog, once it is worth a transaction. Waits for nobody where it is not."""
-        catalog = self.engine.catalog
-        try:
-            more = catalog.one("PRAGMA freelist_count")[0] >= AT_ONCE
-            while more:
-                with catalog.write() as txn:
-                    more = txn.give_back(AT_ONCE * PAGE)
-        except (errors.WriterBusy, DiskFull) as error:
-            log.info("the catalog of %s keeps its free pages: %s", self.engine.root.path, str(error))
-
-    @recover_and_retry
     def _has_trees(self) -> bool:
-        return entries.any_trees(self.engine.catalog)
+        return self.engine.parts.stats.has_trees()
 
     @recover_and_retry
     def _remove(self, victims: Sequence[Victim], trees: bool) -> set[int]:
-        rows = entries.by_ids(self.engine.catalog, [victim.id for victim in victims])
+        from forebay._engine.catalog import entries
+
+        rows = entries.by_ids(self.engine.parts.catalog, [victim.id for victim in victims])
         mine = [entry for entry in rows if (entry.kind == "tree") is trees]
         with faults("entries to remove"):
-            removed = {one.id for one in self.engine.writers.eviction.remove(mine)} if mine else set()
+            removed = {one.id for one in self.engine.parts.writers.eviction.remove(mine)} if mine else set()
         self.engine.evicted(len(removed))
         return removed
 
     def drop(self, unheld: Sequence[Entry]) -> int:
         """Remove entries that no process holds any more; returns how many were removed."""
         with faults("what nobody holds"):
-            return len(self.engine.writers.eviction.remove(unheld))
+            return len(self.engine.parts.writers.eviction.remove(unheld))
 
     @recover_and_retry
     def discard(self, entry: Entry) -> bool:
         """Remove one entry at once, even if it is pinned. False if it is gone or in use."""
         self.engine.check_usable(writing=True)
         if entry.life == "pinned":
-            with self.engine.catalog.write() as txn:
-                entries.set_life(txn, self.spaces.ensure(entry.space).id, entry.key, "cached")
-        removed = self.drop([entry])
-        self.engine.evicted(removed)
-        return bool(removed)
+            self.set_life(entry.space, entry.key, "cached")
+        return bool(self._remove([Victim.of(entry)], entry.kind == "tree"))
 
     @recover_and_retry
     def ensure_room(self, space: str, files: Sequence[tuple[str, int]]) -> None:
@@ -445,67 +435,67 @@ class Store:
         Raises `NoSpace`, so that a caller learns before the first byte that its files cannot be stored."""
         self.engine.check_usable(writing=True)
         with faults(space):
-            self.engine.writers.publisher.ensure_room(self.spaces.ensure(space).id, files)
+            self.engine.parts.writers.publisher.ensure_room(self.spaces.ensure(space).id, files)
 
     @recover_and_retry
     def make_room(self) -> bool:
         """Evict until the root is within its limits. False if the rest is in use."""
         with faults("a smaller cache"):
-            self.engine.writers.eviction.sweep()
-            return self.engine.writers.budget.fit()
+            self.engine.parts.writers.eviction.sweep()
+            return self.engine.parts.writers.budget.fit()
 
     # -- seeing ----------------------------------------------------------------------------------------------------
 
     @recover_and_retry
     def entries(self, space: str | None = None) -> list[Entry]:
         """Live entries with their times, the least recently used first; ``leased`` is not set."""
-        return self.engine.stats.entries(self.spaces.lookup(space).id if space is not None else None)
+        return self.engine.parts.stats.entries(self.spaces.lookup(space).id if space is not None else None)
 
     @recover_and_retry
     def page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Entry]:
         """One page of the entries of a space in the order of their keys, those after the key ``after``; ``leased`` as it is now."""
-        return self.engine.stats.page(self.spaces.lookup(space).id, after, backwards=backwards)
+        return self.engine.parts.stats.page(self.spaces.lookup(space).id, after, backwards=backwards)
 
     @recover_and_retry
     def fact_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Facts]:
         """`page`, with only the facts that listings of many entries show."""
-        return self.engine.stats.fact_page(self.spaces.lookup(space).id, after, backwards=backwards)
+        return self.engine.parts.stats.fact_page(self.spaces.lookup(space).id, after, backwards=backwards)
 
     @recover_and_retry
     def key_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[str]:
         """`page`, of the keys alone."""
-        return self.engine.stats.key_page(self.spaces.lookup(space).id, after, backwards=backwards)
+        return self.engine.parts.stats.key_page(self.spaces.lookup(space).id, after, backwards=backwards)
 
     @recover_and_retry
     def entry(self, space: str, key: str) -> Entry | None:
         """The current entry of a key, which is not touched; None if there is none."""
-        entry = self.engine.leases.current(self.spaces.lookup(space).id, key)
+        entry = self.engine.parts.leases.current(self.spaces.lookup(space).id, key)
         return self.engine.index.with_times(entry) if entry else None
 
     def is_leased(self, entry: Entry) -> bool:
         """Whether any process holds a lease on an entry."""
         with faults(entry.key):
-            return self.engine.leases.is_leased(entry.id)
+            return self.engine.parts.leases.is_leased(entry.id)
 
     @recover_and_retry
     def overhead(self) -> dict[str, int]:
         """See `StatsReader.overhead`."""
-        return self.engine.stats.overhead()
+        return self.engine.parts.stats.overhead()
 
     @recover_and_retry
     def usage(self) -> Usage:
         """How much is used and reserved now."""
-        return self.engine.stats.usage()
+        return self.engine.parts.stats.usage()
 
     @recover_and_retry
     def lacking(self, need: int) -> int:
         """Bytes that must be freed before ``need`` more fit into the budget, and onto the disk beside what must stay free of it."""
-        return self.engine.writers.budget.room.short(self.engine.catalog, None).bytes + need
+        return self.engine.parts.writers.budget.room.short(self.engine.parts.catalog, None).bytes + need
 
     @recover_and_retry
     def first_to_go(self) -> list[int]:
         """See `StatsReader.first_to_go`."""
-        return self.engine.stats.first_to_go()
+        return self.engine.parts.stats.first_to_go()
 
     def count_hit(self, size: int) -> None:
         """Count a hit of ``size`` bytes."""
@@ -521,12 +511,12 @@ class Store:
     @recover_and_retry
     def counts(self) -> dict[str, int]:
         """The counters of all processes together since the last `zero_counts`."""
-        return self.engine.stats.counts()
+        return self.engine.parts.stats.counts()
 
     @recover_and_retry
     def zero_counts(self) -> None:
         """Set the counters of all processes to zero."""
-        self.engine.stats.zero_counts()
+        self.engine.parts.stats.zero_counts()
 
     @recover_and_retry
     def check(self, *, deep: bool = False) -> list[Problem]:
@@ -534,9 +524,9 @@ class Store:
         from forebay._engine import check
 
         try:
-            problem = self.engine.catalog.problem()
+            problem = self.engine.parts.catalog.problem()
             if problem is None:
-                problems = check.check(self.root, self.engine.catalog, self.engine.index, deep=deep)
+                problems = check.check(self.root, self.engine.parts.catalog, self.engine.index, deep=deep)
                 others = [name for name in foreign(self.root.path) if not name.startswith("tmp/")]  # which are reported already
                 what = "not created by Forebay, not in the budget: move it out"
                 return [*problems, *(Problem("foreign", str(self.root.path / name), what) for name in others)]
@@ -551,7 +541,7 @@ class Store:
         """The files in the root that no row counts."""
         from forebay._engine import check
 
-        return check.count_strays(self.root, self.engine.catalog, self.engine.index)
+        return check.count_strays(self.root, self.engine.parts.catalog, self.engine.index)
 
     @recover_and_retry
     def remove_strays(self) -> Strays:
@@ -559,12 +549,12 @@ class Store:
         from forebay._engine import check
 
         self.engine.check_usable(writing=True)
-        before = check.count_strays(self.root, self.engine.catalog, self.engine.index)
+        before = check.count_strays(self.root, self.engine.parts.catalog, self.engine.index)
         if not before.files:
             return Strays()
         with faults("files that no entry names"):
-            check.remove_strays(self.root, self.engine.catalog, self.engine.writers.eviction, self.engine.writers.fill)
-        left = check.count_strays(self.root, self.engine.catalog, self.engine.index)
+            check.remove_strays(self.root, self.engine.parts.catalog, self.engine.parts.writers.eviction, self.engine.parts.writers.fill)
+        left = check.count_strays(self.root, self.engine.parts.catalog, self.engine.index)
         return Strays(max(before.files - left.files, 0), max(before.bytes - left.bytes, 0))
 
     def recover(self, error: CatalogBroken) -> None:
@@ -581,9 +571,9 @@ class Store:
                 self.engine.reopen(CatalogBroken(f"the catalog is damaged: {latest[0].found}", damaged=True), self.engine.recoveries)
                 latest = self.check(deep=deep)  # now that the rest can be checked
                 problems = [*problems, *latest]
-        self.engine.catalog.trust()
+        self.engine.parts.catalog.trust()
         if any(problem.kind == "slots" for problem in problems):
-            self.engine.rebuild_shared()
+            self.engine.parts.rebuild_shared()
             problems += self.check(deep=deep)
         self._repair(problems)
         return [*before, *(problem for problem in problems if problem.kind != "foreign")]
@@ -593,7 +583,15 @@ class Store:
         from forebay._engine import check
 
         engine = self.engine
-        check.repair(self.root, engine.catalog, engine.index, engine.writers.eviction, engine.writers.fill, engine.reading, problems)
+        check.repair(
+            self.root,
+            engine.parts.catalog,
+            engine.index,
+            engine.parts.writers.eviction,
+            engine.parts.writers.fill,
+            engine.parts.reading,
+            problems,
+        )
 
 
 # The parent's thread that was opening a root, perhaps its first, does not exist in the child.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, overload
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import no_hit
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
 from forebay._kernel import events, waits
 from forebay._logs import logger

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 from forebay import errors
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._kernel import host
 from forebay.origin import Origin
 from forebay.origin.bulk import BulkFetch, Wanted

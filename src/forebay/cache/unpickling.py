@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from forebay import _config
 
 if TYPE_CHECKING:
-    from forebay._engine.locks.leases import Lease
+    from forebay._engine.locks.lease import Lease
 
 C = TypeVar("C")
 

@@ -218,7 +218,7 @@ def _content(path: Path) -> Iterator[Finding]:
     with opened(path) as cache:
         store = origin_of(cache).store
         assert store.keeps  # else the cache could not be opened
-        stats, problems, index = cache.stats(), cache.check(), store.engine.stats.index_use()
+        stats, problems, index = cache.stats(), cache.check(), store.engine.parts.stats.index_use()
         standings = store.usage().standings
     disk = host.disk(path)
     yield from _budget(path, stats.budget, disk.total)

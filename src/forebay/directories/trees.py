@@ -20,7 +20,7 @@ from typing import Any
 
 from forebay import errors, remote
 from forebay._engine.files.trees import remove_whole
-from forebay._engine.locks.leases import Lease, in_place
+from forebay._engine.locks.lease import Lease, in_place
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._model import Entry, ObjectInfo, Victim, noted

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
-from forebay._engine.locks.leases import Lease, in_place
+from forebay._engine.locks.lease import Lease, in_place
 from forebay._engine.store import Store
 from forebay._kernel import events, waits
 from forebay._logs import logger
@@ -361,7 +361,7 @@ class Origin(Targets):
             writing.begin(ObjectInfo(target.key, hit.size, hit.entry.validator))
             writing.write(0, hit.view)
             self._check_sha256(target, options, writing)
-            return self.store.publish_leased(writing, validator=hit.entry.validator)
+            return writing.publish_leased(validator=hit.entry.validator)
 
     def _fetch(self, target: Target, options: FetchOptions, spilling: SpillingSink | None) -> Lease:
         fetched = self.fetch(target, options, spilling, None, self.store.now(exact=True))
@@ -395,7 +395,7 @@ class Origin(Targets):
             if collect and writing.collected is not None:
                 return writing
             try:
-                lease = self.store.publish_leased(writing, validator=writing.info.validator if writing.info else None)
+                lease = writing.publish_leased(validator=writing.info.validator if writing.info else None)
             except errors.CacheFault:
                 if spilling is not None and writing.collected is not None:  # there is no room, but its bytes are here
                     spilling.came = memoryview(writing.collected.data).toreadonly()

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from forebay import errors
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._kernel import waits
 from forebay._kernel.threads import Threads
 from forebay._model import BegunFetch, Entry, can_begin, is_near

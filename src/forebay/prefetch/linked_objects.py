@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from forebay import errors
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._logs import logger
 from forebay._model import Buffer
 from forebay.origin.bulk import BulkFetch, Wanted

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from forebay import errors
 from forebay._engine.locks.fill import KeyHold
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._engine.write.reservations import NOTHING, Need
 from forebay._logs import logger
 from forebay._model import Buffer, Entry

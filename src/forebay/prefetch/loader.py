@@ -21,7 +21,7 @@ from typing import Protocol
 
 from forebay import errors
 from forebay._engine.locks.fill import KeyHold
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Noted

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from forebay import errors
 from forebay._engine.locks.fill import KeyHold
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
 from forebay._engine.write.reservations import NOTHING, Need
 from forebay._model import Buffer, Entry

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 
 from forebay import errors
-from forebay._engine.catalog import CatalogBroken
-from forebay._engine.locks.leases import Lease
+from forebay._engine.files.faults import CatalogBroken
+from forebay._engine.locks.lease import Lease
 from forebay._engine.write.publish import INLINE, SMALL
 from forebay._engine.write.reservations import NOTHING, Item, Need, SpaceReservation
 from forebay._logs import logger

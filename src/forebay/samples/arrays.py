@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass
 
 from forebay import errors
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._engine.packs.pack import NoPack, Pack
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store

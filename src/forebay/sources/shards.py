@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from forebay import errors
 from forebay._engine.index.memo import Remembered
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._logs import logger

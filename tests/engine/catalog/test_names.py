@@ -38,7 +38,7 @@ def test_a_writer_notices_that_a_file_has_lost_its_name(store: Store, change: Ca
     """Else its next entries are in files that no other process sees, or it writes together with another one."""
     change(store)
     store.put("v", "third", b"third")
-    assert store.engine.catalog.has_its_lock()
+    assert store.engine.parts.catalog.has_its_lock()
 
     def other() -> bytes | None:
         with opened(store.root.path) as fresh:

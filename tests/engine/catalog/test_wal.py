@@ -61,9 +61,9 @@ def stand_still_in_a_statement(store: Store, here: Gate, on: Gate) -> list[tuple
             on.wait()
         return 0
 
-    with store.engine.catalog._mutex:
-        store.engine.catalog._connection_locked().set_progress_handler(stop, 200)
-    return store.engine.catalog.all("SELECT id, key FROM entries ORDER BY key")
+    with store.engine.parts.catalog._mutex:
+        store.engine.parts.catalog._connection_locked().set_progress_handler(stop, 200)
+    return store.engine.parts.catalog.all("SELECT id, key FROM entries ORDER BY key")
 
 
 def test_what_a_directory_adds_to_the_log(place: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_a_directory_adds_to_the_log(place: Path) -> None:
         store.put("v", "k", b"x")
         for link in (True, False):
             before = log_of(store)
-            with store.engine.catalog.write() as txn:
+            with store.engine.parts.catalog.write() as txn:
                 if link:
                     entries.link(txn, 1 << 40, [(names.format(n), (1 << 41) + n * 7919 % count) for n in range(count)])
                 else:
@@ -203,7 +203,7 @@ def test_all_go_on_by_another_index_once_theirs_is_deleted(place: Path) -> None:
             on.wait()
             found = bytes_of(store, "later3")
             put_many(store, 30, "other")
-            return found, len(store.engine.catalog.all("SELECT id FROM entries"))
+            return found, len(store.engine.parts.catalog.all("SELECT id FROM entries"))
 
     with opened(place, 64 * MiB) as store, contextlib.closing(Store.open(place, SETTINGS, read_only=True)) as looking:
         put_many(store, 20)
@@ -216,7 +216,7 @@ def test_all_go_on_by_another_index_once_theirs_is_deleted(place: Path) -> None:
         on.open()
         assert child.result() == (b"x" * 12 * KiB, 80)
         put_many(store, 30, "last")
-        assert len(store.engine.catalog.all("SELECT id FROM entries")) == 110
+        assert len(store.engine.parts.catalog.all("SELECT id FROM entries")) == 110
         assert bytes_of(looking, "other29") == b"x" * 12 * KiB
         assert store.check(deep=True) == []
     assert sound(place)
@@ -255,7 +255,7 @@ def test_an_index_that_is_always_deleted_is_a_fault(place: Path, monkeypatch: py
         with monkeypatch.context() as changing:
             changing.setattr(Wal, "current_index", lambda self: (0, next(numbers)))
             with pytest.raises(errors.CacheFault, match="faster than the catalog can be read"):
-                store.engine.catalog.all("SELECT id FROM entries")
+                store.engine.parts.catalog.all("SELECT id FROM entries")
         assert bytes_of(store, "k1") == b"x" * 12 * KiB
 
 
@@ -283,7 +283,7 @@ def test_an_index_that_is_being_written_is_read_again(place: Path, monkeypatch: 
         return fetched(con, sql, values)
 
     monkeypatch.setattr(connection, "fetched", being_written)
-    assert len(store.engine.catalog.all("SELECT id FROM entries")) == 5
+    assert len(store.engine.parts.catalog.all("SELECT id FROM entries")) == 5
     assert left == []
     store.close()
     on.open()

@@ -32,7 +32,7 @@ def test_a_process_that_writes_without_end_lets_one_that_waits_long_in(quick_pat
             store.put("v", "begun", b"x")
             said.open()
             while bytes_of(store, "end") is None:
-                with store.engine.catalog.writer():
+                with store.engine.parts.catalog.writer():
                     turns[0] += 1
 
     child = fork(greedy)
@@ -61,9 +61,9 @@ def test_a_process_that_writes_without_end_lets_one_that_waits_long_in(quick_pat
 def test_who_waits_says_that_he_is_hungry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And who lets go wakes him: he need not find out by himself."""
     with opened(tmp_path / "root", MiB) as store:
-        writer = store.engine.catalog._writer
-        before = store.engine.words.value(module.HUNGRY_WORD)
-        other = module.WriterLock(store.root, store.engine.words)
+        writer = store.engine.parts.catalog._writer
+        before = store.engine.parts.words.value(module.HUNGRY_WORD)
+        other = module.WriterLock(store.root, store.engine.parts.words)
         hungry = threading.Event()
         ask = module.WriterLock._ask_hungry
 
@@ -77,23 +77,23 @@ def test_who_waits_says_that_he_is_hungry(tmp_path: Path, monkeypatch: pytest.Mo
             waiting = threading.Thread(target=lambda: _take(other))
             waiting.start()
             assert hungry.wait(60)
-            assert store.engine.words.value(module.HUNGRY_WORD) != before
-            seen = store.engine.words.value(module.WRITER_WORD)
-        assert store.engine.words.value(module.WRITER_WORD) != seen
+            assert store.engine.parts.words.value(module.HUNGRY_WORD) != before
+            seen = store.engine.parts.words.value(module.WRITER_WORD)
+        assert store.engine.parts.words.value(module.WRITER_WORD) != seen
         waiting.join()
         with writer.holding():  # he said so once more when he was woken
             pass
         with writer.holding():
-            seen = store.engine.words.value(module.WRITER_WORD)
-        assert store.engine.words.value(module.WRITER_WORD) == seen  # nobody is hungry: nobody is woken
+            seen = store.engine.parts.words.value(module.WRITER_WORD)
+        assert store.engine.parts.words.value(module.WRITER_WORD) == seen  # nobody is hungry: nobody is woken
 
 
 def test_who_waits_tries_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path / "root", MiB) as store:
-        other = module.WriterLock(store.root, store.engine.words)
+        other = module.WriterLock(store.root, store.engine.parts.words)
         pauses: list[float] = []
         monkeypatch.setattr(module.time, "sleep", pauses.append)
-        with store.engine.catalog.writer(), pytest.raises(errors.WriterBusy):
+        with store.engine.parts.catalog.writer(), pytest.raises(errors.WriterBusy):
             other.take(module.HUNGRY)
         other.close()
     assert pauses[0] <= module.PAUSE < pauses[2] < pauses[4] <= max(pauses) <= module.LONGEST_PAUSE
@@ -101,7 +101,7 @@ def test_who_waits_tries_less_and_less_often(tmp_path: Path, monkeypatch: pytest
 
 def test_who_has_little_time_announces_it_while_there_is_some_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path / "root", MiB) as store:
-        other = module.WriterLock(store.root, store.engine.words)
+        other = module.WriterLock(store.root, store.engine.parts.words)
         ask, asked = module.WriterLock._ask_hungry, list[None]()
 
         def asking(self: module.WriterLock) -> bool | None:
@@ -110,7 +110,7 @@ def test_who_has_little_time_announces_it_while_there_is_some_left(tmp_path: Pat
 
         monkeypatch.setattr(module.WriterLock, "_ask_hungry", asking)
         monkeypatch.setattr(module, "HUNGRY", 60)  # half of the timeout comes sooner
-        with store.engine.catalog.writer(), pytest.raises(errors.WriterBusy):
+        with store.engine.parts.catalog.writer(), pytest.raises(errors.WriterBusy):
             other.take(1)
         other.close()
     assert len(asked) > 1  # it slept in between, and could have been woken
@@ -125,7 +125,7 @@ def test_a_killed_writer_lets_go(quick_path: Path) -> None:
     place, said = quick_path / "root", Gate()
 
     def dying() -> None:
-        with opened(place, MiB) as store, store.engine.catalog.writer():
+        with opened(place, MiB) as store, store.engine.parts.catalog.writer():
             said.open()
             signal.pause()
 
@@ -141,8 +141,8 @@ def test_a_killed_writer_lets_go(quick_path: Path) -> None:
 def test_a_busy_writer_lock_names_its_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LONG", 0.04)
     with opened(tmp_path / "root", MiB) as store:
-        other = module.WriterLock(store.root, store.engine.words)
-        with store.engine.catalog.writer(), pytest.raises(errors.CacheFault, match=rf"busy.*{os.getpid()}"):
+        other = module.WriterLock(store.root, store.engine.parts.words)
+        with store.engine.parts.catalog.writer(), pytest.raises(errors.CacheFault, match=rf"busy.*{os.getpid()}"):
             other.take(0.05)
         other.take(0.05)
         other.release()
@@ -155,11 +155,11 @@ def test_a_thread_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None
 
         def other() -> None:
             try:
-                store.engine.catalog._writer.take(0.05)
+                store.engine.parts.catalog._writer.take(0.05)
             except errors.CacheFault as error:
                 found.append(error)
 
-        with store.engine.catalog.writer():
+        with store.engine.parts.catalog.writer():
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
@@ -189,10 +189,10 @@ def test_a_sweeper_leaves_a_file_alone_that_is_about_to_be_published(quick_path:
         with monkeypatch.context() as patch:
             patch.setattr(module, "LONGEST_WAIT", 0.2)
             with pytest.raises(errors.CacheFault, match="busy"):
-                store.engine.writers.eviction.remove_orphans()
+                store.engine.parts.writers.eviction.remove_orphans()
         os.kill(child.pid, signal.SIGCONT)
         child.result()
-        assert store.engine.writers.eviction.remove_orphans() == 0
+        assert store.engine.parts.writers.eviction.remove_orphans() == 0
         assert bytes_of(store, "k") == body
         assert store.check(deep=True) == []
     said.close()
@@ -220,7 +220,7 @@ def test_no_id_is_given_twice(quick_path: Path) -> None:
             store.put("v", f"p{n}", b"x")
         for one in children:
             one.result()
-        with pytest.raises(RuntimeError), store.engine.catalog.write() as txn:
+        with pytest.raises(RuntimeError), store.engine.parts.catalog.write() as txn:
             for _ in range(IDS):
                 txn.new_id()
             raise RuntimeError
@@ -233,7 +233,7 @@ def test_no_id_is_given_twice(quick_path: Path) -> None:
 
 def test_any_number_of_ids_is_taken_at_once(tmp_path: Path) -> None:
     with opened(tmp_path / "root", MiB) as store:
-        with store.engine.catalog.write() as txn:
+        with store.engine.parts.catalog.write() as txn:
             many = txn.new_ids(3 * IDS + 7)
             then, after = txn.new_ids(5), txn.new_ids(IDS)[0]
         assert many[-1] < then[0]
@@ -245,9 +245,9 @@ def test_a_short_wait_in_vain_says_nothing_of_the_holder(tmp_path: Path, monkeyp
     monkeypatch.setattr(locks, "holders", lambda *_, **__: pytest.fail("it looks for the holder"))
     with opened(tmp_path / "root", MiB) as store:
         store.put("v", "k", b"x")
-        words, other = store.engine.words, module.WriterLock(store.root, store.engine.words)
+        words, other = store.engine.parts.words, module.WriterLock(store.root, store.engine.parts.words)
         with other.holding():
-            with pytest.raises(errors.WriterBusy), store.engine.catalog.writer(0.01):
+            with pytest.raises(errors.WriterBusy), store.engine.parts.catalog.writer(0.01):
                 pytest.fail("two have the lock")
             hungry = words.value(module.HUNGRY_WORD)
             writing = threading.Thread(target=store.put, args=("v", "k", b"y"))
@@ -262,7 +262,7 @@ def test_a_short_wait_in_vain_says_nothing_of_the_holder(tmp_path: Path, monkeyp
 def test_a_call_waits_beyond_its_time_once(tmp_path: Path) -> None:
     """Not for each of its objects."""
     with opened(tmp_path / "root", MiB) as store:
-        other = module.WriterLock(store.root, store.engine.words)
+        other = module.WriterLock(store.root, store.engine.parts.words)
         with other.holding(), waits.time_limit(0):
             waited = []
             for _ in range(4):
@@ -284,7 +284,7 @@ def test_an_unlock_that_fails_lets_the_next_thread_in(tmp_path: Path, monkeypatc
 
         with monkeypatch.context() as patch:
             patch.setattr(locks.LockFile, "unlock", failing)
-            with pytest.raises(OSError, match="the disk is gone"), store.engine.catalog.writer():
+            with pytest.raises(OSError, match="the disk is gone"), store.engine.parts.catalog.writer():
                 pass
-        with store.engine.catalog.writer(1):
+        with store.engine.parts.catalog.writer(1):
             pass

@@ -78,8 +78,8 @@ def test_no_statement_is_needed_for_a_file(store: Store, monkeypatch: pytest.Mon
         raise AssertionError("the catalog was asked")
 
     monkeypatch.setattr(store.engine.history, "use", None)  # which asks every 10 s, whatever is read
-    monkeypatch.setattr(store.engine.catalog, "one", no_statement)
-    monkeypatch.setattr(store.engine.catalog, "all", no_statement)
+    monkeypatch.setattr(store.engine.parts.catalog, "one", no_statement)
+    monkeypatch.setattr(store.engine.parts.catalog, "all", no_statement)
     assert touched(store, "large") == LARGE
 
 
@@ -137,7 +137,7 @@ def test_while_another_writes_an_invalidation_counts_and_a_validation_is_noted_b
     entry, small = store.entry("v", "large"), store.entry("v", "small")
     assert entry is not None
     assert small is not None
-    other = WriterLock(store.root, store.engine.words)
+    other = WriterLock(store.root, store.engine.parts.words)
     other.take(0)
     before, began = store.validated(entry), store.now(exact=True)
     store.set_validated([(entry, began)], began)
@@ -154,7 +154,7 @@ def test_a_validation_that_comes_late_is_not_one_of_the_entry_that_has_the_recor
     """P1 asks the remote / P2 writes, so that P1 has to wait / P2 replaces the entry / P1 notes what it found, for the older one."""
     entry = store.entry("v", "large")
     assert entry is not None
-    other = WriterLock(store.root, store.engine.words)
+    other = WriterLock(store.root, store.engine.parts.words)
     other.take(0)
     began = store.now(exact=True)
     store.set_validated([(entry, began)], began)
@@ -204,7 +204,7 @@ def test_a_key_of_another_space_is_another_key(store: Store) -> None:
 
 def test_what_is_replaced_while_it_is_read_is_not_served(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time of validation may have been that of the next entry in its slot."""
-    read = store.engine.reading._file_of
+    read = store.engine._file_of
 
     def replaced(*args: Any, **options: Any) -> memoryview | None:
         data = read(*args, **options)
@@ -212,7 +212,7 @@ def test_what_is_replaced_while_it_is_read_is_not_served(store: Store, monkeypat
         return data
 
     with monkeypatch.context() as m:
-        m.setattr(store.engine.reading, "_file_of", replaced)
+        m.setattr(store.engine, "_file_of", replaced)
         assert touched(store, "large") is None
     assert touched(store, "large") == b"n" * 70_000
 
@@ -303,7 +303,7 @@ def test_a_file_that_was_written_to_is_not_served(store: Store) -> None:
 
 def test_a_damaged_value_is_not_served(store: Store) -> None:
     lose_cells(store)
-    with store.engine.catalog.write() as txn:
+    with store.engine.parts.catalog.write() as txn:
         txn.run("UPDATE payloads SET data = ?", b"S" * 1_000)
     assert touched(store, "small") is None
     assert bytes_of(store, "small") is None

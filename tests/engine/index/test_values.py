@@ -56,7 +56,7 @@ def no_statement(store: Store) -> None:
 
     store.engine.history.use = None  # which asks every 10 s, whatever is read
     for name in ("one", "all", "quick_one"):
-        setattr(store.engine.catalog, name, refuse)
+        setattr(store.engine.parts.catalog, name, refuse)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1_000, LARGEST])

@@ -112,7 +112,7 @@ def test_what_another_epoch_wrote_is_compared_with_its_checksum(cache: forebay.C
 
 def test_one_repair_counts_a_segment_without_a_row(cache: forebay.Cache, samples: forebay.Samples) -> None:
     """Its samples stay."""
-    with cache._store.engine.catalog.write() as txn:  # type: ignore[union-attr]
+    with cache._store.engine.parts.catalog.write() as txn:  # type: ignore[union-attr]
         txn.run("DELETE FROM segments")
     assert {problem.kind for problem in cache.check()} == {"segment", "total"}
     cache.repair()

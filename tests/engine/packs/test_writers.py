@@ -194,7 +194,7 @@ def test_no_number_is_given_twice(place: Path, cache: forebay.Cache, monkeypatch
         number, offset = where(place, 0)
         poke(segment(place, number), offset, bytes(pack_records.HEADER))
         assert samples.verify() == [0]
-        with cache._store.engine.catalog.write() as txn:  # type: ignore[union-attr]
+        with cache._store.engine.parts.catalog.write() as txn:  # type: ignore[union-attr]
             txn.run("DELETE FROM segments")
         segment(place, number).unlink()
         if epoch == "another epoch":

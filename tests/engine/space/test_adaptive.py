@@ -162,7 +162,7 @@ def test_the_budget_of_the_root_is_shared_with_other_spaces(store: Store) -> Non
     """The adaptive space has no quota: what it may hold is what the others leave."""
     sizes = [32 * KiB] * 500
     store.put("values", "mine", b"v" * (8 * MiB))
-    with store.engine.catalog.write() as txn:
+    with store.engine.parts.catalog.write() as txn:
         txn.run("UPDATE meta SET value = ? WHERE name = 'budget'", store.usage().used + 8 * MiB)
     filled(store, "auto", "auto", 1 << 40)
     for epoch in permutations(500, 4):
@@ -212,7 +212,7 @@ def test_what_was_used_again_is_no_longer_on_trial(trying: Store) -> None:
 def test_what_is_leased_stays_and_goes_once_it_is_released(trying: Store) -> None:
     """As the items of a prefetcher do, which hold their lease until they are read."""
     trying.put("auto", "held", b"h" * 20_000)
-    lease = trying.engine.reading.take(trying.spaces.lookup("auto").id, "held")  # touches nothing, as the lease of a publication
+    lease = trying.engine.parts.reading.take(trying.spaces.lookup("auto").id, "held")  # touches nothing, as the lease of a publication
     assert lease is not None
     for number in range(5):
         trying.put("auto", f"new{number}", b"n" * 20_000)
@@ -273,9 +273,9 @@ def test_what_cannot_be_evicted_is_offered_once_in_a_search(trying: Store) -> No
     leases = []
     for number in range(10):
         trying.put("auto", f"held{number}", b"h" * 20_000)
-        leases.append(trying.engine.reading.take(trying.spaces.lookup("auto").id, f"held{number}"))
+        leases.append(trying.engine.parts.reading.take(trying.spaces.lookup("auto").id, f"held{number}"))
     for name in names(trying) - {f"held{number}" for number in range(10)}:
-        lease = trying.engine.reading.take(trying.spaces.lookup("auto").id, name)
+        lease = trying.engine.parts.reading.take(trying.spaces.lookup("auto").id, name)
         leases.append(lease)
     with pytest.raises(NoSpace):
         trying.put("auto", "more", b"m" * 20_000)
@@ -382,7 +382,7 @@ def test_what_noise_puts_on_trial_is_passed_by(trying: Store, monkeypatch: pytes
     def refuse() -> None:
         raise AssertionError("the records are taken for broken")
 
-    monkeypatch.setattr(trying.engine, "rebuild_shared", refuse)
+    monkeypatch.setattr(trying.engine.parts, "rebuild_shared", refuse)
     space, rng = space_of(trying), random.Random(5)
     words, ring = space._words, adaptive._RING
     for at in range(ring, ring + 4 * 100):
@@ -484,7 +484,7 @@ def test_what_is_used_again_is_not_dismissed_any_more(trying: Store) -> None:
 
 def test_what_another_process_dismissed_goes_first_once_its_lease_is_released(trying: Store) -> None:
     known = sorted(names(trying))
-    held = trying.engine.reading.take(trying.spaces.lookup("auto").id, known[40])  # touches nothing
+    held = trying.engine.parts.reading.take(trying.spaces.lookup("auto").id, known[40])  # touches nothing
     assert held is not None
 
     def other() -> None:
@@ -503,7 +503,7 @@ def test_what_another_process_dismissed_goes_first_once_its_lease_is_released(tr
 def test_what_finds_no_place_now_is_left_for_later(trying: Store) -> None:
     known = sorted(names(trying))[:32]
     assert dismiss(trying, *known * 17) == known
-    with trying.engine.catalog.writer(), ThreadPoolExecutor(1) as pool:
+    with trying.engine.parts.catalog.writer(), ThreadPoolExecutor(1) as pool:
         assert pool.submit(dismiss, trying, known[0]).result() == [known[0]]
 
 

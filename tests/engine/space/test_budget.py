@@ -36,7 +36,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reserved_ids(store: Store) -> list[int]:
-    return [id for (id,) in store.engine.catalog.all("SELECT id FROM reservations")]
+    return [id for (id,) in store.engine.parts.catalog.all("SELECT id FROM reservations")]
 
 
 def test_more_victims_than_are_picked_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_lease_is_never_taken_on_a_version_that_was_replaced(store: Store) -> 
     old = store.lease("v", "a")
     assert old is not None
     store.put("v", "a", b"1" * 30 * KiB)
-    assert store.engine.leases._try(old.entry) is None
+    assert store.engine.parts.leases._try(old.entry) is None
     new = store.lease("v", "a")
     assert new is not None
     assert Path(new).read_bytes() == b"1" * 30 * KiB
@@ -225,7 +225,7 @@ def test_what_was_replaced_is_not_counted_for_people(store: Store) -> None:
 def other(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[writer.WriterLock]:
     """Another process that writes, as this one sees it; nobody waits for it long."""
     monkeypatch.setattr(writer, "LONGEST_WAIT", 0.05)
-    found = writer.WriterLock(store.root, store.engine.words)
+    found = writer.WriterLock(store.root, store.engine.parts.words)
     yield found
     found.close()
 
@@ -238,7 +238,7 @@ def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))
     one_by_one(monkeypatch)
-    pick, turns = store.engine.writers.budget._pick, []
+    pick, turns = store.engine.parts.writers.budget._pick, []
 
     def first(search: budget.Search) -> None:
         pick(search)
@@ -249,7 +249,7 @@ def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
                 raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.engine.writers.budget, "_pick", first)
+        patch.setattr(store.engine.parts.writers.budget, "_pick", first)
         with pytest.raises(error or errors.WriterBusy):
             store.put("v", "new", bytes(300 * KiB))
     assert len(reserved_ids(store)) == 1
@@ -261,12 +261,12 @@ def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
 
 def test_a_reservation_is_given_back_once_the_catalog_is_free(store: Store, other: writer.WriterLock) -> None:
     store.put("v", "k", b"x")
-    reserved = store.engine.writers.budget.reserve(SpaceRequest(1, "a", 7, 100 * KiB))
+    reserved = store.engine.parts.writers.budget.reserve(SpaceRequest(1, "a", 7, 100 * KiB))
     other.take(0)
-    store.engine.writers.budget.cancel(reserved.id)
+    store.engine.parts.writers.budget.cancel(reserved.id)
     other.release()
     assert reserved_ids(store) == [reserved.id]
-    store.engine.writers.budget.cancel(store.engine.writers.budget.reserve(SpaceRequest(1, "b", 8, 100 * KiB)).id)
+    store.engine.parts.writers.budget.cancel(store.engine.parts.writers.budget.reserve(SpaceRequest(1, "b", 8, 100 * KiB)).id)
     assert reserved_ids(store) == []
 
 
@@ -275,7 +275,7 @@ def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypa
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))
     one_by_one(monkeypatch)
-    found = store.engine.writers.budget
+    found = store.engine.parts.writers.budget
     grow, give_up, others = found._grow, found._give_up, list[Reservation]()
 
     def and_fail(*args: Any) -> None:
@@ -287,7 +287,7 @@ def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypa
             others.append(found.reserve(SpaceRequest(1, "b", 8, KiB)))
         give_up(search)
 
-    store.engine.catalog._ids = [0, 0]  # so that it takes ids in the transaction that fails, which are given again
+    store.engine.parts.catalog._ids = [0, 0]  # so that it takes ids in the transaction that fails, which are given again
     with monkeypatch.context() as patch:
         patch.setattr(found, "_grow", and_fail)
         patch.setattr(found, "_give_up", and_another_first)
@@ -295,7 +295,7 @@ def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypa
             found.reserve(SpaceRequest(1, "a", 7, 600 * KiB))
     (reserved,) = others
     assert reserved_ids(store) == [reserved.id]
-    store.engine.writers.budget.cancel(reserved.id)
+    store.engine.parts.writers.budget.cancel(reserved.id)
 
 
 def test_a_lower_limit_that_met_a_busy_catalog_is_applied_by_the_next_write(
@@ -303,14 +303,14 @@ def test_a_lower_limit_that_met_a_busy_catalog_is_applied_by_the_next_write(
 ) -> None:
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))
-    fit = store.engine.writers.budget.fit
+    fit = store.engine.parts.writers.budget.fit
 
     def while_another_writes() -> bool:
         other.take(0)
         return fit()
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.engine.writers.budget, "fit", while_another_writes)
+        patch.setattr(store.engine.parts.writers.budget, "fit", while_another_writes)
         assert store.configure(Settings(budget=300 * KiB))
     assert len(store.entries("v")) == 9
     assert store.usage().budget == 300 * KiB
@@ -346,7 +346,7 @@ def test_what_was_to_be_replaced_is_gone_by_now(tmp_path: Path) -> None:
         assert store.remove([Victim(old.name, old.size, old.charge, old.used, old.id)]).removed
         store.put("q", "third", bytes(60 * KiB), life="pinned")
         with pytest.raises(errors.NoSpace):
-            store.engine.writers.budget.reserve(asked)
+            store.engine.parts.writers.budget.reserve(asked)
         assert store.spaces.usage("q") == (100 * KiB, 2)
 
 
@@ -361,12 +361,12 @@ def test_a_disk_with_little_room_is_looked_at_by_each_put(
     monkeypatch.setattr(free_space, "COUNT_AGAIN", 1000)
     asked: list[object] = []
     monkeypatch.setattr(host, "disk", lambda path: asked.append(path) or host.Disk(4096, MUCH, free, inodes))
-    store.engine.writers.budget.room._count_at = 0
+    store.engine.parts.writers.budget.room._count_at = 0
     store.put("v", "first", b"x")
     asked.clear()
     for n in range(3):
         store.put("v", f"k{n}", b"x")
     assert len(asked) == looks
-    store.engine.writers.budget.room._count_at = 0  # a moment has passed
+    store.engine.parts.writers.budget.room._count_at = 0  # a moment has passed
     store.put("v", "last", b"x")
     assert len(asked) > looks

@@ -136,7 +136,7 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 @contextlib.contextmanager
 def between_batches(store: Store, work: Callable[[int], object]) -> Iterator[None]:
     """Have ``work`` done each time that a search lets others write, but not by itself. It is told the bytes that the search holds."""
-    found, inside = store.engine.writers.budget, []
+    found, inside = store.engine.parts.writers.budget, []
     pick = found._pick
 
     def and_work(search: budget.Search) -> None:

@@ -78,7 +78,7 @@ def test_exactly_the_coldest_go_once_all_were_looked_at(store: Store) -> None:
     full(store)
     scope = Scope()
     for _ in range(STRIPES):
-        store.engine.writers.ranking.pick(scope)
+        store.engine.parts.writers.ranking.pick(scope)
     for n in range(300):
         store.put("v", f"new{n}", b"y" * 100)
     gone = COUNT - sum(key in keys(store) for key in used)
@@ -128,7 +128,7 @@ def test_what_was_passed_by_is_not_read_again_at_each_look(store: Store, monkeyp
     store.put("v", "first", b"y" * 100)
     asked = count_rows(monkeypatch)
     for n in range(50):
-        store.engine.writers.ranking.pick(Scope())
+        store.engine.parts.writers.ranking.pick(Scope())
         store.put("v", f"new{n}", b"y" * 100)
     assert len(keys(store) & set(used[:-60])) == COUNT - 60
     assert sum(asked) < 4 * COUNT  # of 50 looks, with 60 each that may go
@@ -154,22 +154,22 @@ def test_what_was_unpinned_goes_in_its_turn(store: Store, by_us: bool, monkeypat
     for key in used[:-600]:
         store.set_life("v", key, "pinned")
     for _ in range(STRIPES):
-        store.engine.writers.ranking.pick(Scope())
+        store.engine.parts.writers.ranking.pick(Scope())
     if by_us:
         store.set_life("v", used[0], "cached")
     else:
         in_child(lambda: store.set_life("v", used[0], "cached"))
-        store.engine.writers.ranking.pick(Scope())
-        assert used[0] not in {key_of(store, cold.id) for cold in store.engine.writers.ranking.coldest(Scope())}
+        store.engine.parts.writers.ranking.pick(Scope())
+        assert used[0] not in {key_of(store, cold.id) for cold in store.engine.parts.writers.ranking.coldest(Scope())}
         later = time.monotonic() + ranking.SPARED_FOR
         monkeypatch.setattr(ranking.time, "monotonic", lambda: later)
     for _ in range(STRIPES):
-        store.engine.writers.ranking.pick(Scope())
-    assert used[0] in {key_of(store, cold.id) for cold in store.engine.writers.ranking.coldest(Scope())}
+        store.engine.parts.writers.ranking.pick(Scope())
+    assert used[0] in {key_of(store, cold.id) for cold in store.engine.parts.writers.ranking.coldest(Scope())}
 
 
 def key_of(store: Store, id: int) -> str:
-    found = entries.by_id(store.engine.catalog, id)
+    found = entries.by_id(store.engine.parts.catalog, id)
     assert found is not None
     return found.key
 
@@ -190,9 +190,9 @@ def _quota(store: Store, quota: int) -> None:
 
 def test_what_was_found_again_while_it_is_taken_is_given_once(store: Store) -> None:
     """One call gives many; none of them is gone before it ends."""
-    found = list(Ranking(store.engine.catalog, store.engine.index, store.engine.adaptive).coldest(Scope()))
+    found = list(Ranking(store.engine.parts.catalog, store.engine.index, store.engine.adaptive).coldest(Scope()))
     assert found == []
-    mine = Ranking(store.engine.catalog, store.engine.index, store.engine.adaptive)
+    mine = Ranking(store.engine.parts.catalog, store.engine.index, store.engine.adaptive)
     mine.pick(Scope())
     given = [cold.id for cold in mine.coldest(Scope())]
     assert len(given) == len(set(given)) > 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._engine.space.ranking import Scope
 from forebay._engine.store import Store
 from forebay._engine.write.reservations import NOTHING, Item, Need
@@ -141,8 +141,8 @@ def test_a_dead_process_has_no_promise(tmp_path: Path) -> None:
         with pytest.raises(errors.NoSpace):
             store.put("v", "k", bytes(500 * KiB))
         its.kill()
-        with store.engine.catalog.write() as txn:
-            store.engine.owners.reap(txn)  # as whoever lacks room does; there are no files that a successor could go on with
+        with store.engine.parts.catalog.write() as txn:
+            store.engine.parts.owners.reap(txn)  # as whoever lacks room does; there are no files that a successor could go on with
         assert promised(store) == 0
         store.put("v", "k", bytes(500 * KiB))
 
@@ -154,7 +154,7 @@ def test_a_small_value_that_is_leased_makes_no_way(store: Store) -> None:
     (lease,) = credit.keep(items(1, 10 * KiB))
     for n in range(90):
         store.put("v", f"v{n}", bytes(10 * KiB))
-    store.engine.writers.ranking.pick(Scope())  # it is the coldest of those that are picked
+    store.engine.parts.writers.ranking.pick(Scope())  # it is the coldest of those that are picked
     for n in range(100, 200):
         store.put("v", f"v{n}", bytes(10 * KiB))
     assert store.bytes_leased(lease) == items(1, 10 * KiB)[0].data

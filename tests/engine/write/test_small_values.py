@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @contextmanager
 def statements(store: Store) -> Iterator[list[str]]:
     """Those that the process runs meanwhile."""
-    con, seen = store.engine.catalog._con, list[str]()
+    con, seen = store.engine.parts.catalog._con, list[str]()
     assert con is not None
     con.set_trace_callback(seen.append)
     try:
@@ -155,7 +155,7 @@ def test_an_id_that_is_given_twice_replaces_nothing(store: Store, size: int, is_
     first, *others = sorted(store.entries("v"), key=lambda entry: entry.id)
     if is_lost and first.kind == "blob":
         os.unlink(store.root.blob_name(first.id, first.suffix))
-    store.engine.catalog._ids[:] = first.id, first.id + 1
+    store.engine.parts.catalog._ids[:] = first.id, first.id + 1
     try:
         store.put("v", "b", b"b" * size)
     except errors.CacheFault:

@@ -6,7 +6,5 @@
 from __future__ import annotations
 
 from forebay._engine.catalog.connection import Catalog as Catalog
-from forebay._engine.catalog.connection import CatalogBroken as CatalogBroken
-from forebay._engine.catalog.connection import DiskFull as DiskFull
 from forebay._engine.catalog.connection import Rows as Rows
 from forebay._engine.catalog.connection import Txn as Txn

@@ -18,13 +18,12 @@ from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import schema
-from forebay._engine.catalog.transactions import CatalogBroken as CatalogBroken
-from forebay._engine.catalog.transactions import DiskFull as DiskFull
 from forebay._engine.catalog.transactions import Rows as Rows
 from forebay._engine.catalog.transactions import Txn as Txn
 from forebay._engine.catalog.transactions import UnreadableRows, fetched, translated
 from forebay._engine.catalog.wal import EASY, FREE, KEEP, PART, SOFT, STEP, WARN, Ballast, Wal
 from forebay._engine.catalog.writer import Holding, WriterLock
+from forebay._engine.files.faults import CatalogBroken, DiskFull
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root
 from forebay._engine.index.head import CHANGED, NEXT, SharedHead
@@ -74,7 +73,9 @@ class Catalog:
         self._root, self._words, self._immutable = root, words, immutable
         self._path, self._wal = str(root.catalog), Wal(str(root.catalog), root.files)
         self._writer = WriterLock(root, words)
-        self._mutex = self._join_peers()  # guards _con, _seen, _index, _pid, _ids
+        self._peers = self._peers_now()
+        self._mutex = self._peers.mutex  # guards _con, _guard, _seen, _index, _pid, _ids
+        self._guard: locks.LockFile | None = None
         self._con: sqlite3.Connection | None = None
         self._seen: tuple[int, int] | None = None
         self._index: tuple[int, int] | None = None
@@ -92,12 +93,8 @@ class Catalog:
         self.lost = ""  # why the previous catalog was replaced, until a caller has reported it
         self._pid = os.getpid()
 
-    def _join_peers(self) -> threading.RLock:
-        self._peers = _peers.setdefault((os.getpid(), self._path), _Peers())
-        with self._peers.mutex:
-            self._peers.catalogs.add(self)
-            self._guard = self._peers.guard(self._path, self._root.files.open)
-        return self._peers.mutex
+    def _peers_now(self) -> _Peers:
+        return _peers.setdefault((os.getpid(), self._path), _Peers())
 
     # -- opening ---------------------------------------------------------------------------------------------------
 
@@ -179,6 +176,7 @@ class Catalog:
         return True
 
     def _connect_locked(self) -> None:
+        self._peers.catalogs.add(self)
         if os.path.islink(self._path):
             raise CatalogBroken(f"the catalog {self._path} is a symbolic link, which Forebay does not follow", damaged=True)
         # The process that closes a catalog last removes its log. Without a log no process writes, and in a read-only directory
@@ -214,7 +212,7 @@ class Catalog:
         another holder has locked the byte that marks the journal as in use. So this process locks it, by a lock that is not SQLite's
         own."""
         self._check_plain()
-        guard = self._guard
+        guard = self._guard = self._peers.guard(self._path, self._root.files.open)
         if not guard.is_same():
             guard.close()
         try:
@@ -543,15 +541,15 @@ class Catalog:
             host.never_free(con)
         elif con is not None and self._pid == os.getpid():
             # The process that closes the catalog last copies the log into it: by the index that it has, which may be older than the log.
-            got = False
+            got, guard = False, self._guard
             with contextlib.suppress(OSError):  # it has no name any more, or is another user's: SQLite copies nothing either
-                got = index != self._wal.current_index() and self._guard.try_lock(_SHARED, exclusive=False)
+                got = guard is not None and index != self._wal.current_index() and guard.try_lock(_SHARED, exclusive=False)
             try:
                 with contextlib.suppress(sqlite3.Error):
                     con.close()
             finally:
-                if got:
-                    self._guard.unlock(_SHARED)
+                if got and guard is not None:
+                    guard.unlock(_SHARED)
 
     def _close_peers_locked(self) -> None:
         """Close all connections of this process. Caller: continues with the same catalog, and notices if it was replaced."""
@@ -568,7 +566,7 @@ class Catalog:
         """Close the connection and the lock file. A later call reopens them."""
         with self._mutex:
             self._close_locked()
-            if all(catalog._con is None for catalog in self._peers.catalogs):  # else SQLite's locks on the file would go with it
+            if self._guard is not None and all(catalog._con is None for catalog in self._peers.catalogs):  # else SQLite's locks would go
                 self._guard.close()
         if self.ballast.owed:
             self.ballast.restore()
@@ -586,7 +584,9 @@ class Catalog:
     def after_fork_child(self) -> None:
         for name in [name for name in _peers if name[0] != os.getpid()]:  # a process id may be reused, and an ancestor's mutex may be held
             _peers.pop(name, None)
-        self._guard.after_fork_child(keep=False)
-        self._mutex = self._join_peers()
+        if self._guard is not None:
+            self._guard.after_fork_child(keep=False)
+        self._peers = self._peers_now()
+        self._mutex = self._peers.mutex
         self._con, self._index, self._pid, self._ids = None, None, os.getpid(), [0, 0]
         self._writer.after_fork_child()

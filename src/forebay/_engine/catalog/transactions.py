@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from forebay import errors
 from forebay._engine.catalog import schema
+from forebay._engine.files.faults import CatalogBroken, DiskFull
 from forebay._engine.files.layout import PAGE
 from forebay._engine.index.head import NUMBERS as NUMBERS
 from forebay._engine.index.head import SLOTS as SLOTS
@@ -33,18 +34,6 @@ _DAMAGE = {
 }  # fmt: skip
 _DAMAGE_EXACTLY = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR_SHORT_READ}
 _FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_TRUNCATE}
-
-
-class CatalogBroken(errors.CacheFault):
-    """The catalog is gone, damaged, or another root's: it has to be rebuilt. ``damaged``: what it answers is what no sound one does."""
-
-    damaged: bool = False
-
-
-class DiskFull(errors.NoSpace):
-    """SQLite ran out of disk space, or the disk quota is used up. ``relieved``: there is room now, since the ballast was released."""
-
-    relieved: bool = False
 
 
 class Rows(Protocol):

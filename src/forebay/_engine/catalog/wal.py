@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 
-from forebay._engine.catalog.transactions import DiskFull
+from forebay._engine.files.faults import DiskFull
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root
 from forebay._kernel import host, locks
@@ -81,8 +81,8 @@ class Wal:
 
     def remove(self, path: str) -> None:
         """Remove a foreign file, pipe, link or empty directory beside the catalog."""
-        log.warning("%s: nothing of Forebay's: it is removed", path)
         self._files.make_way(path)
+        log.warning("%s: nothing of Forebay's: it was removed", path)
 
     def current_index(self) -> tuple[int, int] | None:
         """Which file the index is: another one after it was deleted; None between the two."""

@@ -12,6 +12,18 @@ SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """What the process or the machine has too little of for now: nothing is wrong with the root."""
 
 
+class CatalogBroken(errors.CacheFault):
+    """The catalog is gone, damaged, or another root's: it has to be rebuilt. ``damaged``: what it answers is what no sound one does."""
+
+    damaged: bool = False
+
+
+class DiskFull(errors.NoSpace):
+    """SQLite ran out of disk space, or the disk quota is used up. ``relieved``: there is room now, since the ballast was released."""
+
+    relieved: bool = False
+
+
 class faults:
     """Around what only the cache does: any OSError of the disk becomes `NoSpace` or `CacheFault`, with its cause.
 

@@ -17,8 +17,8 @@ from typing import Self, TypeVar
 import xxhash
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, CatalogBroken, failures, reservations
-from forebay._engine.files.faults import faults
+from forebay._engine.catalog import Catalog, failures, reservations
+from forebay._engine.files.faults import CatalogBroken, faults
 from forebay._engine.files.root import Root
 from forebay._engine.files.stages import progress_of
 from forebay._engine.index.counters import WAIT_NS_LOCK, WAITS, Counters

@@ -22,7 +22,8 @@ from forebay._engine.files.faults import faults
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root
 from forebay._engine.locks.fill import hash_of
-from forebay._engine.locks.leases import Lease, Leases
+from forebay._engine.locks.lease import Lease
+from forebay._engine.locks.leases import Leases
 from forebay._engine.space import segment_tails
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.free_space import NO_LIMIT, SpaceRequest

@@ -16,10 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 
+from forebay import errors
 from forebay._engine.catalog import Catalog, Txn, entries
 from forebay._engine.catalog.entries import Ended, FileName, Superseded
+from forebay._engine.catalog.transactions import AT_ONCE
 from forebay._engine.files import blobs, pack_files, trees
-from forebay._engine.files.layout import is_suffix
+from forebay._engine.files.faults import DiskFull
+from forebay._engine.files.layout import PAGE, is_suffix
 from forebay._engine.files.root import Root
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.locks.leases import Leases
@@ -164,6 +167,16 @@ class Eviction:
             if file[1] == "blob":
                 return blobs.remove_blob(self._root, file[0], file[2])  # and no other suffix, as `_unlink` would
             return self._unlink(file)
+
+    def give_back(self) -> None:
+        """Shrink the catalog, once it is worth a transaction. Waits for nobody where it is not."""
+        try:
+            more = self._catalog.one("PRAGMA freelist_count")[0] >= AT_ONCE
+            while more:
+                with self._catalog.write() as txn:
+                    more = txn.give_back(AT_ONCE * PAGE)
+        except (errors.WriterBusy, DiskFull) as error:
+            log.info("the catalog of %s keeps its free pages: %s", self._root.path, str(error))
 
 
 def batches(victims: Iterable[Victim]) -> Iterator[list[Victim]]:

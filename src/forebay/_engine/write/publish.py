@@ -28,7 +28,8 @@ from forebay._engine.files.root import Root
 from forebay._engine.index.adaptive import AdaptiveSpace, AdaptiveSpaces, Trial
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.locks.fill import hash_of
-from forebay._engine.locks.leases import Lease, Leases
+from forebay._engine.locks.lease import Lease
+from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction

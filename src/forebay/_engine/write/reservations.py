@@ -19,7 +19,7 @@ from forebay._engine.catalog.spaces import SpaceRow
 from forebay._engine.files import blobs
 from forebay._engine.files.faults import faults
 from forebay._engine.locks.fill import hash_of
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._engine.space.budget import Search
 from forebay._engine.space.free_space import SpaceRequest
 from forebay._engine.write.publish import INLINE, Label, Pending, Publisher

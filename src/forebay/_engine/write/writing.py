@@ -21,7 +21,7 @@ from forebay._engine.files.chunkmaps import CHUNK
 from forebay._engine.files.faults import faults
 from forebay._engine.files.stages import MemoryStage, Stage
 from forebay._engine.locks.fill import hash_of
-from forebay._engine.locks.leases import Lease
+from forebay._engine.locks.lease import Lease
 from forebay._engine.space.free_space import SpaceRequest
 from forebay._engine.write.publish import SMALL, Label, Pending, Published, Publisher
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Sink, Span
