@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from forebay._engine import store as store_module
 from forebay._engine.index.ghosts import BIMODAL
 from forebay._engine.locks.lease import Lease
-from forebay._engine.space import budget
+from forebay._engine.space import budget, eviction
 from forebay._engine.store import Settings, Store
 from forebay._engine.write.reservations import Item
 from forebay._model import Entry, ObjectInfo
@@ -84,7 +83,7 @@ def test_the_next_write_needs_what_the_dead_replacer_left(scene: NewScene) -> No
 
 
 def test_a_catalog_becomes_small(scene: NewScene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "AT_ONCE", 10)
+    monkeypatch.setattr(eviction, "AT_ONCE", 10)
 
     def before(store: Store) -> None:
         store.put_many("v", [(f"k{number}", bytes(10_000)) for number in range(30)])
