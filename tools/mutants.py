@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     # 2. One fetch
     Mutant(
-        2, "no second look under the lock", "_engine.locks.fill:Fill._look_again",
+        2, "no second look under the lock", "_engine.flight:Flight._look_again",
         "look()", "None",
         "tasks/test_cached.py::test_s06_processes_wait_for_one_run",
     ),
@@ -138,7 +138,7 @@ MUTANTS = (
         "engine/files/test_stages.py::test_a_kill_at_any_step_can_be_gone_on_from",
     ),
     Mutant(
-        2, "a failure does not reach the waiting processes", "_engine.locks.fill:Fill.failure",
+        2, "a failure does not reach the waiting processes", "_engine.flight:Flight.failure",
         "failure is None", "True",
         "scenarios/test_s06_one_fetch.py::test_s06_a_failure_reaches_all_who_waited_once",
     ),
@@ -468,8 +468,8 @@ MUTANTS = (
     ),
     # 11. Nobody waits in silence
     Mutant(
-        11, "calls that need each other wait for ever", "_engine.locks.fill:Fill._enter",
-        "leads_to(held, keyhash, self._waiters.every())", "False",
+        11, "calls that need each other wait for ever", "_engine.flight:Flight._enter",
+        "leads_to(held, keyhash, waiters.every())", "False",
         "engine/locks/test_nesting.py::test_coroutines_that_need_each_other_do_not_wait_for_ever",
     ),
     Mutant(

@@ -15,7 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Self
 
-    from forebay._engine.locks.fill import Waiting
+    from forebay._engine.flight import Waiting
     from forebay._engine.stats import Usage
 
 

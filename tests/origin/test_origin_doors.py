@@ -9,7 +9,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.key_locks import KeyLocks
+from forebay._engine.flight import Flight
 from forebay._engine.store import Settings, Store
 from forebay.directories.trees import adopt
 from forebay.origin import Origin
@@ -88,7 +88,7 @@ def test_offline_no_block_is_asked_for_though_the_cache_is_at_fault(origin: Orig
     with ScriptedServer() as server:
         target = origin.target(server.put("/a", bytes(100_000)))
         origin.open(target, FetchOptions(), 64_000).close()
-        monkeypatch.setattr(KeyLocks, "single", busy)
+        monkeypatch.setattr(Flight, "single", busy)
         with origin.open(target, FetchOptions(offline=True, since=-1), 64_000) as file, pytest.raises(errors.Offline):
             file.read(3)
         assert server.gets == 0

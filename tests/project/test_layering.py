@@ -31,9 +31,10 @@ ORDER = """
     _engine.space _engine.reading < _engine.check
     _engine.packs < _engine.writers
     _engine.writers _engine.check _engine.stats < _engine.parts < _engine.engine < _engine.spaces
-    _engine.spaces < _engine.key_locks _engine.pack_handles _engine.loading
-    _engine.engine < _engine.activity
-    _engine.key_locks _engine.pack_handles _engine.loading _engine.activity < _engine.store _engine.passthrough
+    _engine.engine < _engine.flight _engine.activity
+    _engine.spaces < _engine.pack_handles
+    _engine.spaces _engine.flight < _engine.loading
+    _engine.pack_handles _engine.loading _engine.activity < _engine.store _engine.passthrough
     _config world remote < claims
     _engine.store _engine.passthrough remote < origin < directories sources
     _engine.store < reports
@@ -362,7 +363,7 @@ def test_the_lint_lets_pass(line: str) -> None:
         ("_kernel.mappings", "import forebay._kernel.locks"),
         ("_engine.index.records", "from forebay._engine.catalog import Catalog"),
         ("_engine.locks.owners", "def f():\n    from forebay._engine.space.budget import Budget"),
-        ("_engine.locks.fill", "from forebay import remote"),
+        ("_engine.flight", "from forebay import remote"),
         ("remote.http", "from forebay._engine.store import Store"),
         ("remote", "from forebay import Cache"),
     ],
@@ -372,7 +373,7 @@ def test_the_order_is_felt(module: str, line: str) -> None:
 
 
 def test_foreign_packages_are_felt() -> None:
-    assert third_party_breaches("_engine.locks.fill", "import torch") != []
+    assert third_party_breaches("_engine.flight", "import torch") != []
     assert third_party_breaches("remote.s3.aws", "import botocore.session") != []
     assert third_party_breaches("remote.s3.aws", "class A:\n    def f():\n        import botocore.session") == []
 

@@ -106,7 +106,7 @@ class Activity:
             fetches.append(Fetch(names.get(one.space, ""), one.key, one.who, done, total, one.created))
         ticks, wall = time.monotonic_ns(), time.time()
         failed = (
-            Failure(names.get(space, ""), key, wall - (ticks - at) / 1e9, str(errors.from_wire(error)))
+            Failure(space, key, wall - (ticks - at) / 1e9, str(errors.from_wire(error)))
             for space, key, at, error in failures.latest(catalog, MOST_FAILURES)
             if at <= ticks
         )

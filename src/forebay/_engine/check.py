@@ -17,11 +17,11 @@ from forebay._engine.files import blobs, pack_files, stages, trees
 from forebay._engine.files.layout import FANS, PAGE, BlobName, Root, TmpName, parse_blob_below, parse_directory_name, parse_tmp_name
 from forebay._engine.files.root import foreign
 from forebay._engine.index.records import RECORDS, EntryIndex
-from forebay._engine.locks.fill import Fill
 from forebay._engine.reading import Reading
 from forebay._engine.space import segment_tails
 from forebay._engine.space.eviction import Eviction
 from forebay._kernel.below import LinkInTheWay
+from forebay._kernel.locks import LockFile
 from forebay._model import Entry, Problem, Strays
 from forebay.errors import Damaged
 
@@ -245,7 +245,7 @@ def _empty_samples(root: Root, id: int) -> None:
 
 
 def repair(
-    root: Root, catalog: Catalog, index: EntryIndex, eviction: Eviction, fill: Fill, reading: Reading, problems: list[Problem]
+    root: Root, catalog: Catalog, index: EntryIndex, eviction: Eviction, keys: LockFile, reading: Reading, problems: list[Problem]
 ) -> None:  # fmt: skip
     """Set aside entries that are damaged or lost, remove files that no row names, store lost records, and recount the totals."""
     for problem in problems:
@@ -255,7 +255,7 @@ def repair(
         if problem.kind == "samples":
             _empty_samples(root, problem.id)
     if any(problem.kind == "stray" for problem in problems):
-        remove_strays(root, catalog, eviction, fill)
+        remove_strays(root, catalog, eviction, keys)
     if any(problem.kind in ("segment", "total") for problem in problems):
         _repair_segments(root, catalog)
     if any(problem.kind in ("segment", "total", "link", "payload", "row") for problem in problems):
@@ -278,22 +278,21 @@ def _repair_segments(root: Root, catalog: Catalog) -> None:
             segments.recount(txn, id, index)
 
 
-def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) -> int:
+def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, keys: LockFile) -> int:
     """Remove files that no row names. Files that are leased or being written stay."""
     removed = eviction.remove_orphans()
     for name in root.files.names_in(root.tmp_dir):
         parsed = parse_tmp_name(name)
         if parsed is None or reservations.by_id(catalog, parsed.id) is not None:
             continue
-        hold = fill.try_hold_hash(parsed.keyhash)
-        if hold is None:
+        if not keys.try_lock(parsed.keyhash, exclusive=True):
             continue
         try:
             # Listed before its reservation was seen: look again, now that its key is ours.
             if reservations.by_id(catalog, parsed.id) is None:
                 removed += stages.remove_partial(root, parsed.keyhash, parsed.id) | root.files.remove_whole(root.tmp_dir / name)
         finally:
-            hold.release()
+            keys.unlock(parsed.keyhash)
     return removed
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from forebay import errors
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
+from forebay._engine.flight import Flight
 from forebay._engine.index.adaptive import Trial, charge_of
 from forebay._engine.index.records import ID, USED, VALIDATED
 from forebay._engine.locks.lease import Lease
@@ -23,12 +24,12 @@ DISMISS_SOON = 0.01
 class Reservations:
     """Space that is reserved ahead in one root, and the entries made of it. Callable from any thread, and in a forked child."""
 
-    def __init__(self, engine: Engine, spaces: Spaces) -> None:
-        self.engine, self._spaces = engine, spaces
+    def __init__(self, engine: Engine, spaces: Spaces, key_locks: Flight) -> None:
+        self.engine, self._spaces, self._locks = engine, spaces, key_locks
 
     @recover_and_retry
     def expect(self, space: str, key: str, max_age: int) -> int | None:
-        """See `Reading.expect`."""
+        """See `Hits.expect`."""
         return self.engine.expect(space, key, max_age)
 
     @recover_and_retry
@@ -127,7 +128,7 @@ class Reservations:
         lease = engine.parts.leases.take(row.id, key)
         if lease is not None:
             return lease
-        with engine.parts.writers.fill.holding(row.id, key):
+        with self._locks.hold(space, key):
             # P1 and P2 find none / P1 holds the key, begins one, lets go / P2 holds the key: we are here.
             return engine.parts.leases.take(row.id, key) or self._begin_session(Label(row.id, row.name, key, life="held"))
 

@@ -15,8 +15,8 @@ from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim
 
 if TYPE_CHECKING:
     from forebay._engine.activity import Now, Period
+    from forebay._engine.flight import KeyHold, OnWait
     from forebay._engine.index.settings import SpaceLimits
-    from forebay._engine.locks.fill import KeyHold, OnWait
     from forebay._engine.locks.lease import Lease
     from forebay._engine.packs.pack import NoPack
     from forebay._engine.stats import Facts, Usage

@@ -28,8 +28,8 @@ from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victi
 
 if TYPE_CHECKING:
     from forebay._engine.activity import Activity
+    from forebay._engine.flight import Flight
     from forebay._engine.index.limits import NodeLimits
-    from forebay._engine.key_locks import KeyLocks
     from forebay._engine.loading import Reservations
     from forebay._engine.pack_handles import Packs
     from forebay._engine.spaces import Spaces
@@ -67,10 +67,10 @@ class Store:
         return Spaces(self.engine)
 
     @functools.cached_property
-    def locks(self) -> KeyLocks:
-        from forebay._engine.key_locks import KeyLocks
+    def locks(self) -> Flight:
+        from forebay._engine.flight import Flight
 
-        return KeyLocks(self.engine, self.spaces)
+        return Flight(self.engine)
 
     @functools.cached_property
     def activity(self) -> Activity:
@@ -88,7 +88,7 @@ class Store:
     def reservations(self) -> Reservations:
         from forebay._engine.loading import Reservations
 
-        return Reservations(self.engine, self.spaces)
+        return Reservations(self.engine, self.spaces, self.locks)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], settings: Settings, *, shared: bool = False, read_only: bool = False) -> Store:
@@ -435,7 +435,7 @@ class Store:
         Raises `NoSpace`, so that a caller learns before the first byte that its files cannot be stored."""
         self.engine.check_usable(writing=True)
         with faults(space):
-            self.engine.parts.writers.publisher.ensure_room(self.spaces.ensure(space).id, files)
+            self.engine.parts.writers.publisher.ensure_room(self.spaces.ensure(space), files)
 
     @recover_and_retry
     def make_room(self) -> bool:
@@ -553,7 +553,7 @@ class Store:
         if not before.files:
             return Strays()
         with faults("files that no entry names"):
-            check.remove_strays(self.root, self.engine.parts.catalog, self.engine.parts.writers.eviction, self.engine.parts.writers.fill)
+            check.remove_strays(self.root, self.engine.parts.catalog, self.engine.parts.writers.eviction, self.engine.parts.writers.keys)
         left = check.count_strays(self.root, self.engine.parts.catalog, self.engine.index)
         return Strays(max(before.files - left.files, 0), max(before.bytes - left.bytes, 0))
 
@@ -588,7 +588,7 @@ class Store:
             engine.parts.catalog,
             engine.index,
             engine.parts.writers.eviction,
-            engine.parts.writers.fill,
+            engine.parts.writers.keys,
             engine.parts.reading,
             problems,
         )

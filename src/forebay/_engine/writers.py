@@ -17,7 +17,7 @@ from forebay._engine.index.head import PAIRS
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.index.settings import SharedSettings
-from forebay._engine.locks.fill import Fill
+from forebay._engine.index.waiting import Waiters
 from forebay._engine.locks.lease import Lease
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
@@ -27,7 +27,7 @@ from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.ranking import Ranking
 from forebay._engine.write.publish import INLINE, SMALL, Label, Publisher
 from forebay._engine.write.writing import Writing
-from forebay._kernel import waits
+from forebay._kernel import locks, waits
 from forebay._model import Buffer, Entry, ObjectInfo
 
 AT_ONCE = 1 << 20
@@ -48,7 +48,8 @@ class Writers:
         self, root: Root, catalog: Catalog, index: EntryIndex, memo: Memo, counters: Counters, leases: Leases, owners: Owners,
         words: waits.Words, adaptive: AdaptiveSpaces, settings: SharedSettings,
     ) -> None:  # fmt: skip
-        self.fill = Fill(root, catalog, owners, words, counters)
+        self.keys = locks.LockFile(root.lock("keys"), root.files.open)
+        self.waiters = Waiters(root)
         self.eviction = Eviction(root, catalog, index, leases, words)
         self.ranking = Ranking(catalog, index, adaptive)
         self.budget = Budget(root, catalog, owners, self.eviction, self.ranking, words, counters, memo, settings)
@@ -103,20 +104,25 @@ class Writers:
     # -- process life ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self.fill.close()
+        self.keys.close()
+        self.waiters.locks.close()
         self.budget.close()
 
     def before_fork(self) -> None:
         self.budget.before_fork()
-        self.fill.before_fork()
+        for file in (self.keys, self.waiters.locks):
+            file.before_fork(keep=False)
 
     def after_fork_parent(self) -> None:
-        self.fill.after_fork_parent()
+        for file in (self.waiters.locks, self.keys):
+            file.after_fork_parent()
         self.budget.after_fork_parent()
 
     def after_fork_child(self) -> None:
-        for part in (self.budget, self.fill, self.ranking):
-            part.after_fork_child()
+        self.budget.after_fork_child()
+        for file in (self.keys, self.waiters.locks):
+            file.after_fork_child(keep=False)
+        self.ranking.after_fork_child()
 
 
 def _first_of(left: deque[tuple[Label, Buffer]]) -> list[tuple[Label, Buffer]]:

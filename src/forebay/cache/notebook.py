@@ -11,7 +11,7 @@ from forebay._config import EnvironmentSettings, format_age, format_size
 from forebay.origin.request import FetchOptions
 
 if TYPE_CHECKING:
-    from forebay._engine.locks.fill import Waiting
+    from forebay._engine.flight import Waiting
 
 AFTER = 1.0
 EVERY = 0.2

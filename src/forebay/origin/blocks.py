@@ -16,7 +16,7 @@ from forebay.origin.request import FetchOptions, Target
 from forebay.origin.spaces import URLS, block_key, index_key
 
 if TYPE_CHECKING:
-    from forebay._engine.locks.fill import KeyHold
+    from forebay._engine.flight import KeyHold
     from forebay.origin import Origin
 
 log = logger("forebay.origin")

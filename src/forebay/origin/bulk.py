@@ -29,7 +29,7 @@ from forebay.remote.base import CallAborted, sent_together
 
 if TYPE_CHECKING:
     from forebay._engine.files.stages import MemoryStage
-    from forebay._engine.locks.fill import KeyHold
+    from forebay._engine.flight import KeyHold
     from forebay._engine.write.writing import Writing
     from forebay.origin import Origin
 

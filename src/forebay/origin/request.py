@@ -15,8 +15,8 @@ from forebay.origin.spaces import FOREVER, URLS
 from forebay.remote import UrlNaming, urls
 
 if TYPE_CHECKING:
+    from forebay._engine.flight import KeyHold, OnWait
     from forebay._engine.index.memo import Hit
-    from forebay._engine.locks.fill import KeyHold, OnWait
     from forebay._engine.locks.lease import Lease
     from forebay._engine.passthrough import PassThrough
     from forebay._engine.store import Store

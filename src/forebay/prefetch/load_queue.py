@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from forebay import errors
-from forebay._engine.locks.fill import KeyHold
+from forebay._engine.flight import KeyHold
 from forebay._engine.locks.lease import Lease
 from forebay._engine.write.reservations import NOTHING, Need
 from forebay._logs import logger

@@ -20,7 +20,7 @@ import weakref
 from typing import Protocol
 
 from forebay import errors
-from forebay._engine.locks.fill import KeyHold
+from forebay._engine.flight import KeyHold
 from forebay._engine.locks.lease import Lease
 from forebay._kernel import host
 from forebay._logs import logger

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from forebay import errors
-from forebay._engine.locks.fill import KeyHold
+from forebay._engine.flight import KeyHold
 from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
 from forebay._engine.write.reservations import NOTHING, Need

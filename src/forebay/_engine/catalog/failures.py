@@ -10,7 +10,7 @@ from forebay._engine.catalog.connection import Rows, Txn
 KEPT = 1000
 
 
-def of(rows: Rows, space: int, key: str) -> tuple[int, dict[str, Any]] | None:
+def of(rows: Rows, space: str, key: str) -> tuple[int, dict[str, Any]] | None:
     """The last failure of a key: when, and the error as `errors.to_wire` wrote it."""
     import json
 
@@ -22,20 +22,21 @@ def of(rows: Rows, space: int, key: str) -> tuple[int, dict[str, Any]] | None:
         error = json.loads(text)
     except (ValueError, TypeError, RecursionError):
         error = None
-    if not checked.is_number(at) or not isinstance(error, dict) or not isinstance(error.get("facts") or {}, dict):
+    named = type(space) is type(key) is str
+    if not named or not checked.is_number(at) or not isinstance(error, dict) or not isinstance(error.get("facts") or {}, dict):
         rows.report_unreadable("failures", (space, key), f"the failure of {key!r}")
         return None
     return at, error
 
 
-def latest(rows: Rows, most: int) -> list[tuple[int, str, int, dict[str, Any]]]:
+def latest(rows: Rows, most: int) -> list[tuple[str, str, int, dict[str, Any]]]:
     """The last failures, newest first: space, key, when, and the error as in `of`."""
     keys = rows.all("SELECT space, key FROM failures ORDER BY at DESC LIMIT ?", most)
     found = [(space, key, of(rows, space, key)) for space, key in keys]
     return [(space, key, *one) for space, key, one in found if one is not None]
 
 
-def record(txn: Txn, space: int, key: str, error: dict[str, Any], at: int) -> None:
+def record(txn: Txn, space: str, key: str, error: dict[str, Any], at: int) -> None:
     """Record that an attempt failed, for the processes that wait. ``at``: nanoseconds of the node's monotonic clock."""
     import json
 

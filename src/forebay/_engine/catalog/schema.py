@@ -6,7 +6,7 @@ import contextlib
 import sqlite3
 from pathlib import Path
 
-FORMAT = 8
+FORMAT = 9
 LIVE, SUPERSEDED = 0, 1
 """States of an entry: served; served no more, and its bytes go when the last lease does."""
 
@@ -38,7 +38,7 @@ CREATE TABLE segments(
     PRIMARY KEY(pack, number)) WITHOUT ROWID;
 CREATE INDEX segment_open ON segments(pack, number) WHERE open;
 CREATE TABLE failures(
-    space INTEGER NOT NULL, key TEXT NOT NULL, error TEXT NOT NULL, at INTEGER NOT NULL,
+    space TEXT NOT NULL, key TEXT NOT NULL, error TEXT NOT NULL, at INTEGER NOT NULL,
     PRIMARY KEY(space, key)) WITHOUT ROWID;
 CREATE TABLE counters(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """

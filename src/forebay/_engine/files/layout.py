@@ -71,6 +71,11 @@ def parse_tmp_name(name: str) -> TmpName | None:
     return TmpName(int(match[1], 16), int(match[2], 16), match[3]) if match else None
 
 
+def key_hash(space: str, key: str) -> int:
+    """The offset of a key's lock, and part of the names of what is written for it. Keys that share one only wait for each other."""
+    return xxhash.xxh3_64_intdigest(f"{space}\0{key}".encode("utf-8", "surrogatepass")) & ((1 << 62) - 1)
+
+
 def is_suffix(value: object) -> bool:
     """Whether the name of a blob may end so."""
     return type(value) is str and re.fullmatch(_SUFFIX, value) is not None

@@ -21,7 +21,6 @@ from forebay._engine.files import pack_files, pack_records
 from forebay._engine.files.faults import faults
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root
-from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.lease import Lease
 from forebay._engine.locks.leases import Leases
 from forebay._engine.space import segment_tails
@@ -87,7 +86,7 @@ class Packing:
         """Create an empty pack, which replaces the entry of this name; returns its lease. Caller: holds the key.
 
         Raises `NoSpace` or another `CacheFault`."""
-        keyhash, size = hash_of(label.space, label.key), PAGE + pack_files.index_size(length)  # the directory takes a block
+        keyhash, size = label.keyhash, PAGE + pack_files.index_size(length)  # the directory takes a block
         return self._publisher.build(
             label, "pack", size, lambda id: pack_files.build(self.root, id, length, keyhash=keyhash),
             lambda id: pack_files.remove(self.root, id, keyhash=keyhash), validator=fingerprint,

@@ -24,10 +24,10 @@ from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.files import blobs, trees
 from forebay._engine.files.chunkmaps import CHUNK
 from forebay._engine.files.faults import faults
+from forebay._engine.files.layout import key_hash
 from forebay._engine.files.root import Root
 from forebay._engine.index.adaptive import AdaptiveSpace, AdaptiveSpaces, Trial
 from forebay._engine.index.records import EntryIndex
-from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.lease import Lease
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
@@ -56,6 +56,10 @@ class Label(NamedTuple):
     meta: str = ""
     validated: int | None = None
     ahead: bool = False
+
+    @property
+    def keyhash(self) -> int:
+        return key_hash(self.space_name, self.key)
 
 
 class Pending(NamedTuple):
@@ -183,7 +187,7 @@ class Publisher:
         """Reserve ``size`` bytes, let ``make`` build the files of the new id, publish them, and return the lease. ``undo`` removes the
         files after a failure. Raises `NoSpace` or another `CacheFault`."""
         with faults(label.key, size):
-            request = SpaceRequest(label.space, label.key, hash_of(label.space, label.key), size, label.suffix, (label.key,))
+            request = SpaceRequest(label.space, label.key, label.keyhash, size, label.suffix, (label.key,))
             reserved = self.budget.reserve(request)
             try:
                 make(reserved.id)
@@ -202,7 +206,7 @@ class Publisher:
         members, and no other caller writes the tree's key."""
         size = trees.footprint([name for name, _ in members], host.disk(self.root.path).block)
         files = [(name, self.root.blob_name(entry.id, entry.suffix)) for name, entry in members]
-        keyhash = hash_of(label.space, label.key)
+        keyhash = label.keyhash
         return self.build(
             label, "tree", size, lambda id: trees.build(self.root, id, files, keyhash=keyhash),
             lambda id: trees.remove(self.root, id, keyhash=keyhash), validator=validator, members=[(name, e.id) for name, e in members],
@@ -230,12 +234,12 @@ class Publisher:
             txn.leftovers = True
             return True
 
-    def ensure_room(self, space: int, files: Sequence[tuple[str, int]]) -> None:
+    def ensure_room(self, space: spaces.SpaceRow, files: Sequence[tuple[str, int]]) -> None:
         """Evict entries until all of ``files`` (key and size) fit. Nothing is done if a dead fetch left a partial of one of them, which can
         be resumed and would be the first victim. Raises `NoSpace`."""
-        if not files or any(reservations.by_key(self.catalog, hash_of(space, key)) for key, size in files if size > CHUNK):
+        if not files or any(reservations.by_key(self.catalog, key_hash(space.name, key)) for key, size in files if size > CHUNK):
             return
         charged = sum(self.budget.room.charge(size) for _, size in files)
-        request = SpaceRequest(space, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))
+        request = SpaceRequest(space.id, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))
         if not self.budget.room.short(self.catalog, request).fits:
             self.budget.with_room(request, lambda txn: None)

@@ -18,7 +18,6 @@ from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.catalog.spaces import SpaceRow
 from forebay._engine.files import blobs
 from forebay._engine.files.faults import faults
-from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.lease import Lease
 from forebay._engine.space.budget import Search
 from forebay._engine.space.free_space import SpaceRequest
@@ -155,7 +154,7 @@ class SpaceReservation:
         assert not isinstance(item.data, Lease), "a link writes no bytes"
         label, size = self._label(item, life), len(item.data)
         with faults(item.key, size), self._catalog.write() as txn:
-            own = self._budget.grant(txn, SpaceRequest(label.space, label.key, hash_of(label.space, label.key), size), Search())
+            own = self._budget.grant(txn, SpaceRequest(label.space, label.key, label.keyhash, size), Search())
             left = self._shrink(txn, self.need(size))
         self._shrunk(left)
         with Writing(self._publisher, label, reserved=own) as writing:

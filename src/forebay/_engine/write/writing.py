@@ -20,7 +20,6 @@ from forebay._engine.files import blobs, stages
 from forebay._engine.files.chunkmaps import CHUNK
 from forebay._engine.files.faults import faults
 from forebay._engine.files.stages import MemoryStage, Stage
-from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.lease import Lease
 from forebay._engine.space.free_space import SpaceRequest
 from forebay._engine.write.publish import SMALL, Label, Pending, Published, Publisher
@@ -40,7 +39,7 @@ class Writing:
     ) -> None:  # fmt: skip
         self._publisher, self.label, self._on_progress, self._timeout = publisher, label, on_progress, timeout
         self._collect, self._at_once = collect, at_once
-        self._keyhash = hash_of(label.space, label.key)
+        self._keyhash = label.keyhash
         self._reserved = reserved
         self._stage: Stage | None = None
         self._small: MemoryStage | None = None

@@ -1,0 +1,356 @@
+"""`Store.locks`: absent -> lock -> look again -> make -> publish, so at most one process of the node makes a key at a time.
+
+The key's lock is a byte of ``locks/keys``. A process that waits for it finds the result: an entry, or a failure that was recorded after
+the wait began, or neither: then the worker died, and the process that has the lock now takes over."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from forebay import errors
+from forebay._engine.catalog import failures, reservations
+from forebay._engine.engine import Engine, recover_and_retry
+from forebay._engine.files.faults import CatalogBroken, faults
+from forebay._engine.files.layout import key_hash
+from forebay._engine.files.stages import progress_of
+from forebay._engine.index.counters import WAIT_NS_LOCK, WAITS
+from forebay._engine.index.waiting import Entered, KeyWaiter
+from forebay._kernel import events, locks, waits
+from forebay._logs import logger
+
+log = logger("forebay.fill")
+T = TypeVar("T")
+
+FIRST_WORD = 3  # futex words from here on are the keys'
+KEY_WORDS = waits.COUNT - FIRST_WORD
+NAMED = ""
+"""The space of named locks; no space is called so."""
+_held: contextvars.ContextVar[tuple[int, ...] | None] = contextvars.ContextVar("forebay_held", default=())
+"""The keys that this call chain holds while it makes their values; None: some, and it is not known which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The state of a wait, for its callback: the key, ``since`` how many seconds, the holder, its progress in bytes (total None:
+    unknown)."""
+
+    key: str
+    since: float
+    holder: str
+    done: int
+    total: int | None
+
+
+OnWait = Callable[[Waiting], None]
+
+
+class KeyHold:
+    """The lock of one key, held. Any thread may release it; releasing it again does nothing."""
+
+    def __init__(self, keys: locks.LockFile, words: waits.Words, keyhash: int) -> None:
+        self.keyhash = keyhash
+        self._held = [(keys, words)]  # a list, since `pop` is one step: of two threads that release, one does
+
+    def release(self) -> None:
+        with contextlib.suppress(IndexError):
+            keys, words = self._held.pop()
+            keys.unlock(self.keyhash)
+            words.bump(_word_of(self.keyhash))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+class Flight:
+    """Single-flight for one root, across threads and processes; the death of a holder releases its locks. Callable from any thread, and in
+    a forked child."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._errors: dict[tuple[str, str], tuple[int, Exception]] = {}  # this process's own failures, of whatever class
+
+    # -- one at a time ---------------------------------------------------------------------------------------------
+
+    def single(
+        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], *,
+        timeout: float | None = None, on_wait: OnWait | None = None, on_hold: Callable[[KeyHold], None] | None = None,
+    ) -> T:  # fmt: skip
+        """Return what ``look`` finds, else what ``make`` makes under the key's lock. ``on_hold`` is called with the lock, which may be
+        released before ``make`` returns. ``make`` runs once: a catalog that breaks meanwhile is recovered for the next call.
+
+        Raises what ``make`` raised, here or in the process that was waited for; `WaitTimeout` after ``timeout`` seconds of waiting;
+        `Busy` where waiting would never end."""
+        with self.engine.reopening():
+            hold, since = self._hold(space, key, timeout, on_wait)
+            with hold:
+                value = self._look_again(space, key, look, since)
+                if value is not None:
+                    return value
+                if on_hold is not None:
+                    on_hold(hold)
+                with self._making(space, key, hold.keyhash):
+                    return make()
+
+    async def single_async(
+        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], *, timeout: float | None = None
+    ) -> T:
+        """`single` for a coroutine: the event loop goes on while another process makes the value, and while ``make`` is awaited."""
+        with self.engine.reopening():
+            hold, since = await self._hold_async(space, key, timeout)
+            with hold:
+                value = self._look_again(space, key, look, since)
+                if value is not None:
+                    return value
+                with self._making(space, key, hold.keyhash):
+                    return await make()
+
+    def _look_again(self, space: str, key: str, look: Callable[[], T | None], since: int | None) -> T | None:
+        """P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: this is P2. Raises what P1 failed with after
+        ``since``."""
+        value = look()
+        error = self.failure(space, key, since) if value is None and since is not None else None
+        if error is not None:
+            raise error
+        return value
+
+    @contextlib.contextmanager
+    def _making(self, space: str, key: str, keyhash: int) -> Iterator[None]:
+        """Around making a key's value under its lock: a failure reaches the processes that wait."""
+        try:
+            with _holding(keyhash):
+                yield
+        except (errors.CacheFault, errors.WaitTimeout):
+            raise  # the cache's, or this caller's own limit, not the source's: each caller continues on its own
+        except Exception as error:
+            self.note_failure(space, key, error)
+            raise
+
+    # -- locks -----------------------------------------------------------------------------------------------------
+
+    @recover_and_retry
+    def hold(self, space: str, key: str, *, timeout: float | None = None, on_wait: OnWait | None = None) -> KeyHold:
+        """Take the lock of a key, waiting up to ``timeout`` seconds. Any thread may release it."""
+        return self._hold(space, key, timeout, on_wait)[0]
+
+    async def hold_async(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
+        """`hold` for a coroutine: the event loop goes on."""
+        return (await self._hold_async(space, key, timeout))[0]
+
+    @recover_and_retry
+    def try_hold(self, space: str, key: str) -> KeyHold | None:
+        """Take the lock of a key if it is free."""
+        with faults(key):
+            self.engine.check_usable(writing=True)
+            return self._try(key_hash(space, key))
+
+    @contextlib.contextmanager
+    def holding_free(self, space: str, keys: Sequence[str]) -> Iterator[list[str]]:
+        """The locks of those of these keys that are free, around a block that makes their values together; yields these keys.
+
+        The block may wait for other keys, as what makes one value may."""
+        with contextlib.ExitStack() as stack:
+            holds = {key: stack.enter_context(hold) for key in keys if (hold := self.try_hold(space, key)) is not None}
+            stack.enter_context(_holding(*(hold.keyhash for hold in holds.values())))
+            yield list(holds)
+
+    def named(self, name: str, *, timeout: float | None = None, on_wait: OnWait | None = None) -> KeyHold:
+        """Take the lock of this name, which belongs to no key.
+
+        It may be waited for inside a function that makes a key's value too, so its holder must run nothing that waits for such a key."""
+        with self.working(False):
+            return self.hold(NAMED, name, timeout=timeout, on_wait=on_wait)
+
+    @contextlib.contextmanager
+    def working(self, is_working: bool = True) -> Iterator[None]:
+        """Around work with held keys that this object does not know of: no key is waited for inside, since two such waits could wait for
+        each other. ``is_working=False``: around work that may wait whatever is held."""
+        token = _held.set(None if is_working else ())
+        try:
+            yield
+        finally:
+            _held.reset(token)
+
+    def wait_turn(self, space: str, key: str, seconds: float) -> None:
+        """Sleep until the lock of a key may have been released, at most ``seconds``."""
+        self.engine.parts.words.sleep(_word_of(key_hash(space, key)), seconds)
+
+    @recover_and_retry
+    def with_remains(self, space: str, keys: Iterable[str]) -> set[str]:
+        """Those of these keys for which another process is writing, or left a partial when it died."""
+        reserved = reservations.keyhashes(self.engine.parts.catalog)
+        return {key for key in keys if key_hash(space, key) in reserved} if reserved else set()
+
+    def _hold(self, space: str, key: str, timeout: float | None, on_wait: OnWait | None) -> tuple[KeyHold, int | None]:
+        """Take the key's lock. Returns, too, when the wait began, on the clock of failures; None if there was none."""
+        with faults(key):
+            self.engine.check_usable(writing=True)
+            keyhash = key_hash(space, key)
+            if (hold := self._try(keyhash)) is not None:
+                return hold, None
+            with self._waiting(key, keyhash) as since:
+                return waits.wait_for(**self._wait(key, keyhash), timeout=timeout, on_turn=self._teller(key, keyhash, on_wait)), since
+
+    async def _hold_async(self, space: str, key: str, timeout: float | None) -> tuple[KeyHold, int | None]:
+        """`_hold` for a coroutine."""
+        with faults(key):
+            self.engine.check_usable(writing=True)
+            keyhash = key_hash(space, key)
+            if (hold := self._try(keyhash)) is not None:
+                return hold, None
+            with self._waiting(key, keyhash) as since:
+                return await waits.wait_for_async(**self._wait(key, keyhash), timeout=timeout), since
+
+    def _try(self, keyhash: int) -> KeyHold | None:
+        """The lock if it is free."""
+        parts = self.engine.parts
+        keys = parts.writers.keys
+        try:
+            if not keys.try_lock(keyhash, exclusive=True):
+                return None
+            if keys.has_name():
+                return KeyHold(keys, parts.words, keyhash)
+            keys.unlock(keyhash)
+        except FileNotFoundError as error:  # at the first lock
+            log.debug("%s", error)
+        raise CatalogBroken(f"the root {self.engine.root.path} was deleted or replaced")
+
+    def _wait(self, key: str, keyhash: int) -> dict[str, Any]:
+        """How to wait for a key's lock: see `waits.wait_for`."""
+        parts = self.engine.parts
+        keys, words, owners = parts.writers.keys, parts.words, parts.owners
+        return {
+            "attempt": lambda: KeyHold(keys, words, keyhash) if keys.try_lock(keyhash, exclusive=True) else None,
+            "words": words, "index": _word_of(keyhash), "what": lambda: (key, owners.holder_of(keyhash)),
+        }  # fmt: skip
+
+    def _teller(self, key: str, keyhash: int, on_wait: OnWait | None) -> Callable[[float], None] | None:
+        if on_wait is None:
+            return None
+        began, parts = time.monotonic(), self.engine.parts
+
+        def tell(waited: float) -> None:
+            reserved = reservations.by_key(parts.catalog, keyhash)
+            found = (progress_of(self.engine.root, keyhash, one.id) for one in reserved)
+            progress = next((one for one in found if one is not None), (0, None))
+            on_wait(Waiting(key, time.monotonic() - began, parts.owners.holder_of(keyhash), *progress))
+
+        return tell
+
+    @contextlib.contextmanager
+    def _waiting(self, key: str, keyhash: int) -> Iterator[int]:
+        """Around a wait for a key's lock, which is counted; yields when it began. Raises `Busy`."""
+        held, parts, counters = _held.get(), self.engine.parts, self.engine.counters
+        if held is None or keyhash in held:
+            raise Busy(f"{key!r} is being made by {parts.owners.holder_of(keyhash)}, and this caller holds another key", key=key)
+        since = time.monotonic_ns()
+        counters.add(WAITS)
+        try:
+            entered = self._enter(key, keyhash, held)
+            try:
+                yield since
+            finally:
+                parts.writers.waiters.leave(entered)
+        finally:
+            counters.add(WAIT_NS_LOCK, time.monotonic_ns() - since)
+            events.emit("wait", self.engine.root.path, key, since=since)
+
+    def _enter(self, key: str, keyhash: int, held: tuple[int, ...]) -> Entered | None:
+        """Show a wait for a key by a holder of other keys. Raises `Busy` where it would never end.
+
+        A function that makes a value may need another value that another process is making: the calls of a flow ask for each other. Such
+        waits end, unless they form a circle: A makes k1 and waits for k2, B makes k2 and waits for k1. They are entered one after the
+        other, so the one that would close a circle sees all of it, and does not wait."""
+        waiters = self.engine.parts.writers.waiters
+        if not held:
+            return waiters.enter(key, keyhash)
+        with self.engine.parts.catalog.writer():
+            if leads_to(held, keyhash, waiters.every()):
+                raise Busy(f"{key!r} is being made by one that waits, in the end, for this caller", key=key)
+            entered = waiters.enter(key, keyhash, held)
+        if entered is None:
+            raise Busy(f"{key!r} is being made by another, and others would not see that this caller waits for it", key=key)
+        return entered
+
+    # -- failures --------------------------------------------------------------------------------------------------
+
+    def note_failure(self, space: str, key: str, error: Exception) -> None:
+        """Record a failure for the processes that wait for this key."""
+        with contextlib.suppress(errors.CacheFault, OSError), self.engine.parts.catalog.write() as txn:
+            at = time.monotonic_ns()
+            failures.record(txn, space, key, errors.to_wire(error), at)
+            if len(self._errors) >= 256:
+                self._errors.clear()
+            copy = _without_frames(error)
+            if copy is not None:
+                self._errors[space, key] = at, copy
+
+    @recover_and_retry
+    def failure(self, space: str, key: str, since: int) -> Exception | None:
+        """What the work on a key failed with after ``since`` (nanoseconds of the monotonic clock), in any process; a later call tries
+        again."""
+        failure = failures.of(self.engine.parts.catalog, space, key)
+        if failure is None or failure[0] < since:
+            return None
+        at, error = self._errors.get((space, key), (0, None))
+        copy = _without_frames(error) if error is not None and at == failure[0] else None
+        return errors.from_wire(failure[1]) if copy is None else copy
+
+
+def _word_of(keyhash: int) -> int:
+    return FIRST_WORD + keyhash % KEY_WORDS
+
+
+@contextlib.contextmanager
+def _holding(*keyhashes: int) -> Iterator[None]:
+    held = _held.get()
+    token = _held.set(None if held is None else (*held, *keyhashes))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # a coroutine whose event loop is gone ends in another context
+            _held.reset(token)
+
+
+def _without_frames(error: Exception) -> Exception | None:
+    """A copy of an error without its traceback, its cause and its context, whose frames hold the objects of callers. None: its class
+    allows no copy that says the same."""
+    kind = type(error)
+    for skips_init in (True, False):  # its __init__ may take other arguments, or set what it says
+        with contextlib.suppress(Exception):
+            reduced = error.__reduce__()
+            if isinstance(reduced, str):  # the name of something global
+                return None
+            rebuild, args = reduced[:2]
+            copy = kind.__new__(kind, *args) if skips_init else rebuild(*args)
+            vars(copy).update(vars(error))
+            if type(copy) is kind and str(copy) == str(error):
+                return copy
+    return None
+
+
+# -- waiting for a key while holding others: allowed, unless such waits form a cycle -------------------------------------
+
+
+class Busy(errors.CacheFault):
+    """Another works on this key, and this caller may not wait for it: that one waits for what this caller holds, or may do so."""
+
+
+def leads_to(held: Iterable[int], target: int, waits: Iterable[KeyWaiter]) -> bool:
+    """Whether the holder of ``target`` waits, directly or through other waits, for one of the keys ``held``."""
+    goals, seen, next_ones = set(held), set[int](), {target}
+    edges = list(waits)
+    while next_ones:
+        if next_ones & goals:
+            return True
+        seen |= next_ones
+        next_ones = {wait.keyhash for wait in edges if wait.held & next_ones} - seen
+    return False
