@@ -15,8 +15,7 @@ import pytest
 import xxhash
 
 from forebay._engine.files import stages
-from forebay._engine.files.blobs import checksum_of
-from forebay._engine.files.chunkmaps import CHUNK
+from forebay._engine.files.blobs import CHUNK, checksum_of
 from forebay._engine.files.root import Root, open_root, parse_tmp_name
 from forebay._engine.files.stages import Stage
 from forebay._kernel import host

@@ -16,10 +16,9 @@ from forebay._kernel.below import LinkInTheWay, NoPlainFile
 from forebay._model import Buffer, Entry
 from forebay.errors import Damaged
 
-BLOCK = 8 << 20
-"""A checksum is the xxh3-128 of the xxh3-128s of a file's blocks of 8 MiB, so that blocks may arrive in any order."""
+CHUNK = 1 << 20
+"""A checksum is the xxh3-128 of the xxh3-128s of a file's chunks of 1 MiB, so that chunks may arrive in any order."""
 
-_STEP = 1 << 20
 SECOND = 1_000_000_000
 
 
@@ -162,35 +161,23 @@ def verify_blob(root: Root, path: Path, size: int, checksum: bytes) -> bool:
 
 def checksum_of(source: Buffer | int) -> bytes:
     """The checksum (16 bytes) of a buffer, or of the whole file behind a descriptor."""
-    if type(source) is bytes and 0 < len(source) <= BLOCK:  # the same in fewer steps: small values are compared at each first read
+    if type(source) is bytes and 0 < len(source) <= CHUNK:  # the same in fewer steps: small values are compared at each first read
         return xxhash.xxh3_128_digest(xxhash.xxh3_128_digest(source))
     whole = xxhash.xxh3_128()
     if isinstance(source, int):
-        for start in range(0, os.fstat(source).st_size, BLOCK):
-            whole.update(digest_of_block(source, start))
+        for start in range(0, os.fstat(source).st_size, CHUNK):
+            whole.update(digest_of_chunk(source, start))
     else:
         data = memoryview(source).cast("B")
-        for start in range(0, len(data), BLOCK):
-            whole.update(xxhash.xxh3_128_digest(data[start : start + BLOCK]))
+        for start in range(0, len(data), CHUNK):
+            whole.update(xxhash.xxh3_128_digest(data[start : start + CHUNK]))
     return whole.digest()
 
 
-def digest_of_block(fd: int, start: int) -> bytes:
-    """The xxh3-128 of the block of a file that starts at ``start``."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_STEP))
-    for offset in range(start, start + BLOCK, _STEP):
-        count = _read_into(fd, buffer, offset)
-        digest.update(buffer[:count])
-        if count < _STEP:
-            break
+def digest_of_chunk(fd: int, start: int) -> bytes:
+    """The xxh3-128 of the chunk of a file that starts at ``start``."""
+    digest, end = xxhash.xxh3_128(), start + CHUNK
+    while start < end and (data := os.pread(fd, end - start, start)):
+        digest.update(data)
+        start += len(data)
     return digest.digest()
-
-
-def _read_into(fd: int, buffer: memoryview, offset: int) -> int:
-    count = 0
-    while count < len(buffer):
-        got = os.preadv(fd, [buffer[count:]], offset + count)
-        if not got:
-            break
-        count += got
-    return count

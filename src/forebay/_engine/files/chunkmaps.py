@@ -15,15 +15,15 @@ from pathlib import Path
 
 import xxhash
 
+from forebay._engine.files.blobs import CHUNK
 from forebay._engine.files.layout import Root
 from forebay._kernel import host, mappings
 from forebay._kernel.below import NoPlainFile
 from forebay._model import Span
 
-CHUNK = 1 << 20
 _HEADER = 512
 _FIELDS = struct.Struct("<8sQQQ36sH")  # magic, root id, total, chunk size, epoch, length of the validator
-_MAGIC = b"FBCHUNK2"
+_MAGIC = b"FBCHUNK3"
 _SUM = 16
 _LONGEST = _HEADER - _FIELDS.size - 8  # of a validator, before the header's own xxh3-64
 

@@ -13,8 +13,7 @@ from typing import Self
 import xxhash
 
 from forebay._engine.files import chunkmaps
-from forebay._engine.files.blobs import BLOCK, checksum_of, digest_of_block, seal
-from forebay._engine.files.chunkmaps import CHUNK as CHUNK
+from forebay._engine.files.blobs import CHUNK, checksum_of, digest_of_chunk, seal
 from forebay._engine.files.chunkmaps import ChunkMap, Coverage
 from forebay._engine.files.faults import SCARCE
 from forebay._engine.files.layout import Root
@@ -85,8 +84,7 @@ class Stage:
     _fd: int | None
     _writers: int  # calls of `write` that are under way
     _coverage: Coverage
-    _blocks: dict[int, _Block]  # the hashes of what was written
-    _chunks: dict[int, _Block]  # the hashes of chunks that are not marked yet
+    _chunks: dict[int, _Chunk]  # the hashes of what was written
     _map: ChunkMap | None
     _growing: threading.Lock  # guards what follows; `on_grow` is called under it, and may take long
     _granted: int  # bytes that a write of unknown total may have
@@ -95,7 +93,7 @@ class Stage:
         self.root, self.keyhash, self.id, self.path = root, keyhash, id, root.tmp(keyhash, id)
         self.partial = self.total = self._on_grow = None
         self._idle, self._fd, self._writers = threading.Condition(), fd, 0
-        self._coverage, self._blocks, self._chunks, self._map = Coverage(), {}, {}, None
+        self._coverage, self._chunks, self._map = Coverage(), {}, None
         self._growing, self._granted = threading.Lock(), 0
         self._map_path, self._has_map = root.tmp(keyhash, id, ".map"), False  # whether a file may lie there
 
@@ -162,28 +160,27 @@ class Stage:
     def _move_over(self, old: int, partial: Partial) -> None:
         fd = self._descriptor()
         for span in self._coverage.spans():
-            for start in range(span.start, span.end, BLOCK):
-                _copy(old, fd, start, min(BLOCK, span.end - start))
-                host.punch(old, start, min(BLOCK, span.end - start))
+            for start in range(span.start, span.end, CHUNK):
+                _copy(old, fd, start, min(CHUNK, span.end - start))
+                host.punch(old, start, min(CHUNK, span.end - start))
         host.punch(old, 0, partial.size)  # what was allocated for what is missing
         host.allocate(fd, 0, partial.size)
         self._has_map = True
         chunkmap = ChunkMap.create(self._map_path, self.root, partial.size, partial.validator)
         for span in self._coverage.spans():
-            chunkmap.mark(span, span, lambda chunk: _sum_of(fd, chunk, partial.size))
+            chunkmap.mark(span, span, lambda number: digest_of_chunk(fd, number * CHUNK))
 
     def _what_the_disk_kept(self, seen: chunkmaps.ChunkMapContent) -> Coverage:
         """What of a partial is as it was written. All of it is read here, and not again by `finish`."""
         kept, lost, fd = Coverage(), 0, self._descriptor()
-        for chunk in range(-(-seen.total // CHUNK)):
-            start, end = chunk * CHUNK, min((chunk + 1) * CHUNK, seen.total)
+        for number in range(-(-seen.total // CHUNK)):
+            start, end = number * CHUNK, min((number + 1) * CHUNK, seen.total)
             if not seen.coverage.has(start, end):
                 continue
             data = memoryview(os.pread(fd, end - start, start))
-            if len(data) == end - start and xxhash.xxh3_128_digest(data) == seen.sum_of(chunk):
+            if len(data) == end - start and xxhash.xxh3_128_digest(data) == seen.sum_of(number):
                 kept.add(start, end)
-                number, within = divmod(start, BLOCK)
-                self._blocks.setdefault(number, _Block()).add(within, data)
+                self._chunks.setdefault(number, _Chunk()).add(0, data)
             else:
                 lost += 1
         if lost:
@@ -278,7 +275,7 @@ class Stage:
             raise CacheFault(f"{self.path}: {lacking:,} of {size:,} bytes are missing", path=str(self.path))
         if os.fstat(fd).st_size != size:
             host.truncate(fd, size)
-        checksum = self._checksum(fd, size)
+        checksum = xxhash.xxh3_128_digest(b"".join(self._sum_of(number, size) for number in range(-(-size // CHUNK))))
         seal(fd, checksum)
         host.chmod(fd, self.root.blob_mode)
         self.close()
@@ -306,7 +303,7 @@ class Stage:
 
     def _empty(self) -> None:
         with self._idle:
-            self._coverage, self._blocks, self._chunks, self._map = Coverage(), {}, {}, None
+            self._coverage, self._chunks, self._map = Coverage(), {}, None
         self._granted = 0
         self._remove_map()  # first: while it is there, its marks must be true
         if os.fstat(self._descriptor()).st_size:
@@ -330,42 +327,20 @@ class Stage:
 
     def _take_in_locked(self, written: Span, view: memoryview) -> None:
         whole = self._coverage.add(written.start, written.end)
-        if self._map:
-            self._note_chunks_locked(written, view)
-            self._map.mark(written, whole, self._sum_of_locked)
-        at = written.start
-        while at < written.end:
-            number, within = divmod(at, BLOCK)
-            piece = view[at - written.start :][: BLOCK - within]
-            self._blocks.setdefault(number, _Block()).add(within, piece)
-            at += len(piece)
-
-    def _note_chunks_locked(self, written: Span, view: memoryview) -> None:
         at = written.start
         while at < written.end:
             number, within = divmod(at, CHUNK)
             piece = view[at - written.start :][: CHUNK - within]
-            self._chunks.setdefault(number, _Block(CHUNK)).add(within, piece)
+            self._chunks.setdefault(number, _Chunk()).add(within, piece)
             at += len(piece)
+        if self._map:
+            self._map.mark(written, whole, lambda number: self._sum_of(number, self.total or 0))
 
-    def _sum_of_locked(self, chunk: int) -> bytes:
+    def _sum_of(self, number: int, size: int) -> bytes:
         """The checksum of a chunk that is on the disk: from its bytes as they came, or read back where they came out of order."""
-        block, total = self._chunks.pop(chunk, None), self.total or 0
-        known = block.digest(min(CHUNK, total - chunk * CHUNK)) if block is not None else None
-        return known or _sum_of(self._descriptor(), chunk, total)
-
-    def _checksum(self, fd: int, size: int) -> bytes:
-        whole = xxhash.xxh3_128()
-        for start in range(0, size, BLOCK):
-            block = self._blocks.get(start // BLOCK)
-            known = block.digest(min(BLOCK, size - start)) if block else None
-            whole.update(known or digest_of_block(fd, start))
-        return whole.digest()
-
-
-def _sum_of(fd: int, chunk: int, total: int) -> bytes:
-    start = chunk * CHUNK
-    return xxhash.xxh3_128_digest(os.pread(fd, min(CHUNK, total - start), start))
+        chunk = self._chunks.get(number)
+        known = chunk.digest(min(CHUNK, size - number * CHUNK)) if chunk is not None else None
+        return known or digest_of_chunk(self._descriptor(), number * CHUNK)
 
 
 class MemoryStage:
@@ -409,14 +384,13 @@ class MemoryStage:
         return self.total, checksum_of(self.data)
 
 
-class _Block:
-    """The hash of one block of the file, as long as its bytes come in order; otherwise the block is read again at the end."""
+class _Chunk:
+    """The hash of one chunk of the file, as long as its bytes come in order; otherwise the chunk is read again at the end."""
 
-    __slots__ = ("_full", "_hash", "_length")
+    __slots__ = ("_hash", "_length")
 
-    def __init__(self, full: int = BLOCK) -> None:
-        self._full = full
-        self._hash: xxhash.xxh3_128 | bytes | None = xxhash.xxh3_128()  # of a full block its digest only: there may be many
+    def __init__(self) -> None:
+        self._hash: xxhash.xxh3_128 | bytes | None = xxhash.xxh3_128()  # of a full chunk its digest only: there may be many
         self._length = 0
 
     def add(self, within: int, piece: memoryview) -> None:
@@ -425,11 +399,11 @@ class _Block:
             return
         self._hash.update(piece)
         self._length += len(piece)
-        if self._length == self._full:
+        if self._length == CHUNK:
             self._hash = self._hash.digest()
 
     def digest(self, length: int) -> bytes | None:
-        """The hash of the block's ``length`` bytes; None if they did not come in order."""
+        """The hash of the chunk's ``length`` bytes; None if they did not come in order."""
         if self._hash is None or self._length != length:
             return None
         return self._hash if isinstance(self._hash, bytes) else self._hash.digest()

@@ -22,7 +22,6 @@ from forebay import errors
 from forebay._engine.catalog import Catalog, Txn, entries, reservations, spaces
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.files import blobs, trees
-from forebay._engine.files.chunkmaps import CHUNK
 from forebay._engine.files.faults import faults
 from forebay._engine.files.layout import key_hash
 from forebay._engine.files.root import Root
@@ -237,7 +236,7 @@ class Publisher:
     def ensure_room(self, space: spaces.SpaceRow, files: Sequence[tuple[str, int]]) -> None:
         """Evict entries until all of ``files`` (key and size) fit. Nothing is done if a dead fetch left a partial of one of them, which can
         be resumed and would be the first victim. Raises `NoSpace`."""
-        if not files or any(reservations.by_key(self.catalog, key_hash(space.name, key)) for key, size in files if size > CHUNK):
+        if not files or any(reservations.by_key(self.catalog, key_hash(space.name, key)) for key, size in files if size > blobs.CHUNK):
             return
         charged = sum(self.budget.room.charge(size) for _, size in files)
         request = SpaceRequest(space.id, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))

@@ -17,7 +17,6 @@ from forebay import errors
 from forebay._engine.catalog import Txn, reservations
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.files import blobs, stages
-from forebay._engine.files.chunkmaps import CHUNK
 from forebay._engine.files.faults import faults
 from forebay._engine.files.stages import MemoryStage, Stage
 from forebay._engine.locks.lease import Lease
@@ -85,7 +84,7 @@ class Writing:
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
         """See `Sink.begin`."""
         self.info, self._small = info, None
-        self._resumable = info.strong and info.validator is not None and (info.size or 0) > CHUNK
+        self._resumable = info.strong and info.validator is not None and (info.size or 0) > blobs.CHUNK
         with faults(self.label.key, info.size or 0):
             size, at_most = info.size, SMALL if self._resumable else max(SMALL, self._collect)
             if self._reserved is None and size is not None and size <= at_most:
@@ -123,7 +122,7 @@ class Writing:
         stage, at = self.stage, 0
         with faults(self.label.key):
             with open(self._publisher.root.files.open(stage.path), "rb") as file:
-                while block := file.read(blobs.BLOCK):
+                while block := file.read(blobs.CHUNK):
                     sink.write(at, block)
                     at += len(block)
             if at < stage.done:
