@@ -274,6 +274,7 @@ def test_a_bulk_fetch_that_breaks_leaves_its_objects_to_the_callers(
             broken.clear()
             raise RuntimeError("broken")
 
+    cache.read(server.put("/first", b"the space exists"))
     on_step(breaking)
     with cache.prefetcher(UrlSource(prefix, version=version)) as pool:
         assert pool.get_many(NAMES) == [body(name) for name in NAMES]
