@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from threading import Thread
 
-from forebay._engine.activity import Failure, Fetch, Now
+from forebay._engine.seeing import Failure, Fetch, Now
 from forebay.claims import ClaimInfo
 from forebay.cli.report.content import Content
 from forebay.cli.report.page import page

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from forebay._engine.flight import Waiting
-    from forebay._engine.stats import Usage
+    from forebay._engine.seeing import Usage
 
 
 @dataclass(frozen=True, slots=True)

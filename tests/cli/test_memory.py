@@ -24,11 +24,11 @@ VERB = """
 import sys
 from forebay.cache import entries as listing
 from forebay._engine import check
-from forebay._engine import stats
+from forebay._engine import seeing
 from forebay._engine.catalog import spill
 from forebay.cli import main, render
 
-stats.ENTRIES_PER_PAGE = check.AT_ONCE = render.PAGE_ROWS = 200
+seeing.ENTRIES_PER_PAGE = check.AT_ONCE = render.PAGE_ROWS = 200
 listing.IN_MEMORY, spill._CACHE = 1000, "-500"
 code = main.run(sys.argv[1:])
 with open("/proc/self/status") as status:  # not ru_maxrss: that begins with what the process had that started this one

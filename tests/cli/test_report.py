@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from forebay import Cache
-from forebay._engine.activity import Failure, Fetch, Now
+from forebay._engine.seeing import Failure, Fetch, Now
 from forebay.claims import ClaimInfo
 from forebay.cli import prefixes
 from forebay.cli.report import charts, treemap

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from forebay import Cache
 from forebay._config import format_age
-from forebay._engine.activity import Fetch, Now, Waiter
+from forebay._engine.seeing import Fetch, Now, Waiter
 from forebay.cli import top
 from forebay.reports import Stats
 from forebay.testing import ScriptedServer

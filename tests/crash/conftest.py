@@ -78,7 +78,7 @@ class Scene:
             store.spaces.ensure("v")
             for size in (1, 100_000):  # what is created by the first write is not created at each death
                 store.put("v", "first", bytes(size))
-            store.remove([victim_of(entry) for entry in store.entries("v")])
+            store.remove([victim_of(entry) for entry in store.seeing.entries("v")])
             before(store)
 
     def _look(self, before: Act, after: Act, small_first: bool, *, brim: bool) -> None:

@@ -88,7 +88,7 @@ def test_a_killed_repair_is_ended_by_the_next(scene: Callable[[int], Scene]) -> 
         store.put("v", "small", b"1")
 
     def harm(store: Store) -> None:
-        blob = {e.key: store.root.blob(e.id, e.suffix) for e in store.entries("v")}
+        blob = {e.key: store.root.blob(e.id, e.suffix) for e in store.seeing.entries("v")}
         for path in blob.values():
             if path.exists():
                 path.chmod(0o600)
@@ -100,7 +100,7 @@ def test_a_killed_repair_is_ended_by_the_next(scene: Callable[[int], Scene]) -> 
         (store.root.path / "blobs/07/0000000000000007").write_bytes(b"stray")
         (store.root.path / "tmp/0000000000000001-0000000000000008").write_bytes(b"stray")
         (store.root.path / "tmp/0000000000000001-0000000000000008.map").write_bytes(b"stray")
-        live = store.entries("v")[-1].id  # as two writers of a key leave it where locks exclude nobody
+        live = store.seeing.entries("v")[-1].id  # as two writers of a key leave it where locks exclude nobody
         (store.root.path / f"tmp/0000000000000001-{live:016x}").write_bytes(b"stray")
         with store.engine.parts.catalog.write() as txn:
             txn.run("UPDATE spaces SET charge = charge + 4096, entries = entries + 1")
@@ -153,7 +153,7 @@ def test_somebody_deletes_a_part_of_it(tmp_path: Path, what: str) -> None:
                 assert bytes_of(store, f"k{n}") in (None, BLOB if n % 2 else b"1" * 1000)
             assert store.check(deep=True) == []
             # An old journal must not come back to life beside a new catalog: ids that it gave could be given again.
-            assert not (what == "catalog.sqlite" and store.entries())
+            assert not (what == "catalog.sqlite" and store.seeing.entries())
             store.put("v", "a", BLOB)
             assert bytes_of(store, "a") == BLOB
             assert store.check(deep=True) == []

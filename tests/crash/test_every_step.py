@@ -90,7 +90,7 @@ def test_a_catalog_becomes_small(scene: NewScene, monkeypatch: pytest.MonkeyPatc
         store.put("v", "a", SMALL)
 
     def clear(store: Store) -> None:
-        store.remove([victim_of(entry) for entry in store.entries("v") if entry.key != "a"])
+        store.remove([victim_of(entry) for entry in store.seeing.entries("v") if entry.key != "a"])
 
     def after(store: Store) -> None:
         assert bytes_of(store, "a") == SMALL
@@ -124,7 +124,9 @@ def test_link_several(scene: NewScene, room: int, life: str) -> None:
         store.put("v", "next", b"")  # sweeps
         linked = (bytes_of(store, "a", "w"), bytes_of(store, "d", "w"))
         assert linked in ((OTHER, None), (BLOB, NEWER) if life == "cached" else (None, None))
-        links = [os.stat(store.root.blob_name(entry.id, entry.suffix)).st_nlink for entry in store.entries("v") if entry.key in ("b", "c")]
+        links = [
+            os.stat(store.root.blob_name(entry.id, entry.suffix)).st_nlink for entry in store.seeing.entries("v") if entry.key in ("b", "c")
+        ]
         assert set(links) == {2 if linked[1] else 1}, "a name that no row counts"
 
     steps = scene(room).play(before, link, after)
@@ -345,7 +347,7 @@ def test_evict_what_is_on_trial(scene: NewScene, size: int) -> None:
     def after(store: Store) -> None:
         found = {key: bytes_of(store, key) for key in body}
         assert all(data in (None, body[key]) for key, data in found.items())
-        assert store.usage().standings["v"] is not None
+        assert store.seeing.usage().standings["v"] is not None
 
     steps = scene(256 * KiB).play(before, lambda store: [store.put("v", f"new{n}", body[f"new{n}"]) for n in range(3)], after, least=8)
     assert steps.count("set_word 3") >= 2, steps

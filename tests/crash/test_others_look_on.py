@@ -26,7 +26,7 @@ def replace_by_value(store: Store) -> None:
 
 
 def remove(store: Store) -> None:
-    store.remove([victim_of(store.entries("v")[0])])
+    store.remove([victim_of(store.seeing.entries("v")[0])])
 
 
 def press(store: Store) -> None:
@@ -72,7 +72,7 @@ def test_a_lease_pins(quick_path: Path, children: Callable[..., Child], act: Cal
                 store.put("v", "next", b"written twice")
                 store.put("v", "brim", bytes(budget))
                 assert store.check(deep=True) == []
-                store.remove([victim_of(entry) for entry in store.entries("v")])
+                store.remove([victim_of(entry) for entry in store.seeing.entries("v")])
 
         child = children(holder)
         said.wait()

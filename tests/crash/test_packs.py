@@ -101,7 +101,7 @@ def test_the_next_writer_goes_on_where_the_dead_one_was(scene: NewScene) -> None
         is_whole(store, 0)
         fill(store, *range(8))
         is_whole(store, *range(8))
-        used = store.usage()
+        used = store.seeing.usage()
         assert used.reserved == 0
         assert used.used < 200 * KiB
 
@@ -150,8 +150,8 @@ def test_an_array_without_a_name_goes_with_its_process(scene: NewScene) -> None:
 
     def after(store: Store) -> None:
         store.put("v", "next", b"")
-        assert store.entries("samples") == []
-        assert os.listdir(store.root.packs_dir) == [] or store.usage().reserved  # one that was not whole yet is counted as a partial
+        assert store.seeing.entries("samples") == []
+        assert os.listdir(store.root.packs_dir) == [] or store.seeing.usage().reserved  # one that was not whole yet is counted as a partial
 
     scene(MiB).play(nothing, during, after, least=12)
 
@@ -192,8 +192,8 @@ def test_what_the_dead_took_is_free_after_the_next_put_elsewhere(scene: NewScene
     def after(store: Store) -> None:
         is_whole(store, 0)
         fill(store, 0, name="b")
-        used = {entry.key: entry.charge for entry in store.entries("samples")}
+        used = {entry.key: entry.charge for entry in store.seeing.entries("samples")}
         assert used["a"] <= 8 * KiB + 16 * KiB + 16 * KiB  # directory, index, and two samples, in blocks
-        store.remove([victim_of(entry) for entry in store.entries("samples") if entry.key == "b"])
+        store.remove([victim_of(entry) for entry in store.seeing.entries("samples") if entry.key == "b"])
 
     scene(MiB).play(lambda store: fill(store, 0), lambda store: fill(store, 1), after, least=5)

@@ -72,7 +72,7 @@ def test_what_is_spilled_goes_with_its_process(scene: NewScene) -> None:
 
     def after(store: Store) -> None:
         store.put("v", "next", b"")
-        assert [entry.key for entry in store.entries("v") if entry.key.startswith("spilled")] == []
+        assert [entry.key for entry in store.seeing.entries("v") if entry.key.startswith("spilled")] == []
 
     scene(2 * MiB).play(nothing, during, after, least=12)
 
@@ -87,7 +87,7 @@ def test_items_of_a_session_go_with_it(scene: NewScene) -> None:
     def after(store: Store) -> None:
         for _ in range(2):  # the first removes the session, if nobody did
             store.put("v", "next", b"")
-        assert {entry.key for entry in store.entries("v")} - {"next"} == set()
+        assert {entry.key for entry in store.seeing.entries("v")} - {"next"} == set()
 
     scene(2 * MiB).play(nothing, during, after, least=6)
 

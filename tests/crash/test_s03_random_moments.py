@@ -42,7 +42,7 @@ def write_for_ever(place: Path, writer: int, acknowledged: mmap.mmap, line: Line
 
 
 def remove_some(store: Store, writer: int) -> None:
-    gone = [entry for entry in store.entries("v") if entry.key == f"{writer}-extra"]
+    gone = [entry for entry in store.seeing.entries("v") if entry.key == f"{writer}-extra"]
     store.remove([victim_of(entry) for entry in gone])
     store.put("v", f"{writer}-extra", b"extra" * 100)
 

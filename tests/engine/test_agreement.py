@@ -37,7 +37,7 @@ def replace(store: Store) -> None:
 
 
 def remove(store: Store) -> None:
-    store.remove([Victim(e.key, e.size, e.charge, e.used, e.id) for e in store.entries("v") if e.key.endswith("4")])
+    store.remove([Victim(e.key, e.size, e.charge, e.used, e.id) for e in store.seeing.entries("v") if e.key.endswith("4")])
 
 
 def press(store: Store) -> None:
@@ -95,13 +95,13 @@ def test_an_exception_at_any_step_leaves_rows_records_and_files_that_agree(store
 @pytest.mark.parametrize("seed", range(3))
 def test_noise_in_the_intent_costs_no_entry(store: Store, seed: int) -> None:
     chance, head = random.Random(seed), store.engine.index.head
-    ids, before = [entry.id for entry in store.entries("v")], {entry.key for entry in store.entries("v")}
+    ids, before = [entry.id for entry in store.seeing.entries("v")], {entry.key for entry in store.seeing.entries("v")}
     for _ in range(20):
         pairs = [(chance.choice([*ids, chance.getrandbits(62)]), chance.choice([0, 3, 7, chance.getrandbits(40)])) for _ in range(50)]
         head.intend(pairs)
         store.put("v", "new", FILE)
         assert head.intent() == []
-    assert {entry.key for entry in store.entries("v")} == before | {"new"}
+    assert {entry.key for entry in store.seeing.entries("v")} == before | {"new"}
     assert {bytes_of(store, key) for key in before} == {SMALL, FILE}
     assert store.check(deep=True) == []
 
@@ -117,7 +117,7 @@ def test_noise_in_records_is_mended_before_the_first_write_of_an_epoch(store: St
     def young() -> None:
         with opened(store.root.path) as mine:
             mine.put("v", "new", FILE)
-            assert {bytes_of(mine, entry.key) for entry in mine.entries("v")} == {SMALL, FILE}
+            assert {bytes_of(mine, entry.key) for entry in mine.seeing.entries("v")} == {SMALL, FILE}
             assert mine.check(deep=True) == []
 
     store.close()
@@ -126,8 +126,8 @@ def test_noise_in_records_is_mended_before_the_first_write_of_an_epoch(store: St
 
 def test_a_forged_intent_that_is_full_stops_no_writer(store: Store) -> None:
     head = store.engine.index.head
-    head.intend([(1 << 60, 7)] * (PAIRS - 40) + [(entry.id, 4000) for entry in store.entries("v")] + [(1 << 50, 3)] * 20)
-    for entry in store.entries("v")[:3]:  # each is to be emptied there
+    head.intend([(1 << 60, 7)] * (PAIRS - 40) + [(entry.id, 4000) for entry in store.seeing.entries("v")] + [(1 << 50, 3)] * 20)
+    for entry in store.seeing.entries("v")[:3]:  # each is to be emptied there
         store.engine.index.store(1, entry._replace(slot=4000), 1, 1)
     store.put("v", "new", FILE)
     assert head.intent() == []
@@ -149,7 +149,7 @@ def test_entries_beyond_the_files_that_are_made_anew_get_slots_of_their_own(quic
         with opened(place) as store:
             store.put("v", "new", b"n")
             assert store.check(deep=True) == []
-            assert len({entry.slot for entry in store.entries("v")}) == 301
+            assert len({entry.slot for entry in store.seeing.entries("v")}) == 301
 
     in_child(fill)
     shutil.rmtree(place / "shared")
@@ -165,7 +165,7 @@ def test_a_forged_number_of_files_makes_no_gigabytes(store: Store, files: int) -
     def young() -> None:
         with opened(place) as mine:
             mine.put("v", "new", FILE)
-            assert {bytes_of(mine, entry.key) for entry in mine.entries("v")} == {SMALL, FILE}
+            assert {bytes_of(mine, entry.key) for entry in mine.seeing.entries("v")} == {SMALL, FILE}
             mine.repair()
             assert [problem.kind for problem in mine.check(deep=True)] == []
             assert mine.engine.index.head.files <= 2
@@ -202,7 +202,7 @@ def test_an_older_copy_of_one_under_a_newer_one_of_the_other(store: Store, newer
             mine.engine.index.head.epoch = 0
             mine.engine.parts._epoch_began = False
             mine.put("v", "new", FILE)
-            for entry in mine.entries("v"):
+            for entry in mine.seeing.entries("v"):
                 assert bytes_of(mine, entry.key) in (None, SMALL, FILE, b"n" * 700, b"n" * 60_000)
             mine.repair()
             assert mine.check(deep=True) == []
@@ -220,7 +220,7 @@ def test_a_catalog_that_was_restored_from_a_copy_gives_no_id_again(store: Store,
         with opened(place) as mine:
             for n in range(30):
                 mine.put("v", f"{prefix} {n}", FILE + prefix.encode())
-            found = {entry.id for entry in mine.entries("v") if entry.key.startswith(prefix)}
+            found = {entry.id for entry in mine.seeing.entries("v") if entry.key.startswith(prefix)}
             assert len(found) == 30
             if prefix == "after":
                 assert bytes_of(mine, "before 0") is None

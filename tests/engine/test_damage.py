@@ -447,7 +447,7 @@ def test_what_others_set_is_in_force_at_the_next_call(place: Path) -> None:
 
     with opened(place) as store:
         in_child(lower)
-        assert store.spaces.root_limits()["budget"] == store.usage().budget == 2 * MiB
+        assert store.spaces.root_limits()["budget"] == store.seeing.usage().budget == 2 * MiB
         assert store.engine.limits.in_force() == (1000, 0)
         assert store.spaces.limits("own") == SpaceLimits(Policy.FREEZE, MiB)
         with pytest.raises(errors.NoSpace):
@@ -489,7 +489,7 @@ def test_a_limit_that_cannot_be_written_applies_to_its_process(place: Path, monk
         with monkeypatch.context() as patch:
             patch.setattr(Root, "replace", refuse)
             assert not store.configure(Settings(budget=9 * MiB))
-            assert store.usage().budget == 9 * MiB
+            assert store.seeing.usage().budget == 9 * MiB
         assert kept(store.root).budget == BUDGET
         assert store.configure(Settings(budget=9 * MiB))
         assert kept(store.root).budget == 9 * MiB
@@ -500,13 +500,13 @@ def test_a_limit_that_cannot_be_written_applies_to_its_process(place: Path, monk
 def test_a_limit_that_is_no_limit_is_one_for_every_process(place: Path, limit: int, without_file: bool) -> None:
     with opened(place, limit) as store:
         store.spaces.ensure("new\nline", quota=limit)
-        assert store.usage().budget == min(limit, sys.maxsize)
+        assert store.seeing.usage().budget == min(limit, sys.maxsize)
     if without_file:
         (place / "settings.json").unlink()
 
     def young() -> None:
         with opened(place) as store:
-            assert store.usage().budget == min(limit, sys.maxsize)
+            assert store.seeing.usage().budget == min(limit, sys.maxsize)
             assert store.spaces.limits("new\nline").quota == (None if without_file else min(limit, sys.maxsize))
             store.put("new\nline", "k", b"x")
 

@@ -81,7 +81,7 @@ def test_what_was_replaced_but_is_still_held_is_not_counted_as_served(store: Sto
 def test_many_values_that_need_room(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "root", Settings(budget=100_000, min_free=0))
     store.put_many("values", [(f"k{i}", b"x" * 10_000) for i in range(30)])
-    assert len(store.entries("values")) == 9
+    assert len(store.seeing.entries("values")) == 9
     assert text_of(store, "values", "k29") == b"x" * 10_000
     assert store.check(deep=True) == []
     store.close()
@@ -92,9 +92,9 @@ def test_a_catalog_becomes_as_small_as_what_is_left(tmp_path: Path, left: int) -
     place = tmp_path / "root"
     store = Store.open(place, Settings(budget=64 << 20, min_free=0))
     store.put_many("values", [(f"k{number}", bytes([number % 256]) * 10_000) for number in range(2000)])
-    gone = [victim_of(entry) for entry in store.entries("values")][left:]
+    gone = [victim_of(entry) for entry in store.seeing.entries("values")][left:]
     assert len(store.remove(gone).removed) == 2000 - left
-    assert len(store.entries("values")) == left
+    assert len(store.seeing.entries("values")) == left
     assert text_of(store, "values", "k0") == bytes(10_000)
     assert store.check(deep=True) == []
     store.close()  # now the log is in the catalog
@@ -119,7 +119,7 @@ def test_an_object_that_changed_is_begun_anew(store: Store, first: int | None, t
         writing.write(0, body)
         assert writing.publish(validator='"2"').size == len(body)
     assert text_of(store, "urls", "http://h/a") == body
-    usage = store.usage()
+    usage = store.seeing.usage()
     assert usage.reserved == 0
 
 
@@ -237,7 +237,7 @@ def test_a_lower_quota_is_applied_at_once(tmp_path: Path) -> None:
     for number in range(10):
         store.put("data", f"k{number}", b"x" * 40_000)
     store.spaces.ensure("data", quota=100_000)
-    assert [entry.key for entry in store.entries("data")] == ["k8", "k9"]
+    assert [entry.key for entry in store.seeing.entries("data")] == ["k8", "k9"]
     assert store.check(deep=True) == []
     store.close()
 

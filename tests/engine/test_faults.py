@@ -151,7 +151,7 @@ def test_s03_a_damaged_blob_is_never_served(quick_path: Path, harm: str) -> None
 
     def hurt() -> None:
         with opened(place) as store:
-            found = next(entry for entry in store.entries() if entry.key == "k1")
+            found = next(entry for entry in store.seeing.entries() if entry.key == "k1")
             path = store.root.blob(found.id, found.suffix)
         path.chmod(0o600)
         if harm == "truncated":
@@ -181,7 +181,7 @@ def test_s03_a_damaged_blob_is_never_served(quick_path: Path, harm: str) -> None
             assert bytes_of(store, "k1") == BLOB
             store.put("v", "next", SMALL)
             assert store.check(deep=True) == []
-            assert store.counts()["damaged"] >= 1
+            assert store.seeing.counts()["damaged"] >= 1
 
     in_child(hurt)
     in_child(read)
@@ -315,12 +315,12 @@ def test_s13_min_free_shrinks_the_cache(tmpfs: Callable[[str], Path]) -> None:
     def work() -> None:
         store = Store.open(place, Settings(budget=1 << 30, min_free=8 * MiB))
         put_many(store, 30, MiB)
-        before = len(store.entries())
+        before = len(store.seeing.entries())
         with open(place.parent / "hog", "wb") as file:
             file.write(bytes(host.disk(place).free - 2 * MiB))
         assert store.make_room()
         assert host.disk(place).free >= 8 * MiB
-        assert len(store.entries()) < before
+        assert len(store.seeing.entries()) < before
         store.put("v", "new", bytes(MiB))
         assert host.disk(place).free >= 8 * MiB - 64 * KiB
         assert store.check(deep=True) == []
@@ -343,12 +343,12 @@ def test_s13_no_inodes_left(tmpfs: Callable[[str], Path]) -> None:
         with opened(place, 1 << 30) as store:
             assert put_many(store, 500, 20 * KiB) == 500
             assert bytes_of(store, "n499") == bytes([499 % 256]) * 20 * KiB
-            assert host.disk(place).inodes_free < 300 < len(store.entries()) + 128
+            assert host.disk(place).inodes_free < 300 < len(store.seeing.entries()) + 128
             take_the_rest()
             store.put("v", "value", SMALL)
             store.put("v", "blob", BLOB)
             take_the_rest()
-            held = [lease for entry in store.entries() if (lease := store.lease("v", entry.key)) is not None]
+            held = [lease for entry in store.seeing.entries() if (lease := store.lease("v", entry.key)) is not None]
             take_the_rest()
             with pytest.raises(errors.NoSpace, match="inodes"):
                 store.put("v", "one more", BLOB)
@@ -435,7 +435,7 @@ def test_s31_a_read_only_root_of_another_user() -> None:
             lease.close()
             with pytest.raises(errors.CacheFault):
                 store.put("v", "new", SMALL)
-            assert len(store.entries()) == 8
+            assert len(store.seeing.entries()) == 8
             assert store.check(deep=True) == []
             store.close()
 
@@ -536,7 +536,7 @@ def test_s08_a_stopped_writer_does_not_stop_others_for_ever(quick_path: Path, ch
         assert writer.LONGEST_WAIT == 10.0
         with opened(place) as store:
             writer.LONGEST_WAIT = 0.0  # whoever waits for it is refused at once
-            keys = [entry.key for entry in store.entries("v")]
+            keys = [entry.key for entry in store.seeing.entries("v")]
             assert len(keys) == 8
             for key in keys:
                 if key != "k1":  # which is just being replaced
@@ -545,7 +545,7 @@ def test_s08_a_stopped_writer_does_not_stop_others_for_ever(quick_path: Path, ch
                     assert lease is not None
                     assert store.bytes_leased(lease) is not None
                     lease.close()
-            store.counts(), store.usage()
+            store.seeing.counts(), store.seeing.usage()
             assert bytes_of(store, "none", space="no such space") is None
             writer.LONGEST_WAIT = writer.LONG = 0.5
             with pytest.raises(errors.WriterBusy, match=rf"busy.*waited .* s .*process {child.pid} ") as found:
@@ -589,7 +589,7 @@ def test_s35_keys_that_nearly_agree_stay_apart(quick_path: Path) -> None:
                 except (UnicodeError, errors.CacheFault):
                     assert key == "\udcff"  # it cannot be written as UTF-8
             assert [bytes_of(store, key) == bytes([n]) * size for n, key in kept] == [True] * len(kept)
-            assert len(store.entries("v")) == len(kept) >= len(KEYS) - 1
+            assert len(store.seeing.entries("v")) == len(kept) >= len(KEYS) - 1
         for space in ("V", "v ", "../v", "w"):
             assert bytes_of(store, "a", space) is None
         assert store.check(deep=True) == []
@@ -639,7 +639,7 @@ def test_removed_means_removed_for_who_remembers(quick_path: Path) -> None:
     one("put", "a", BLOB)
     assert two("get", "a") == BLOB
     with opened(place) as store:
-        found = store.entries()
+        found = store.seeing.entries()
         assert len(store.remove([Victim(e.name, e.size, e.charge, e.used, e.id) for e in found]).removed) == 1
     assert (one("get", "a"), two("get", "a")) == (None, None)
     one.end()

@@ -92,11 +92,11 @@ def test_it_is_a_use_and_no_hit_until_its_reader_says_so(store: Store) -> None:
     entry = store.entry("v", "large")
     assert entry is not None
     store.engine.index.touch(entry.slot, 1)
-    before = store.counts()
+    before = store.seeing.counts()
     assert store.first_value("v", "large", "another") is None
     assert store.engine.index.used(entry.slot) == 1
     assert store.first_value("v", "large", "meta of large") is not None
-    assert store.counts() == before
+    assert store.seeing.counts() == before
     assert store.engine.index.used(entry.slot) > 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay._engine import check, stats
+from forebay._engine import check, seeing
 from forebay._engine.catalog import Catalog, entries
 from forebay._engine.space import eviction
 from forebay.cache import entries as listing
@@ -24,7 +24,7 @@ MOST = 40
 @pytest.fixture
 def cache(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[forebay.Cache]:
     for module, name, value in (
-        (stats, "ENTRIES_PER_PAGE", 20), (check, "AT_ONCE", 20), (entries, "RANGE", 20),
+        (seeing, "ENTRIES_PER_PAGE", 20), (check, "AT_ONCE", 20), (entries, "RANGE", 20),
         (eviction, "REMOVED_AT_ONCE", 16), (listing, "IN_MEMORY", 50),
         (render, "PAGE_ROWS", 20),
     ):  # fmt: skip

@@ -49,7 +49,7 @@ class Actor:
             self.store.touch(found.entry)
 
     def remove(self, key: str) -> int:
-        gone = [Victim(e.name, e.size, e.charge, e.used, e.id) for e in self.store.entries("v") if e.key == key]
+        gone = [Victim(e.name, e.size, e.charge, e.used, e.id) for e in self.store.seeing.entries("v") if e.key == key]
         return len(self.store.remove(gone).removed)
 
     def pin(self, key: str, life: str) -> bool:
@@ -72,7 +72,7 @@ class Actor:
         lease.close()
 
     def keys(self) -> list[str]:
-        return sorted(entry.key for entry in self.store.entries("v"))
+        return sorted(entry.key for entry in self.store.seeing.entries("v"))
 
     def clear(self) -> None:
         for token in list(self.leases):
@@ -211,7 +211,7 @@ def machine(actors: list[Any], place: Path, budget: int) -> type[RuleBasedStateM
 
         @invariant()
         def the_budget_holds(self) -> None:
-            found = actors[0].store.usage()
+            found = actors[0].store.seeing.usage()
             assert found.used + found.reserved <= budget
             if budget == TIGHT:
                 assert data_usage(place) <= budget

@@ -94,7 +94,7 @@ def test_offline_no_block_is_asked_for_though_the_cache_is_at_fault(origin: Orig
         assert server.gets == 0
         with origin.open(target, FetchOptions(), 64_000) as file:
             assert file.read(3) == bytes(3)
-    assert origin.store.counts()["requests"] == 2
+    assert origin.store.seeing.counts()["requests"] == 2
 
 
 def test_an_object_that_is_gone_leases_nothing(origin: Origin) -> None:

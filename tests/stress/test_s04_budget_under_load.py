@@ -113,7 +113,7 @@ class Worker:
             hold.release()
 
     def remove(self, key: int) -> None:
-        found = [e for e in self.store.entries("v") if e.key == f"k{key}"]
+        found = [e for e in self.store.seeing.entries("v") if e.key == f"k{key}"]
         self.store.remove([Victim(e.name, e.size, e.charge, e.used, e.id) for e in found])
 
 

@@ -22,7 +22,6 @@ from forebay._logs import logger
 from forebay._model import Entry, Problem
 
 if TYPE_CHECKING:
-    from forebay._engine.stats import StatsReader
     from forebay._engine.writers import Writers
 
 log = logger("forebay.engine")
@@ -191,13 +190,6 @@ class Parts:
         self.known_spaces[row.name] = row
         self._hits.adaptive.know(row.id, row.name)
         return row
-
-    @property
-    def stats(self) -> StatsReader:
-        from forebay._engine.stats import StatsReader
-
-        hits = self._hits
-        return StatsReader(self.root, self.catalog, self.index, hits.counters, self.leases, hits.adaptive, self._settings)
 
     @property
     def writers(self) -> Writers:

@@ -14,12 +14,11 @@ from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_
 from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim
 
 if TYPE_CHECKING:
-    from forebay._engine.activity import Now, Period
     from forebay._engine.flight import KeyHold, OnWait
     from forebay._engine.index.settings import SpaceLimits
     from forebay._engine.locks.lease import Lease
     from forebay._engine.packs.pack import NoPack
-    from forebay._engine.stats import Facts, Usage
+    from forebay._engine.seeing import Facts, Now, Period, Usage
     from forebay._engine.write.writing import Writing
 
 T = TypeVar("T")
@@ -30,9 +29,6 @@ class NullSpaces:
 
     def clear(self, name: str) -> int:
         return 0
-
-    def keys(self, name: str) -> list[str]:
-        return []
 
     def has_any(self, name: str, prefix: str) -> bool:
         return False
@@ -116,16 +112,54 @@ class NullPacks:
         return None
 
 
-class NullActivity:
-    """The activity in a store that keeps nothing."""
+class NullSeeing:
+    """What can be seen of a store that keeps nothing."""
+
+    def __init__(self) -> None:
+        self.counted = dict.fromkeys(NAMES, 0)
 
     def history(self, *, hours: bool = False) -> list[Period]:
         return []
 
     def now(self) -> Now:
-        from forebay._engine.activity import Now
+        from forebay._engine.seeing import Now
 
         return Now()
+
+    def keys(self, space: str) -> list[str]:
+        return []
+
+    def entries(self, space: str | None = None) -> list[Entry]:
+        return []
+
+    def fact_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Facts]:
+        return []
+
+    def key_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[str]:
+        return []
+
+    def page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Entry]:
+        return []
+
+    def counts(self) -> dict[str, int]:
+        return dict(self.counted)
+
+    def zero_counts(self) -> None:
+        self.counted = dict.fromkeys(NAMES, 0)
+
+    def overhead(self) -> dict[str, int]:
+        return {}
+
+    def usage(self) -> Usage:
+        from forebay._engine.seeing import Usage
+
+        return Usage(0, 0, 0)
+
+    def first_to_go(self) -> list[int]:
+        return []
+
+    def lacking(self, need: int) -> int:
+        return 0
 
 
 class PassThrough:
@@ -136,8 +170,7 @@ class PassThrough:
 
     def __init__(self, why: str = "the cache is switched off") -> None:
         self.why, self.hosts, self.limits = why, SilentHosts(), None
-        self._counts = dict.fromkeys(NAMES, 0)
-        self.spaces, self.locks, self.packs, self.activity = NullSpaces(), NullLocks(why), NullPacks(), NullActivity()
+        self.spaces, self.locks, self.packs, self.seeing = NullSpaces(), NullLocks(why), NullPacks(), NullSeeing()
 
     def view(self, space: str, key: str) -> None:
         return None
@@ -217,18 +250,6 @@ class PassThrough:
     def remove(self, victims: Iterable[Victim]) -> Report:
         return Report(spared=tuple(victim.name for victim in victims))
 
-    def entries(self, space: str | None = None) -> list[Entry]:
-        return []
-
-    def fact_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Facts]:
-        return []
-
-    def key_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[str]:
-        return []
-
-    def page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Entry]:
-        return []
-
     def is_leased(self, entry: Entry) -> bool:
         return False
 
@@ -236,29 +257,17 @@ class PassThrough:
         return []
 
     def count(self, name: str, n: int = 1) -> None:
-        self._counts[name] += n
+        self.seeing.counted[name] += n
 
     def count_hit(self, size: int) -> None:
         self.count("hits")  # of the upstream: that is looked into all the same
         self.count("bytes_hit", size)
-
-    def counts(self) -> dict[str, int]:
-        return dict(self._counts)
 
     def hot_lookup(self, space: str) -> Hit:
         return no_hit
 
     def finder(self, space: str) -> Find:
         return finds_nothing
-
-    def zero_counts(self) -> None:
-        self._counts = dict.fromkeys(NAMES, 0)
-
-    def overhead(self) -> dict[str, int]:
-        return {}
-
-    def usage(self) -> Usage:
-        from forebay._engine.stats import Usage
 
         return Usage(0, 0, 0)
 
@@ -270,12 +279,6 @@ class PassThrough:
 
     def remove_strays(self) -> Strays:
         return Strays()
-
-    def first_to_go(self) -> list[int]:
-        return []
-
-    def lacking(self, need: int) -> int:
-        return 0
 
     def make_room(self) -> bool:
         return True

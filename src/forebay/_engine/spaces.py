@@ -14,7 +14,7 @@ from forebay._model import Policy
 
 log = logger("forebay.store")
 
-_AT_ONCE = 128
+_AT_ONCE, _PAGE = 128, 1000
 
 
 class Spaces:
@@ -118,19 +118,14 @@ class Spaces:
         engine.check_usable(writing=True)
         space, removed = self.lookup(name).id, 0
         with faults(name):
-            page = engine.parts.stats.page(space, None)
+            page = entries.page(engine.parts.catalog, space, None, _PAGE)
             while page:
                 unpinned = [entry for entry in page if entry.life != "pinned"]
                 for at in range(0, len(unpinned), _AT_ONCE):
                     removed += len(engine.parts.writers.eviction.remove(unpinned[at : at + _AT_ONCE]))
-                page = engine.parts.stats.page(space, page[-1].key)
+                page = entries.page(engine.parts.catalog, space, page[-1].key, _PAGE)
         engine.evicted(removed)
         return removed
-
-    @recover_and_retry
-    def keys(self, name: str) -> list[str]:
-        """All keys of a space, from the least to the most recently used."""
-        return self.engine.parts.stats.keys(self.lookup(name).id)
 
     @recover_and_retry
     def has_any(self, name: str, prefix: str) -> bool:

@@ -27,13 +27,12 @@ from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
 
 if TYPE_CHECKING:
-    from forebay._engine.activity import Activity
     from forebay._engine.flight import Flight
     from forebay._engine.index.limits import NodeLimits
     from forebay._engine.loading import Reservations
     from forebay._engine.pack_handles import Packs
+    from forebay._engine.seeing import Seeing
     from forebay._engine.spaces import Spaces
-    from forebay._engine.stats import Facts, Usage
     from forebay._engine.write.publish import Label
     from forebay._engine.write.writing import Writing
 
@@ -46,7 +45,7 @@ PATIENCE = 5.0
 class Store:
     """What the rest of Forebay may do with one root. Opened by `open`; callable from any thread, and in a forked child.
 
-    ``spaces``, ``locks``, ``packs``, ``reservations`` and ``activity`` stand for the spaces, the locks of keys, the packs, what prefetchers
+    ``spaces``, ``locks``, ``packs``, ``reservations`` and ``seeing`` stand for the spaces, the locks of keys, the packs, what prefetchers
     need, and what happens and happened; the calls on entries are here."""
 
     keeps: Literal[True] = True
@@ -73,10 +72,10 @@ class Store:
         return Flight(self.engine)
 
     @functools.cached_property
-    def activity(self) -> Activity:
-        from forebay._engine.activity import Activity
+    def seeing(self) -> Seeing:
+        from forebay._engine.seeing import Seeing
 
-        return Activity(self.engine)
+        return Seeing(self.engine, self.spaces)
 
     @functools.cached_property
     def packs(self) -> Packs:
@@ -402,7 +401,9 @@ class Store:
 
     @recover_and_retry
     def _has_trees(self) -> bool:
-        return self.engine.parts.stats.has_trees()
+        from forebay._engine.catalog import entries
+
+        return entries.any_trees(self.engine.parts.catalog)
 
     @recover_and_retry
     def _remove(self, victims: Sequence[Victim], trees: bool) -> set[int]:
@@ -447,26 +448,6 @@ class Store:
     # -- seeing ----------------------------------------------------------------------------------------------------
 
     @recover_and_retry
-    def entries(self, space: str | None = None) -> list[Entry]:
-        """Live entries with their times, the least recently used first; ``leased`` is not set."""
-        return self.engine.parts.stats.entries(self.spaces.lookup(space).id if space is not None else None)
-
-    @recover_and_retry
-    def page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Entry]:
-        """One page of the entries of a space in the order of their keys, those after the key ``after``; ``leased`` as it is now."""
-        return self.engine.parts.stats.page(self.spaces.lookup(space).id, after, backwards=backwards)
-
-    @recover_and_retry
-    def fact_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Facts]:
-        """`page`, with only the facts that listings of many entries show."""
-        return self.engine.parts.stats.fact_page(self.spaces.lookup(space).id, after, backwards=backwards)
-
-    @recover_and_retry
-    def key_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[str]:
-        """`page`, of the keys alone."""
-        return self.engine.parts.stats.key_page(self.spaces.lookup(space).id, after, backwards=backwards)
-
-    @recover_and_retry
     def entry(self, space: str, key: str) -> Entry | None:
         """The current entry of a key, which is not touched; None if there is none."""
         entry = self.engine.parts.leases.current(self.spaces.lookup(space).id, key)
@@ -476,26 +457,6 @@ class Store:
         """Whether any process holds a lease on an entry."""
         with faults(entry.key):
             return self.engine.parts.leases.is_leased(entry.id)
-
-    @recover_and_retry
-    def overhead(self) -> dict[str, int]:
-        """See `StatsReader.overhead`."""
-        return self.engine.parts.stats.overhead()
-
-    @recover_and_retry
-    def usage(self) -> Usage:
-        """How much is used and reserved now."""
-        return self.engine.parts.stats.usage()
-
-    @recover_and_retry
-    def lacking(self, need: int) -> int:
-        """Bytes that must be freed before ``need`` more fit into the budget, and onto the disk beside what must stay free of it."""
-        return self.engine.parts.writers.budget.room.short(self.engine.parts.catalog, None).bytes + need
-
-    @recover_and_retry
-    def first_to_go(self) -> list[int]:
-        """See `StatsReader.first_to_go`."""
-        return self.engine.parts.stats.first_to_go()
 
     def count_hit(self, size: int) -> None:
         """Count a hit of ``size`` bytes."""
@@ -507,16 +468,6 @@ class Store:
         """Add ``n`` to the counter ``name``, one of `counters.NAMES`."""
         if n:
             self.engine.counters.add(counters.INDEX[name], n)
-
-    @recover_and_retry
-    def counts(self) -> dict[str, int]:
-        """The counters of all processes together since the last `zero_counts`."""
-        return self.engine.parts.stats.counts()
-
-    @recover_and_retry
-    def zero_counts(self) -> None:
-        """Set the counters of all processes to zero."""
-        self.engine.parts.stats.zero_counts()
 
     @recover_and_retry
     def check(self, *, deep: bool = False) -> list[Problem]:

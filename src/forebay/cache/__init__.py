@@ -450,7 +450,7 @@ class Cache(DictLike):
     @property
     def budget(self) -> int:
         """Bytes that all processes together may store."""
-        return self._store.usage().budget
+        return self._store.seeing.usage().budget
 
     def stats(self) -> Stats:
         """Counters of all processes of the node, and sizes. If the cache cannot be read: zeros, with one warning."""
@@ -470,12 +470,12 @@ class Cache(DictLike):
 
     def overhead(self) -> dict[str, int]:
         """Bytes on disk that the budget does not count: ``log`` (of the catalog), ``slots``, ``directories``, ``other`` files."""
-        return self._store.overhead()
+        return self._store.seeing.overhead()
 
     def reset_stats(self) -> None:
         """Set the counters to zero, for all processes."""
         with waits.time_limit(self._origin.timeout):
-            self._store.zero_counts()
+            self._store.seeing.zero_counts()
 
     def check(self, *, deep: bool = False) -> list[Problem]:
         """The problems of the root; an empty list means it is sound. ``deep`` reads every byte."""

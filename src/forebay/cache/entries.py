@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, overload
 from forebay import errors, remote
 from forebay._engine.catalog.spill import Spill
 from forebay._engine.passthrough import PassThrough
-from forebay._engine.stats import Facts
+from forebay._engine.seeing import Facts
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._model import Entry, Report, Victim, is_text
@@ -81,7 +81,7 @@ class Entries(_Listing[Entry]):
     def __len__(self) -> int:
         """Without a filter: the count of the catalog, at one moment."""
         if self._where is None:
-            return sum(space.entries for space in self._store.usage().spaces if self._space in (None, space.name))
+            return sum(space.entries for space in self._store.seeing.usage().spaces if self._space in (None, space.name))
         return sum(1 for _ in self.by_name())
 
     def __bool__(self) -> bool:
@@ -106,17 +106,17 @@ class Entries(_Listing[Entry]):
 
     def _facts_of(self, space: str, backwards: bool) -> Iterator[Facts]:
         head = "" if space == URLS else f"{space}:"
-        page = self._store.fact_page(space, None, backwards=backwards)
+        page = self._store.seeing.fact_page(space, None, backwards=backwards)
         while page:
             yield from page if not head else [(head + one[0], *one[1:]) for one in page]
-            page = self._store.fact_page(space, page[-1][0], backwards=backwards)
+            page = self._store.seeing.fact_page(space, page[-1][0], backwards=backwards)
 
     def _names_of(self, space: str, backwards: bool) -> Iterator[str]:
         head = "" if space == URLS else f"{space}:"
-        page = self._store.key_page(space, None, backwards=backwards)
+        page = self._store.seeing.key_page(space, None, backwards=backwards)
         while page:
             yield from page if not head else [head + key for key in page]
-            page = self._store.key_page(space, page[-1], backwards=backwards)
+            page = self._store.seeing.key_page(space, page[-1], backwards=backwards)
 
     def sorted_by(self, number: Callable[[Entry], float], *, backwards: bool = False) -> Iterator[Entry]:
         """In order of this number; if there are many entries, they are sorted in a temporary file."""
@@ -134,13 +134,13 @@ class Entries(_Listing[Entry]):
         return (Entry(*row) for row in spill.sorted(backwards=backwards))
 
     def _spaces(self) -> list[str]:
-        return [space.name for space in self._store.usage().spaces if space.entries and self._space in (None, space.name)]
+        return [space.name for space in self._store.seeing.usage().spaces if space.entries and self._space in (None, space.name)]
 
     def _of(self, space: str, backwards: bool) -> Iterator[Entry]:
-        page = self._store.page(space, None, backwards=backwards)
+        page = self._store.seeing.page(space, None, backwards=backwards)
         while page:
             yield from page if self._where is None else filter(self._where, page)
-            page = self._store.page(space, page[-1].key, backwards=backwards)
+            page = self._store.seeing.page(space, page[-1].key, backwards=backwards)
 
 
 class Victims(_Listing[Victim]):
@@ -172,7 +172,7 @@ def find(origin: Origin, name: Name) -> tuple[str, str] | None:
     if isinstance(name, Entry):
         return name.space, name.key
     text, store = remote.as_text(name), origin.store
-    names = {space.name for space in store.usage().spaces}
+    names = {space.name for space in store.seeing.usage().spaces}
 
     def is_kept(space_key: tuple[str, str]) -> bool:
         # the store would create an unknown space, and refuses keys that are not text: a look must do neither
@@ -254,7 +254,7 @@ def blocks_of(origin: Origin, name: Name) -> list[Entry]:
 
 def _parts_of(store: Store | PassThrough, key: str) -> Iterator[Entry]:
     after = prefix = prefix_of_parts(key)
-    while page := store.page(URLS, after):
+    while page := store.seeing.page(URLS, after):
         for entry in page:
             if not entry.key.startswith(prefix):
                 return
@@ -272,10 +272,10 @@ def plan(origin: Origin, need: int | None, where: Callable[[Entry], bool] | None
     cold = Entries(origin.store, space, lambda e: e.life != "pinned" and (where is None or where(e)))
     if need is None and (where is not None or space is not None or all):
         return Plan(planned(cold), execute)
-    lacking = origin.store.lacking(need or 0)
+    lacking = origin.store.seeing.lacking(need or 0)
     if lacking <= 0:
         return Plan((), execute, 0)
-    first = origin.store.first_to_go()
+    first = origin.store.seeing.first_to_go()
     turns = dict(zip(first, range(-len(first), 0), strict=True))  # before any time of use
     in_turn = cold.sorted_by(lambda entry: turns.get(entry.id, entry.used))
     return Plan(tuple(map(Victim.of, coldest_until(in_turn, lacking))), execute, lacking)

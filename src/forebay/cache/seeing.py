@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 def stats(origin: Origin) -> Stats:
     """See `Cache.stats`."""
-    from forebay._engine.stats import Usage
+    from forebay._engine.seeing import Usage
     from forebay.reports import Stats
 
     store = origin.store
     try:
-        return Stats.of(store.usage(), store.counts())
+        return Stats.of(store.seeing.usage(), store.seeing.counts())
     except OSError as error:
         if store.keeps and store.root.read_only:
             raise  # the caller opened the root to inspect it
@@ -50,10 +50,10 @@ def as_html(origin: Origin) -> str:
 
 def history(origin: Origin, by: str) -> list[HistoryPoint]:
     """See `Cache.history`."""
-    from forebay._engine.activity import by_name
+    from forebay._engine.seeing import by_name
     from forebay.reports import HistoryPoint
 
     if by not in ("minute", "hour"):
         raise errors.ConfigError(f"by={by!r}: use 'minute' or 'hour'", name="by", value=by)
-    periods = origin.store.activity.history(hours=by == "hour")
+    periods = origin.store.seeing.history(hours=by == "hour")
     return [HistoryPoint(one.start, one.end, **by_name(one.counts), bytes_used=one.used, budget=one.budget) for one in periods]

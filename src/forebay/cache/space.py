@@ -192,7 +192,7 @@ class Space(DictLike):
 
     def keys(self) -> list[str]:
         """All keys, from the least to the most recently used."""
-        return [entry.key for entry in self._store().entries(self.name)]
+        return [entry.key for entry in self._store().seeing.entries(self.name)]
 
     def _holds(self, key: str) -> bool:
         """Whether there is something under this key; it counts as no use."""
@@ -200,7 +200,7 @@ class Space(DictLike):
 
     def _count(self) -> int:
         """The number of keys."""
-        return sum(space.entries for space in self._store().usage().spaces if space.name == self.name)
+        return sum(space.entries for space in self._store().seeing.usage().spaces if space.name == self.name)
 
     def _store(self) -> Store | PassThrough:
         store = self._origin.current()

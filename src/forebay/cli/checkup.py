@@ -33,7 +33,7 @@ from forebay.cli.render import count
 
 if TYPE_CHECKING:
     from forebay._engine.index.ghosts import Standing
-    from forebay._engine.stats import IndexUse
+    from forebay._engine.seeing import IndexUse
 
 ENOUGH_FILES = 4096
 ENOUGH_MAPS = 65_530  # the kernel's default
@@ -218,8 +218,8 @@ def _content(path: Path) -> Iterator[Finding]:
     with opened(path) as cache:
         store = origin_of(cache).store
         assert store.keeps  # else the cache could not be opened
-        stats, problems, index = cache.stats(), cache.check(), store.engine.parts.stats.index_use()
-        standings = store.usage().standings
+        stats, problems, index = cache.stats(), cache.check(), store.seeing.index_use()
+        standings = store.seeing.usage().standings
     disk = host.disk(path)
     yield from _budget(path, stats.budget, disk.total)
     entries = count(stats.entries, "entry", "entries")
@@ -245,7 +245,7 @@ def _content(path: Path) -> Iterator[Finding]:
 
 def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:
     """The index of keys, which spares a first read of an entry the catalog."""
-    from forebay._engine.stats import SAMPLED
+    from forebay._engine.seeing import SAMPLED
 
     name = "index of keys"
     if not use.is_there:

@@ -79,7 +79,7 @@ def names(root: Callable[[], Path], incomplete: str) -> list[CompletionItem[str]
 
 def spaces(root: Callable[[], Path], incomplete: str) -> list[CompletionItem[str]]:
     """Complete the name of a space. ``root``: as for `names`."""
-    return _items(root, lambda store: [space.name for space in store.usage().spaces if space.name.startswith(incomplete)])
+    return _items(root, lambda store: [space.name for space in store.seeing.usage().spaces if space.name.startswith(incomplete)])
 
 
 def _items(root: Callable[[], Path], find: Callable[[Store], list[str]]) -> list[CompletionItem[str]]:
@@ -112,7 +112,7 @@ def _names(store: Store, prefix: str) -> Iterator[str]:
         if rest and store.entry(space, rest) is not None:
             yield head + rest
         after = rest
-        while keys := store.key_page(space, after):
+        while keys := store.seeing.key_page(space, after):
             for key in keys:
                 if not key.startswith(rest):
                     break
@@ -127,11 +127,11 @@ def _groups(store: Store, prefix: str) -> Iterator[str]:
     """The distinct beginnings of names, up to the next slash, or the colon behind the name of a space."""
     for space, head, rest in _sources(store, prefix):
         if len(prefix) < len(head):
-            if store.key_page(space, None):
+            if store.seeing.key_page(space, None):
                 yield head
             continue
         after = rest
-        while keys := store.key_page(space, after):
+        while keys := store.seeing.key_page(space, after):
             key = keys[0]
             if not key.startswith(rest):
                 break
@@ -144,7 +144,7 @@ def _groups(store: Store, prefix: str) -> Iterator[str]:
 
 def _sources(store: Store, prefix: str) -> Iterator[tuple[str, str, str]]:
     """The spaces that may have names with this beginning: the space, what its names have before the keys, how these keys begin."""
-    for space in sorted(space.name for space in store.usage().spaces):
+    for space in sorted(space.name for space in store.seeing.usage().spaces):
         head = "" if space == "urls" else f"{space}:"
         if prefix.startswith(head):
             yield space, head, prefix[len(head) :]

@@ -122,7 +122,7 @@ def _facts_of(cache: Cache, entry: Entry) -> dict[str, Any]:
 
     store = origin_of(cache).store
     assert store.keeps  # else the cache could not be opened
-    leased_by = store.activity.leased_by(entry)  # before this process holds the entry itself
+    leased_by = store.seeing.leased_by(entry)  # before this process holds the entry itself
     return entry_record(entry) | {"path": _path_of(cache, entry), "leased_by": leased_by}
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from forebay._engine.stats import Facts
+    from forebay._engine.seeing import Facts
     from forebay._model import Entry, Problem, Report, Strays, Victim
     from forebay.claims import ClaimInfo
     from forebay.cli.prefixes import PrefixNode

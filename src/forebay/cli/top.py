@@ -23,7 +23,7 @@ from forebay.cli.render import Output, console, count, plain
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from forebay._engine.activity import Fetch, Now
+    from forebay._engine.seeing import Fetch, Now
     from forebay.cache import Cache
     from forebay.reports import Stats
 

@@ -304,7 +304,7 @@ class _Tree:
     # -- files -----------------------------------------------------------------------------------------------------
 
     def _check_fits(self, manifest: Manifest) -> None:
-        budget = self._store.usage().budget
+        budget = self._store.seeing.usage().budget
         if manifest.size > budget:
             raise errors.NoSpace.of(
                 self._key, manifest.size, 0, budget, "it can never be stored: raise the budget, or request a part of it", hopeless=True
@@ -511,4 +511,4 @@ def _fetch(
         if options.on_progress is not None:
             options.on_progress(done, total)
 
-    copying.fetch_tree(files, target, fetch, overwrite=overwrite, budget=origin.store.usage().budget, on_progress=report)
+    copying.fetch_tree(files, target, fetch, overwrite=overwrite, budget=origin.store.seeing.usage().budget, on_progress=report)

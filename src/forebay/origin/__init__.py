@@ -499,7 +499,7 @@ class Origin(Targets):
     def most(self) -> int:
         """Maximum size in memory, in bytes, of an object that arrives compressed: as many as the cache could store."""
         try:
-            return self.store.usage().budget or in_memory()
+            return self.store.seeing.usage().budget or in_memory()
         except errors.CacheFault:
             return in_memory()
 

@@ -77,7 +77,7 @@ class ItemWriter:
         used, entries = self._store.spaces.usage(config.space)
         limit = self._store.spaces.largest(config.space)
         self._waits = self._store.spaces.limits(config.space).policy == Policy.WAIT
-        self._is_most_of_the_cache = 2 * limit > self._store.usage().budget
+        self._is_most_of_the_cache = 2 * limit > self._store.seeing.usage().budget
         self.queue = LoadQueue(config, self._reservation.need, limit, -(-used // entries) if entries else 0)
         self._scheduler = Scheduler(config, self.queue)
         self._session = config.session.entry.id if config.session is not None else 0
@@ -278,7 +278,7 @@ class ItemWriter:
         """Read the limits of the space, which may have changed."""
         limit = self._store.spaces.largest(self._config.space)
         self._waits = self._store.spaces.limits(self._config.space).policy == Policy.WAIT
-        self._is_most_of_the_cache = 2 * limit > self._store.usage().budget
+        self._is_most_of_the_cache = 2 * limit > self._store.seeing.usage().budget
         self.queue.set_limit(limit)
 
     def report_too_large(self, key: str, size: int) -> None:

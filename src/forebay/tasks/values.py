@@ -357,7 +357,7 @@ class Values:
 
     def keys(self) -> list[str]:
         """All keys, from the least to the most recently used."""
-        return self._store().spaces.keys(self.space)
+        return self._store().seeing.keys(self.space)
 
     def size(self) -> tuple[int, int]:
         """Stored size in bytes, and number, of the values."""

@@ -18,7 +18,7 @@ import pytest
 
 import forebay
 from forebay import Cache, errors
-from forebay._engine import stats
+from forebay._engine import seeing
 from forebay._engine.catalog import transactions
 from forebay._engine.files import root
 from forebay._engine.files.faults import CatalogBroken
@@ -84,7 +84,7 @@ def test_a_forged_row_is_set_aside(place: Path, what: str, caplog: pytest.LogCap
         for number in range(6):
             found = store.view("urls", f"k{number}")
             assert found is None or bytes(found.view) == bytes([number]) * (300 * KiB)
-        store.entries()
+        store.seeing.entries()
         with contextlib.suppress(Exception):
             store.lease("urls", "k1")
         store.put("values", "small", b"small")
@@ -120,7 +120,7 @@ FIRST = {
 def test_a_page_of_damaged_rows_hides_nothing_behind_it(
     place: Path, what: str, read_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(stats, "ENTRIES_PER_PAGE", 4)
+    monkeypatch.setattr(seeing, "ENTRIES_PER_PAGE", 4)
     in_child(lambda: _with(place, lambda store: store.put_many("v", [(f"k{n:02d}", b"x") for n in range(40)])))
     forge(place, f"UPDATE entries SET {FIRST[what]} WHERE key < 'k13' OR key BETWEEN 'k20' AND 'k31' OR key > 'k35'")
     sound = [f"k{n:02d}" for n in (*range(13, 20), *range(32, 36))]
@@ -136,7 +136,7 @@ def test_a_page_of_damaged_rows_hides_nothing_behind_it(
                 [facts[0] for facts in cache.entries().facts(backwards=backwards)],
             ):
                 assert [name.removeprefix("v:") for name in names] == sound[:: -1 if backwards else 1]
-        assert sorted(cache._store.spaces.keys("v")) == sound
+        assert sorted(cache._store.seeing.keys("v")) == sound
 
 
 def test_no_row_of_ours_is_in_doubt(place: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,7 +235,7 @@ def test_an_entry_with_a_forged_slot_gets_another(place: Path, what: str) -> Non
         forge(place, sql)
     with opened(place, BUDGET) as store:
         assert all(store.view("urls", f"k{number}") is not None for number in range(6))
-        assert len({entry.slot for entry in store.entries("urls")}) == 6
+        assert len({entry.slot for entry in store.seeing.entries("urls")}) == 6
         store.repair()  # the record that it had is another's, or nobody's
         assert store.check(deep=True) == []
 
@@ -352,7 +352,7 @@ def test_an_intent_of_more_than_anybody_writes_is_nobodys(place: Path) -> None:
         file.write((1 << 62).to_bytes(8, "little"))
     with opened(place, BUDGET) as store:
         fill(store, 1)
-        assert {entry.key for entry in store.entries("urls")} == {f"k{number}" for number in range(6)}
+        assert {entry.key for entry in store.seeing.entries("urls")} == {f"k{number}" for number in range(6)}
         assert store.check(deep=True) == []
 
 
@@ -392,7 +392,7 @@ def test_a_link_in_the_place_of_a_directory_leads_nowhere(place: Path, where: st
     """Put there while the root is open: what lies behind has the names of our files, and stays."""
     with opened(place, BUDGET) as store:
         fill(store)
-        entry = next(entry for entry in store.entries("urls") if entry.key == "k0")
+        entry = next(entry for entry in store.seeing.entries("urls") if entry.key == "k0")
         there = place / where.replace("xx", f"{entry.id & 0xFF:02x}")
         moved = place.parent / "moved"
         there.rename(moved)

@@ -138,15 +138,15 @@ def test_a_log_that_a_stopped_reader_needs_counts_against_the_budget(
         child = fork(reader)
         here.wait()
         child.stop()
-        there = store.counts()["evictions"]
+        there = store.seeing.counts()["evictions"]
         with pytest.raises(errors.CacheFault, match=f"since process {child.pid} .* stands still inside a query"):
             for n in range(300):
                 put_many(store, 1, f"new{n}-")
-                assert store.usage().used <= BUDGET + 256 * KiB  # what the last transaction wrote
-                assert on_disk(place) <= store.usage().used + sum(store.overhead().values())
+                assert store.seeing.usage().used <= BUDGET + 256 * KiB  # what the last transaction wrote
+                assert on_disk(place) <= store.seeing.usage().used + sum(store.seeing.overhead().values())
         size = log_of(store)
         assert WARN < size < FREE + BUDGET // PART + 256 * KiB
-        assert store.counts()["evictions"] > there
+        assert store.seeing.counts()["evictions"] > there
         assert {bytes_of(store, name) for name in ("k0", "k299", "new7-0")} == {b"x" * 12 * KiB}
         with pytest.raises(errors.CacheFault, match="stands still"):
             put_many(store, 1, "more")
@@ -177,11 +177,11 @@ def test_beside_a_stopped_reader_no_value_is_evicted_for_the_log(place: Path) ->
         here.wait()
         with pytest.raises(errors.NoSpace, match=r"the log of the catalog has .* since a process stands still"):
             put_many(store, 60, "new")
-        evictions = store.counts()["evictions"]
+        evictions = store.seeing.counts()["evictions"]
         for _ in range(5):
             with pytest.raises(errors.NoSpace):
                 put_many(store, 1, "more")
-        assert store.counts()["evictions"] == evictions < 100
+        assert store.seeing.counts()["evictions"] == evictions < 100
         on.open()
         child.result()
         put_many(store, 10, "later")

@@ -202,7 +202,7 @@ def test_a_sweeper_leaves_a_file_alone_that_is_about_to_be_published(quick_path:
 
 
 def ids_of(store: Store) -> list[int]:
-    return [entry.id for entry in store.entries()]
+    return [entry.id for entry in store.seeing.entries()]
 
 
 def test_no_id_is_given_twice(quick_path: Path) -> None:

@@ -262,7 +262,7 @@ def test_a_process_that_only_reads_goes_over_to_the_new_slots(quick_path: Path, 
     said.wait()
     store.engine.memo.window = 0, 0, 0  # a second has passed
     assert bytes_of(store, "k") == b"new"
-    assert [entry.key for entry in store.entries("v")] == ["k"]
+    assert [entry.key for entry in store.seeing.entries("v")] == ["k"]
     store.close()
     go.open()
     child.result()

@@ -186,11 +186,11 @@ def test_times_of_the_future_are_as_if_there_were_none(store: Store) -> None:
     record, base = store.engine.index.record(entries["b"].slot)
     record[base + USED] = record[base + VALIDATED] = (1 << 64) - 1
     assert store.validated(entries["b"]) == 0
-    assert [entry.key for entry in store.entries("v")] == ["b", "a", "c"]
-    assert store.spaces.keys("v") == ["b", "a", "c"]
+    assert [entry.key for entry in store.seeing.entries("v")] == ["b", "a", "c"]
+    assert store.seeing.keys("v") == ["b", "a", "c"]
     assert bytes_of(store, "b") == b"x"
     store.touch(entries["b"])
-    assert store.spaces.keys("v") == ["a", "c", "b"]
+    assert store.seeing.keys("v") == ["a", "c", "b"]
 
 
 @pytest.mark.parametrize("step", [-HOUR, DAY], ids=["-1 h", "+1 day"])
@@ -199,15 +199,15 @@ def test_the_least_recently_used_go_first_whatever_the_clock_does(tmp_path: Path
     with opened(tmp_path / "root", 40 * 8192) as store:
         for n in range(40):
             store.put("v", f"k{n:02d}", bytes(8192 - 512))
-        size = len(store.entries("v"))
+        size = len(store.seeing.entries("v"))
         clocks.step(step)
-        hot = list(store.entries("v"))[: size // 2]
+        hot = list(store.seeing.entries("v"))[: size // 2]
         for entry in hot:
             store.touch(entry)
         clocks.step(-step)
         for n in range(size // 4):
             store.put("v", f"new{n}", bytes(8192 - 512))
-        left = {entry.key for entry in store.entries("v")}
+        left = {entry.key for entry in store.seeing.entries("v")}
         assert {entry.key for entry in hot} <= left
 
 
@@ -216,7 +216,7 @@ def test_what_was_evicted_is_let_go_after_a_step_back(store: Store, clocks: Cloc
         other.put("v", "k", bytes(100_000))
         assert bytes_of(store, "k") is not None
         clocks.step(-HOUR)
-        other.remove(list(map(_victim, other.entries("v"))))
+        other.remove(list(map(_victim, other.seeing.entries("v"))))
         store.view("v", "none")  # any look
         assert not store.engine.memo._known["v"]
 
@@ -239,5 +239,5 @@ def test_durations_are_of_no_wall_clock(store: Store, clocks: Clocks, step: int)
     with pytest.raises(errors.NoSpace):
         store.put("w", "other", bytes(90_000), timeout=0.05)
     lease.close()
-    waited = store.counts()["wait_ns_space"]
+    waited = store.seeing.counts()["wait_ns_space"]
     assert 0 < waited < 60 * SECOND

@@ -261,10 +261,10 @@ def test_a_clock_that_is_set_back_overwrites_nothing(quick_path: Path, at_once: 
         for _ in range(5):
             store.put("v", "key", b"value")
             clocks.step(MINUTE)
-        before = store.activity.history()
+        before = store.seeing.history()
         clocks.step(-3 * MINUTE)
         store.put("v", "key", b"value")
-        after = store.activity.history()
+        after = store.seeing.history()
         assert len(after) >= len(before)
         assert [b.end <= c.start for b, c in itertools.pairwise(after)] == [True] * (len(after) - 1)
         assert abs(after[-1].end - time.time()) < 60  # as the wall clock counts now
@@ -280,7 +280,7 @@ def test_counters_that_are_lost_count_nothing(quick_path: Path, at_once: None) -
         store.root.counters.write_bytes(bytes(store.root.counters.stat().st_size))
         clocks.step(MINUTE)
         store.put("v", "key", b"value")
-        hits = [period.counts[HITS] for period in store.activity.history()]
+        hits = [period.counts[HITS] for period in store.seeing.history()]
         assert sum(hits) == 5
         assert hits[-1] == min(hits) == 0
 
@@ -295,7 +295,7 @@ def test_a_root_that_is_only_read_has_no_history_of_that(store: Store) -> None:
         own = Store.open(path, Settings(), read_only=True)
         own.view("v", "key")
         own.view("v", "key")
-        return len(own.activity.history())
+        return len(own.seeing.history())
 
     assert in_child(look) >= 0
     assert (store.root.shared_dir / "history").read_bytes() == before

@@ -100,9 +100,9 @@ def test_a_first_touch_is_a_hit_and_a_use(store: Store) -> None:
     entry = store.entry("v", "large")
     assert entry is not None
     store.engine.index.touch(entry.slot, 1)
-    before = store.counts()
+    before = store.seeing.counts()
     touched(store, "large")
-    after = store.counts()
+    after = store.seeing.counts()
     assert after["hits"] - before["hits"] == 1
     assert after["bytes_hit"] - before["bytes_hit"] == len(LARGE)
     assert store.engine.index.used(entry.slot) > 1

@@ -151,7 +151,7 @@ def test_values_that_are_read_in_turn_do_not_replace_each_other(quick_path: Path
     with opened(quick_path / "root", 2 * MiB) as store:  # 32 cells
         for number in range(33):
             store.put("v", f"k{number}", b"%4d" % number * 100)
-        slots = {key: entry.slot for entry in store.entries("v") if (key := entry.key)}
+        slots = {key: entry.slot for entry in store.seeing.entries("v") if (key := entry.key)}
         late = max(slots, key=lambda key: slots[key])
         early = next(key for key in slots if slots[key] == slots[late] - 32)
         bodies = {key: b"%4d" % int(key[1:]) * 100 for key in (early, late)}

@@ -74,7 +74,7 @@ def test_a_thread_that_waited_gets_an_error_of_the_same_class(tmp_path: Path, er
 
         def make() -> bytes:
             thread.start()
-            until(lambda: store.counts()["waits"] == 1, "the other thread")
+            until(lambda: store.seeing.counts()["waits"] == 1, "the other thread")
             raise error()
 
         with contextlib.suppress(type(error())):

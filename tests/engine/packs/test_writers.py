@@ -245,7 +245,7 @@ def test_segments_are_counted_by_their_files_once_the_catalog_is_older(
         again.put("first", b"write")
         with again.samples("a", SLOTS) as samples:
             assert [samples.get(slot) for slot in range(1, 50)] == [body(slot) for slot in range(1, 50)]
-        (pack,) = again._store.entries("samples")
+        (pack,) = again._store.seeing.entries("samples")
         assert usage(place / "packs") <= pack.charge <= usage(place / "packs") + 64 * KiB
         assert again.check(deep=True) == []
     assert_counted(place, BUDGET)

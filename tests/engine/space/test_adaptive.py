@@ -66,7 +66,7 @@ def space_of(store: Store, name: str = "auto") -> AdaptiveSpace:
 
 
 def leader(store: Store, name: str = "auto") -> str:
-    standing = store.usage().standings[name]
+    standing = store.seeing.usage().standings[name]
     return "none" if standing is None else standing.leader
 
 
@@ -105,7 +105,7 @@ def test_lru_keeps_a_part_of_it_only(store: Store) -> None:
     for epoch in permutations(COUNT, 3):
         count = hits(store, "lru", epoch)
     assert count < 0.8 * best_of_permutation(SIZES, quota)
-    assert store.usage().standings == {}
+    assert store.seeing.usage().standings == {}
 
 
 @pytest.mark.rotates
@@ -163,7 +163,7 @@ def test_the_budget_of_the_root_is_shared_with_other_spaces(store: Store) -> Non
     sizes = [32 * KiB] * 500
     store.put("values", "mine", b"v" * (8 * MiB))
     with store.engine.parts.catalog.write() as txn:
-        txn.run("UPDATE meta SET value = ? WHERE name = 'budget'", store.usage().used + 8 * MiB)
+        txn.run("UPDATE meta SET value = ? WHERE name = 'budget'", store.seeing.usage().used + 8 * MiB)
     filled(store, "auto", "auto", 1 << 40)
     for epoch in permutations(500, 4):
         count = 0
@@ -190,7 +190,7 @@ def trying(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def names(store: Store) -> set[str]:
-    return set(store.spaces.keys("auto"))
+    return set(store.seeing.keys("auto"))
 
 
 def test_what_is_new_goes_before_what_was_there(trying: Store) -> None:
@@ -522,8 +522,8 @@ def test_a_plan_names_those_that_eviction_takes_first(trying: Store, leads: int)
         trying.put("auto", f"new{number}", b"n" * 20_000)
     known = sorted(names(trying))
     dismiss(trying, known[20], known[10])
-    names_of = {entry.id: entry.key for entry in trying.entries("auto")}
-    planned = [names_of[id] for id in trying.first_to_go()]
+    names_of = {entry.id: entry.key for entry in trying.seeing.entries("auto")}
+    planned = [names_of[id] for id in trying.seeing.first_to_go()]
     assert planned[:2] == [known[20], known[10]]
     assert len(planned) == 2 + (leads == BIMODAL)
     before, lost = names(trying), list[str]()

@@ -54,7 +54,7 @@ def test_what_is_read_all_the_time_can_be_evicted(store: Store, monkeypatch: pyt
 
     def pick_and_read(self: ranking.Ranking, scope: ranking.Scope) -> None:
         pick(self, scope)
-        for entry in store.entries("v"):
+        for entry in store.seeing.entries("v"):
             store.touch(entry)
 
     with monkeypatch.context() as patch:
@@ -105,7 +105,10 @@ def test_who_can_do_without_does_not_search_in_vain_again_and_again(store: Store
     fetch(30 * KiB, "small")
     for n in range(4):
         store.set_life("v", f"k{n}", "cached")
-    assert len(store.remove([Victim(e.key, e.size, e.charge, e.used, e.id) for e in store.entries("v") if e.life == "cached"]).removed) == 5
+    assert (
+        len(store.remove([Victim(e.key, e.size, e.charge, e.used, e.id) for e in store.seeing.entries("v") if e.life == "cached"]).removed)
+        == 5
+    )
     fetch(300 * KiB)
     assert bytes_of(store, "new") == bytes(300 * KiB)
 
@@ -113,11 +116,11 @@ def test_who_can_do_without_does_not_search_in_vain_again_and_again(store: Store
 def test_lru_is_exact(store: Store) -> None:
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))
-    for entry in store.entries("v"):
+    for entry in store.seeing.entries("v"):
         if entry.key in ("k0", "k3"):
             store.touch(entry)
     store.put("v", "new", bytes(400 * KiB))
-    assert [entry.key for entry in store.entries("v")] == ["k5", "k6", "k7", "k8", "k0", "k3", "new"]
+    assert [entry.key for entry in store.seeing.entries("v")] == ["k5", "k6", "k7", "k8", "k0", "k3", "new"]
 
 
 @pytest.mark.parametrize("size", [10, 20 * KiB], ids=["value", "blob"])
@@ -127,7 +130,7 @@ def test_a_replaced_entry_of_the_only_one_allowed(tmp_path: Path, size: int) -> 
         store.put("v", "a", b"2" * size)
         assert bytes_of(store, "a") == b"2" * size
         store.put("v", "b", b"3" * size)
-        assert [entry.key for entry in store.entries("v")] == ["b"]
+        assert [entry.key for entry in store.seeing.entries("v")] == ["b"]
 
 
 def test_a_lease_is_never_taken_on_a_version_that_was_replaced(store: Store) -> None:
@@ -162,7 +165,7 @@ def test_nobody_gets_the_room_of_files_that_are_yet_to_be_unlinked(quick_path: P
                 store.put("v", f"k{n}", bytes(100 * KiB))
             host.on_step(hook)
             if how == "removes":
-                store.remove([Victim(e.name, e.size, e.charge, e.used, e.id) for e in store.entries()[:3]])
+                store.remove([Victim(e.name, e.size, e.charge, e.used, e.id) for e in store.seeing.entries()[:3]])
             store.put("v", "k0", bytes(100 * KiB if how == "replaces" else 300 * KiB))
 
     def other() -> None:
@@ -196,7 +199,7 @@ def test_a_partial_of_the_only_entry_allowed(tmp_path: Path) -> None:
         hold.release()
         assert len(reserved_ids(store)) == 1
         store.put("v", "b", b"3")
-        assert [entry.key for entry in store.entries("v")] == ["b"]
+        assert [entry.key for entry in store.seeing.entries("v")] == ["b"]
         assert store.check() == []
 
 
@@ -215,7 +218,7 @@ def test_what_was_replaced_is_not_counted_for_people(store: Store) -> None:
     assert lease is not None
     with lease:
         store.put("v", "k", bytes(120 * KiB))
-        assert [space.entries for space in store.usage().spaces if space.name == "v"] == [1]
+        assert [space.entries for space in store.seeing.usage().spaces if space.name == "v"] == [1]
 
 
 # -- a busy catalog ----------------------------------------------------------------------------------------------------
@@ -312,11 +315,11 @@ def test_a_lower_limit_that_met_a_busy_catalog_is_applied_by_the_next_write(
     with monkeypatch.context() as patch:
         patch.setattr(store.engine.parts.writers.budget, "fit", while_another_writes)
         assert store.configure(Settings(budget=300 * KiB))
-    assert len(store.entries("v")) == 9
-    assert store.usage().budget == 300 * KiB
+    assert len(store.seeing.entries("v")) == 9
+    assert store.seeing.usage().budget == 300 * KiB
     other.release()
     store.put("v", "small", b"x")
-    assert store.usage().used <= 300 * KiB
+    assert store.seeing.usage().used <= 300 * KiB
     store.configure(Settings(budget=MiB))
 
 
@@ -331,7 +334,7 @@ def test_a_budget_that_another_process_lowers_binds_the_next_small_value(store: 
 
     in_child(lower)
     store.put("v", "next", b"x")
-    assert store.usage().used <= store.usage().budget == 300 * KiB
+    assert store.seeing.usage().used <= store.seeing.usage().budget == 300 * KiB
     store.configure(Settings(budget=MiB))
 
 
@@ -342,7 +345,7 @@ def test_what_was_to_be_replaced_is_gone_by_now(tmp_path: Path) -> None:
         store.put("q", "other", bytes(40 * KiB), life="pinned")
         store.put("q", "k", bytes(60 * KiB))
         asked = SpaceRequest(store.spaces.ensure("q").id, "k", 7, 60 * KiB, replaces=["k"])
-        (old,) = [entry for entry in store.entries("q") if entry.key == "k"]
+        (old,) = [entry for entry in store.seeing.entries("q") if entry.key == "k"]
         assert store.remove([Victim(old.name, old.size, old.charge, old.used, old.id)]).removed
         store.put("q", "third", bytes(60 * KiB), life="pinned")
         with pytest.raises(errors.NoSpace):

@@ -53,32 +53,32 @@ def test_the_coldest_go_first_and_are_counted(tmp_path: Path) -> None:
     with opened(tmp_path / "root", MiB) as store:
         fill(store)
         store.put("v", "one", VALUE)
-        left = [entry.key for entry in store.entries("v")]
-        before = store.counts()["evictions"]
+        left = [entry.key for entry in store.seeing.entries("v")]
+        before = store.seeing.counts()["evictions"]
         store.view("v", left[0])
-        store.touch(store.entries("v")[0])
+        store.touch(store.seeing.entries("v")[0])
         commits(store, 60)
-        now = {entry.key for entry in store.entries("v")}
+        now = {entry.key for entry in store.seeing.entries("v")}
         gone = [key for key in left if key not in now]
         assert gone == left[1 : len(gone) + 1]  # in the order of their last use; the one that was read stays
         assert left[0] in now
-        assert store.counts()["evictions"] - before == len(gone)
+        assert store.seeing.counts()["evictions"] - before == len(gone)
 
 
 def test_who_remembers_what_made_way_finds_nothing(tmp_path: Path) -> None:
     with opened(tmp_path / "root", MiB) as store:
         fill(store)
-        remembered = {entry.key: store.view("v", entry.key) for entry in store.entries("v")}
+        remembered = {entry.key: store.view("v", entry.key) for entry in store.seeing.entries("v")}
 
         def press() -> None:
             with opened(tmp_path / "root") as other:
                 for n in range(100):
                     other.put("v", f"new{n}", VALUE)
                 other.put("v", "large", VALUE * 4)
-                assert other.counts()["evictions"] > 100  # some have no successor in their slot
+                assert other.seeing.counts()["evictions"] > 100  # some have no successor in their slot
 
         fork(press).result()
-        left = {entry.key for entry in store.entries("v")}
+        left = {entry.key for entry in store.seeing.entries("v")}
         assert 0 < len(left & set(remembered)) < len(remembered)
         for key, found in remembered.items():
             assert found is not None
@@ -112,7 +112,7 @@ def test_a_replaced_value_is_not_its_own_victim(tmp_path: Path) -> None:
         for n in range(200):
             store.put("v", "same", VALUE + bytes([n]))
             store.put("v", f"k{n}", VALUE)
-            store.touch(store.entries("v")[0])
+            store.touch(store.seeing.entries("v")[0])
         assert bytes_of(store, "same") == VALUE + bytes([199])
         assert store.check(deep=True) == []
 
@@ -202,7 +202,7 @@ def test_a_file_that_the_system_does_not_let_go_stays_counted_and_goes_later(
         host.on_step(refuse)
         try:
             if how == "removed":
-                one = store.entries("v")[0]
+                one = store.seeing.entries("v")[0]
                 store.remove([Victim(one.name, one.size, one.charge, one.used, one.id)])
             elif how == "replaced":
                 store.put("v", "k0", b"small")
@@ -211,7 +211,7 @@ def test_a_file_that_the_system_does_not_let_go_stays_counted_and_goes_later(
         finally:
             host.on_step(None)
         assert "cannot be removed" in caplog.text
-        assert len(store.entries("v")) >= 5, "it does not go on evicting in vain"
+        assert len(store.seeing.entries("v")) >= 5, "it does not go on evicting in vain"
         assert data_usage(place) <= MiB
         assert store.check(deep=True) == []
         store.put("v", "new", bytes(900 * KiB))
@@ -228,9 +228,9 @@ def test_a_reader_that_stands_still_costs_no_more_than_was_lacking(tmp_path: Pat
         with contextlib.closing(con):
             con.execute("BEGIN")
             con.execute("SELECT count(*) FROM entries").fetchone()
-            before = len(store.entries("v"))
+            before = len(store.seeing.entries("v"))
             for n in range(5):
                 store.put("v", f"new{n}", os.urandom(100 * KiB))
-            gone = before - len([entry for entry in store.entries("v") if entry.kind == "value"])
+            gone = before - len([entry for entry in store.seeing.entries("v") if entry.kind == "value"])
             assert gone * (4 * KiB) < 4 * 5 * 100 * KiB
         assert store.check(deep=True) == []

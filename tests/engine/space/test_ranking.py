@@ -37,7 +37,7 @@ def store(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 def use_in_any_order(store: Store) -> list[str]:
     """The keys, the coldest first."""
-    rng, entries = random.Random(17), store.entries("v")
+    rng, entries = random.Random(17), store.seeing.entries("v")
     ticks = rng.sample(range(1, 10 * COUNT), len(entries))
     for entry, tick in zip(entries, ticks, strict=True):
         store.engine.index.touch(entry.slot, 10**18 + tick)
@@ -46,11 +46,11 @@ def use_in_any_order(store: Store) -> list[str]:
 
 def full(store: Store) -> None:
     """From now on each value that comes needs the room of another."""
-    store.engine.settings.set(Settings(budget=store.usage().used + 100))
+    store.engine.settings.set(Settings(budget=store.seeing.usage().used + 100))
 
 
 def keys(store: Store) -> set[str]:
-    return set(store.spaces.keys("v"))
+    return set(store.seeing.keys("v"))
 
 
 def test_a_put_looks_at_few_slots_however_many_there_are(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_small_space_among_many_entries_finds_its_own(store: Store) -> None:
     _quota(store, 2000)
     for n in range(30):
         store.put("small", f"t{n}", b"z" * 100)
-    assert sorted(store.spaces.keys("small")) == sorted(f"t{n}" for n in range(10, 30))
+    assert sorted(store.seeing.keys("small")) == sorted(f"t{n}" for n in range(10, 30))
     assert len(keys(store)) == COUNT
 
 

@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def promised(store: Store) -> int:
-    return store.usage().reserved
+    return store.seeing.usage().reserved
 
 
 def items(count: int, size: int, begin: str = "k") -> list[Item]:
@@ -66,7 +66,7 @@ def test_more_than_was_promised_is_not_kept(store: Store) -> None:
     credit.ask(credit.need(1000))
     with pytest.raises(errors.CacheFault, match="were not promised"):
         credit.keep(items(2, 1000))
-    assert store.entries("ahead") == []
+    assert store.seeing.entries("ahead") == []
     credit.keep(items(1, 1000))[0].close()
 
 
@@ -108,7 +108,7 @@ def test_a_promise_counts_against_the_limits_of_its_space(store: Store, quota: i
         for lease in credit.keep(items(credit.promised.entries, 3000, begin=f"{id(credit)}-")):
             lease.close()
     first.ask(first.need(3000))  # evicts
-    assert len(store.entries("ahead")) == 2
+    assert len(store.seeing.entries("ahead")) == 2
     first.give_back(first.promised)
 
 
@@ -121,7 +121,7 @@ def test_more_is_promised_with_what_is_kept_if_it_costs_nobody_anything(store: S
     assert credit.promised == each.times(3)
     (other,) = credit.keep(items(1, 2000, begin="other"), more=each.times(2))  # would not fit
     assert credit.promised == each.times(2)
-    assert len(store.entries("ahead")) == 2
+    assert len(store.seeing.entries("ahead")) == 2
     lease.close()
     other.close()
     credit.give_back(credit.promised)
@@ -184,7 +184,7 @@ def test_leased_files_get_a_second_name_together_with_what_is_written(store: Sto
         assert (lease.entry.checksum, lease.entry.charge) == (source.entry.checksum, source.entry.charge), "each name is charged"
     for lease in (*sources, *leases):
         lease.close()
-    store.remove([victim_of(entry) for entry in store.entries("a")])
+    store.remove([victim_of(entry) for entry in store.seeing.entries("a")])
     assert [bytes_of(store, f"link{n}", "ahead") for n in range(3)] == [bytes([n]) * 50_000 for n in range(3)]
 
 
@@ -198,7 +198,7 @@ def test_one_file_that_is_gone_keeps_the_others_of_its_group_out(store: Store) -
     credit.ask(credit.need(50_000).times(3))
     with pytest.raises(errors.CacheFault):
         credit.keep([Item(f"link{n}", source) for n, source in enumerate(sources)])
-    assert store.entries("ahead") == []
+    assert store.seeing.entries("ahead") == []
     store.put("a", "next", b"x")
     assert [os.stat(source).st_nlink for source in sources[:2]] == [1, 1]
     credit.keep([Item("link", sources[0])])[0].close()
@@ -237,19 +237,19 @@ def test_a_session_takes_its_entries_along(store: Store) -> None:
         lease.close()
     session.close()
     store.put("v", "k", b"a write")
-    assert len(store.entries("ahead")) == 41  # the other one is of it too
+    assert len(store.seeing.entries("ahead")) == 41  # the other one is of it too
     same.close()
     for _ in range(5):
         store.put("v", "k", b"a write")
-    assert {entry.key.strip("0123456789") for entry in store.entries("ahead")} == {"bound", "free"}
-    assert len(store.entries("ahead")) == 21  # one is leased
+    assert {entry.key.strip("0123456789") for entry in store.seeing.entries("ahead")} == {"bound", "free"}
+    assert len(store.seeing.entries("ahead")) == 21  # one is leased
     leases[0].close()
     store.put("v", "k", b"a write")
-    assert len(store.entries("ahead")) == 20
+    assert len(store.seeing.entries("ahead")) == 20
 
 
 def test_entries_made_together_keep_the_time_of_their_validation(store: Store) -> None:
     """As one that is made alone does: it was seen to be the remote's before it was published."""
     earlier = store.now() - 10**12
     store.put_many("v", [("a", b"x"), ("b", b"x")], validated=earlier)
-    assert [store.validated(entry) for entry in store.entries("v")] == [earlier, earlier]
+    assert [store.validated(entry) for entry in store.seeing.entries("v")] == [earlier, earlier]

@@ -116,7 +116,7 @@ def test_processes_that_take_turns_use_no_slot_twice(store: Store) -> None:
         for turn in range(3):
             _puts(store, f"here{turn}-", 3)
             puts_there()
-    slots = [entry.slot for entry in store.entries("v")]
+    slots = [entry.slot for entry in store.seeing.entries("v")]
     assert len(set(slots)) == len(slots) == 18
     assert store.check() == []
 
@@ -128,7 +128,7 @@ def test_a_key_that_has_a_value_gets_the_new_one(store: Store) -> None:
         assert bytes_of(store, "a1") == b"y" * size
         _puts(store, f"b{size}-", 2)
     assert store.check() == []
-    assert store.usage().spaces[0].entries == 9
+    assert store.seeing.usage().spaces[0].entries == 9
 
 
 def test_what_was_rolled_back_is_not_counted_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_what_was_rolled_back_is_not_counted_on(store: Store, monkeypatch: pytes
         with pytest.raises(errors.CacheFault, match="no more"):
             store.put("v", "b", b"x")
     _puts(store, "c", 2)
-    assert len({entry.slot for entry in store.entries("v")}) == 5
+    assert len({entry.slot for entry in store.seeing.entries("v")}) == 5
     assert store.check() == []
 
 
@@ -152,7 +152,7 @@ def test_an_id_that_is_given_twice_replaces_nothing(store: Store, size: int, is_
     """As from a catalog that somebody wrote to, and with the file gone that would have been in the way."""
     for number in range(3):
         store.put("v", f"a{number}", bytes([number]) * size)
-    first, *others = sorted(store.entries("v"), key=lambda entry: entry.id)
+    first, *others = sorted(store.seeing.entries("v"), key=lambda entry: entry.id)
     if is_lost and first.kind == "blob":
         os.unlink(store.root.blob_name(first.id, first.suffix))
     store.engine.parts.catalog._ids[:] = first.id, first.id + 1
@@ -182,7 +182,7 @@ def test_the_budget_holds_whatever_the_catalog_grows_by(tmp_path: Path) -> None:
     with opened(tmp_path / "root", 12 * MiB) as store:
         for number in range(1500):
             store.put("v", f"{number}".ljust(6000, "k"), b"x" * 5000)
-            assert store.usage().used <= 12 * MiB
+            assert store.seeing.usage().used <= 12 * MiB
         size = (tmp_path / "root" / "catalog.sqlite").stat().st_size
         assert size <= 12 * MiB + spaces.ALLOWANCE + 64 * KiB  # what the last one let it grow by is counted with the next
 
@@ -203,7 +203,7 @@ def test_files_are_put_together_and_with_what_they_were_given(store: Store) -> N
 
 
 def test_files_that_do_not_fit_together_are_put_one_by_one(store: Store) -> None:
-    usage = store.usage()
+    usage = store.seeing.usage()
     files = [(f"f{number}", bytes(1_000_000)) for number in range(4)]
     store.put("v", "pinned", bytes(usage.budget - 2_500_000), life="pinned")
     assert len(store.put_many("v", files)) == 4

@@ -521,7 +521,7 @@ def _forget_below(origin: Origin, key: str) -> None:
 def _entries_after(origin: Origin, begin: str) -> Iterator[Entry]:
     """The objects whose keys begin with this, and are longer."""
     after = begin
-    while page := origin.store.page(URLS, after):
+    while page := origin.store.seeing.page(URLS, after):
         for entry in page:
             if not entry.key.startswith(begin):
                 return

@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, replace
 from itertools import dropwhile
 
 from forebay import __version__
-from forebay._engine.activity import Now
+from forebay._engine.seeing import Now
 from forebay.cache import Cache, origin_of
 from forebay.claims import ClaimInfo, list_claims
 from forebay.cli.render import count, plain, shown, shown_name
@@ -58,7 +58,7 @@ def gather(cache: Cache) -> Content:
 
 def activity(cache: Cache) -> Now:
     """What happens now, as it may be shown."""
-    now = origin_of(cache).store.activity.now()
+    now = origin_of(cache).store.seeing.now()
     return Now(
         tuple(one._replace(key=name_shown(one.key), process=plain(one.process)) for one in now.fetches),
         tuple(one._replace(key=name_shown(one.key), process=plain(one.process), holder=plain(one.holder)) for one in now.waiters),

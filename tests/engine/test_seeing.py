@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay._engine import stats
+from forebay._engine import seeing
 from forebay._engine.catalog import entries
 from forebay._engine.index.records import ID
 from forebay._engine.store import Store
@@ -22,13 +22,13 @@ def store(quick_path: Path) -> Iterator[Store]:
 
 
 def test_all_entries_are_looked_up_where_there_are_few(store: Store) -> None:
-    use = store.engine.parts.stats.index_use()
+    use = store.seeing.index_use()
     assert (use.is_there, use.used, use.sampled, use.led) == (True, 100, 100, 100)
 
 
 def test_of_many_entries_a_sample_is_looked_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "SAMPLED", 10)
-    use = store.engine.parts.stats.index_use()
+    monkeypatch.setattr(seeing, "SAMPLED", 10)
+    use = store.seeing.index_use()
     assert (use.sampled, use.led) == (10, 10)
 
 
@@ -41,15 +41,15 @@ def test_a_sample_is_spread_over_all_entries(store: Store) -> None:
 
 def test_what_other_entries_replaced_is_not_led_to(store: Store) -> None:
     index = store.engine.index
-    number = store.engine.parts.stats.index_use().led
+    number = store.seeing.index_use().led
     entry = store.entry("v", "key 7")
     assert entry is not None
     words, base = index.record(entry.slot)
     words[base + ID] += 1
-    assert store.engine.parts.stats.index_use().led == number - 1
+    assert store.seeing.index_use().led == number - 1
 
 
 def test_a_root_without_entries_has_nothing_to_sample(quick_path: Path) -> None:
     with opened(quick_path / "empty", 64 * MiB) as store:
-        use = store.engine.parts.stats.index_use()
+        use = store.seeing.index_use()
         assert (use.is_there, use.sampled, use.led) == (False, 0, 0)
