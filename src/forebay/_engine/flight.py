@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import failures, reservations
@@ -197,7 +197,7 @@ class Flight:
             if (hold := self._try(keyhash)) is not None:
                 return hold, None
             with self._waiting(key, keyhash) as since:
-                return waits.wait_for(**self._wait(key, keyhash), timeout=timeout, on_turn=self._teller(key, keyhash, on_wait)), since
+                return waits.wait_for(*self._wait(key, keyhash), timeout=timeout, on_turn=self._teller(key, keyhash, on_wait)), since
 
     async def _hold_async(self, space: str, key: str, timeout: float | None) -> tuple[KeyHold, int | None]:
         """`_hold` for a coroutine."""
@@ -207,7 +207,7 @@ class Flight:
             if (hold := self._try(keyhash)) is not None:
                 return hold, None
             with self._waiting(key, keyhash) as since:
-                return await waits.wait_for_async(**self._wait(key, keyhash), timeout=timeout), since
+                return await waits.wait_for_async(*self._wait(key, keyhash), timeout=timeout), since
 
     def _try(self, keyhash: int) -> KeyHold | None:
         """The lock if it is free."""
@@ -223,14 +223,15 @@ class Flight:
             log.debug("%s", error)
         raise CatalogBroken(f"the root {self.engine.root.path} was deleted or replaced")
 
-    def _wait(self, key: str, keyhash: int) -> dict[str, Any]:
-        """How to wait for a key's lock: see `waits.wait_for`."""
+    def _wait(self, key: str, keyhash: int) -> tuple[Callable[[], KeyHold | None], waits.Words, int, Callable[[], tuple[str, str]]]:
+        """What `waits.wait_for` needs to wait for a key's lock."""
         parts = self.engine.parts
         keys, words, owners = parts.writers.keys, parts.words, parts.owners
-        return {
-            "attempt": lambda: KeyHold(keys, words, keyhash) if keys.try_lock(keyhash, exclusive=True) else None,
-            "words": words, "index": _word_of(keyhash), "what": lambda: (key, owners.holder_of(keyhash)),
-        }  # fmt: skip
+
+        def attempt() -> KeyHold | None:
+            return KeyHold(keys, words, keyhash) if keys.try_lock(keyhash, exclusive=True) else None
+
+        return attempt, words, _word_of(keyhash), lambda: (key, owners.holder_of(keyhash))
 
     def _teller(self, key: str, keyhash: int, on_wait: OnWait | None) -> Callable[[float], None] | None:
         if on_wait is None:

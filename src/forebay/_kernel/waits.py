@@ -239,7 +239,7 @@ class Wait:
 
 
 def wait_for(
-    attempt: Callable[[], T | None], words: Words, index: int, *, what: Callable[[], tuple[str, str]], timeout: float | None = None,
+    attempt: Callable[[], T | None], words: Words, index: int, what: Callable[[], tuple[str, str]], *, timeout: float | None = None,
     say_after: float = 5.0, on_turn: Callable[[float], None] | None = None, by: str = "held by",
 ) -> T:  # fmt: skip
     """Call ``attempt`` until it returns a value, and return that. ``what`` returns, for the log and the error, what is waited for and a
@@ -260,7 +260,7 @@ def wait_for(
 
 
 async def wait_for_async(
-    attempt: Callable[[], T | None], words: Words, index: int, *, what: Callable[[], tuple[str, str]], timeout: float | None = None,
+    attempt: Callable[[], T | None], words: Words, index: int, what: Callable[[], tuple[str, str]], *, timeout: float | None = None,
     say_after: float = 5.0, on_turn: Callable[[float], None] | None = None,
 ) -> T:  # fmt: skip
     """`wait_for` for a coroutine. The event loop goes on meanwhile, and no thread is used: it would be missing elsewhere."""

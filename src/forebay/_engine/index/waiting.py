@@ -49,8 +49,8 @@ class Entered(NamedTuple):
 
 
 class Waiters:
-    """The waits of this process, and those of all. Callable from any thread; `Fill` tells it of forks. No call raises: a wait that finds no
-    free record, or meets a fault of the disk, is not shown."""
+    """The waits of this process, and those of all. Callable from any thread; `Writers` tells it of forks. No call raises: a wait that finds
+    no free record, or meets a fault of the disk, is not shown."""
 
     def __init__(self, root: Root) -> None:
         self._table = SharedTable(root, root.shared_dir / "waiting", b"FBWAIT01", RECORDS * _RECORD // 8)
