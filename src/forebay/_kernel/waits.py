@@ -172,34 +172,22 @@ class SharedLimit:
         self._at = now
 
 
-class Backoff:
-    """When to try again what failed: after a second, then after ever longer, at most a minute."""
+class Turn:
+    """Decides when, and by which thread, a failed operation is retried: after a second, then after ever longer, at most a minute; by one
+    thread of a process at a time; no thread waits. A forked child has a turn of its own: the thread that had its parent's does not exist
+    there."""
 
     def __init__(self) -> None:
         self._pause = FIRST_PAUSE
         self._at = time.monotonic() + self._pause
-
-    def is_due(self) -> bool:
-        """Whether it is time to try; then the next time is later."""
-        if time.monotonic() < self._at:
-            return False
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        self._at = time.monotonic() + self._pause
-        return True
-
-
-class Turn:
-    """Decides when, and by which thread, a failed operation is retried: after a `Backoff`, by one thread of a process at a time; no thread
-    waits. A forked child has a turn of its own: the thread that had its parent's does not exist there."""
-
-    def __init__(self) -> None:
-        self._backoff = Backoff()
         self._free: dict[int, list[bool]] = {}  # by process; popped by the thread that tries: one step
 
     def take(self) -> bool:
         """Whether this thread should retry now. No other thread does until it gives the turn back; after success it never does."""
-        if not self._backoff.is_due():
+        if time.monotonic() < self._at:
             return False
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._at = time.monotonic() + self._pause
         try:
             return self._free.setdefault(os.getpid(), [True]).pop()
         except IndexError:
