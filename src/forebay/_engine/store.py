@@ -478,9 +478,8 @@ class Store:
             problem = self.engine.parts.catalog.problem()
             if problem is None:
                 problems = check.check(self.root, self.engine.parts.catalog, self.engine.index, deep=deep)
-                others = [name for name in foreign(self.root.path) if not name.startswith("tmp/")]  # which are reported already
                 what = "not created by Forebay, not in the budget: move it out"
-                return [*problems, *(Problem("foreign", str(self.root.path / name), what) for name in others)]
+                return [*problems, *(Problem("foreign", str(self.root.path / name), what) for name in foreign(self.root.path))]
         except CatalogBroken as error:
             if not error.damaged:
                 raise
