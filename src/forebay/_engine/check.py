@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 
 from forebay._engine.catalog import Catalog, checked, entries, recovery, reservations, segments, spaces
@@ -26,7 +27,6 @@ from forebay.errors import Damaged
 
 AT_ONCE = 2048
 """Rows, or names, that are in memory at once."""
-_STRAYS = {"blob": "a file that no row names", "": "a write that no reservation counts"}
 
 
 def check(root: Root, catalog: Catalog, index: EntryIndex, *, deep: bool = False) -> list[Problem]:
@@ -99,11 +99,24 @@ def _hex(id: object) -> str:
 
 def _check_strays(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[Problem]:
     """Files and directories that no row names. The next writer removes those of an intent."""
-    for path, name in _unknown(root, catalog, index):
+    named = chain(
+        (((id, "blob", path.name.removeprefix(f"{id:016x}")), path) for id, path in blobs.list_blobs(root)),
+        (((id, "tree", ""), root.tree(id)) for id in trees.list_trees(root)),
+        (((id, "pack", ""), root.pack(id)) for id in pack_files.list_packs(root)),
+    )
+    while some := dict(islice(named, AT_ONCE)):
+        for file in entries.unnamed(catalog, list(some)):
+            with catalog.still():
+                stray = bool(entries.unnamed(catalog, [file])) and file[0] not in dict(index.head.intent()) and _is_there(root, some[file])
+            if stray:
+                yield Problem("stray", str(some[file]), f"{'a file' if file[1] == 'blob' else 'a directory'} that no row names")
+    for name in root.files.names_in(root.tmp_dir):
+        parsed = parse_tmp_name(name)
         with catalog.still():
-            stray = name[0] not in dict(index.head.intent()) and bool(_not_named(catalog, [name])) and _is_there(root, path)
+            counted = parsed is not None and reservations.by_id(catalog, parsed.id) is not None
+            stray = not counted and _is_there(root, root.tmp_dir / name)
         if stray:
-            yield Problem("stray", str(path), _STRAYS.get(name[1], "a directory that no row names"))
+            yield Problem("stray", str(root.tmp_dir / name), "a write that no reservation counts")
 
 
 def _is_there(root: Root, path: Path) -> bool:
@@ -288,7 +301,7 @@ def count_strays(root: Root, catalog: Catalog, index: EntryIndex) -> Strays:
 
     The first are left by a crash of the machine or a lost catalog; `remove_strays` removes them. The others belong to somebody, and stay.
     Names are listed a directory at a time; what comes or goes meanwhile is not counted."""
-    files, taken = _counted(path for path, _ in _unknown(root, catalog, index))
+    files, taken = _counted(_unknown(root, catalog, index))
     return Strays(files, taken, *_counted(root.path / name for name in foreign(root.path)))
 
 
@@ -313,7 +326,7 @@ def _size_of(path: str | Path) -> int | None:
     return size
 
 
-def _unknown(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[tuple[Path, entries.FileName]]:
+def _unknown(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[Path]:
     """What has one of our names where it belongs, and no row that names it, nor a reservation, when it is looked at."""
     places: list[tuple[str, Path, Callable[[str], BlobName | TmpName | None]]] = [
         *(("blob", root.blobs_dir / fan, partial(parse_blob_below, fan)) for fan in FANS),
@@ -331,13 +344,12 @@ def _unknown(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[tuple[
         while some := files[-AT_ONCE:]:
             del files[-AT_ONCE:]
             of = {name: (parsed.id, kind, parsed.suffix) for parsed, name in some if parsed.id not in intended}
-            stray = _not_named(catalog, list(of.values()))
-            yield from ((directory / name, what) for name, what in of.items() if what in stray)
+            stray = _not_named(catalog, kind, list(of.values()))
+            yield from (directory / name for name, what in of.items() if what in stray)
 
 
-def _not_named(catalog: Catalog, names: Sequence[entries.FileName]) -> set[entries.FileName]:
-    """Those of names of one kind that nothing counts."""
-    if names and not names[0][1]:  # what is being written, which a row or a reservation only has the id of
+def _not_named(catalog: Catalog, kind: str, names: Sequence[entries.FileName]) -> set[entries.FileName]:
+    if not kind:  # what is being written, which a row or a reservation only has the id of
         ours = entries.known(catalog, [id for id, _, _ in names])
         ours |= entries.known(catalog, [id for id, _, _ in names if id not in ours])
         return {name for name in names if name[0] not in ours}

@@ -478,8 +478,9 @@ class Store:
             problem = self.engine.parts.catalog.problem()
             if problem is None:
                 problems = check.check(self.root, self.engine.parts.catalog, self.engine.index, deep=deep)
+                others = [name for name in foreign(self.root.path) if not name.startswith("tmp/")]  # which are reported already
                 what = "not created by Forebay, not in the budget: move it out"
-                return [*problems, *(Problem("foreign", str(self.root.path / name), what) for name in foreign(self.root.path))]
+                return [*problems, *(Problem("foreign", str(self.root.path / name), what) for name in others)]
         except CatalogBroken as error:
             if not error.damaged:
                 raise
