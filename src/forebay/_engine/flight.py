@@ -149,8 +149,7 @@ class Flight:
     def try_hold(self, space: str, key: str) -> KeyHold | None:
         """Take the lock of a key if it is free."""
         with faults(key):
-            self.engine.check_usable(writing=True)
-            return self._try(key_hash(space, key))
+            return self._try(space, key)
 
     @contextlib.contextmanager
     def holding_free(self, space: str, keys: Sequence[str]) -> Iterator[list[str]]:
@@ -192,26 +191,25 @@ class Flight:
     def _hold(self, space: str, key: str, timeout: float | None, on_wait: OnWait | None) -> tuple[KeyHold, int | None]:
         """Take the key's lock. Returns, too, when the wait began, on the clock of failures; None if there was none."""
         with faults(key):
-            self.engine.check_usable(writing=True)
-            keyhash = key_hash(space, key)
-            if (hold := self._try(keyhash)) is not None:
+            if (hold := self._try(space, key)) is not None:
                 return hold, None
+            keyhash = key_hash(space, key)
             with self._waiting(key, keyhash) as since:
                 return waits.wait_for(*self._wait(key, keyhash), timeout=timeout, on_turn=self._teller(key, keyhash, on_wait)), since
 
     async def _hold_async(self, space: str, key: str, timeout: float | None) -> tuple[KeyHold, int | None]:
         """`_hold` for a coroutine."""
         with faults(key):
-            self.engine.check_usable(writing=True)
-            keyhash = key_hash(space, key)
-            if (hold := self._try(keyhash)) is not None:
+            if (hold := self._try(space, key)) is not None:
                 return hold, None
+            keyhash = key_hash(space, key)
             with self._waiting(key, keyhash) as since:
                 return await waits.wait_for_async(*self._wait(key, keyhash), timeout=timeout), since
 
-    def _try(self, keyhash: int) -> KeyHold | None:
-        """The lock if it is free."""
-        parts = self.engine.parts
+    def _try(self, space: str, key: str) -> KeyHold | None:
+        """The lock of a key if it is free."""
+        self.engine.check_usable(writing=True)
+        parts, keyhash = self.engine.parts, key_hash(space, key)
         keys = parts.writers.keys
         try:
             if not keys.try_lock(keyhash, exclusive=True):
