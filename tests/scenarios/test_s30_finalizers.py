@@ -36,7 +36,7 @@ def test_s30_leases_dropped_by_many_threads(seconds: int, root: Path, server: Sc
         cache.put(str(choose.randrange(20)), bodies[i])
         done[number] += 1
 
-    with forebay.Cache(root, budget=4 << 20) as cache:  # all twelve may be leased by rings that no collection has found yet
+    with forebay.Cache(root, budget=2 << 20) as cache:
         by_threads(work, len(done), seconds)
         assert all(done)
         cache.get("nothing")

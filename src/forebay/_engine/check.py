@@ -9,7 +9,6 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
 
 from forebay._engine.catalog import Catalog, checked, entries, recovery, reservations, segments, spaces
@@ -20,13 +19,13 @@ from forebay._engine.index.records import RECORDS, EntryIndex
 from forebay._engine.reading import Reading
 from forebay._engine.space import segment_tails
 from forebay._engine.space.eviction import Eviction
-from forebay._kernel.below import LinkInTheWay
 from forebay._kernel.locks import LockFile
 from forebay._model import Entry, Problem, Strays
 from forebay.errors import Damaged
 
 AT_ONCE = 2048
 """Rows, or names, that are in memory at once."""
+_NOT_COUNTED = "a write that no reservation counts"
 
 
 def check(root: Root, catalog: Catalog, index: EntryIndex, *, deep: bool = False) -> list[Problem]:
@@ -99,24 +98,15 @@ def _hex(id: object) -> str:
 
 def _check_strays(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[Problem]:
     """Files and directories that no row names. The next writer removes those of an intent."""
-    named = chain(
-        (((id, "blob", path.name.removeprefix(f"{id:016x}")), path) for id, path in blobs.list_blobs(root)),
-        (((id, "tree", ""), root.tree(id)) for id in trees.list_trees(root)),
-        (((id, "pack", ""), root.pack(id)) for id in pack_files.list_packs(root)),
-    )
-    while some := dict(islice(named, AT_ONCE)):
-        for file in entries.unnamed(catalog, list(some)):
-            with catalog.still():
-                stray = bool(entries.unnamed(catalog, [file])) and file[0] not in dict(index.head.intent()) and _is_there(root, some[file])
-            if stray:
-                yield Problem("stray", str(some[file]), f"{'a file' if file[1] == 'blob' else 'a directory'} that no row names")
-    for name in root.files.names_in(root.tmp_dir):
-        parsed = parse_tmp_name(name)
+    kinds = {"blob": "a file that no row names", "": _NOT_COUNTED}
+    for path, name in _strays(root, catalog, index):
         with catalog.still():
-            counted = parsed is not None and reservations.by_id(catalog, parsed.id) is not None
-            stray = not counted and _is_there(root, root.tmp_dir / name)
+            stray = bool(_unnamed(catalog, [name])) and name[0] not in dict(index.head.intent()) and _is_there(root, path)
         if stray:
-            yield Problem("stray", str(root.tmp_dir / name), "a write that no reservation counts")
+            yield Problem("stray", str(path), kinds.get(name[1], "a directory that no row names"))
+    for other in root.files.names_in(root.tmp_dir):
+        if parse_tmp_name(other) is None:
+            yield Problem("stray", str(root.tmp_dir / other), _NOT_COUNTED)
 
 
 def _is_there(root: Root, path: Path) -> bool:
@@ -255,7 +245,7 @@ def repair(
         if problem.kind == "samples":
             _empty_samples(root, problem.id)
     if any(problem.kind == "stray" for problem in problems):
-        remove_strays(root, catalog, eviction, keys)
+        remove_strays(root, catalog, index, eviction, keys)
     if any(problem.kind in ("segment", "total") for problem in problems):
         _repair_segments(root, catalog)
     if any(problem.kind in ("segment", "total", "link", "payload", "row") for problem in problems):
@@ -278,21 +268,21 @@ def _repair_segments(root: Root, catalog: Catalog) -> None:
             segments.recount(txn, id, index)
 
 
-def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, keys: LockFile) -> int:
+def remove_strays(root: Root, catalog: Catalog, index: EntryIndex, eviction: Eviction, keys: LockFile) -> int:
     """Remove files that no row names. Files that are leased or being written stay."""
-    removed = eviction.remove_orphans()
-    for name in root.files.names_in(root.tmp_dir):
-        parsed = parse_tmp_name(name)
-        if parsed is None or reservations.by_id(catalog, parsed.id) is not None:
+    removed = 0
+    for path, name in _strays(root, catalog, index):
+        if name[1]:
+            removed += eviction.remove_orphan(name)
             continue
-        if not keys.try_lock(parsed.keyhash, exclusive=True):
-            continue
-        try:
-            # Listed before its reservation was seen: look again, now that its key is ours.
-            if reservations.by_id(catalog, parsed.id) is None:
-                removed += stages.remove_partial(root, parsed.keyhash, parsed.id) | root.files.remove_whole(root.tmp_dir / name)
-        finally:
-            keys.unlock(parsed.keyhash)
+        keyhash = tmp.keyhash if (tmp := parse_tmp_name(path.name)) else 0
+        if keys.try_lock(keyhash, exclusive=True):
+            try:
+                # Listed before its reservation was seen: look again, now that its key is ours.
+                if _unnamed(catalog, [name]):
+                    removed += stages.remove_partial(root, keyhash, name[0]) | root.files.remove_whole(path)
+            finally:
+                keys.unlock(keyhash)
     return removed
 
 
@@ -301,7 +291,7 @@ def count_strays(root: Root, catalog: Catalog, index: EntryIndex) -> Strays:
 
     The first are left by a crash of the machine or a lost catalog; `remove_strays` removes them. The others belong to somebody, and stay.
     Names are listed a directory at a time; what comes or goes meanwhile is not counted."""
-    files, taken = _counted(_unknown(root, catalog, index))
+    files, taken = _counted(path for path, _ in _strays(root, catalog, index))
     return Strays(files, taken, *_counted(root.path / name for name in foreign(root.path)))
 
 
@@ -326,8 +316,9 @@ def _size_of(path: str | Path) -> int | None:
     return size
 
 
-def _unknown(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[Path]:
-    """What has one of our names where it belongs, and no row that names it, nor a reservation, when it is looked at."""
+def _strays(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[tuple[Path, entries.FileName]]:
+    """What has one of our names where it belongs, and no row or reservation that names it, when it is looked at. The kind of what is in
+    ``tmp/`` is empty."""
     places: list[tuple[str, Path, Callable[[str], BlobName | TmpName | None]]] = [
         *(("blob", root.blobs_dir / fan, partial(parse_blob_below, fan)) for fan in FANS),
         ("tree", root.trees_dir, parse_directory_name),
@@ -335,22 +326,17 @@ def _unknown(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[Path]:
         ("", root.tmp_dir, parse_tmp_name),
     ]
     for kind, directory, parse in places:
-        try:
-            names = root.files.names_in(directory)
-        except (FileNotFoundError, LinkInTheWay):
-            continue
-        files = [(parsed, name) for name in names if (parsed := parse(name)) is not None]
+        files = [(parsed, name) for name in root.files.names_in(directory) if (parsed := parse(name)) is not None]
         intended = dict(index.head.intent())  # after the names: what is being written stands there, or has its row by now
         while some := files[-AT_ONCE:]:
             del files[-AT_ONCE:]
-            of = {name: (parsed.id, kind, parsed.suffix) for parsed, name in some if parsed.id not in intended}
-            stray = _not_named(catalog, kind, list(of.values()))
-            yield from (directory / name for name, what in of.items() if what in stray)
+            of = {directory / name: (parsed.id, kind, parsed.suffix) for parsed, name in some if parsed.id not in intended}
+            stray = _unnamed(catalog, list(_unnamed(catalog, list(of.values()))))  # twice: what was published has its row by now
+            yield from ((path, name) for path, name in of.items() if name in stray)
 
 
-def _not_named(catalog: Catalog, kind: str, names: Sequence[entries.FileName]) -> set[entries.FileName]:
-    if not kind:  # what is being written, which a row or a reservation only has the id of
-        ours = entries.known(catalog, [id for id, _, _ in names])
-        ours |= entries.known(catalog, [id for id, _, _ in names if id not in ours])
-        return {name for name in names if name[0] not in ours}
-    return entries.unnamed(catalog, list(entries.unnamed(catalog, names)))  # twice: what was being published has its row by now
+def _unnamed(catalog: Catalog, names: Sequence[entries.FileName]) -> set[entries.FileName]:
+    """Those of some names, of the same kind, that no row names, or no reservation."""
+    if names and not names[0][1]:
+        return {name for name in names if reservations.by_id(catalog, name[0]) is None}
+    return entries.unnamed(catalog, names)

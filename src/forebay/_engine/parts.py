@@ -163,7 +163,7 @@ class Parts:
             lacking = recovery.reconcile(self.catalog, self.index)
             if lacking and epoch == self.root.epoch:
                 log.warning("%s: records of %d entries were lost: when they were used is unknown", self.root.path, lacking)
-            check.remove_strays(self.root, self.catalog, self.writers.eviction, self.writers.keys)
+            check.remove_strays(self.root, self.catalog, self.index, self.writers.eviction, self.writers.keys)
             segment_tails.measure(self.root, self.catalog)
             with self.catalog.write() as txn:
                 if spaces.setting(txn, "boot") != self.root.epoch:  # else another process was first

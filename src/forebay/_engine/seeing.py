@@ -216,10 +216,7 @@ class Seeing:
         }
 
     def _in(self, folder: Path) -> list[Path]:
-        try:
-            return [folder / name for name in self.engine.root.files.names_in(folder)]
-        except FileNotFoundError:
-            return []
+        return [folder / name for name in self.engine.root.files.names_in(folder)]
 
     def _blocks(self, path: Path) -> int:
         try:

@@ -500,12 +500,13 @@ class Store:
         from forebay._engine import check
 
         self.engine.check_usable(writing=True)
-        before = check.count_strays(self.root, self.engine.parts.catalog, self.engine.index)
+        parts = self.engine.parts
+        before = check.count_strays(self.root, parts.catalog, self.engine.index)
         if not before.files:
             return Strays()
         with faults("files that no entry names"):
-            check.remove_strays(self.root, self.engine.parts.catalog, self.engine.parts.writers.eviction, self.engine.parts.writers.keys)
-        left = check.count_strays(self.root, self.engine.parts.catalog, self.engine.index)
+            check.remove_strays(self.root, parts.catalog, self.engine.index, parts.writers.eviction, parts.writers.keys)
+        left = check.count_strays(self.root, parts.catalog, self.engine.index)
         return Strays(max(before.files - left.files, 0), max(before.bytes - left.bytes, 0))
 
     def recover(self, error: CatalogBroken) -> None:

@@ -12,7 +12,6 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterable
 from contextlib import nullcontext
 from types import TracebackType
 
@@ -142,18 +141,6 @@ class _Walk:
         os.close(self._fd)
 
 
-def _is_empty(name: str, above: int) -> bool:
-    try:
-        fd = os.open(name, _LIST, dir_fd=above)
-    except OSError:
-        return False
-    try:
-        with os.scandir(fd) as names:
-            return next(names, None) is None
-    finally:
-        os.close(fd)
-
-
 class Below:
     """The files below ``top``. Holds no descriptor: picklable, usable after a fork and from any thread.
 
@@ -213,14 +200,12 @@ class Below:
             return os.stat(os.path.basename(path), dir_fd=fd, follow_symlinks=False)
 
     def names_in(self, path: Path) -> list[str]:
-        """The names in a directory."""
-        with self.listing(path) as fd:
-            return os.listdir(fd)
-
-    def filled(self, path: Path, names: Iterable[str]) -> list[str]:
-        """Those of these directories in a directory that are not empty, or that cannot be listed: quicker than `names_in` for each."""
-        with self.listing(path) as fd:
-            return [name for name in names if not _is_empty(name, fd)]
+        """The names in a directory; none where there is no directory."""
+        try:
+            with self.listing(path) as fd:
+                return os.listdir(fd)
+        except (FileNotFoundError, LinkInTheWay):
+            return []
 
     def is_directory(self, path: Path) -> bool:
         """Whether this is a directory, reached through directories only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -196,3 +197,30 @@ def test_what_was_found_again_while_it_is_taken_is_given_once(store: Store) -> N
     mine.pick(Scope())
     given = [cold.id for cold in mine.coldest(Scope())]
     assert len(given) == len(set(given)) > 0
+
+
+def test_what_another_thread_is_about_to_read_can_be_taken_meanwhile(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1 picks, and waits for the catalog / P2 looks for a victim inside its transaction / P1 reads the rows of what it picked."""
+    with opened(quick_path / "root", MiB) as store:
+        store.put_many("v", [(f"k{n}", b"x" * 100) for n in range(20)])
+        candidates = store.engine.parts.writers.ranking
+        reading, read = threading.Event(), threading.Event()
+        victims = entries.victims
+
+        def slowly(rows: Rows, ids: Sequence[int]) -> list[tuple[int, int, int, int, str, str]]:
+            if threading.current_thread() is picker:
+                reading.set()
+                assert read.wait(20)
+            return victims(rows, ids)
+
+        monkeypatch.setattr(entries, "victims", slowly)
+        picker = threading.Thread(target=candidates.pick, args=(Scope(),))
+        picker.start()
+        assert reading.wait(20)
+        try:
+            with store.engine.parts.catalog.write():
+                taken = [one.id for one in candidates.coldest(Scope())]
+        finally:
+            read.set()
+            picker.join()
+        assert len(set(taken)) == len(taken) == 20

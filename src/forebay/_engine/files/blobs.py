@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
 
 from forebay._engine.files.layout import FANS, Root, parse_blob_below
 from forebay._kernel import host, mappings
-from forebay._kernel.below import LinkInTheWay, NoPlainFile
+from forebay._kernel.below import NoPlainFile
 from forebay._model import Buffer, Entry
 from forebay.errors import Damaged
 
@@ -64,9 +63,10 @@ def mark_of(checksum: bytes) -> int:
 
 def remove_whatever_suffix(root: Root, id: int) -> None:
     """Remove the file of ``id`` whose suffix is unknown. Caller: holds the writer lock, and no row names the file."""
-    for blob, path in _in_fan(root, FANS[id & 0xFF]):
-        if blob == id:
-            _remove(root, path)
+    fan = root.blobs_dir / FANS[id & 0xFF]
+    for name in root.files.names_in(fan):
+        if (blob := parse_blob_below(fan.name, name)) and blob.id == id:
+            _remove(root, fan / name)
 
 
 def unpublish(root: Root, staged: Path, id: int, suffix: str = "") -> None:
@@ -126,28 +126,6 @@ def _remove(root: Root, path: str | Path) -> bool:
         return root.files.unlink(path)
     except IsADirectoryError:  # none that we made, and in the way
         return root.files.remove_whole(path)
-
-
-def list_blobs(root: Root) -> Iterator[tuple[int, Path]]:
-    """Every file under ``blobs/`` that has one of our names, as ``(id, path)``; other files are none of our business."""
-    try:
-        fans = root.files.filled(root.blobs_dir, FANS)
-    except (FileNotFoundError, LinkInTheWay):
-        return
-    for fan in fans:
-        yield from _in_fan(root, fan)
-
-
-def _in_fan(root: Root, fan: str) -> Iterator[tuple[int, Path]]:
-    directory = f"{root.blobs_dir}/{fan}"
-    try:
-        names = root.files.names_in(directory)
-    except (FileNotFoundError, LinkInTheWay):
-        return
-    for name in names:
-        blob = parse_blob_below(fan, name)
-        if blob:
-            yield blob.id, Path(directory, name)
 
 
 def verify_blob(root: Root, path: Path, size: int, checksum: bytes) -> bool:

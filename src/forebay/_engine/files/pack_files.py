@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from forebay._engine.files import pack_records
-from forebay._engine.files.layout import PAGE, Root, parse_directory_name
+from forebay._engine.files.layout import PAGE, Root
 from forebay._kernel import host, locks, mappings
-from forebay._kernel.below import LinkInTheWay, NoPlainFile
+from forebay._kernel.below import NoPlainFile
 from forebay.errors import Damaged
 
 HEADER_WORDS = PAGE // 8
@@ -69,14 +69,6 @@ def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
     return root.files.remove_whole(root.pack(id)) | root.files.remove_whole(root.tmp(keyhash, id, ".pack"))
 
 
-def list_packs(root: Root) -> Iterator[int]:
-    """The ids of all packs; other names are ignored."""
-    for name in root.files.names_in(root.packs_dir):
-        parsed = parse_directory_name(name)
-        if parsed:
-            yield parsed.id
-
-
 def map_index(root: Root, id: int, length: int | None, *, writable: bool) -> memoryview:
     """Return the words of an index, its header included: see `cells_of`, `hints_of`. Raises FileNotFoundError, or `Damaged` if it
     is not the index of this pack.
@@ -104,10 +96,7 @@ def segment_path(root: Root, id: int, number: int) -> Path:
 
 def list_segments(root: Root, id: int) -> list[int]:
     """The numbers of the segments of a pack that are there."""
-    try:
-        names = root.files.names_in(root.pack(id))
-    except (FileNotFoundError, LinkInTheWay):
-        return []
+    names = root.files.names_in(root.pack(id))
     numbers = {f"{int(name):08d}": int(name) for name in names if name.isdecimal()}
     return [numbers[name] for name in names if 0 < numbers.get(name, 0) <= pack_records.MAX_SEGMENT]
 

@@ -146,7 +146,7 @@ def _empty_older(root: Root) -> None:
         if root.is_same():
             return
         for folder in ("slots", "index"):
-            for name in _names_in(root, folder):
+            for name in root.files.names_in(root.path / folder):
                 if re.fullmatch(_OLDER, name):
                     root.files.unlink(root.path / folder / name)
             with contextlib.suppress(OSError):  # it has files of others
@@ -322,7 +322,7 @@ def _lay_out(root: Root) -> None:
                 _settle(root, path, root.dir_mode, fd)
     locks = root.words.parent
     with root.files.directory(locks) as fd:
-        there = _names_in(root, "locks")
+        there = root.files.names_in(root.path / "locks")
         for name in LOCKS:
             path = f"{locks}/{name}"
             if name not in there:
@@ -358,7 +358,7 @@ def _complete(root: Root) -> None:
     _remove_links(root)
     _refuse_foreign_locks(root)
     expected = {"": _DIRECTORIES.keys(), "blobs": _FANS, "locks": _LOCK_FILES}
-    if any(not names <= _names_in(root, directory) for directory, names in expected.items()):
+    if any(not names <= set(root.files.names_in(root.path / directory)) for directory, names in expected.items()):
         _lay_out(root)
     if not root.path.stat().st_mode & 0o007:  # else its owner opened it up to readers, these files among the rest
         for name in ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "counters", "settings.json"):
@@ -388,10 +388,3 @@ def _refuse_foreign_locks(root: Root) -> None:
         return
     for name in strange:
         _refuse(root.lock(name), "a file of the root's own", "something else", "remove it: it is recreated")
-
-
-def _names_in(root: Root, directory: str) -> set[str]:
-    try:
-        return set(root.files.names_in(root.path / directory))
-    except FileNotFoundError:
-        return set()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from forebay._engine.files.layout import Root, parse_directory_name
+from forebay._engine.files.layout import Root
 from forebay._kernel.below import Below, LinkInTheWay, why_not_below
 
 
@@ -39,14 +39,6 @@ def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
     Caller: holds the lock of ``id`` exclusively. Symbolic links are removed, never followed. May be repeated after a crash.
     """
     return root.files.remove_whole(root.tree(id)) | root.files.remove_whole(root.tmp(keyhash, id, ".tree"))
-
-
-def list_trees(root: Root) -> Iterator[int]:
-    """The ids of all trees; other names are ignored."""
-    for name in root.files.names_in(root.trees_dir):
-        parsed = parse_directory_name(name)
-        if parsed:
-            yield parsed.id
 
 
 def list_files(root: Root, id: int) -> Iterator[str]:

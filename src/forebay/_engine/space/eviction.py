@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, Txn, entries
@@ -136,22 +135,9 @@ class Eviction:
         self._held_after = rows[-1].id if len(rows) == HELD_A_TURN else 0
         return rows
 
-    def remove_orphans(self) -> int:
-        """Remove blobs and trees without a row, which a rebuilt catalog or a crash of the machine leaves; returns how many.
-
-        Leased files stay. A file that is being published has a reservation, so it is no orphan."""
-        removed = 0
-        files = chain(
-            ((id, "blob", path.name.removeprefix(f"{id:016x}")) for id, path in blobs.list_blobs(self._root)),
-            ((id, "tree", "") for id in trees.list_trees(self._root)),
-            ((id, "pack", "") for id in pack_files.list_packs(self._root)),
-        )
-        while some := list(islice(files, _LISTED_AT_ONCE)):
-            unnamed = entries.unnamed(self._catalog, some)
-            removed += sum(self._remove_orphan(file) for file in some if file in unnamed)
-        return removed
-
-    def _remove_orphan(self, file: FileName) -> bool:
+    def remove_orphan(self, file: FileName) -> bool:
+        """Remove a blob, tree or pack without a row, which a rebuilt catalog or a crash of the machine leaves. False: it is leased, or has
+        its row by now."""
         if entries.is_known(self._catalog, file[0]):
             return self._remove_beside(file)
         with self._leases.evicting(file[0]) as free, self._catalog.writer():

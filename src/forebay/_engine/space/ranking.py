@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from forebay._engine.catalog import Catalog, Rows, entries, spaces
@@ -186,12 +187,16 @@ class Ranking:
     def _read_rows(self, picked: _Picked, count: int = _ROWS) -> None:
         """Read the rows of some of the picked entries from the catalog."""
         with self._mutex:
-            some = {id: (used, slot) for used, slot, id in (picked.cold.popleft() for _ in range(min(count, len(picked.cold))))}
-        rows = {row[0]: row for row in entries.victims(self._catalog, list(some))}
-        ready = [EvictionCandidate(used, *rows[id]) for id, (used, _) in some.items() if id in rows]
+            some = set(islice(picked.cold, count))
+        rows = {row[0]: row for row in entries.victims(self._catalog, [id for _, _, id in some])}
+        # P1 picks, and waits for the catalog / P2, inside its transaction, has to find what P1 is about to read: so it stays until now.
         with self._mutex:
-            picked.spared.update((slot, id) for id, (_, slot) in some.items() if id not in rows)
-            picked.ready.extend(ready)
+            while picked.cold and picked.cold[0] in some:
+                used, slot, id = picked.cold.popleft()
+                if id in rows:
+                    picked.ready.append(EvictionCandidate(used, *rows[id]))
+                else:
+                    picked.spared[slot] = id
 
     # -- taking ----------------------------------------------------------------------------------------------------
 
