@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         1, "a sweep removes a small file whose row is about to be committed",
-        "_engine.space.eviction:Eviction._remove_orphan",
+        "_engine.space.eviction:Eviction.remove_orphan",
         "self._catalog.writer()", "__import__('contextlib').nullcontext()",
         "engine/catalog/test_writer.py::test_a_sweeper_leaves_a_file_alone_that_is_about_to_be_published",
     ),

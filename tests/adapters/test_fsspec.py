@@ -56,7 +56,7 @@ def of(cache: forebay.Cache, url: str, **options: Any) -> tuple[ForebayFileSyste
 
 def sent(server: Nginx, url: str) -> int:
     """Bytes of an object that the server has sent."""
-    lines = [line for line in server.log.read_text().splitlines() if f"/{url.rpartition('/')[2]} " in line and '"GET ' in line]
+    lines = [line for line in server.lines() if f"/{url.rpartition('/')[2]} " in line and '"GET ' in line]
     return sum(int(line.rsplit('"', 1)[1].split()[1]) for line in lines)
 
 

@@ -81,7 +81,7 @@ def test_a_column_by_pandas_is_fetched_in_blocks(server: Nginx, options: dict[st
     options["forebay"] |= {"fetch": "blocks", "block_size": 64_000}
     frame = pd.read_parquet(f"forebay::{server.url}/large.parquet", columns=["price"], storage_options=options)
     assert frame["price"].sum() == sum(range(ROWS))
-    lines = [line for line in server.log.read_text().splitlines() if "GET /large.parquet" in line]
+    lines = [line for line in server.lines() if "GET /large.parquet" in line]
     sent = sum(int(line.rsplit('"', 1)[1].split()[1]) for line in lines)
     assert sent < (server.files / "large.parquet").stat().st_size / 3
 

@@ -61,7 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
         arguments = [str(folder / "store"), str(server.files / "step"), f"{server.url}/step", str(folder / "root")]
         ranks = subprocess.run([sys.executable, "-c", RANKS, *arguments], env=environment, capture_output=True, text=True, timeout=100)
         assert ranks.returncode == 0, ranks.stderr
-        (folder / "nginx" / "by-ranks.log").write_text(server.log.read_text())
+        (folder / "nginx" / "by-ranks.log").write_text("\n".join(server.lines()))
         yield server
 
 
@@ -69,10 +69,10 @@ def whole() -> Any:
     return torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
 
 
-def sent(log: str) -> dict[str, int]:
+def sent(lines: list[str]) -> dict[str, int]:
     """Bytes of bodies that were sent, by name."""
     sizes: dict[str, int] = {}
-    for line in log.splitlines():
+    for line in lines:
         name = line.split('"')[1].split()[1].rpartition("/")[2]
         sizes[name] = sizes.get(name, 0) + int(line.split('"')[2].split()[1])
     return sizes
@@ -82,10 +82,10 @@ class Sent:
     """What nginx has sent since this was made."""
 
     def __init__(self, served: Nginx) -> None:
-        self._log, self._before = served.log, len(served.log.read_text())
+        self._served, self._before = served, len(served.lines())
 
     def bodies(self) -> dict[str, int]:
-        return sent(self._log.read_text()[self._before :])
+        return sent(self._served.lines()[self._before :])
 
 
 @pytest.mark.rotates
@@ -115,7 +115,7 @@ def test_a_plan_that_needs_one_small_tensor_fetches_its_blocks_alone(served: Ngi
 
 def test_each_of_two_ranks_fetches_its_own_shard_alone(served: Nginx) -> None:
     files = {path.name: path.stat().st_size for path in (served.files / "step").glob("*.distcp")}
-    bodies = sent(served.log.with_name("by-ranks.log").read_text())
+    bodies = sent(served.log.with_name("by-ranks.log").read_text().splitlines())
     bodies.pop(".metadata")
     assert set(bodies) == set(files) == {"__0_0.distcp", "__1_0.distcp"}
     in_common = 2 * 65536  # what both ranks need of the file of one of them

@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
 
 
 def requests(server: Nginx) -> int:
-    return len(server.log.read_text().splitlines())
+    return len(server.lines())
 
 
 def epoch_by_two(root: Path, work: Callable[[forebay.Cache, Sequence[int]], None], epoch: Sequence[int]) -> None:
@@ -110,7 +110,7 @@ def test_what_a_look_ahead_fetched_is_there_at_its_turn(server: Nginx, quick_pat
             with cache.lookahead(urls, window="200KB") as ahead:
                 for key, data in zip(epoch, ahead, strict=True):
                     assert data[:2] == key.to_bytes(2, "big")
-            lines = server.log.read_text().splitlines()[before:]
+            lines = server.lines()[before:]
             names = [line.split()[6] for line in lines]
             assert len(names) == len(set(names))  # none was evicted before it was read
             fetched.append(len(names))

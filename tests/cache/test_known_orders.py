@@ -41,7 +41,7 @@ def urls(server: Nginx, keys: Sequence[int]) -> list[str]:
 
 
 def requests(server: Nginx) -> list[str]:
-    return [line.split()[6][1:] for line in server.log.read_text().splitlines()]
+    return [line.split()[6][1:] for line in server.lines()]
 
 
 def hits(server: Nginx, root: Path, keys: Sequence[int], capacity: int, *, is_known: bool = True) -> int:

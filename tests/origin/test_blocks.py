@@ -691,7 +691,7 @@ def nginx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
 
 def logged(nginx: Nginx, name: str) -> list[tuple[str, int, int]]:
     """Method, status and bytes of each request for a file."""
-    lines = [line.split('"') for line in nginx.log.read_text().splitlines()]
+    lines = [line.split('"') for line in nginx.lines()]
     return [(parts[1].split()[0], *map(int, parts[2].split()[:2])) for parts in lines if name in parts[1]]  # type: ignore[misc]
 
 

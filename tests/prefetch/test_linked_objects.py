@@ -52,7 +52,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
 
 
 def requests(server: Nginx) -> int:
-    return len(server.log.read_text().splitlines())
+    return len(server.lines())
 
 
 @pytest.mark.rotates
@@ -76,7 +76,7 @@ def test_what_either_fetched_the_other_does_not_fetch(
 
     for job in (prefetch, read, prefetch) if first == "prefetcher" else (read, prefetch, prefetch):
         children(job).result()
-        asked = [line.split()[5].strip('"') for line in real.log.read_text().splitlines()[before:]]
+        asked = [line.split()[5].strip('"') for line in real.lines()[before:]]
         assert asked.count("GET") == len(NAMES)
     with forebay.Cache(root) as cache:
         assert cache.check(deep=True) == []

@@ -109,7 +109,7 @@ def test_many_small_objects_cost_one_request_each(nginx: Nginx) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         assert sum(pool.map(fetch, bodies)) == len(bodies)
-    lines = nginx.log.read_text().splitlines()
+    lines = nginx.lines()
     assert sum("/small-" in line for line in lines) == len(bodies)
 
 

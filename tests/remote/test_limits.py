@@ -334,7 +334,7 @@ def test_four_processes_never_open_more_connections_than_the_limit(nginx: Nginx,
     urls = [nginx.put(f"small-{number}", random.Random(number).randbytes(50_000 + number)) for number in range(30)]
     large = nginx.put("large", BODY * 20)  # in several ranges
     options = RemoteOptions(part=1 << 20)
-    before = len(nginx.log.read_text().splitlines())
+    before = len(nginx.lines())
     with forebay.Cache(tmp_path / "root", budget=1 << 28, min_free=0, max_connections=3, remote_options=options) as cache:
 
         def work(line: Line) -> int:
@@ -345,7 +345,7 @@ def test_four_processes_never_open_more_connections_than_the_limit(nginx: Nginx,
         assert [child.result() for child in children] == [31] * 4
         for child in children:
             child.close()
-    lines = nginx.log.read_text().splitlines()[before:]
+    lines = nginx.lines()[before:]
     assert len(lines) >= 4 * (30 + 20)
     # nginx may accept a connection and log another one's request before it reads, in the same turn, that an older one was closed: then it
     # counts one that is open no more. A limit that does not hold shows in dozens of lines.

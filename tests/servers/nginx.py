@@ -70,9 +70,13 @@ class Nginx:
         os.utime(new, ns=(later, later))
         new.replace(path)
 
+    def lines(self) -> list[str]:
+        """The lines of the log, without one that nginx is just writing."""
+        return self.log.read_text().rpartition("\n")[0].splitlines()
+
     def gets(self, beginning: str = "") -> collections.Counter[str]:
         """How often each file whose name begins so was requested. A request that was cut off counts once nginx has seen its end."""
-        requests = [line.split('"')[1].split() for line in self.log.read_text().splitlines()]
+        requests = [line.split('"')[1].split() for line in self.lines()]
         names = [words[1].rpartition("/")[2] for words in requests if words[0] == "GET"]
         return collections.Counter(name for name in names if name.startswith(beginning))
 
