@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import tracemalloc
 import weakref
 from collections.abc import Iterator
@@ -116,3 +118,32 @@ def test_what_was_read_once_takes_no_memory_for_ever(store: Store) -> None:
         assert tracemalloc.get_traced_memory()[0] < 100_000
     finally:
         tracemalloc.stop()
+
+
+def test_a_new_space_may_come_while_what_was_evicted_is_dropped(store: Store) -> None:
+    """P1 goes through the spaces / P2 asks for the first time for a name in another space / P1 goes on."""
+    memo, faults, over = store.engine.memo, list[BaseException](), threading.Event()
+    for number in range(FIT):
+        read(store, number), read(store, number)
+
+    def drops() -> None:
+        try:
+            while not over.is_set():
+                memo.drop_dead()
+        except BaseException as error:
+            faults.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    dropping = threading.Thread(target=drops)
+    try:
+        dropping.start()
+        for number in range(20_000):
+            memo.get(f"space {number}", "name")
+            if faults:
+                break
+    finally:
+        over.set()
+        dropping.join()
+        sys.setswitchinterval(interval)
+    assert faults == []

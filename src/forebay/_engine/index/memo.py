@@ -234,7 +234,7 @@ class Memo:
     def restart(self, index: EntryIndex) -> None:
         """Forget everything; go on with another index. The dicts stay the same objects: hit paths hold them."""
         with self._mutex:
-            for known in self._known.values():
+            for known in list(self._known.values()):
                 for item in known.values():
                     item.names = []
                 known.clear()
@@ -246,7 +246,8 @@ class Memo:
         self.window = _NO_WINDOW  # the first hit takes the slow path
 
     def _all_locked(self) -> Iterator[MappedEntry]:
-        return iter({id(item): item for known in self._known.values() for item in known.values()}.values())
+        every = list(self._known.values())  # in one step: a thread that asks for another space adds it without the mutex
+        return iter({id(item): item for known in every for item in known.values()}.values())
 
     def _forget_locked(self, item: MappedEntry | None) -> None:
         if item is None or not item.names:
