@@ -17,41 +17,13 @@ from forebay._logs import logger
 log = logger("forebay.counters")
 
 NAMES = (
-    "hits",
-    "misses",
-    "fills",
-    "evictions",
-    "fallbacks",
-    "waits",
-    "bytes_hit",
-    "bytes_remote",
-    "bytes_stored",
-    "requests",
-    "retries",
-    "wait_ns_remote",
-    "wait_ns_lock",
-    "wait_ns_space",
-    "store_failures",
-    "damaged",
-)
+    "hits", "misses", "fills", "evictions", "fallbacks", "waits", "bytes_hit", "bytes_remote", "bytes_stored", "requests", "retries",
+    "wait_ns_remote", "wait_ns_lock", "wait_ns_space", "store_failures", "damaged",
+)  # fmt: skip
 (
-    HITS,
-    MISSES,
-    FILLS,
-    EVICTIONS,
-    FALLBACKS,
-    WAITS,
-    BYTES_HIT,
-    BYTES_REMOTE,
-    BYTES_STORED,
-    REQUESTS,
-    RETRIES,
-    WAIT_NS_REMOTE,
-    WAIT_NS_LOCK,
-    WAIT_NS_SPACE,
-    STORE_FAILURES,
-    DAMAGED,
-) = range(len(NAMES))
+    HITS, MISSES, FILLS, EVICTIONS, FALLBACKS, WAITS, BYTES_HIT, BYTES_REMOTE, BYTES_STORED, REQUESTS, RETRIES, WAIT_NS_REMOTE,
+    WAIT_NS_LOCK, WAIT_NS_SPACE, STORE_FAILURES, DAMAGED,
+) = range(len(NAMES))  # fmt: skip
 INDEX = {name: index for index, name in enumerate(NAMES)}
 
 PAGE = 4096
