@@ -72,3 +72,16 @@ def test_rows_and_records_are_compared(place: Path, harm: str) -> None:
         assert store.check() == []
         assert {bytes_of(store, f"k{n}") for n in range(20)} == {b"x"}
         assert sum(map(bool, index.ids(0))) == 20
+
+
+def test_only_names_of_ours_in_their_places_are_strays(place: Path) -> None:
+    with opened(place, 8 * MiB) as store:
+        ours = store.root.blob(0x1FF, ".bin")
+        theirs = [place / "blobs/00/notes.txt", place / f"blobs/00/{0x1FF:016x}", place / "trees/linux", place / "packs/0.5"]
+        for path in (ours, *theirs):
+            path.write_bytes(b"left")
+        assert (store.strays().files, store.strays().foreign) == (1, len(theirs))
+        assert {problem.subject for problem in store.check() if problem.kind == "stray"} == {str(ours)}
+        assert store.remove_strays().files == 1
+        assert not ours.exists()
+        assert all(path.read_bytes() == b"left" for path in theirs)
