@@ -323,7 +323,7 @@ def test_s23_an_object_that_changes_meanwhile_is_begun_anew(server: ScriptedServ
     assert sink.data == new
     assert [info.validator for info in sink.infos][1:] == [server.objects["/a"].etag]
     assert transfer.info == sink.infos[-1]
-    assert transfer.requests == server.gets
+    assert 0 <= transfer.requests - server.gets < streams  # the server may not have read what the other streams have just sent
 
 
 def test_an_object_that_changes_all_the_time_is_taken_as_one_stream(server: ScriptedServer, http: HttpRemote) -> None:

@@ -14,6 +14,7 @@ import xxhash
 
 from forebay._kernel import host
 from forebay._kernel.below import Below
+from forebay._model import Buffer
 
 VERSION = 2
 HEAD_MAGIC = b"FBHEAD02"
@@ -272,7 +273,7 @@ class Root:
                 os.close(fd)
                 self.files.unlink(scrap)
 
-    def replace(self, path: Path, content: bytes) -> None:
+    def replace(self, path: Path, content: Buffer) -> None:
         """Replace the content of the file ``path``, on the disk too: completely or not at all. Raises what the disk raises; the file is
         unchanged then."""
         while True:

@@ -35,7 +35,7 @@ from forebay._engine.index.head import SharedHead, SharedReplaced
 from forebay._engine.index.values import ValueCells
 from forebay._kernel import host, locks, mappings
 from forebay._logs import logger
-from forebay._model import Entry
+from forebay._model import Buffer, Entry
 from forebay.errors import CacheFault
 
 log = logger("forebay.index")
@@ -529,20 +529,20 @@ class EntryIndex:
             raise CacheFault(f"{self._keys_path} was no table of keys: it is created again", path=str(self._keys_path))
         return keys
 
-    def _keys_content(self) -> bytes:
+    def _keys_content(self) -> Buffer:
         """A table of all entries that have a record, with at least four times as many buckets."""
-        living = list(self._living())
-        size = max(BUCKETS, 1 << (4 * len(living)).bit_length() >> 1)
-        words = array("Q", bytes(8 * (HEADER + size + PROBES)))
+        living = sum(len(ids) - ids.count(0) for ids in map(self.ids, range(self.head.files)))
+        size = max(BUCKETS, 1 << (4 * living).bit_length() >> 1)
+        words = array("Q", [0]) * (HEADER + size + PROBES)
         words[_MAGIC], words[_ROOT], words[_SIZE] = _KEYS_MAGIC, self._root.id, size
-        for first, slot in living:
+        for first, slot in self._living():  # a list of them would take more memory than the table, and leave some of it behind
             at = HEADER + (first & size - 1)
             for bucket in range(at, at + PROBES):
                 if not words[bucket]:
                     words[bucket] = first >> 32 << 32 | slot + 1
                     words[_USED] += 1
                     break
-        return words.tobytes()
+        return memoryview(words)
 
     def _living(self) -> Iterator[tuple[int, int]]:
         """Hash and slot of each entry that has a record."""
