@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -49,6 +50,11 @@ def run_of_a_job(root: Path, urls: list[str], ready: Any, tmp: Path) -> None:
     assert codes == [0] * 7
 
 
+def lasting(names: set[str]) -> set[str]:
+    """Without what the first cycles may have ended too soon for, and with the log what comes and goes."""
+    return {name for name in names if not re.search(r"catalog\.sqlite-(wal|shm)$|/policy-\d+$", name)}
+
+
 @pytest.mark.rotates
 @pytest.mark.parametrize("cycles", [6, pytest.param(20, marks=pytest.mark.stress)])
 def test_s01_killed_in_the_middle_of_downloads_and_started_again(
@@ -77,7 +83,7 @@ def test_s01_killed_in_the_middle_of_downloads_and_started_again(
         partials = [p.name for p in (root / "tmp").iterdir() if not p.name.endswith(".map")]
         assert len(partials) <= URLS
         assert len({name.partition("-")[0] for name in partials}) == len(partials)  # one for a key, resumed from cycle to cycle
-    assert areas[0] - {"catalog.sqlite-wal", "catalog.sqlite-shm"} == areas[-1] - {"catalog.sqlite-wal", "catalog.sqlite-shm"}
+    assert lasting(areas[0]) == lasting(areas[-1])
     server.rate = None
     ready = multiprocessing.get_context("fork").Semaphore(0)
     children(lambda: run_of_a_job(root, urls, ready, tmp), group=True).result()
