@@ -244,8 +244,7 @@ class AdaptiveSpaces:
         """A key of the space with this name and id was hit; see `AdaptiveSpace.use`."""
         if name not in self._known:
             self.know(id, name)
-        adaptive = self._ids.get(name)
-        space = self.of(adaptive) if adaptive is not None else None
+        space = self.of(known) if (known := self._ids.get(name)) is not None else None
         if space is not None and not self._is_read_only:
             space.use(key, charge, now, is_hit=True)
 
