@@ -144,7 +144,7 @@ class _Walk:
 class Below:
     """The files below ``top``. Holds no descriptor: picklable, usable after a fork and from any thread.
 
-    Every method raises `LinkInTheWay` where a link or a file stands where a directory should be, ValueError for a path that is not below
+    Methods raise `LinkInTheWay` where a link or a file stands where a directory should be, ValueError for a path that is not below
     ``top``, and OSError."""
 
     def __init__(self, top: Path) -> None:
