@@ -13,6 +13,7 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine.catalog import recovery
 from forebay._engine.catalog.writer import WriterLock
 from forebay._engine.files.root import Root
 from forebay._engine.index import records as module
@@ -737,3 +738,17 @@ def test_a_read_only_root_is_read_and_not_touched(root: Root, index: EntryIndex)
     assert (reader.id_of(3), reader.used(3), reader.validated(3)) == (33, 1, 0)
     with pytest.raises(TypeError):
         live(reader, 3, 4)
+
+
+def test_what_a_power_cut_left_of_the_table_of_keys_is_made_anew_at_once(quick_path: Path) -> None:
+    """The first opening of an epoch stores records, and works."""
+    place = quick_path / "torn"
+    with opened(place, MiB) as store:
+        entry = store.put("v", "k", bytes(50_000))
+    keys = place / "shared/keys"
+    keys.write_bytes(bytes(keys.stat().st_size))
+    with opened(place, MiB) as store:
+        parts = store.engine.parts
+        store.engine.index.clear(entry.slot, entry.id)
+        recovery.reconcile(parts.catalog, store.engine.index)
+        assert store.engine.index.find("v", "k") is not None

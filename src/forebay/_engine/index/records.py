@@ -522,12 +522,12 @@ class EntryIndex:
         return self._keys
 
     def _create_keys(self) -> _Keys:
-        self._root.install(self._keys_path, lambda fd: host.pwrite(fd, self._keys_content(), 0))
-        keys = self._open_keys()
-        if keys is None:
+        for _ in range(2):  # what a power cut left may be no table
+            self._root.install(self._keys_path, lambda fd: host.pwrite(fd, self._keys_content(), 0))
+            if (keys := self._open_keys()) is not None:
+                return keys
             self._root.files.make_way(self._keys_path)
-            raise CacheFault(f"{self._keys_path} was no table of keys: it is created again", path=str(self._keys_path))
-        return keys
+        raise CacheFault(f"{self._keys_path} is no table of keys, though it was just created", path=str(self._keys_path))
 
     def _keys_content(self) -> Buffer:
         """A table of all entries that have a record, with at least four times as many buckets."""
