@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from forebay.origin import Origin
 from forebay.origin.request import FetchOptions
 from forebay.remote import RemoteOptions
 from forebay.testing import ScriptedServer
+from tests.conftest import descriptors
 
 
 @pytest.fixture
@@ -24,6 +27,52 @@ def origin(tmp_path: Path) -> Iterator[Origin]:
     yield Origin(store, RemoteOptions(attempts=1))
     assert store.check(deep=True) == []
     store.close()
+
+
+def test_threads_that_close_a_cache_at_once_leave_the_other_caches_of_its_root_open(tmp_path: Path) -> None:
+    class Meeting:
+        threads = threading.Barrier(2)
+
+        def close(self) -> None:
+            self.threads.wait(10)
+
+    other, closed = (Origin.for_root(tmp_path / "root") for _ in range(2))
+    meeting = Meeting()
+    closed.register(meeting)  # both threads have found the cache open when they leave it
+    threads = [threading.Thread(target=closed.close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert descriptors(tmp_path / "root")
+    other.close()
+    assert descriptors(tmp_path / "root") == set()
+
+
+def test_a_cache_is_closed_while_a_thread_opens_files_of_it(tmp_path: Path) -> None:
+    class Handle:
+        def close(self) -> None:
+            """It holds nothing."""
+
+    def register() -> None:
+        began.set()
+        while not origin.closed:
+            handles.append(Handle())
+            origin.register(handles[-1])
+
+    origin, handles, began = Origin.for_root(tmp_path / "root"), [Handle() for _ in range(10_000)], threading.Event()
+    for handle in handles:
+        origin.register(handle)
+    thread, interval = threading.Thread(target=register), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        began.wait()
+        origin.close()
+    finally:
+        sys.setswitchinterval(interval)
+        origin.closed = True
+        thread.join()
 
 
 def test_a_local_file_is_adopted(origin: Origin, tmp_path: Path) -> None:

@@ -370,28 +370,33 @@ def is_local(kind: str) -> bool:
 # -- forks -------------------------------------------------------------------------------------------------------------
 
 
-class Forking(Protocol):
+class Inherited(Protocol):
     """A listener for forks. Its methods are called in the forking thread; what they raise is logged."""
 
-    def before_fork(self) -> None: ...
-    def after_fork_parent(self) -> None: ...
     def after_fork_child(self) -> None: ...
 
 
-_listeners: list[weakref.ref[Forking]] = []  # in order of registration
+class Forking(Inherited, Protocol):
+    """A listener that has something to do before the fork and in the parent, too."""
+
+    def before_fork(self) -> None: ...
+    def after_fork_parent(self) -> None: ...
+
+
+_listeners: list[weakref.ref[Inherited]] = []  # in order of registration
 _hooked_pid = os.getpid()
 
 
 class _Fork(threading.local):
     """The fork that this thread is about: its listeners, alive until it is over. None: there is none that we know of."""
 
-    listeners: list[Forking] | None = None
+    listeners: list[Inherited] | None = None
 
 
 _fork = _Fork()
 
 
-def at_fork(listener: Forking) -> None:
+def at_fork(listener: Inherited) -> None:
     """Call ``listener``, as long as it is alive, at each fork: listeners are called in reverse order of registration before the fork,
     and in order of registration after it."""
     _listeners.append(weakref.ref(listener, _listeners.remove))
@@ -402,10 +407,12 @@ def forked_unseen() -> bool:
     return _hooked_pid != os.getpid()
 
 
-def _notify(call: str, listeners: Iterable[Forking]) -> None:
+def _notify(call: str, listeners: Iterable[Inherited]) -> None:
     for listener in listeners:
         try:
-            getattr(listener, call)()
+            hook = getattr(listener, call, None)
+            if hook is not None:
+                hook()
         except BaseException:  # a Ctrl-C too: what is left would go on with its parent's state, and Python ignores what a hook raises
             log.exception("%s of %r failed", call, listener)
 

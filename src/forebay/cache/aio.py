@@ -51,12 +51,6 @@ class AsyncFetches:
         self.after_fork_child()
         host.at_fork(self)
 
-    def before_fork(self) -> None:
-        """Nothing is to be done."""
-
-    def after_fork_parent(self) -> None:
-        """Nothing is to be done."""
-
     def after_fork_child(self) -> None:
         """What is awaited in the parent is no business of the child's."""
         self._lock = threading.Lock()  # guards what follows

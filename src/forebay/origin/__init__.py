@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -67,7 +68,8 @@ class Origin(Targets):
         self.closed = False
         self.unset_spaces: dict[str, dict[str, Any]] = {}  # spaces that fronts requested before there was a store
         super().__init__(options)
-        self._handles: weakref.WeakSet[CacheHandle] = weakref.WeakSet()
+        self._handles: weakref.WeakValueDictionary[int, CacheHandle] = weakref.WeakValueDictionary()
+        self._closings = itertools.count()
 
     # -- opening and closing ---------------------------------------------------------------------------------------
 
@@ -127,15 +129,16 @@ class Origin(Targets):
 
     def register(self, handle: CacheHandle) -> None:
         """Close this handle together with the cache, if the handle still exists then."""
-        self._handles.add(handle)
+        self._handles[id(handle)] = handle
 
     def close(self) -> None:
         """Close all handles and release the root. A second call does nothing."""
-        if self.closed:
-            return
-        for handle in list(self._handles):
-            handle.close()
+        for known in self._handles.valuerefs():
+            if (handle := known()) is not None:
+                handle.close()
         self.closed = True
+        if next(self._closings):  # of two threads only one releases the store, which other caches use
+            return
         self.store.close()
         if self.upstream is not None:
             self.upstream.close()

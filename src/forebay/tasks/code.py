@@ -231,12 +231,6 @@ class _Quiet:
             finally:
                 self._set = None
 
-    def before_fork(self) -> None:
-        """Nothing is to be done."""
-
-    def after_fork_parent(self) -> None:
-        """Nothing is to be done."""
-
     def after_fork_child(self) -> None:
         left, self._set, self._lock = self._set, None, threading.Lock()
         if left is not None:

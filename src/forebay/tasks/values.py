@@ -55,12 +55,6 @@ class Values:
     def _bind(self, store: Store | PassThrough) -> None:
         self._bound, self._quick = store, store.finder(self.space)
 
-    def before_fork(self) -> None:
-        """Do nothing."""
-
-    def after_fork_parent(self) -> None:
-        """Do nothing."""
-
     def after_fork_child(self) -> None:
         self.counted.update(dict.fromkeys(COUNTED, 0))  # what the parent did is the parent's
 

@@ -95,10 +95,6 @@ class _RankExchange:
             self._known[group] = _count(first, _exchange(dist.distributed_c10d._get_default_store(), first))
         return self._known[group]
 
-    def before_fork(self) -> None: ...
-
-    def after_fork_parent(self) -> None: ...
-
     def after_fork_child(self) -> None:
         dist = torch_distributed()
         if dist is not None:

@@ -76,13 +76,8 @@ class Pack:
         self._appender: Appender | None = None
         self._pid = os.getpid()
 
-    def before_fork(self) -> None:
-        """A put of another thread continues in the parent; the child takes a segment of its own, and new locks."""
-
-    def after_fork_parent(self) -> None:
-        """Nothing changes."""
-
     def after_fork_child(self) -> None:
+        """A put of another thread continues in the parent; the child takes a segment of its own, and new locks."""
         if self._appender is not None:
             self._appender.close()
         self._mapped.after_fork_child()

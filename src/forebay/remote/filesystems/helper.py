@@ -311,10 +311,6 @@ class _Helper:
             self._process = Process()
             return self._process.channel()
 
-    def before_fork(self) -> None: ...
-
-    def after_fork_parent(self) -> None: ...
-
     def after_fork_child(self) -> None:
         if self._process is not None:
             self._process.leave_to_parent()
