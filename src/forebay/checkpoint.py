@@ -6,12 +6,12 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any, NoReturn, Self
 
 from forebay import errors, remote
 from forebay._engine.locks.lease import Lease
 from forebay._engine.passthrough import PassThrough
+from forebay._kernel import host
 from forebay.cache import Cache, origin_of
 from forebay.directories import metadata as stored
 from forebay.directories import trees as directories
@@ -94,11 +94,11 @@ class Checkpoint(metaclass=_Kind):
             return self._given
         return self._arrow[0] if self._arrow is not None else None
 
-    @cached_property
+    @host.cached_property
     def _arrow(self) -> tuple[Any, str] | None:
         return remote.arrow_filesystem(remote.local_path(self.url) or self.url)
 
-    @cached_property
+    @host.cached_property
     def _source(self) -> tuple[str, Any]:
         """The URL or path, and its filesystem object; pyarrow's own, for URLs that it alone knows."""
         if self._given is None and (self._has_settings or not self._is_known) and self._arrow is not None:

@@ -20,12 +20,13 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.catalog import Catalog
+from forebay._engine.catalog import Catalog, recovery
 from forebay._engine.catalog.wal import Ballast
 from forebay._engine.engine import recover_and_retry
 from forebay._engine.files.faults import CatalogBroken, DiskFull
 from forebay._engine.files.layout import Root
 from forebay._engine.index import settings
+from forebay._engine.index.records import EntryIndex
 from forebay._engine.index.settings import RootLimits, Settings, SpaceLimits
 from forebay._engine.store import Store
 from forebay._kernel import locks
@@ -192,6 +193,28 @@ def test_what_a_process_knows_of_a_lost_catalog_is_not_served_beside_the_next_ve
 
         fork(lose).wait()
         assert cache.get("mine") == b"b" * size
+
+
+def test_a_write_into_a_new_catalog_waits_until_the_records_of_the_lost_one_are_cleared(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P1 opens the new catalog, while another process writes / P1 puts a key that a record of the lost one has."""
+    real, tries = recovery.reconcile, list[int]()
+
+    def reconcile(catalog: Catalog, index: EntryIndex) -> int:
+        tries.append(1)
+        if len(tries) == 1:
+            raise errors.WriterBusy("another process writes", waited=0.0, holder="")
+        return real(catalog, index)
+
+    with forebay.Cache(place) as cache:
+        assert cache.put("mine", b"before")
+        monkeypatch.setattr(recovery, "reconcile", reconcile)
+        harm(place / "catalog.sqlite", "cut 0")
+        assert cache.get("other") is None
+        assert cache.put("mine", b"after")
+        assert cache.get("mine") == b"after"
+    assert len(tries) == 2
 
 
 def test_the_second_that_met_the_damage_keeps_what_the_first_began(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,6 +425,29 @@ def test_where_the_file_is_lost_the_head_has_the_limits_of_the_root(
         assert cache.put("x", b"y")
     assert any("set it by Cache(budget=...)" in word for word in words) == (rest == "without its head")
     assert any("settings.json was lost or damaged" in word for word in words) == (rest != "without its head")
+
+
+def test_nothing_is_lost_where_another_process_uses_a_root_that_this_one_creates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stores something between the setting of the limits and the look whether there was anything without limits."""
+    real, others = settings.SharedSettings.set, list[bool]()
+
+    def other() -> None:
+        with forebay.Cache(tmp_path / "new") as cache:
+            cache.put("k", b"v")
+
+    def set_and_wait(self: settings.SharedSettings, given: Settings) -> tuple[RootLimits, RootLimits]:
+        before_and_after = real(self, given)
+        if not others:
+            others.append(True)
+            in_child(other)
+        return before_and_after
+
+    monkeypatch.setattr(settings.SharedSettings, "set", set_and_wait)
+    with said(caplog) as words, forebay.Cache(tmp_path / "new", budget=BUDGET) as cache:
+        assert bytes(cache.get("k") or b"") == b"v"
+    assert [word for word in words if "set it by" in word] == []
 
 
 def kept(root: Root) -> RootLimits:

@@ -6,7 +6,9 @@ import array
 import contextlib
 import errno
 import gc
+import importlib
 import os
+import signal
 import stat
 import subprocess
 import tempfile
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import forebay
 from forebay._kernel import host, mappings
 from tests.processes import Line, fork_in_c, in_child, talk_to
 
@@ -451,6 +454,74 @@ def test_many_threads_may_register_at_once() -> None:
         thread.join()
     assert len(made) == 1600
     assert len(host._listeners) == known + 1600
+
+
+def test_a_fork_waits_for_a_thread_that_imports_a_module_of_forebay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the child would wait for ever for that thread, which it does not have."""
+    text = "import forebay\nforebay.began.set()\nforebay.go_on.wait()\nanswer = sum(range(5_000_000))\n"
+    (tmp_path / "slow_to_import.py").write_text(text)
+    began, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(forebay, "__path__", [*forebay.__path__, str(tmp_path)])
+    monkeypatch.setattr(forebay, "began", began, raising=False)
+    monkeypatch.setattr(forebay, "go_on", go_on, raising=False)
+
+    class Listener:
+        def before_fork(self) -> None:
+            go_on.set()
+
+        def after_fork_parent(self) -> None: ...
+
+        def after_fork_child(self) -> None:
+            signal.alarm(20)
+
+    thread = threading.Thread(target=importlib.import_module, args=["forebay.slow_to_import"])
+    thread.start()
+    began.wait()
+    listener = Listener()
+    host.at_fork(listener)
+    assert in_child(lambda: importlib.import_module("forebay.slow_to_import").answer) == sum(range(5_000_000))
+    thread.join()
+
+
+def test_a_fork_does_not_wait_for_a_module_that_its_own_thread_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "import forebay\nfrom tests.processes import in_child\nanswer = in_child(lambda: forebay.began)\n"
+    (tmp_path / "forks_at_import.py").write_text(text)
+    monkeypatch.setattr(forebay, "__path__", [*forebay.__path__, str(tmp_path)])
+    monkeypatch.setattr(forebay, "began", 3, raising=False)
+    assert importlib.import_module("forebay.forks_at_import").answer == 3
+
+
+def test_a_property_that_a_thread_computes_is_computed_by_a_child() -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    class Owner:
+        waits = False
+
+        @host.cached_property
+        def answer(self) -> list[int]:
+            if self.waits:
+                began.set()
+                go_on.wait()
+            return [3]
+
+    first, other = Owner(), Owner()
+    first.waits = True
+    thread = threading.Thread(target=lambda: first.answer)
+    thread.start()
+    began.wait()
+
+    def work() -> list[int]:
+        signal.alarm(20)
+        first.waits = False
+        return other.answer + first.answer
+
+    assert in_child(work) == [3, 3]
+    first.waits = False
+    now = first.answer  # computed by both threads, kept once
+    go_on.set()
+    thread.join()
+    assert first.answer is now
+    assert isinstance(Owner.answer, host.cached_property)
 
 
 def test_threads_may_fork_at_once() -> None:

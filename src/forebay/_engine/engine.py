@@ -234,9 +234,11 @@ class Engine(Hits):
             self.counters.claim()  # a process that sets limits is seen by others that do; any other is once it counts something
         if settings.budget is not None:
             self.index.cells.resize()
+        # Looked at before the limits are set: by then another process may have stored something, which has found them.
+        is_lost = self.settings.limits().budget is None and self.parts.is_used()
         before, after = self.settings.set(settings)
         if before.budget is None or differences(before, after):
-            self.parts.limits_changed(before, after)
+            self.parts.limits_changed(before, after, is_lost and before.budget is None)
         return self.settings.is_shared()
 
     def check_usable(self, *, writing: bool = False) -> None:

@@ -58,6 +58,7 @@ class Parts:
     def start(self) -> None:
         """Open the catalog, recreating it where it is broken, and end what processes that died have left. It may be repeated."""
         self.known_spaces.clear()
+        self._epoch_began = False  # it may be a new catalog: the records are of the one before until an epoch has begun
         for _ in range(OPENINGS):
             try:
                 self._begin()
@@ -210,10 +211,14 @@ class Parts:
 
     # -- limits ----------------------------------------------------------------------------------------------------
 
-    def limits_changed(self, before: RootLimits, after: RootLimits) -> None:
-        """Evict for a lower limit, and tell what was changed, or lost."""
+    def is_used(self) -> bool:
+        """Whether a process has written to the root."""
+        return bool(spaces.every(self.catalog))
+
+    def limits_changed(self, before: RootLimits, after: RootLimits, is_lost: bool) -> None:
+        """Evict for a lower limit, and tell what was changed, or lost: what was set, if ``is_lost``."""
         changes = differences(before, after)
-        if self.catalog.lost or (before.budget is None and spaces.every(self.catalog)):
+        if self.catalog.lost or is_lost:
             self._log_lost(before, after)
         elif before.budget is not None and changes:
             whom = "all processes" if self._settings.is_shared() else "this process"

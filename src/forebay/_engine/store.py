@@ -5,7 +5,6 @@ the caller as a `CacheFault`."""
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -59,31 +58,31 @@ class Store:
         self.engine, self._users = engine, 0
         host.at_fork(engine)
 
-    @functools.cached_property
+    @host.cached_property
     def spaces(self) -> Spaces:
         from forebay._engine.spaces import Spaces
 
         return Spaces(self.engine)
 
-    @functools.cached_property
+    @host.cached_property
     def locks(self) -> Flight:
         from forebay._engine.flight import Flight
 
         return Flight(self.engine)
 
-    @functools.cached_property
+    @host.cached_property
     def seeing(self) -> Seeing:
         from forebay._engine.seeing import Seeing
 
         return Seeing(self.engine, self.spaces)
 
-    @functools.cached_property
+    @host.cached_property
     def packs(self) -> Packs:
         from forebay._engine.pack_handles import Packs
 
         return Packs(self.engine, self.spaces)
 
-    @functools.cached_property
+    @host.cached_property
     def reservations(self) -> Reservations:
         from forebay._engine.loading import Reservations
 

@@ -5,18 +5,20 @@ installs a hook with `on_step`, and kills the process, or raises, before the k-t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import functools
 import gc
+import importlib
 import os
 import stat
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from forebay._logs import logger
 from forebay._model import Buffer
@@ -24,6 +26,7 @@ from forebay._model import Buffer
 log = logger("forebay.kernel")
 Path = str | os.PathLike[str]
 Hook = Callable[[str, str], None]
+T = TypeVar("T")
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -428,6 +431,22 @@ def _before() -> None:
     # A process that C forked has its parent's connections and locks: it must not close them in `before_fork`.
     _fork.listeners = None if forked_unseen() else [alive for known in listeners if (alive := known()) is not None]
     _notify("before_fork", reversed(_fork.listeners or ()))
+    _end_imports()
+
+
+def _end_imports() -> None:
+    """Wait for the threads that import modules of Forebay: the child has no such thread, and would wait for it for ever."""
+    own, seen = threading.get_ident(), set[str]()
+    while True:
+        # CPython has no public name for them. Each is there while a thread imports the module, or waits for it.
+        known = [(name, lock()) for name, lock in list(importlib._bootstrap._module_locks.items())]  # type: ignore[attr-defined]
+        of_others = {name for name, lock in known if getattr(lock, "owner", None) not in (None, own) and name.startswith("forebay.")}
+        if of_others <= seen:  # one that is still there waits for a module that this thread imports
+            return
+        for name in of_others - seen:
+            with contextlib.suppress(Exception):  # the thread that imports it raises the same
+                importlib.import_module(name)
+        seen |= of_others
 
 
 def _after_parent() -> None:
@@ -441,6 +460,23 @@ def _after_child() -> None:
     if prepared is not None:
         _hooked_pid = os.getpid()
         _notify("after_fork_child", prepared)
+
+
+class cached_property(Generic[T]):
+    """As that of functools, without the lock that Python 3.11 holds for all instances while it computes: a child that was forked
+    meanwhile would wait for it for ever. Two threads may compute the value; both get the same one."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute, self.__doc__ = compute, compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> T:
+        if instance is None:
+            return self  # type: ignore[return-value]
+        value: T = instance.__dict__.setdefault(self._name, self._compute(instance))
+        return value
 
 
 os.register_at_fork(before=_before, after_in_parent=_after_parent, after_in_child=_after_child)

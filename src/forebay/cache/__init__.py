@@ -14,7 +14,7 @@ from forebay import _config, errors, remote
 from forebay._engine.index.memo import no_hit
 from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
-from forebay._kernel import events, waits
+from forebay._kernel import events, host, waits
 from forebay._logs import logger
 from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays
 from forebay.cache import seeing, unpickling
@@ -288,7 +288,7 @@ class Cache(DictLike):
         """`get_or_put` for a coroutine. ``fn``: a coroutine function, or a function, which runs in a thread."""
         return await self._values.aget_or_put(key, fn, timeout=timeout)
 
-    @functools.cached_property
+    @host.cached_property
     def _fetches(self) -> AsyncFetches:
         from forebay.cache.aio import AsyncFetches
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from forebay._config import EnvironmentSettings, format_age, format_size
+from forebay._kernel import host
 from forebay._logs import escaped
 from forebay.cli.hints import hint_for
 
@@ -147,7 +148,7 @@ class Output:
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
 
-    @functools.cached_property
+    @host.cached_property
     def _out(self) -> Console:
         return console()
 

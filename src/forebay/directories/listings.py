@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, Self
 
 from forebay import errors
+from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, BufferSink, ObjectInfo, Span, Transfer
 from forebay.directories.location import RemoteDirectory
@@ -176,7 +176,7 @@ class UploadMarker:
     complete: bool
     files: Mapping[str, MarkedFile]
 
-    @cached_property
+    @host.cached_property
     def encoded(self) -> bytes:
         files = {name: {"size": file.size, "xxh3": file.digest, "etag": file.etag} for name, file in sorted(self.files.items())}
         return json.dumps({"forebay": FORMAT, "complete": self.complete, "files": files}).encode()

@@ -13,11 +13,11 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from forebay import errors
 from forebay._engine.files.blobs import checksum_of
+from forebay._kernel import host
 from forebay._kernel.below import why_not_below
 from forebay._model import Buffer
 from forebay.remote.local import is_unfinished
@@ -58,11 +58,11 @@ class Manifest:
         TypeError, RecursionError or `BadListing` for any other."""
         return cls.of(where, [_checked_row(File(*row)) for row in json.loads(bytes(data))])
 
-    @cached_property
+    @host.cached_property
     def encoded(self) -> bytes:
         return json.dumps(self.files, separators=(",", ":")).encode()
 
-    @cached_property
+    @host.cached_property
     def version(self) -> str:
         """A hash of the names, sizes and validators of the files."""
         rows = [(file.name, file.size, file.validator or file.digest or file.modified) for file in self.files]

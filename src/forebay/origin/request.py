@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from forebay import _config, _model, errors, remote
-from forebay._kernel import waits
+from forebay._kernel import host, waits
 from forebay._model import Buffer, BufferSink, Content, ObjectInfo, Partial, Remote, Span, can_clone
 from forebay.origin.spaces import FOREVER, URLS
 from forebay.remote import UrlNaming, urls
@@ -56,7 +55,7 @@ class Targets:
         self._targets: dict[str, Target] = {}
         self._resolvers = remote.Resolvers(lambda: self.options, self.realm)
 
-    @functools.cached_property
+    @host.cached_property
     def options(self) -> remote.RemoteOptions:
         """How requests are sent. Made by the first request."""
         return self._options or remote.RemoteOptions()

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
 from forebay import _config, errors
+from forebay._kernel import host
 from forebay._kernel.threads import run_all
 from forebay._kernel.waits import SharedLimit, time_limit
 from forebay._logs import logger
@@ -330,7 +330,7 @@ class Call:
         self._sockets: set[socket.socket] = set()
         self._responses: set[Abortable] = set()
 
-    @cached_property
+    @host.cached_property
     def url(self) -> str:
         """The URL without secrets, for errors and logs."""
         return canonical(self._url)

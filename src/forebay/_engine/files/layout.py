@@ -6,7 +6,6 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,24 +125,24 @@ class Root:
     def __hash__(self) -> int:
         return hash(self._facts)
 
-    @cached_property
+    @host.cached_property
     def files(self) -> Below:
         """The files of the root; no symbolic link in it is followed."""
         return Below(self.path)
 
-    @cached_property
+    @host.cached_property
     def epoch(self) -> str:
         """Names this boot of the machine and this mount of the disk, in as many characters as a boot id has. What was written in another
         epoch may be less than what was stored: the power was cut, or the file system shut itself down."""
         boot = host.boot_id()
         return f"{boot[:24]}{int(boot[24:], 16) ^ host.mount_number(self.path):012x}"
 
-    @cached_property
+    @host.cached_property
     def epoch_tag(self) -> int:
         """The epoch in 32 bits."""
         return xxhash.xxh32_intdigest(self.epoch.encode())
 
-    @cached_property
+    @host.cached_property
     def _blobs(self) -> str:
         return str(self.blobs_dir)
 
@@ -195,7 +194,7 @@ class Root:
         """Which hosts gave no answer lately."""
         return self.path / "hosts"
 
-    @cached_property
+    @host.cached_property
     def shared_dir(self) -> Path:
         """The files that all processes have mapped."""
         return self.path / "shared"
@@ -204,7 +203,7 @@ class Root:
     def tmp_dir(self) -> Path:
         return self.path / "tmp"
 
-    @cached_property
+    @host.cached_property
     def blobs_dir(self) -> Path:
         return self.path / "blobs"
 

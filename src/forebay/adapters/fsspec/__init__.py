@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from forebay import errors
 from forebay._engine.index.memo import Hit, no_hit
+from forebay._kernel import host
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import Entry
@@ -128,7 +129,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         """The cache that serves the reads."""
         return self._given if self._given is not None else _opened(tuple(sorted(self._init_kwargs.items())))
 
-    @functools.cached_property
+    @host.cached_property
     def _origin(self) -> Origin:
         return origin_of(self.cache)
 

@@ -6,10 +6,10 @@ import contextlib
 import os
 import uuid
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
 
 from forebay import errors
+from forebay._kernel import host
 from forebay.cache import Cache
 from forebay.checkpoint import Checkpoint
 from forebay.directories.manifests import Patterns
@@ -42,7 +42,7 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
         """The path on `filesystem`."""
         return self._ours.path
 
-    @cached_property
+    @host.cached_property
     def filesystem(self) -> Any:
         """The pyarrow filesystem with which Ray itself copies and removes, perhaps wrapping an fsspec one. Created on first access."""
         filesystem = self._ours.filesystem

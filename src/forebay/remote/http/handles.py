@@ -7,11 +7,12 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import pycurl
 
+from forebay._kernel import host
 from forebay._kernel.waits import SharedLimit
 from forebay.errors import RemoteProtocolError, RemoteTimeout
 from forebay.remote.base import AttemptFailed, Limits
@@ -34,7 +35,7 @@ class Headers(Mapping[str, str]):
     def __init__(self, lines: Iterable[bytes] = ()) -> None:
         self._lines = lines
 
-    @cached_property
+    @host.cached_property
     def _values(self) -> dict[str, tuple[str, str]]:
         """Name in lower case -> name as sent, value. Of many responses no header is looked at."""
         values: dict[str, tuple[str, str]] = {}
