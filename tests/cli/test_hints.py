@@ -9,7 +9,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.catalog import Catalog
+from forebay._engine.catalog.connection import Catalog
 from forebay.cli import main
 from forebay.cli.hints import ABSENT, FAILED, OK, USAGE, hint_for, shared_code
 

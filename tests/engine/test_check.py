@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forebay._engine.catalog import Rows, schema, spaces
+from forebay._engine.catalog import schema, spaces
+from forebay._engine.catalog.transactions import Rows
 from tests.harness import MiB, bytes_of, opened
 
 

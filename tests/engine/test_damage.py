@@ -20,7 +20,8 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.catalog import Catalog, recovery
+from forebay._engine.catalog import recovery
+from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.wal import Ballast
 from forebay._engine.engine import recover_and_retry
 from forebay._engine.files.faults import CatalogBroken, DiskFull

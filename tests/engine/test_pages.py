@@ -10,7 +10,8 @@ import pytest
 
 import forebay
 from forebay._engine import check, seeing
-from forebay._engine.catalog import Catalog, entries
+from forebay._engine.catalog import entries
+from forebay._engine.catalog.connection import Catalog
 from forebay._engine.space import eviction
 from forebay.cache import entries as listing
 from forebay.cli import render

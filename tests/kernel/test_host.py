@@ -7,6 +7,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import logging
 import os
 import signal
 import stat
@@ -456,7 +457,7 @@ def test_many_threads_may_register_at_once() -> None:
     assert len(host._listeners) == known + 1600
 
 
-def test_a_fork_waits_for_a_thread_that_imports_a_module_of_forebay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_waits_for_a_thread_that_imports_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the child would wait for ever for that thread, which it does not have."""
     text = "import forebay\nforebay.began.set()\nforebay.go_on.wait()\nanswer = sum(range(5_000_000))\n"
     (tmp_path / "slow_to_import.py").write_text(text)
@@ -481,6 +482,25 @@ def test_a_fork_waits_for_a_thread_that_imports_a_module_of_forebay(tmp_path: Pa
     host.at_fork(listener)
     assert in_child(lambda: importlib.import_module("forebay.slow_to_import").answer) == sum(range(5_000_000))
     thread.join()
+
+
+def test_an_import_that_does_not_end_holds_up_one_fork_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "endless_to_import.py").write_text("import forebay\nforebay.began.set()\nforebay.go_on.wait()\n")
+    began, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(forebay, "__path__", [*forebay.__path__, str(tmp_path)])
+    monkeypatch.setattr(forebay, "began", began, raising=False)
+    monkeypatch.setattr(forebay, "go_on", go_on, raising=False)
+    monkeypatch.setattr(host, "_LONGEST_IMPORT", 0.05)
+    thread = threading.Thread(target=importlib.import_module, args=["forebay.endless_to_import"])
+    thread.start()
+    began.wait()
+    with caplog.at_level(logging.INFO):
+        assert [in_child(lambda: 3), in_child(lambda: 4)] == [3, 4]
+    go_on.set()
+    thread.join()
+    assert caplog.text.count("a fork did not wait any longer for the import of forebay.endless_to_import") == 1
 
 
 def test_a_fork_does_not_wait_for_a_module_that_its_own_thread_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

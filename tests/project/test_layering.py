@@ -186,8 +186,11 @@ def test_a_room_imports_only_what_stands_to_its_left() -> None:
     assert all_breaches(breaches_of_order, modules) == []
 
 
-@pytest.mark.parametrize("package", ["_kernel", "_engine"])
+@pytest.mark.parametrize(
+    "package", [m for m in MODULES if m.partition(".")[0] in ("_kernel", "_engine") and PACKAGE.joinpath(*m.split(".")).is_dir()]
+)
 def test_a_package_of_rooms_is_not_a_door(package: str) -> None:
+    """Else a thread that imports the package, and with it a module of it, and a thread that imports that module, wait for one another."""
     assert list(imports(ast.parse(MODULES[package].read_text()))) in ([], [(3, "__future__.annotations")])
 
 
@@ -361,7 +364,7 @@ def test_the_lint_lets_pass(line: str) -> None:
         ("errors", "from forebay import _model"),
         ("_kernel.host", "from forebay._kernel.locks import LockFile"),
         ("_kernel.mappings", "import forebay._kernel.locks"),
-        ("_engine.index.records", "from forebay._engine.catalog import Catalog"),
+        ("_engine.index.records", "from forebay._engine.catalog.connection import Catalog"),
         ("_engine.locks.owners", "def f():\n    from forebay._engine.space.budget import Budget"),
         ("_engine.flight", "from forebay import remote"),
         ("remote.http", "from forebay._engine.store import Store"),

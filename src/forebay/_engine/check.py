@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from forebay._engine.catalog import Catalog, checked, entries, recovery, reservations, segments, spaces
+from forebay._engine.catalog import checked, entries, recovery, reservations, segments, spaces
+from forebay._engine.catalog.connection import Catalog
 from forebay._engine.files import blobs, pack_files, stages, trees
 from forebay._engine.files.layout import FANS, PAGE, BlobName, Root, TmpName, parse_blob_below, parse_directory_name, parse_tmp_name
 from forebay._engine.files.root import foreign

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from forebay import errors
 from forebay._config import format_size
-from forebay._engine.catalog import Catalog, entries, recovery, spaces
+from forebay._engine.catalog import entries, recovery, spaces
+from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.transactions import SKIPPED, number_below
 from forebay._engine.files.faults import CatalogBroken, DiskFull, faults
 from forebay._engine.hits import Hits

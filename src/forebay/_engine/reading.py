@@ -6,7 +6,8 @@ import contextlib
 import os
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, entries
+from forebay._engine.catalog import entries
+from forebay._engine.catalog.connection import Catalog
 from forebay._engine.files import blobs, trees
 from forebay._engine.files.faults import DiskFull, faults
 from forebay._engine.files.root import Root

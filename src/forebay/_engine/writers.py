@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from forebay import errors
-from forebay._engine.catalog import Catalog
+from forebay._engine.catalog.connection import Catalog
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.index.adaptive import AdaptiveSpaces

@@ -5,7 +5,6 @@ installs a hook with `on_step`, and kills the process, or raises, before the k-t
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -386,6 +385,8 @@ class Forking(Inherited, Protocol):
     def after_fork_parent(self) -> None: ...
 
 
+_LONGEST_IMPORT = 5.0  # seconds that a fork waits for what other threads import
+_left = set[str]()  # names of modules that took longer
 _listeners: list[weakref.ref[Inherited]] = []  # in order of registration
 _hooked_pid = os.getpid()
 
@@ -435,18 +436,20 @@ def _before() -> None:
 
 
 def _end_imports() -> None:
-    """Wait for the threads that import modules of Forebay: the child has no such thread, and would wait for it for ever."""
-    own, seen = threading.get_ident(), set[str]()
+    """Wait for the threads that import a module: the child, which does not have them, would wait for them for ever when it imports that
+    module. A module that takes longer is waited for once."""
+    own, until = threading.get_ident(), time.monotonic() + _LONGEST_IMPORT
     while True:
-        # CPython has no public name for them. Each is there while a thread imports the module, or waits for it.
-        known = [(name, lock()) for name, lock in list(importlib._bootstrap._module_locks.items())]  # type: ignore[attr-defined]
-        of_others = {name for name, lock in known if getattr(lock, "owner", None) not in (None, own) and name.startswith("forebay.")}
-        if of_others <= seen:  # one that is still there waits for a module that this thread imports
+        # CPython has no public name for the locks of modules. One exists while a thread imports its module, or waits for it.
+        locks = [(name, known()) for name, known in list(importlib._bootstrap._module_locks.items())]  # type: ignore[attr-defined]
+        under_way = {name for name, lock in locks if getattr(lock, "owner", None) not in (None, own)} - _left
+        if not under_way:
             return
-        for name in of_others - seen:
-            with contextlib.suppress(Exception):  # the thread that imports it raises the same
-                importlib.import_module(name)
-        seen |= of_others
+        if time.monotonic() > until:
+            _left.update(under_way)
+            log.info("a fork did not wait any longer for the import of %s: a child that imports it may hang", ", ".join(under_way))
+            return
+        time.sleep(0.001)
 
 
 def _after_parent() -> None:

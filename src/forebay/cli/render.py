@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from forebay._config import EnvironmentSettings, format_age, format_size
-from forebay._kernel import host
 from forebay._logs import escaped
 from forebay.cli.hints import hint_for
 
@@ -148,7 +147,7 @@ class Output:
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
 
-    @host.cached_property
+    @functools.cached_property
     def _out(self) -> Console:
         return console()
 

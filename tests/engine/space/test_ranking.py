@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from forebay._engine.catalog import Rows, entries
+from forebay._engine.catalog import entries
+from forebay._engine.catalog.transactions import Rows
 from forebay._engine.index.records import RECORDS, EntryIndex
 from forebay._engine.index.settings import Settings, SpaceLimits
 from forebay._engine.space import ranking

@@ -18,9 +18,7 @@ from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import schema
-from forebay._engine.catalog.transactions import Rows as Rows
-from forebay._engine.catalog.transactions import Txn as Txn
-from forebay._engine.catalog.transactions import UnreadableRows, fetched, translated
+from forebay._engine.catalog.transactions import Txn, UnreadableRows, fetched, translated
 from forebay._engine.catalog.wal import EASY, FREE, KEEP, PART, SOFT, STEP, WARN, Ballast, Wal
 from forebay._engine.catalog.writer import Holding, WriterLock
 from forebay._engine.files.faults import CatalogBroken, DiskFull

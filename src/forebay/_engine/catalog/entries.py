@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from forebay._engine.catalog import checked
-from forebay._engine.catalog.connection import Catalog, Rows, Txn
+from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.schema import COUNT, LIVE, SUPERSEDED
+from forebay._engine.catalog.transactions import Rows, Txn
 from forebay._engine.files.faults import CatalogBroken
 from forebay._model import Entry
 

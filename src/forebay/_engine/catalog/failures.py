@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from forebay._engine.catalog import checked
-from forebay._engine.catalog.connection import Rows, Txn
+from forebay._engine.catalog.transactions import Rows, Txn
 
 KEPT = 1000
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 
 from forebay._engine.catalog import entries, reservations
-from forebay._engine.catalog.connection import Catalog, Txn
+from forebay._engine.catalog.connection import Catalog
+from forebay._engine.catalog.transactions import Txn
 from forebay._engine.files import blobs, pack_files, trees
 from forebay._engine.files.layout import parse_tmp_name
 from forebay._engine.files.root import Root

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from forebay._engine.catalog import checked
-from forebay._engine.catalog.connection import Rows, Txn
 from forebay._engine.catalog.schema import COUNT, LIVE
+from forebay._engine.catalog.transactions import Rows, Txn
 
 
 class Segment(NamedTuple):

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from forebay._engine.catalog import entries
-from forebay._engine.catalog.connection import Catalog, Rows, Txn
+from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.schema import LIVE
+from forebay._engine.catalog.transactions import Rows, Txn
 from forebay._engine.files.faults import CatalogBroken
 from forebay._engine.files.layout import PAGE
 

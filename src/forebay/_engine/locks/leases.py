@@ -9,7 +9,8 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, entries, recovery
+from forebay._engine.catalog import entries, recovery
+from forebay._engine.catalog.connection import Catalog
 from forebay._engine.files.root import Root
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.locks.lease import Lease

@@ -10,7 +10,9 @@ import os
 import threading
 import time
 
-from forebay._engine.catalog import Catalog, Txn, reservations
+from forebay._engine.catalog import reservations
+from forebay._engine.catalog.connection import Catalog
+from forebay._engine.catalog.transactions import Txn
 from forebay._engine.files.root import Root
 from forebay._kernel import locks
 

@@ -16,7 +16,9 @@ import sys
 from collections.abc import Callable
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, Rows, Txn, entries, segments
+from forebay._engine.catalog import entries, segments
+from forebay._engine.catalog.connection import Catalog
+from forebay._engine.catalog.transactions import Rows, Txn
 from forebay._engine.files import pack_files, pack_records
 from forebay._engine.files.faults import faults
 from forebay._engine.files.layout import PAGE

@@ -15,9 +15,11 @@ from functools import partial
 from typing import TypeVar
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, Txn, entries, reservations, spaces
+from forebay._engine.catalog import entries, reservations, spaces
+from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.entries import Ended
 from forebay._engine.catalog.reservations import Reservation
+from forebay._engine.catalog.transactions import Txn
 from forebay._engine.files import pack_files, stages, trees
 from forebay._engine.files.faults import DiskFull
 from forebay._engine.files.root import Root

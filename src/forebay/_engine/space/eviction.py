@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, Txn, entries
+from forebay._engine.catalog import entries
+from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.entries import Ended, FileName, Superseded
-from forebay._engine.catalog.transactions import AT_ONCE
+from forebay._engine.catalog.transactions import AT_ONCE, Txn
 from forebay._engine.files import blobs, pack_files, trees
 from forebay._engine.files.faults import DiskFull
 from forebay._engine.files.layout import PAGE, is_suffix
@@ -34,7 +35,6 @@ log = logger("forebay.eviction")
 
 SPACE_WORD = 1
 HELD_A_TURN, TURNS = 8, 16
-_LISTED_AT_ONCE = 2048
 REMOVED_AT_ONCE = 128
 
 

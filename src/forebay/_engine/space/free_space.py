@@ -6,7 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from forebay._engine.catalog import Catalog, Rows, Txn, entries, reservations, spaces
+from forebay._engine.catalog import entries, reservations, spaces
+from forebay._engine.catalog.connection import Catalog
+from forebay._engine.catalog.transactions import Rows, Txn
 from forebay._engine.catalog.wal import EASY
 from forebay._engine.files import stages
 from forebay._engine.files.layout import ROW

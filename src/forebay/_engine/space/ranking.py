@@ -20,7 +20,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from forebay._engine.catalog import Catalog, Rows, entries, spaces
+from forebay._engine.catalog import entries, spaces
+from forebay._engine.catalog.connection import Catalog
+from forebay._engine.catalog.transactions import Rows
 from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.records import EntryIndex
 

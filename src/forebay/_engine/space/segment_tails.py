@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from forebay._engine.catalog import Catalog, Rows, segments
+from forebay._engine.catalog import segments
+from forebay._engine.catalog.connection import Catalog
+from forebay._engine.catalog.transactions import Rows
 from forebay._engine.files import pack_files
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root

@@ -19,8 +19,10 @@ from functools import partial
 from typing import NamedTuple
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, Txn, entries, reservations, spaces
+from forebay._engine.catalog import entries, reservations, spaces
+from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.reservations import Reservation
+from forebay._engine.catalog.transactions import Txn
 from forebay._engine.files import blobs, trees
 from forebay._engine.files.faults import faults
 from forebay._engine.files.layout import key_hash

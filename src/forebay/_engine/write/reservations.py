@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from forebay import errors
-from forebay._engine.catalog import Txn, entries, reservations
+from forebay._engine.catalog import entries, reservations
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.catalog.spaces import SpaceRow
+from forebay._engine.catalog.transactions import Txn
 from forebay._engine.files import blobs
 from forebay._engine.files.faults import faults
 from forebay._engine.locks.lease import Lease

@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Self
 
 from forebay import errors
-from forebay._engine.catalog import Txn, reservations
+from forebay._engine.catalog import reservations
 from forebay._engine.catalog.reservations import Reservation
+from forebay._engine.catalog.transactions import Txn
 from forebay._engine.files import blobs, stages
 from forebay._engine.files.faults import faults
 from forebay._engine.files.stages import MemoryStage, Stage
