@@ -32,21 +32,11 @@ def path(tmp_path: Path) -> Path:
     return place
 
 
-class Kept:
-    """A lock file with its hooks, as the engine has it."""
-
-    def __init__(self, file: LockFile, *, keep: bool) -> None:
-        self.file, self.keep = file, keep
-        host.at_fork(self)
-
-    def before_fork(self) -> None:
-        self.file.before_fork(keep=self.keep)
-
-    def after_fork_parent(self) -> None:
-        self.file.after_fork_parent()
-
-    def after_fork_child(self) -> None:
-        self.file.after_fork_child(keep=self.keep)
+def registered(path: Path, *, keep: bool) -> LockFile:
+    """A lock file that is told of forks."""
+    file = LockFile(path, keep=keep)
+    host.at_fork(file)
+    return file
 
 
 def is_free(path: Path, offset: int) -> bool:
@@ -341,8 +331,8 @@ def test_an_unlock_after_the_job_closed_our_descriptor_is_no_error(path: Path) -
 @pytest.mark.parametrize("end", ["close", "retire", "forget", "fork"])
 def test_a_descriptor_that_the_job_opened_in_place_of_ours_is_left_alone(path: Path, end: str) -> None:
     def work() -> str:
-        kept = Kept(LockFile(path), keep=False)
-        kept.file.try_lock(7, exclusive=True)
+        kept = registered(path, keep=False)
+        kept.try_lock(7, exclusive=True)
         (number,) = closing_ours(path)
         os.dup2(os.open(path.parent, os.O_RDONLY), number)
         if end == "fork":
@@ -350,8 +340,8 @@ def test_a_descriptor_that_the_job_opened_in_place_of_ours_is_left_alone(path: P
         if end == "forget":
             del kept
         else:
-            kept.file.unlock(7)
-            getattr(kept.file, end)()
+            kept.unlock(7)
+            getattr(kept, end)()
         return os.readlink(f"/proc/self/fd/{number}")
 
     assert in_child(work) == str(path.parent)
@@ -361,24 +351,24 @@ def test_a_descriptor_that_the_job_opened_in_place_of_ours_is_left_alone(path: P
 
 
 def test_a_forked_child_has_none_of_the_locks_that_are_not_kept(path: Path) -> None:
-    kept = Kept(LockFile(path), keep=False)
-    kept.file.try_lock(7, exclusive=True)
+    kept = registered(path, keep=False)
+    kept.try_lock(7, exclusive=True)
 
     def work() -> tuple[bool, bool, int]:
-        held = kept.file.held(7)
-        kept.file.unlock(7)  # as a `with` block of the parent does that the child leaves
-        return held, kept.file.try_lock(7, exclusive=True), open_on(path)
+        held = kept.held(7)
+        kept.unlock(7)  # as a `with` block of the parent does that the child leaves
+        return held, kept.try_lock(7, exclusive=True), open_on(path)
 
     assert in_child(work) == (False, False, 1)
-    assert kept.file.held(7)
+    assert kept.held(7)
     assert not is_free(path, 7)
 
 
 def test_a_dead_parents_lock_does_not_live_on_in_its_child(path: Path) -> None:
-    kept = Kept(LockFile(path), keep=False)
+    kept = registered(path, keep=False)
 
     def parent() -> None:
-        kept.file.try_lock(7, exclusive=True)
+        kept.try_lock(7, exclusive=True)
 
     def child(line: Line) -> None:
         line.say("up")
@@ -393,14 +383,14 @@ def test_a_dead_parents_lock_does_not_live_on_in_its_child(path: Path) -> None:
 
 def leasing(path: Path) -> Callable[[Line], None]:
     """A child's work: say what it holds, let go when told, end when told."""
-    kept = Kept(LockFile(path), keep=True)
-    kept.file.try_lock(7, exclusive=False)
+    kept = registered(path, keep=True)
+    kept.try_lock(7, exclusive=False)
 
     def work(line: Line) -> None:
-        line.say(kept.file.held(7))
+        line.say(kept.held(7))
         line.hear()
-        kept.file.unlock(7)
-        line.say(kept.file.held(7))
+        kept.unlock(7)
+        line.say(kept.held(7))
         line.hear()
 
     work.kept = kept  # type: ignore[attr-defined]
@@ -409,7 +399,7 @@ def leasing(path: Path) -> Callable[[Line], None]:
 
 def test_a_lease_taken_before_the_fork_pins_for_both(path: Path) -> None:
     work = leasing(path)
-    file = work.kept.file  # type: ignore[attr-defined]
+    file = work.kept  # type: ignore[attr-defined]
     with talk_to(work) as child:
         assert child.hear() is True
         file.unlock(7)
@@ -440,8 +430,8 @@ def test_a_lease_outlives_the_parent_in_the_child_and_ends_with_it(path: Path) -
 
 
 def _lease_and_fork(path: Path, line: Line) -> None:
-    kept = Kept(LockFile(path), keep=True)
-    kept.file.try_lock(7, exclusive=False)
+    kept = registered(path, keep=True)
+    kept.try_lock(7, exclusive=False)
     ready, done = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -453,42 +443,42 @@ def _lease_and_fork(path: Path, line: Line) -> None:
 
 
 def test_several_holders_and_what_was_put_off_are_the_childs_too(path: Path) -> None:
-    kept = Kept(LockFile(path), keep=True)
+    kept = registered(path, keep=True)
     for _ in range(3):
-        kept.file.try_lock(7, exclusive=False)
+        kept.try_lock(7, exclusive=False)
 
     def work() -> list[bool]:
         held = []
         for _ in range(3):
-            kept.file.unlock(7)
-            held.append(kept.file.held(7))
+            kept.unlock(7)
+            held.append(kept.held(7))
         return held
 
     assert in_child(work) == [True, True, False]
-    assert kept.file.held(7)
+    assert kept.held(7)
 
 
 def test_an_exclusive_lock_is_not_the_childs_even_among_leases(path: Path) -> None:
-    kept = Kept(LockFile(path), keep=True)
-    kept.file.try_lock(7, exclusive=False)
-    kept.file.try_lock(8, exclusive=True)
-    assert in_child(lambda: (kept.file.held(7), kept.file.held(8))) == (True, False)
-    assert kept.file.held(8)
+    kept = registered(path, keep=True)
+    kept.try_lock(7, exclusive=False)
+    kept.try_lock(8, exclusive=True)
+    assert in_child(lambda: (kept.held(7), kept.held(8))) == (True, False)
+    assert kept.held(8)
     assert not is_free(path, 8)
 
 
 def test_a_child_has_its_leases_though_no_descriptor_was_free_at_the_fork(path: Path) -> None:
     def work() -> tuple[bool, bool]:
-        kept = Kept(LockFile(path), keep=True)
-        kept.file.try_lock(7, exclusive=False)
+        kept = registered(path, keep=True)
+        kept.try_lock(7, exclusive=False)
         highest = max(int(number) for number in os.listdir("/proc/self/fd"))
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (open_on_all(highest), hard))
         pid = os.fork()
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         if pid == 0:
-            os._exit(0 if kept.file.held(7) and os.getpid() in locks.holders(path, 7) else 1)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, kept.file.held(7)
+            os._exit(0 if kept.held(7) and os.getpid() in locks.holders(path, 7) else 1)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, kept.held(7)
 
     assert in_child(work) == (True, True)
 
@@ -503,9 +493,9 @@ def open_on_all(highest: int) -> int:
 
 
 def test_a_fork_that_failed_leaves_all_as_it_was(path: Path) -> None:
-    file = LockFile(path)
+    file = LockFile(path, keep=True)
     file.try_lock(7, exclusive=False)
-    file.before_fork(keep=True)
+    file.before_fork()
     assert open_on(path) == 2
     file.after_fork_parent()
     assert open_on(path) == 1
@@ -514,19 +504,19 @@ def test_a_fork_that_failed_leaves_all_as_it_was(path: Path) -> None:
 
 
 def test_forks_while_threads_lock_and_unlock(path: Path) -> None:
-    kept, stop = Kept(LockFile(path), keep=True), threading.Event()
-    kept.file.try_lock(7, exclusive=False)
+    kept, stop = registered(path, keep=True), threading.Event()
+    kept.try_lock(7, exclusive=False)
 
     def busy(offset: int) -> None:
         while not stop.is_set():
-            if kept.file.try_lock(offset, exclusive=False):
-                kept.file.unlock(offset)
+            if kept.try_lock(offset, exclusive=False):
+                kept.unlock(offset)
 
     threads = [threading.Thread(target=busy, args=(100 + i,)) for i in range(3)]
     for thread in threads:
         thread.start()
     try:
-        found = [in_child(lambda: (kept.file.held(7), kept.file.try_lock(50, exclusive=True), open_on(path))) for _ in range(40)]
+        found = [in_child(lambda: (kept.held(7), kept.try_lock(50, exclusive=True), open_on(path))) for _ in range(40)]
     finally:
         stop.set()
         for thread in threads:
@@ -539,16 +529,16 @@ def test_forks_while_threads_lock_and_unlock(path: Path) -> None:
 
 
 def test_a_process_forked_by_c_has_no_locks_and_drops_none(path: Path) -> None:
-    kept = Kept(LockFile(path), keep=True)
-    kept.file.try_lock(7, exclusive=False)
+    kept = registered(path, keep=True)
+    kept.try_lock(7, exclusive=False)
 
     def work() -> tuple[bool, bool, bool]:
-        held = kept.file.held(7)
-        kept.file.unlock(7)
-        kept.file.unlock_soon(7)
-        exclusive = kept.file.try_lock(7, exclusive=True)
-        own = kept.file.try_lock(8, exclusive=True)
-        kept.file.unlock_soon(8)
+        held = kept.held(7)
+        kept.unlock(7)
+        kept.unlock_soon(7)
+        exclusive = kept.try_lock(7, exclusive=True)
+        own = kept.try_lock(8, exclusive=True)
+        kept.unlock_soon(8)
         return held, exclusive, own
 
     assert in_child(work, by=fork_in_c) == (False, False, True)
@@ -558,14 +548,14 @@ def test_a_process_forked_by_c_has_no_locks_and_drops_none(path: Path) -> None:
 
 @pytest.mark.parametrize("touch", ["try_lock", "close", "retire"])
 def test_a_process_forked_by_c_lets_go_of_a_dead_parents_locks_once_it_is_used(path: Path, touch: str) -> None:
-    kept = Kept(LockFile(path), keep=False)
+    kept = registered(path, keep=False)
 
     def work(line: Line) -> None:
-        kept.file.try_lock(9, exclusive=True) if touch == "try_lock" else getattr(kept.file, touch)()
+        kept.try_lock(9, exclusive=True) if touch == "try_lock" else getattr(kept, touch)()
         line.say("parted")
         line.hear()
 
-    with orphan(work, parent=lambda: kept.file.try_lock(7, exclusive=True), by=fork_in_c) as (first, line):
+    with orphan(work, parent=lambda: kept.try_lock(7, exclusive=True), by=fork_in_c) as (first, line):
         line.hear()
         assert not is_free(path, 7)
         first.kill()
@@ -689,11 +679,11 @@ def test_a_finalizer_between_fork_and_hook_counts_in_the_child(path: Path) -> No
 
     between = Between()
     host.at_fork(between)
-    kept = Kept(LockFile(path), keep=True)
-    between.file = kept.file
-    kept.file.try_lock(7, exclusive=False)
-    assert in_child(lambda: kept.file.held(7)) is False
-    assert kept.file.held(7)
+    kept = registered(path, keep=True)
+    between.file = kept
+    kept.try_lock(7, exclusive=False)
+    assert in_child(lambda: kept.held(7)) is False
+    assert kept.held(7)
 
 
 def test_the_interpreter_ends_quietly_with_locks_held(path: Path) -> None:

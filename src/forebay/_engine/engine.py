@@ -260,7 +260,7 @@ class Engine(Hits):
 
     def before_fork(self) -> None:
         self.making.acquire()
-        self.format.before_fork(keep=True)
+        self.format.before_fork()
         self._forking = None if self._is_closed else self._parts  # if closed, it is garbage that was not collected yet
         if self._forking is not None:
             self._forking.before_fork()
@@ -276,4 +276,4 @@ class Engine(Hits):
         if self._forking is not None:
             self._forking.after_fork_child()
         self.memo.after_fork_child()
-        self.format.after_fork_child(keep=True)
+        self.format.after_fork_child()

@@ -46,7 +46,7 @@ class Hits:
     def connect(self, root: Root, before: RootLimits) -> None:
         """Go on with this root. ``before``: what was in force for this process, for a root that was recreated meanwhile."""
         self.root, self.hosts, self.index = root, SilentHosts(root), self._index_of(root)
-        self.format = locks.LockFile(root.path / "FORMAT", root.files.open, writable=not root.read_only)
+        self.format = locks.LockFile(root.path / "FORMAT", root.files.open, writable=not root.read_only, keep=True)
         if not root.read_only:
             self.format.try_lock(0, exclusive=False)  # a later version migrates a root only when nobody holds this
         self.settings = SharedSettings(root, self.index.head, self.format, before)

@@ -50,7 +50,7 @@ class Parts:
         self.owners = Owners(root, self.catalog)
         self.reading = Reading(root, self.catalog, self.index, self.leases, hits.memo, hits.counters)
         self._writers: Writers | None = None
-        self._forking: tuple[host.Forking, ...] = ()
+        self._forking: tuple[host.Inherited, ...] = ()
         self._has_index = self._epoch_began = False
         self._validations: deque[tuple[Entry, int, int]] = deque(maxlen=_MOST)  # see `note_validations`
         self.known_spaces: dict[str, spaces.SpaceRow] = {}
@@ -266,14 +266,12 @@ class Parts:
 
     def before_fork(self) -> None:
         # The catalog first: a thread inside a transaction takes the mutexes of the others.
-        self._forking = tuple(part for part in (self.catalog, self._writers, self.owners, self.leases) if part is not None)
-        for part in self._forking:
-            part.before_fork()
+        writers = self._writers.forking() if self._writers is not None else ()
+        self._forking = self.catalog, *writers, *self.owners.files, self.owners, *self.leases.files
+        host.notify("before_fork", self._forking)
 
     def after_fork_parent(self) -> None:
-        for part in reversed(self._forking):
-            part.after_fork_parent()
+        host.notify("after_fork_parent", reversed(self._forking))
 
     def after_fork_child(self) -> None:
-        for part in self._forking:
-            part.after_fork_child()
+        host.notify("after_fork_child", self._forking)

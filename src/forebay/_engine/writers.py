@@ -27,7 +27,7 @@ from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.ranking import Ranking
 from forebay._engine.write.publish import INLINE, SMALL, Label, Publisher
 from forebay._engine.write.writing import Writing
-from forebay._kernel import locks, waits
+from forebay._kernel import host, locks, waits
 from forebay._model import Buffer, Entry, ObjectInfo
 
 AT_ONCE = 1 << 20
@@ -108,21 +108,9 @@ class Writers:
         self.waiters.locks.close()
         self.budget.close()
 
-    def before_fork(self) -> None:
-        self.budget.before_fork()
-        for file in (self.keys, self.waiters.locks):
-            file.before_fork(keep=False)
-
-    def after_fork_parent(self) -> None:
-        for file in (self.waiters.locks, self.keys):
-            file.after_fork_parent()
-        self.budget.after_fork_parent()
-
-    def after_fork_child(self) -> None:
-        self.budget.after_fork_child()
-        for file in (self.keys, self.waiters.locks):
-            file.after_fork_child(keep=False)
-        self.ranking.after_fork_child()
+    def forking(self) -> tuple[host.Inherited, ...]:
+        """What is told of forks."""
+        return self.budget.keys, self.budget, self.keys, self.waiters.locks, self.ranking
 
 
 def _first_of(left: deque[tuple[Label, Buffer]]) -> list[tuple[Label, Buffer]]:

@@ -411,7 +411,8 @@ def forked_unseen() -> bool:
     return _hooked_pid != os.getpid()
 
 
-def _notify(call: str, listeners: Iterable[Inherited]) -> None:
+def notify(call: str, listeners: Iterable[Inherited]) -> None:
+    """Call the hook ``call`` of each listener that has it."""
     for listener in listeners:
         try:
             hook = getattr(listener, call, None)
@@ -431,7 +432,7 @@ def _before() -> None:
             gc.enable()
     # A process that C forked has its parent's connections and locks: it must not close them in `before_fork`.
     _fork.listeners = None if forked_unseen() else [alive for known in listeners if (alive := known()) is not None]
-    _notify("before_fork", reversed(_fork.listeners or ()))
+    notify("before_fork", reversed(_fork.listeners or ()))
     _end_imports()
 
 
@@ -454,7 +455,7 @@ def _end_imports() -> None:
 
 def _after_parent() -> None:
     prepared, _fork.listeners = _fork.listeners, None
-    _notify("after_fork_parent", prepared or ())
+    notify("after_fork_parent", prepared or ())
 
 
 def _after_child() -> None:
@@ -462,7 +463,7 @@ def _after_child() -> None:
     prepared, _fork.listeners = _fork.listeners, None
     if prepared is not None:
         _hooked_pid = os.getpid()
-        _notify("after_fork_child", prepared)
+        notify("after_fork_child", prepared)
 
 
 class cached_property(Generic[T]):

@@ -85,7 +85,8 @@ Holds: TypeAlias = dict[int, list[int]]  # offset -> [holders in this process, e
 class LockFile:
     """Locks on the bytes of one file, through one open file description. Callable from any thread; no method blocks.
 
-    ``writable`` False: the file can only be read, so exclusive locks are not available. The file is opened at the first lock, by
+    ``writable`` False: the file can only be read, so exclusive locks are not available. ``keep``: a forked child has the shared locks that
+    its parent holds, too; else none. The file is opened at the first lock, by
     ``opener``, and closed with this object. If the job's own code closes the descriptor, the locks are taken again by the first
     `try_lock` more than a second later."""
 
@@ -98,9 +99,9 @@ class LockFile:
     _later: deque[int]  # appended to without the mutex
     _pid: int
 
-    def __init__(self, path: str | os.PathLike[str], opener: Opener = open_plainly, *, writable: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str], opener: Opener = open_plainly, *, writable: bool = True, keep: bool = False) -> None:
         self._begin()
-        self._path, self._opener, self._writable, self._retired = os.fspath(path), opener, writable, False
+        self._path, self._opener, self._writable, self._keep, self._retired = os.fspath(path), opener, writable, keep, False
 
     def _begin(self) -> None:
         """Nothing open, nothing held: at first, and in a child."""
@@ -299,10 +300,10 @@ class LockFile:
 
     # -- forks -----------------------------------------------------------------------------------------------------
 
-    def before_fork(self, *, keep: bool) -> None:
+    def before_fork(self) -> None:
         """Block all changes; with ``keep``, take the held locks a second time, for the child: shared locks overlap, so there is no gap."""
         self._mutex.acquire()  # held over the fork, so that the child inherits a table that fits its descriptor
-        if keep and self._held:
+        if self._keep and self._held:
             self._second = self._taken_twice()
 
     def _taken_twice(self) -> tuple[int, Holds] | None:
@@ -326,16 +327,16 @@ class LockFile:
             os.close(second[0])
         self.drain()
 
-    def after_fork_child(self, *, keep: bool) -> None:
+    def after_fork_child(self) -> None:
         """With ``keep`` go on with the second description. The first is closed, never unlocked: its locks are the parent's."""
         if self._pid == os.getpid():
             return  # another hook asked for a lock before this hook ran
         second, later = self._second, self._later
         self._close_locked()
-        if keep and self._held and second is None:
+        if self._keep and self._held and second is None:
             second = self._taken_twice()  # now that a descriptor was given back
         self._begin()
-        if keep and second is not None:
+        if self._keep and second is not None:
             self._fd, self._held = second
             self._file = file_of(self._fd)
             self._later.extend(later)

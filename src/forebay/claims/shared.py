@@ -105,7 +105,7 @@ class _ClaimLocks:
     def before_fork(self) -> None:
         if threading.get_ident() not in self._busy:
             self._busy.add(threading.get_ident())
-            self.file.before_fork(keep=False)
+            self.file.before_fork()
             self._is_forking = True
 
     def after_fork_parent(self) -> None:
@@ -115,9 +115,9 @@ class _ClaimLocks:
             self._busy.discard(threading.get_ident())
 
     def after_fork_child(self) -> None:
-        self.file.after_fork_child(keep=False)
+        self.file.after_fork_child()
         for own in self._by_handler.values():
-            own.after_fork_child(keep=False)
+            own.after_fork_child()
         self._by_handler, self._busy, self.threads, self._is_forking = {}, set(), {}, False
 
 

@@ -55,10 +55,10 @@ def test_a_forked_child_ends_no_wait_of_its_parent(root: Root) -> None:
     """What the parent's other threads had on their stacks is finalized there, too."""
     waiters = Waiters(root)
     entered = waiters.enter("key", 1, (2,))
-    waiters.locks.before_fork(keep=False)
+    waiters.locks.before_fork()
     pid = os.fork()
     if not pid:
-        waiters.locks.after_fork_child(keep=False)
+        waiters.locks.after_fork_child()
         waiters.leave(entered)
         os._exit(0)
     waiters.locks.after_fork_parent()

@@ -573,17 +573,17 @@ class Catalog:
     def before_fork(self) -> None:
         self._mutex.acquire()  # held over the fork: no thread is inside SQLite while the process is copied
         self._pause_locked()
-        self._writer.before_fork()
+        self._writer.file.before_fork()
 
     def after_fork_parent(self) -> None:
-        self._writer.after_fork_parent()
+        self._writer.file.after_fork_parent()
         self._mutex.release()
 
     def after_fork_child(self) -> None:
         for name in [name for name in _peers if name[0] != os.getpid()]:  # a process id may be reused, and an ancestor's mutex may be held
             _peers.pop(name, None)
         if self._guard is not None:
-            self._guard.after_fork_child(keep=False)
+            self._guard.after_fork_child()
         self._peers = self._peers_now()
         self._mutex = self._peers.mutex
         self._con, self._index, self._pid, self._ids = None, None, os.getpid(), [0, 0]

@@ -147,15 +147,9 @@ class WriterLock:
     def close(self) -> None:
         self.file.close()
 
-    def before_fork(self) -> None:
-        self.file.before_fork(keep=False)
-
-    def after_fork_parent(self) -> None:
-        self.file.after_fork_parent()
-
     def after_fork_child(self) -> None:
         self._turn = threading.Lock()
-        self.file.after_fork_child(keep=False)
+        self.file.after_fork_child()
 
 
 def _limited(timeout: float | None) -> float:

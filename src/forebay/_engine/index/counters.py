@@ -51,6 +51,7 @@ class Counters:
         self._root = root
         self._pages = locks.LockFile(root.lock("owners"), root.files.open)
         self._begin()
+        host.at_fork(self._pages)
         host.at_fork(self)
 
     def _begin(self) -> None:
@@ -175,15 +176,8 @@ class Counters:
         pages = [memoryview(data[at : at + PAGE]).cast("Q") for at in range(0, len(data) - PAGE + 1, PAGE)]
         return [words if words[0] == _MARK else _EMPTY for words in pages]
 
-    def before_fork(self) -> None:
-        self._pages.before_fork(keep=False)
-
-    def after_fork_parent(self) -> None:
-        self._pages.after_fork_parent()
-
     def after_fork_child(self) -> None:
         """A child leaves the parent's page alone."""
-        self._pages.after_fork_child(keep=False)
         closed = self._claimed and not self._page.words[0]
         self._begin()
         self._claimed |= closed

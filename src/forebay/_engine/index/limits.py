@@ -56,6 +56,7 @@ class NodeLimits:
         self.locks = locks.LockFile(self._path, root.files.open, writable=not root.read_only)
         self._own_bucket = memoryview(bytearray(16)).cast("Q")
         self._begin()
+        host.at_fork(self.locks)
         host.at_fork(self)
 
     def _begin(self) -> None:
@@ -154,14 +155,7 @@ class NodeLimits:
         """Close the file of locks, once the last permit is released."""
         self.locks.retire()
 
-    def before_fork(self) -> None:
-        self.locks.before_fork(keep=False)
-
-    def after_fork_parent(self) -> None:
-        self.locks.after_fork_parent()
-
     def after_fork_child(self) -> None:
-        self.locks.after_fork_child(keep=False)
         self._begin()
 
 

@@ -121,6 +121,7 @@ class Orders:
                 words[_POSITION:] = memoryview(bytes(words.nbytes - 8 * _POSITION)).cast("Q")
                 words[_MOVED] = time.monotonic_ns()
                 self._words, self._lock = words, lock
+                host.at_fork(lock)
                 return
 
     def _look(self) -> None:
@@ -141,15 +142,5 @@ class Orders:
         finally:
             lock.close()
 
-    def before_fork(self) -> None:
-        if self._lock is not None:
-            self._lock.before_fork(keep=False)
-
-    def after_fork_parent(self) -> None:
-        if self._lock is not None:
-            self._lock.after_fork_parent()
-
     def after_fork_child(self) -> None:
-        lock, self._lock, self._words = self._lock, None, None
-        if lock is not None:
-            lock.after_fork_child(keep=False)
+        self._lock = self._words = None

@@ -24,29 +24,16 @@ HEAL_WITHIN = 1.0
 class _Files(dict[int, locks.LockFile]):
     """The lock files by their numbers, made as they are asked for: most processes use few of them."""
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: Root, keep: bool) -> None:
         super().__init__()
-        self._root = root
-        self._forking: list[locks.LockFile] = []
+        self._root, self._keep = root, keep
 
     def __missing__(self, number: int) -> locks.LockFile:
-        return self.setdefault(number, locks.LockFile(self._root.leases(number), self._root.files.open, writable=not self._root.read_only))
+        opener, writable = self._root.files.open, not self._root.read_only
+        return self.setdefault(number, locks.LockFile(self._root.leases(number), opener, writable=writable, keep=self._keep))
 
     def every(self) -> list[locks.LockFile]:
         return list(self.values())
-
-    def before_fork(self, *, keep: bool) -> None:
-        self._forking = self.every()  # another thread may make one while the process is copied: its `before_fork` was not called
-        for file in self._forking:
-            file.before_fork(keep=keep)
-
-    def after_fork_parent(self) -> None:
-        for file in self._forking:
-            file.after_fork_parent()
-
-    def after_fork_child(self, *, keep: bool) -> None:
-        for file in self._forking:
-            file.after_fork_child(keep=keep)
 
 
 class Leases:
@@ -54,7 +41,7 @@ class Leases:
 
     def __init__(self, root: Root, catalog: Catalog, index: EntryIndex) -> None:
         self._root, self._catalog, self._index = root, catalog, index
-        self._held, self._evicting = _Files(root), _Files(root)
+        self._held, self._evicting = _Files(root, keep=True), _Files(root, keep=False)
 
     def current(self, space: int, key: str) -> Entry | None:
         """What the key has now: its row and its record agree."""
@@ -166,19 +153,12 @@ class Leases:
         for file in self._held.every():
             file.drain()
 
+    @property
+    def files(self) -> list[locks.LockFile]:
+        """The lock files that were used so far."""
+        return self._held.every() + self._evicting.every()
+
     def close(self) -> None:
         """Close each file when none of its leases is out any more."""
-        for file in self._held.every() + self._evicting.every():
+        for file in self.files:
             file.retire()
-
-    def before_fork(self) -> None:
-        self._held.before_fork(keep=True)
-        self._evicting.before_fork(keep=False)
-
-    def after_fork_parent(self) -> None:
-        self._held.after_fork_parent()
-        self._evicting.after_fork_parent()
-
-    def after_fork_child(self) -> None:
-        self._held.after_fork_child(keep=True)
-        self._evicting.after_fork_child(keep=False)

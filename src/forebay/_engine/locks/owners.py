@@ -26,6 +26,7 @@ class Owners:
         self._root, self._catalog = root, catalog
         self._mine = locks.LockFile(root.lock("owners"), root.files.open)
         self._probe = locks.LockFile(root.lock("owners"), root.files.open)  # a reaper's own description: see the module `leases`
+        self.files = self._mine, self._probe
         self._mutex = threading.Lock()  # guards _id
         self._seen: tuple[float, float, dict[int, int]] = -math.inf, 0.0, {}  # when `_holders` looked, how long it took, what it found
         self._id = self._pid = 0
@@ -97,16 +98,6 @@ class Owners:
         self._mine.close()
         self._probe.close()
 
-    def before_fork(self) -> None:
-        self._mine.before_fork(keep=False)
-        self._probe.before_fork(keep=False)
-
-    def after_fork_parent(self) -> None:
-        self._mine.after_fork_parent()
-        self._probe.after_fork_parent()
-
     def after_fork_child(self) -> None:
         self._mutex = threading.Lock()
         self._id = self._pid = 0
-        self._mine.after_fork_child(keep=False)
-        self._probe.after_fork_child(keep=False)

@@ -99,7 +99,7 @@ class Budget:
     ) -> None:  # fmt: skip
         self._root, self._catalog, self._owners, self._counters = root, catalog, owners, counters
         self._eviction, self._ranking, self._words, self._memo = eviction, ranking, words, memo
-        self._keys = locks.LockFile(root.lock("keys"), root.files.open)  # a reaper's own description: see the module `leases`
+        self.keys = locks.LockFile(root.lock("keys"), root.files.open)  # a reaper's own description: see the module `leases`
         self.room = FreeSpace(root, catalog, settings)
         self._in_vain: dict[int, tuple[float, int]] = {}  # by space: until when that holds, and for how many bytes
         self._owed: set[int] = set()  # reservations that ended while the catalog was busy: counted until the next transaction here
@@ -388,8 +388,8 @@ class Budget:
         for left in reservations.abandoned(txn):
             if freed.meets(need):
                 break
-            if only in (None, left.space) and self._keys.try_lock(left.keyhash, exclusive=True):
-                txn.at_end.append(partial(self._keys.unlock, left.keyhash))
+            if only in (None, left.space) and self.keys.try_lock(left.keyhash, exclusive=True):
+                txn.at_end.append(partial(self.keys.unlock, left.keyhash))
                 stages.remove_partial(self._root, left.keyhash, left.id)
                 trees.remove(self._root, left.id, keyhash=left.keyhash)
                 pack_files.remove(self._root, left.id, keyhash=left.keyhash)
@@ -445,17 +445,10 @@ class Budget:
         )
 
     def close(self) -> None:
-        self._keys.close()
-
-    def before_fork(self) -> None:
-        self._keys.before_fork(keep=False)
-
-    def after_fork_parent(self) -> None:
-        self._keys.after_fork_parent()
+        self.keys.close()
 
     def after_fork_child(self) -> None:
         self._owed = set()  # the parent gives them back
-        self._keys.after_fork_child(keep=False)
 
 
 _NO_RESERVATION = Reservation(0, None, "", 0, "", 0, 0, 0, "", 0.0, 0)
