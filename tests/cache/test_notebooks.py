@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import forebay
+from forebay.cache.notebook import _Bar
 from forebay.testing import ScriptedServer
+from tests.processes import in_child
 
 pytestmark = pytest.mark.processes
 
@@ -58,6 +61,16 @@ def test_fetches_at_the_same_time_show_one_bar(begin: str, tmp_path: Path, serve
     urls = [server.put(f"/{number}", bytes(4_000_000)) for number in range(6)]
     (some,) = outputs(tmp_path, f"import asyncio\n{begin}await asyncio.gather(*map(cache.aread, {urls!r}))\nNone")
     assert 1 <= len(some) <= 2
+
+
+def test_a_child_does_not_wait_for_the_bar_that_a_thread_of_its_parent_draws() -> None:
+    def report() -> int:
+        signal.alarm(20)
+        _Bar().fetching(1, 1)
+        return 1
+
+    with _Bar._lock:
+        assert in_child(report) == 1
 
 
 def test_it_can_be_switched_off(begin: str, tmp_path: Path, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:

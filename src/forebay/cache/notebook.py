@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -68,3 +69,7 @@ class _Bar:
                 self._handle = display(content, display_id=True)
             else:
                 self._handle.update(content)
+
+
+# A thread that draws a bar does not exist in a child.
+os.register_at_fork(after_in_child=lambda: setattr(_Bar, "_lock", threading.Lock()))
