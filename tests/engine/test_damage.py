@@ -32,6 +32,7 @@ from forebay._engine.index.settings import RootLimits, Settings, SpaceLimits
 from forebay._engine.store import Store
 from forebay._kernel import locks
 from forebay._model import Policy
+from forebay.testing import ScriptedServer
 from tests.harness import MiB, assert_settled, bytes_of, opened
 from tests.processes import Gate, fork, in_child
 
@@ -216,6 +217,26 @@ def test_a_write_into_a_new_catalog_waits_until_the_records_of_the_lost_one_are_
         assert cache.put("mine", b"after")
         assert cache.get("mine") == b"after"
     assert len(tries) == 2
+
+
+def test_a_catalog_that_lost_its_log_while_it_was_open_gives_no_id_a_second_time(place: Path, server: ScriptedServer) -> None:
+    """SQLite goes on with what was copied into the database so far: rows are forgotten, whose files are there, and leased."""
+
+    def content(number: int) -> bytes:
+        return bytes([number]) * 20_000
+
+    with forebay.Cache(place) as cache:
+        for number in range(100):
+            assert cache.put(f"n{number}", content(number))
+        with cache.local(server.put("/leased", content(7))) as path:
+            for ending in ("wal", "shm"):
+                (place / f"catalog.sqlite-{ending}").unlink()
+            for number in range(100, 250):
+                assert cache.put(f"n{number}", content(number))
+            assert Path(path).read_bytes() == content(7)
+        assert all(cache.get(f"n{number}") == content(number) for number in range(100, 250))
+        assert all(cache.get(f"n{number}") in (None, content(number)) for number in range(100))
+        assert [problem.kind for problem in cache.check(deep=True)] == ["stray"]  # that was leased when the others were removed
 
 
 def test_the_second_that_met_the_damage_keeps_what_the_first_began(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

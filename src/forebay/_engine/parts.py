@@ -10,7 +10,7 @@ from forebay import errors
 from forebay._config import format_size
 from forebay._engine.catalog import entries, recovery, spaces
 from forebay._engine.catalog.connection import Catalog
-from forebay._engine.catalog.transactions import SKIPPED, number_below
+from forebay._engine.catalog.transactions import forgotten, number_below
 from forebay._engine.files.faults import CatalogBroken, DiskFull, faults
 from forebay._engine.hits import Hits
 from forebay._engine.index.head import NEXT, NUMBERS, SharedBroken
@@ -151,8 +151,7 @@ class Parts:
         Each step may be repeated: the epoch is noted last."""
         head = self.index.head
         epoch, number = spaces.setting(self.catalog, "boot"), head.number_of(self.root.epoch)
-        # A new catalog has other ids altogether, and one that is older by as many would be no copy.
-        is_older = 0 < head.words()[NEXT] - number_below(spaces.setting(self.catalog, "next_id"), "next_id", NUMBERS) < SKIPPED
+        is_older = forgotten(number_below(spaces.setting(self.catalog, "next_id"), "next_id", NUMBERS), head.words()[NEXT])
         if epoch != self.root.epoch or head.epoch != number or is_older:
             from forebay._engine import check
             from forebay._engine.catalog import failures

@@ -20,6 +20,7 @@ log = logger("forebay.catalog")
 
 IDS = 64
 SKIPPED = 1 << 32
+_OTHER = SKIPPED << 8
 AT_ONCE = 1024
 """Pages that one transaction gives back: the log has room for that many."""
 
@@ -53,6 +54,12 @@ def number_below(value: Any, name: str, end: int) -> int:
     if type(value) is not int or not 0 <= value < end:
         raise CatalogBroken(f"the catalog is damaged: {name} is {value!r}", damaged=True)
     return value
+
+
+def forgotten(next_id: int, given: int) -> int:
+    """How many ids a catalog has forgotten that it gave, since its log was deleted, or a copy was restored. ``given``: the largest that is
+    known. A new catalog has other ids altogether."""
+    return given - next_id if 0 < given - next_id < _OTHER else 0
 
 
 class UnreadableRows:
@@ -129,8 +136,8 @@ class Txn:
         self.seen = self.change = 0
         """The word `CHANGED` of the head as it was before, and as the commit sets it: so what this transaction knows of the catalog holds
         for the next one that finds it."""
-        self.last_id = 0
-        """The largest id that the catalog has given, where this transaction took some."""
+        self.given = self.last_id = 0
+        """The largest ids that the catalog has given: before this transaction, and by it; 0: not known, and none."""
         self.is_committed = False
         self.leftovers = False
         """Set by a writer that saw something to sweep: done once the lock is free."""
@@ -170,7 +177,8 @@ class Txn:
         """Take unused ids: the last of ``count``."""
         self.run("UPDATE meta SET value = value + ? WHERE name = 'next_id'", count)  # with RETURNING it takes thrice as long
         self.last_id = last = number_below(self.one("SELECT value FROM meta WHERE name = 'next_id'")[0], "next_id", NUMBERS)
-        number_below(last - count, "next_id", NUMBERS)
+        if forgotten(number_below(last - count, "next_id", NUMBERS), self.given) and count < SKIPPED:
+            raise CatalogBroken("the catalog is older than what was committed: its log was deleted, or a copy was restored")
         return last
 
     def report_unreadable(self, table: str, key: tuple[Any, ...], what: str) -> None:
@@ -222,8 +230,9 @@ class Txn:
         return bool(free)
 
     def skip_ids(self) -> None:
-        """Give no id again that a lost transaction gave. A crash of the machine loses fewer than `SKIPPED`, and so does a copy."""
-        self._take(2 * SKIPPED)
+        """Give no id again that a lost transaction gave: a crash of the machine loses fewer than `SKIPPED`."""
+        next_id = self.one("SELECT value FROM meta WHERE name = 'next_id'")[0]
+        self._take(2 * SKIPPED + forgotten(number_below(next_id, "next_id", NUMBERS), self.given))
         self._ids[:] = 0, 0
 
     def new_id(self) -> int:
