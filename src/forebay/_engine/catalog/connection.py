@@ -416,7 +416,8 @@ class Catalog:
             raise errors.CacheFault(f"{message}: continue that process, or end it")
         txn.con, txn.is_committed = self._connection_locked(), False
         txn.con.execute("BEGIN IMMEDIATE")
-        txn.seen, txn.given = self._head.words()[CHANGED], self._head.words()[NEXT]
+        words = self._head.words()
+        txn.seen, txn.given = words[CHANGED], words[NEXT]
         txn.change = max(time.monotonic_ns(), txn.seen + 1)
         if self._unreadable.waiting:
             txn.set_aside_unreadable()
