@@ -264,7 +264,7 @@ class Parts:
                 part.close()
 
     def before_fork(self) -> None:
-        # The catalog first: a thread inside a transaction takes the mutexes of the others.
+        # The catalog first: a thread inside a transaction takes the mutexes of the others. What a thread makes meanwhile was not prepared.
         writers = self._writers.forking() if self._writers is not None else ()
         self._forking = self.catalog, *writers, *self.owners.files, self.owners, *self.leases.files
         host.notify("before_fork", self._forking)
