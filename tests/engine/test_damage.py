@@ -197,6 +197,22 @@ def test_what_a_process_knows_of_a_lost_catalog_is_not_served_beside_the_next_ve
         assert cache.get("mine") == b"b" * size
 
 
+@pytest.mark.parametrize("state", ["deleted", "empty", "zeros", "half"])
+@pytest.mark.parametrize("name", ["head", "keys", "records-000", "cells"])
+def test_the_first_opening_after_a_power_cut_makes_anew_what_it_tore(place: Path, name: str, state: str) -> None:
+    path = place / "shared" / name
+    size = path.stat().st_size
+    if state == "deleted":
+        path.unlink()
+    elif state == "zeros":
+        path.write_bytes(bytes(size))
+    else:
+        os.truncate(path, 0 if state == "empty" else size // 2)
+    with contextlib.closing(sqlite3.connect(place / "catalog.sqlite", isolation_level=None)) as con:
+        con.execute("UPDATE meta SET value = 'another' WHERE name = 'boot'")
+    in_child(lambda: use(place))
+
+
 def test_a_write_into_a_new_catalog_waits_until_the_records_of_the_lost_one_are_cleared(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

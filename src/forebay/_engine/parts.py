@@ -66,6 +66,8 @@ class Parts:
             except DiskFull as error:
                 if not self.catalog.ballast.give_up(error):
                     raise
+            except SharedBroken:
+                self.rebuild_shared()
             except CatalogBroken as error:
                 if self.root.read_only:
                     raise
@@ -86,10 +88,7 @@ class Parts:
             self._hits.recovered.append(Problem("catalog", str(self.root.catalog), self.catalog.lost))
         if self.root.read_only:
             return
-        try:
-            self.index.head.words()
-        except SharedBroken:
-            self.rebuild_shared()
+        self.index.head.words()
         self._has_index = True
         self.catalog.ballast.make()
         try:
