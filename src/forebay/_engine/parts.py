@@ -88,7 +88,7 @@ class Parts:
             self._hits.recovered.append(Problem("catalog", str(self.root.catalog), self.catalog.lost))
         if self.root.read_only:
             return
-        self.index.head.words()
+        self.index.head.words()  # raises where it is lost or damaged
         self._has_index = True
         self.catalog.ballast.make()
         try:
