@@ -174,3 +174,26 @@ def test_a_lease_whose_lock_cannot_be_released(it: Fronts, tmp_path: Path) -> No
     assert "F_UNLCK" in traced.refused[0]
     assert traced.failed == []
     in_child(lambda: look(it))
+
+
+def test_a_lock_of_sqlite_that_cannot_be_released(it: Fronts, tmp_path: Path) -> None:
+    """SQLite waits ten seconds in vain for a lock that its own process keeps: one call does, not every one."""
+
+    def work() -> list[Failed]:
+        with forebay.Cache(it.place) as cache:
+            assert cache.put("before", b"1")
+            stop()
+            kept = [cache.put(f"kept {n}", b"2") for n in range(4)]
+        return [Failed("put", AssertionError(kept), by_test=False)] if kept.count(False) > 1 or not kept[-1] else []
+
+    log = tmp_path / "log"
+    assert Traced(work, log, "fcntl").failed == []
+    calls = [line for line in log.read_text().splitlines() if "fcntl(" in line]
+    for start in (120, 124):  # https://www.sqlite.org/walformat.html: the lock of who writes, and the first of those of who reads
+        taken = next(n for n, call in enumerate(calls) if "F_WRLCK" in call and f"l_start={start}," in call)
+        released = next(n for n, call in enumerate(calls) if n > taken and "F_UNLCK" in call and f"l_start={start}," in call)
+        traced = Traced(work, log, "fcntl", "error=EIO", released + 1)
+        assert "F_UNLCK" in traced.refused[0]
+        assert f"l_start={start}," in traced.refused[0]
+        assert traced.failed == []
+        in_child(lambda: look(it))

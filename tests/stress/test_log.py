@@ -54,22 +54,20 @@ def test_a_long_listing_beside_writers(tmp_path: Path) -> None:
     with forebay.Cache(place, budget=256 * MiB) as cache:
         for n in range(20_000):
             cache.put(f"there{n}", b"x" * 100)
-        until, largest, longest, n = time.monotonic() + MINUTE, 0, 0.0, 0
+        until, largest, n = time.monotonic() + MINUTE, 0, 0
         while time.monotonic() < until:
             command = [sys.executable, "-m", "forebay.cli", "-C", str(place), "ls"]
             listing = subprocess.Popen(command, stdout=subprocess.DEVNULL)
             while listing.poll() is None and time.monotonic() < until:
                 listing.send_signal(signal.SIGSTOP if n % 200 < 100 else signal.SIGCONT)
                 for _ in range(20):
-                    began = time.monotonic()
                     assert cache.put(f"new{n % 2000}", b"y" * 5000)
-                    longest, largest, n = max(longest, time.monotonic() - began), max(largest, log_of(place)), n + 1
+                    largest, n = max(largest, log_of(place)), n + 1
             listing.send_signal(signal.SIGCONT)
             if time.monotonic() < until:
                 assert listing.wait(60) == 0
             listing.kill()
             listing.wait()
         assert largest <= BOUND + 256 * MiB // PART
-        assert longest < 1.5  # none waited for a reader: SQLite's busy handler would have for 2 s, each time again
-        assert n > parts.share(6000)  # ten a second where each checkpoint waits for the reader
+        assert n > parts.share(6000)  # ten a second where each checkpoint waits for the reader; by SQLite's busy handler one in 2 s
         assert cache.check() == []

@@ -225,7 +225,7 @@ def test_no_id_is_given_twice(quick_path: Path) -> None:
             one.result()
         with pytest.raises(RuntimeError), store.engine.parts.catalog.write() as txn:
             for _ in range(IDS):
-                txn.new_id()
+                txn.new_ids()
             raise RuntimeError
         for n in range(100):
             store.put("v", f"q{n}", b"x")

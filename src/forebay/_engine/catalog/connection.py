@@ -298,6 +298,7 @@ class Catalog:
             except Exception as error:
                 being_written = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_READONLY_RECOVERY
                 if self._is_current_locked() and not being_written:
+                    self._unlock_locked(error)
                     raise
             else:
                 if self._is_current_locked():
@@ -310,6 +311,11 @@ class Catalog:
         if self._con is None or self._still or self._con.in_transaction:
             return True
         return self._index is not None and self._index == self._wal.current_index()
+
+    def _unlock_locked(self, error: BaseException) -> None:
+        """Where SQLite waited in vain for one of its locks: this process may hold it itself, by an unlocking that the system refused."""
+        if getattr(error, "sqlite_errorcode", 0) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_PROTOCOL):
+            self._close_peers_locked()
 
     def one(self, sql: str, *values: Any) -> Any:
         """The first row, or None."""
@@ -367,8 +373,9 @@ class Catalog:
                             self._begin_locked(txn)
                             yield txn
                             self._commit_locked(txn)
-                        except BaseException:
+                        except BaseException as error:
                             self._roll_back_locked(txn)
+                            self._unlock_locked(error)
                             raise
                     self._settle(txn)
                 except BaseException:

@@ -234,10 +234,3 @@ class Txn:
         next_id = self.one("SELECT value FROM meta WHERE name = 'next_id'")[0]
         self._take(2 * SKIPPED + forgotten(number_below(next_id, "next_id", NUMBERS), self.given))
         self._ids[:] = 0, 0
-
-    def new_id(self) -> int:
-        id, end = self._ids
-        if id == end:
-            return self.new_ids()[0]
-        self._ids[0] = id + 1
-        return id

@@ -211,7 +211,7 @@ class Budget:
 
     def grant(self, txn: Txn, request: SpaceRequest, search: Search) -> Reservation:
         """Reserve space that there is; a `Search` that has found nothing yet gets a reservation of its own."""
-        id, held, charge = search.id or txn.new_id(), search.reserved, self.room.charge_of(request)
+        id, held, charge = search.id or txn.new_ids()[0], search.reserved, self.room.charge_of(request)
         row = Reservation(
             id, self._owners.me(), self._owners.who, request.space, request.key, request.keyhash, request.size, charge, request.suffix,
             time.time(), request.entries,
