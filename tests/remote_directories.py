@@ -41,9 +41,13 @@ def write_files(top: Path, files: Mapping[str, bytes] = FILES) -> Path:
 
 
 def files_of(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """What lies below a directory; a symbolic link or a special file is an error."""
+    """What lies below a directory; a symbolic link, a special file, or what the system does not list is an error."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
     found = {}
-    for folder, folders, names in os.walk(path):
+    for folder, folders, names in os.walk(path, onerror=refuse):
         for name in [*folders, *names]:
             whole = os.path.join(folder, name)
             mode = os.lstat(whole).st_mode
