@@ -189,7 +189,7 @@ def test_a_lock_of_sqlite_that_cannot_be_released(it: Fronts, tmp_path: Path) ->
     log = tmp_path / "log"
     assert Traced(work, log, "fcntl").failed == []
     calls = [line for line in log.read_text().splitlines() if "fcntl(" in line]
-    for start in (120, 124):  # https://www.sqlite.org/walformat.html: the lock of who writes, and the first of those of who reads
+    for start in (120, 124):  # https://www.sqlite.org/walformat.html: the writer's lock, and the first of the readers'
         taken = next(n for n, call in enumerate(calls) if "F_WRLCK" in call and f"l_start={start}," in call)
         released = next(n for n, call in enumerate(calls) if n > taken and "F_UNLCK" in call and f"l_start={start}," in call)
         traced = Traced(work, log, "fcntl", "error=EIO", released + 1)
