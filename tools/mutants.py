@@ -215,7 +215,7 @@ MUTANTS = (
         4, "totals are reused after another process has changed the catalog",
         "_engine.space.free_space:FreeSpace.knows",
         "change not in (txn.seen, txn.change)", "False",
-        "engine/write/test_small_values.py::test_a_put_after_any_other_change_queries[in another process-limit]",
+        "engine/write/test_small_values.py::test_a_put_after_any_other_change_queries[in another process-file]",
     ),
     Mutant(
         4, "a transaction that was rolled back withdraws another process's reservation",
@@ -359,7 +359,7 @@ MUTANTS = (
         7, "the second process that detects damage discards the repaired catalog",
         "_engine.catalog.connection:Catalog.rebuild",
         "self._seen = None", "",
-        "engine/test_damage.py::test_the_second_that_met_the_damage_keeps_what_the_first_began",
+        "engine/test_damage.py::test_the_second_that_met_the_damage_keeps_what_the_first_began[unreadable later]",
     ),
     Mutant(
         7, "a dead process keeps its reservations", "_engine.catalog.reservations:disown",

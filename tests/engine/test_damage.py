@@ -255,8 +255,11 @@ def test_a_catalog_that_lost_its_log_while_it_was_open_gives_no_id_a_second_time
         assert [problem.kind for problem in cache.check(deep=True)] == ["stray"]  # that was leased when the others were removed
 
 
-def test_the_second_that_met_the_damage_keeps_what_the_first_began(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P1 meets the damage / P2 meets it, begins a new catalog and stores into it / P1 comes to do the same."""
+@pytest.mark.parametrize("spared", ["nothing", "meta"], ids=["unreadable at opening", "unreadable later"])
+def test_the_second_that_met_the_damage_keeps_what_the_first_began(place: Path, monkeypatch: pytest.MonkeyPatch, spared: str) -> None:
+    """P1 meets the damage / P2 meets it, begins a new catalog and stores into it / P1 comes to do the same.
+
+    With meta readable P1 had a connection to the damaged catalog, and knows which file that was."""
     ready, damaged, began, go = gates = [Gate() for _ in range(4)]
 
     def second() -> None:
@@ -278,7 +281,11 @@ def test_the_second_that_met_the_damage_keeps_what_the_first_began(place: Path, 
 
     child = fork(second)
     ready.wait()
-    overwrite(place / "catalog.sqlite", PAGE, os.urandom((place / "catalog.sqlite").stat().st_size - PAGE))
+    catalog = place / "catalog.sqlite"
+    with contextlib.closing(sqlite3.connect(catalog)) as con:
+        pages = {page - 1 for (page,) in con.execute("SELECT rootpage FROM sqlite_master WHERE tbl_name = ?", [spared])}
+    for page in set(range(1, catalog.stat().st_size // PAGE)) - pages:
+        overwrite(catalog, page * PAGE, os.urandom(PAGE))
     damaged.open()
     began.wait()
 
