@@ -177,7 +177,7 @@ def test_s17_s29_a_data_loader(root: Path, server: ScriptedServer, tmp_path: Pat
     urls = [server.put(f"/{i}.bin", bytes([i]) * 1000) for i in range(24)]
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(LOADER))
-    done = subprocess.run([sys.executable, script, method, root, *urls], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, script, method, root, *urls], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, "reached\n"), done.stderr
     assert sum(request.status == 206 for request in server.requests) == 24
 
