@@ -1,8 +1,8 @@
 """A root of a million entries: what listing, checking and evicting take. ``python benchmarks/scale.py [--count N] [--root DIR]``
 
 The root is built in DIR (a temporary directory unless it is given; a later run uses it again). CPU is user and system time of the verb's
-own process; memory is its largest resident set. The last column is what must be, at a million entries on a machine with nothing else to
-do; what is not is marked.
+own process; memory is the most that it has of its own, without the files that it maps, which processes share. The last column is what must
+be, at a million entries on a machine with nothing else to do; what is not is marked.
 """
 
 from __future__ import annotations
@@ -18,15 +18,6 @@ from pathlib import Path
 
 import forebay
 
-VERB = """
-import sys
-from forebay.cli import main
-code = main.run(sys.argv[1:])
-with open("/proc/self/status") as status:
-    print(next(line for line in status if line.startswith("VmHWM:")), file=sys.stderr)
-sys.exit(code)
-"""
-"""Tells its own memory: what `os.wait4` says begins with that of the process that started it."""
 SECONDS: dict[tuple[str, ...], float | None] = {
     ("ls", "-q"): 5, ("ls",): 5, ("ls", "--json"): None, ("ls", "-s", "size"): None, ("prune", "--dry-run"): None,
     ("clear", "--dry-run"): None, ("stats",): None, ("du",): None, ("verify", "--quick"): None, ("doctor",): None,
@@ -50,18 +41,25 @@ def show(what: str, found: str, must: str = "", good: bool = True) -> None:
     print(f"{what:24} {found:82} {must}{'' if good else '  NOT SO'}", flush=True)
 
 
-def start(place: Path, words: tuple[str, ...]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", VERB, "-C", str(place), *words]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+def start(place: Path, words: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "forebay.cli", "-C", str(place), *words]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def private_memory(pid: int) -> float:
+    """In MB, now."""
+    with open(f"/proc/{pid}/status") as status:
+        return sum(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) / 1000
 
 
 def verb(place: Path, words: tuple[str, ...], most: float | None) -> None:
     began = time.perf_counter()
     process = start(place, words)
-    assert process.stderr is not None
-    said = process.stderr.read()
-    _, status, used = os.wait4(process.pid, 0)
-    took, memory = time.perf_counter() - began, int(said.split()[-2]) / 1000
+    memory = 0.0
+    while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
+        memory = max(memory, private_memory(process.pid))
+        time.sleep(0.01)
+    took, (_, status, used) = time.perf_counter() - began, ended
     cpu, process.returncode = used.ru_utime + used.ru_stime, os.waitstatus_to_exitcode(status)
     found = f"{took:7.1f} s, {cpu:6.1f} s of CPU, {memory:6.0f} MB, status {process.returncode}"
     must = f"{MEMORY:.0f} MB" if most is None else f"{most:.0f} s, {MEMORY:.0f} MB"
@@ -99,8 +97,6 @@ def beside_a_listing(place: Path) -> None:
         alone = timed(lambda n: space.put(f"{n % 1000}", data), lambda n: n >= PUTS)
         listing = start(place, ("ls", "-s", "size"))
         beside = timed(lambda n: space.put(f"{n % 1000}", data), lambda n: n > 0 and listing.poll() is not None)
-        assert listing.stderr is not None
-        listing.stderr.close()
     show("puts alone", rate(alone))
     show("puts beside ls -s size", rate(beside), "longest <= 50 ms", beside[-1] <= LONGEST)
 

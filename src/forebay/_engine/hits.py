@@ -77,9 +77,8 @@ class Hits:
             self.adaptive.hit(entry.space, words[base + SPACE], entry.key, entry.charge, now)
 
     def first_touch(self, space: str, key: str, max_age: int, alias: str, maps: bool = False) -> memoryview | None:
-        """The bytes of a key that was validated in the last ``max_age`` nanoseconds, by the index: without a statement if it is a
-        file. None where the index does not know it, or anything about it is not as it should be: then `view` tells. A hit: touched and
-        counted.
+        """The bytes of a key that was validated in the last ``max_age`` nanoseconds, by the index: without a statement if it is a file.
+        None where the index does not know it, or anything about it is not as it should be: then `view` tells. A hit: touched and counted.
 
         ``alias``: another name under which the next call will ask. ``maps``: a file is mapped however small it is, for a caller that wants
         a part of it, or a copy of its own. Raises `SharedReplaced`."""

@@ -86,9 +86,8 @@ class LockFile:
     """Locks on the bytes of one file, through one open file description. Callable from any thread; no method blocks.
 
     ``writable`` False: the file can only be read, so exclusive locks are not available. ``keep``: a forked child has the shared locks that
-    its parent holds, too; else none. The file is opened at the first lock, by
-    ``opener``, and closed with this object. If the job's own code closes the descriptor, the locks are taken again by the first
-    `try_lock` more than a second later."""
+    its parent holds, too; else none. The file is opened at the first lock, by ``opener``, and closed with this object. If the job's own
+    code closes the descriptor, the locks are taken again by the first `try_lock` more than a second later."""
 
     _mutex: threading.Lock  # guards what follows
     _fd: int

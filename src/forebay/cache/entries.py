@@ -194,8 +194,7 @@ def find(origin: Origin, name: Name) -> tuple[str, str] | None:
 
 
 def _keys_of(origin: Origin, url: str) -> list[tuple[str, str]]:
-    """The spaces and keys under which a URL may be stored: the name itself, if it came from a filesystem object; an object; a
-    directory."""
+    """The spaces and keys under which a URL may be stored: the name itself, if it came from a filesystem object; an object; a directory."""
     try:
         key = remote.canonical(url, origin.naming)
     except (errors.ConfigError, UnicodeError):

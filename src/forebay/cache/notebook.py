@@ -30,10 +30,11 @@ def with_bar(options: FetchOptions) -> FetchOptions:
 
 
 class _Bar:
-    """The bar of one call. Any thread may report. Of calls at the same time, such as awaited ones, one shows its bar."""
+    """The bar of one call. Any thread may report. Calls at the same time, such as awaited ones, show one bar, one after the other."""
 
     _lock = threading.Lock()  # guards all below
     _shown: _Bar | None = None
+    _place: tuple[Any, float] = None, 0.0  # where a bar was last drawn, and when
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -53,22 +54,23 @@ class _Bar:
         now = time.monotonic()
         with _Bar._lock:
             other, ends = _Bar._shown, done == total
-            begins = self._handle is None
-            if begins and (ends or (other is not None and now < other._due + AFTER)):
+            if self._handle is None and (ends or (other is not None and now < other._due + AFTER)):
                 return
             if now < self._due and not ends:
                 return
+            if self._handle is None and _Bar._place[1] > self._began:
+                self._handle = _Bar._place[0]
             self._due = now + EVERY
-            _Bar._shown = None if ends else self
             from IPython.display import HTML, display
 
             amount = format_size(done) + (f" of {format_size(total)}" if total else "")
             value = f'value="{done}" max="{total}"' if total else ""
             content = HTML(f"<progress {value}></progress> {amount}, {html.escape(state)}")
-            if begins:
+            if self._handle is None:
                 self._handle = display(content, display_id=True)
             else:
                 self._handle.update(content)
+            _Bar._shown, _Bar._place = None if ends else self, (self._handle, now)
 
 
 # A thread that draws a bar does not exist in a child.

@@ -1,8 +1,7 @@
 """Hosts that recently did not answer: a small table in the root, so that not every process of the node has to find out by itself.
 
-A record identifies a host by its hash, and holds when it was last silent, how long that process had waited, and when it last answered
-any process. Times are those of the node's monotonic clock, which cannot be set. A record is valid for `PERIOD` at most, whatever it
-says."""
+A record identifies a host by its hash, and holds when it was last silent, how long that process had waited, and when it last answered any
+process. Times are those of the node's monotonic clock, which cannot be set. A record is valid for `PERIOD` at most, whatever it says."""
 
 from __future__ import annotations
 

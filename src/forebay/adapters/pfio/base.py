@@ -285,9 +285,8 @@ class Filling(Stored):
     def preserve(self, name: str, overwrite: bool = False) -> bool:
         """Keep the contents under a name beyond `close`, for `preload` of any of these classes, and freeze the cache.
 
-        With ``dir``, writes the file ``dir/name``, which PFIO reads too; else gives the array a name in the node's cache. False if the
-        name is taken (unless ``overwrite``), or there is no space. Raises RuntimeError in any process but the one that created this
-        cache."""
+        With ``dir``, writes the file ``dir/name``, which PFIO reads too; else gives the array a name in the node's cache. False if the name
+        is taken (unless ``overwrite``), or there is no space. Raises RuntimeError in any process but the one that created this cache."""
         self._check_creator("preserve")
         if self.closed:
             return False

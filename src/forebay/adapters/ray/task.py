@@ -432,8 +432,7 @@ def in_actor(actor: Any, method: str, naming: Naming, plan: CallPlan, names: Seq
 
 
 def keep_results(naming: Naming, plan: CallPlan, names: Sequence[str], *flat: Any) -> Any:
-    """The task that Ray runs after a method that cannot be replaced by another function: ``flat`` has its results, then its
-    arguments."""
+    """The task that Ray runs after a method that cannot be replaced by another function: ``flat`` has its results, then its arguments."""
     results, (args, kwargs) = flat[: plan.returns], _unflattened(names, flat[plan.returns :])
     session = plan.context.install()
     plan, call = _named(session, naming, plan, args, kwargs)
