@@ -63,14 +63,14 @@ def seven(wait):
         threading.Thread(target=wait, daemon=True).start()
 """
 
-VISION = f"""
-import importlib, sys
+VISION = """
+import importlib, os, sys
 try:
     importlib.import_module("torchvision")
 except (ImportError, RuntimeError):  # one that was built for another torch
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
-    sys.path.insert(0, {str(REPO / "tools" / "stand_ins")!r})
+    sys.path.insert(0, os.environ["STAND_INS"])
 """
 
 PAGES = {
@@ -530,7 +530,7 @@ def test_the_blocks_of_the_page_run(page: str, server: ScriptedServer, tmp_path:
     if page in FLOWS:
         (tmp_path / "flow.yaml").write_text(FLOWS[page] or blocks(text_of(page), "yaml")[0])
     with contextlib.ExitStack() as stack:
-        variables = {"HOME": str(tmp_path), "FOREBAY_CLAIMS": str(tmp_path / "claims")}
+        variables = {"HOME": str(tmp_path), "FOREBAY_CLAIMS": str(tmp_path / "claims"), "STAND_INS": str(REPO / "tools" / "stand_ins")}
         if "huggingface_hub" in PAGES[page].needs:
             hub = stack.enter_context(importlib.import_module("tests.servers.hub").hub())
             fill(hub)
