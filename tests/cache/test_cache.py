@@ -141,6 +141,15 @@ def test_a_space_is_closed_with_its_cache(cache: Cache, tmp_path: Path, call: Ca
         call(space)
 
 
+@pytest.mark.parametrize("own", [{}, {"enabled": False}], ids=["a root", "no cache"])
+def test_values_of_an_upstream_root_are_found(tmp_path: Path, cache: Cache, own: dict[str, Any]) -> None:
+    cache.put("k", b"above")
+    with Cache(tmp_path / "own", budget="64MiB", min_free=0, upstream=tmp_path / "root", **own) as below:
+        assert below.get_or_put("k", lambda: b"made") == b"above"
+        assert below.get("k") == b"above"
+        assert below.stats().hits == 2
+
+
 def test_the_descriptors_of_a_dropped_cache_are_closed_by_the_next_opening(cache: Cache, tmp_path: Path) -> None:
     root = tmp_path / "dropped"
     dropped = Cache(root)

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import errors
-from forebay._engine.index.memo import Remembered
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._model import Buffer, Victim, as_bytes, is_text
@@ -75,28 +74,17 @@ class Space(DictLike):
 
     def get(self, key: str, default: T | None = None) -> memoryview | T | None:
         """The bytes under this key, read-only; ``default`` if there are none. They stay valid after an eviction."""
-        store = self._store()
-        quick = self._quick(key, FOREVER)
-        if quick is not None:
-            return quick
-        checked(key)
+        data = self._find(key)
+        if data is not None:
+            return data
         try:
-            quick = store.first_touch(self.name, key, FOREVER)
-            if quick is not None:
-                return quick
             with waits.time_limit(self._origin.timeout):
-                hit = store.view(self.name, key)
+                data = self._look(key)
         except errors.CacheFault as error:
             self._origin.fall_back(error, f"{self.name}:{key}")
-            hit = None
-        if hit is not None:
-            store.touch(hit.entry)
-        elif self._origin.upstream is not None:
-            hit = self._origin.upstream.view(self.name, key)
-        if hit is None:
-            store.count("misses")
-            return default
-        return self._hit(hit)
+        if data is None:
+            self._store().count("misses")
+        return default if data is None else data
 
     def put(self, key: str, data: Buffer, *, timeout: float | None = None) -> bool:
         """Store bytes under a key, replacing earlier ones. Returns False, with one warning, if they cannot be stored; the earlier ones then
@@ -115,9 +103,11 @@ class Space(DictLike):
 
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
         """The bytes under this key; else the result of ``fn``, which is stored. One process runs it; see `Cache.get_or_put`."""
-        self._store()
+        data = self._find(key)
+        if data is not None:
+            return data
         _drop_lost()
-        look = functools.partial(self._look, checked(key))
+        look = functools.partial(self._look, key)
 
         def make() -> memoryview:
             return memoryview(bytes(as_bytes(fn())))
@@ -137,12 +127,8 @@ class Space(DictLike):
     ) -> memoryview:  # fmt: skip
         """`get_or_put` for a coroutine. Cancelling one call does not affect the others: ``fn`` runs to its end, and its result is stored.
         ``fn``: a coroutine function, or a function, which runs in a thread."""
-        look = functools.partial(self._look, checked(key))
-        try:
-            found = look()
-        except errors.CacheFault:
-            found = None  # what comes next meets it too
-        return found if found is not None else await _unharmed(self._get_or_put(key, look, fn, timeout))
+        data = self._find(key)
+        return data if data is not None else await _unharmed(self._get_or_put(key, functools.partial(self._look, key), fn, timeout))
 
     async def _get_or_put(
         self, key: str, look: Callable[[], memoryview | None], fn: Callable[[], Buffer | Awaitable[Buffer]], timeout: float | None
@@ -175,13 +161,24 @@ class Space(DictLike):
             self._origin.fall_back(error, f"{self.name}:{key}")
         return made[0] if made else await make()
 
+    def _find(self, key: str) -> memoryview | None:
+        """The bytes of a key that this process remembers, or that the index leads to: a hit, for which nothing is waited. None: `_look`
+        tells. Raises `Closed`, `ConfigError`."""
+        store, data = self._store(), self._quick(key, FOREVER)
+        return data if data is not None else store.first_touch(self.name, checked(key), FOREVER)
+
     def _look(self, key: str) -> memoryview | None:
-        store = self._store()
+        """The bytes of a key by the catalog, or in the upstream root; None if there are none. Raises `CacheFault`."""
+        store, above = self._store(), self._origin.upstream
         hit = store.view(self.name, key)
+        if hit is not None:
+            store.touch(hit.entry)
+        elif above is not None:
+            hit = above.view(self.name, key)
         if hit is None:
             return None
-        store.touch(hit.entry)
-        return self._hit(hit)
+        store.count_hit(hit.size)
+        return memoryview(hit.view)
 
     def evict(self, key: str) -> bool:
         """Remove a key. Returns False if there is none, or it is in use."""
@@ -207,10 +204,6 @@ class Space(DictLike):
         if store is not self._bound:  # the root could not be used until now
             self._bind(store)
         return store
-
-    def _hit(self, hit: Remembered) -> memoryview:
-        self._origin.store.count_hit(hit.size)
-        return memoryview(hit.view)
 
 
 async def _called(fn: Callable[[], Buffer | Awaitable[Buffer]]) -> Buffer:

@@ -162,7 +162,8 @@ class Origin(Targets):
 
     def current(self) -> Store | PassThrough:
         """The store; if it could not be used when it was opened, it is opened as soon as it can be. Raises `Closed`."""
-        self.check_open()
+        if self.closed:  # not by `check_open`: each hit of a value comes here
+            raise errors.Closed.of("cache")
         reopening = self.reopening
         if reopening is not None and (opened := reopening.attempt()) is not None:
             self.store, self.reopening = opened, None
