@@ -14,6 +14,7 @@ import pytest
 
 from forebay import errors
 from forebay._engine.space import budget
+from forebay._engine.space.ranking import Ranking, Scope
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._model import Victim
@@ -63,6 +64,28 @@ def test_the_coldest_go_first_and_are_counted(tmp_path: Path) -> None:
         assert gone == left[1 : len(gone) + 1]  # in the order of their last use; the one that was read stays
         assert left[0] in now
         assert store.seeing.counts()["evictions"] - before == len(gone)
+
+
+def test_what_others_evict_and_replace_all_the_time_makes_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1 picks the entries of a small space / P2 evicts them and adds others / P1 waits for the writer lock meanwhile: six times."""
+    with opened(tmp_path / "root", 8 * MiB) as store:
+        store.spaces.open("small", quota=2 * MiB)
+        size, turns = MiB - 2000, iter(range(6))
+        for n in range(2):
+            store.put("small", f"k{n}", bytes(size))
+        pick = Ranking.pick
+
+        def pick_too_early(ranking: Ranking, scope: Scope) -> None:
+            pick(ranking, scope)
+            if next(turns, None) is not None:
+                store.remove([Victim.of(entry) for entry in store.seeing.entries("small")])
+                for n in range(2):
+                    store.put("small", f"k{n}", bytes(size))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Ranking, "pick", pick_too_early)
+            store.put("small", "new", bytes(size))
+        assert next(turns, None) is None
 
 
 def test_who_remembers_what_made_way_finds_nothing(tmp_path: Path) -> None:

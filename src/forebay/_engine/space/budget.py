@@ -45,6 +45,8 @@ AHEAD, PART = 8, 256
 """Space is made for so many small values at once, so that not every put has to search; at most for one ``PART`` of the budget."""
 PICKS = 3
 """How often the coldest entries are picked again before all are taken to be in use."""
+OUTDATED = 32
+"""How often a pick does not count, since others evict meanwhile."""
 FULL = 4
 IN_VAIN = 0.25
 """Seconds after a search for space that failed in which callers that can do without do not search again."""
@@ -66,6 +68,8 @@ class Search:
         self.reserved = self.before = reserved
         self.picks = dict[Scope, int]()  # since the last victim of the scope
         self.pick = set[Scope]()
+        self.latest: int | None = None  # the last eviction in the root when it picked
+        self.outdated = 0
 
     @property
     def id(self) -> int:
@@ -197,9 +201,15 @@ class Budget:
         raise self._no_space(request, short, search.is_hopeless)
 
     def _pick(self, search: Search) -> None:
+        # P1 picks the few entries of a space / P2 and P3 evict them and add others / P1 finds none in its transaction: not all are in use
         for scope in search.pick:
+            latest = self._eviction.latest
+            if search.latest in (None, latest) or search.outdated == OUTDATED:
+                search.picks[scope] = search.picks.get(scope, 0) + 1
+            else:
+                search.outdated += 1
+            search.latest = latest
             self._ranking.pick(scope)
-            search.picks[scope] = search.picks.get(scope, 0) + 1
         search.pick.clear()
 
     def _others_write(self, contended: bool, wait_until: float) -> bool:

@@ -47,6 +47,12 @@ class Eviction:
         self.stuck = 0
         """How many entries this process could not unlink so far. Changed under the writer lock."""
 
+    @property
+    def latest(self) -> int:
+        """Another number after each eviction in the root, by any process."""
+        words, index = self._index.head.evictions()
+        return words[index]
+
     def end(
         self, txn: Txn, several: Sequence[Entry | EvictionCandidate | Superseded], *, even_pinned: bool = False
     ) -> list[Ended]:  # fmt: skip
