@@ -5,13 +5,14 @@ the wait began, or neither: then the worker died, and the process that has the l
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import contextvars
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import failures, reservations
@@ -23,14 +24,19 @@ from forebay._engine.index.counters import WAIT_NS_LOCK, WAITS
 from forebay._engine.index.waiting import Entered, KeyWaiter
 from forebay._kernel import events, locks, waits
 from forebay._logs import logger
+from forebay._model import Buffer
 
 log = logger("forebay.fill")
 T = TypeVar("T")
+WaitFor = Callable[..., Awaitable[Any]]
+"""`waits.wait_for_async`, or `waits.wait_here`."""
 
 FIRST_WORD = 3  # futex words from here on are the keys'
 KEY_WORDS = waits.COUNT - FIRST_WORD
 NAMED = ""
 """The space of named locks; no space is called so."""
+MESSAGE = 16 << 10
+"""The most bytes of a value that could not be stored that reach other processes."""
 _held: contextvars.ContextVar[tuple[int, ...] | None] = contextvars.ContextVar("forebay_held", default=())
 """The keys that this call chain holds while it makes their values; None: some, and it is not known which."""
 
@@ -48,6 +54,23 @@ class Waiting:
 
 
 OnWait = Callable[[Waiting], None]
+
+
+class Unstored(errors.CacheFault):
+    """Another caller has made the value, and could not store it. ``data``: its bytes, if they reach this caller."""
+
+    data: Buffer | None = None
+
+
+@dataclass(eq=False, slots=True)
+class KeyWait:
+    """A thread or coroutine of this process that waits for a key, ``since`` a time of the clock of failures. ``unstored``: what it waited
+    for."""
+
+    space: str
+    key: str
+    since: int
+    unstored: Unstored | None = None
 
 
 class KeyHold:
@@ -77,6 +100,7 @@ class Flight:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._errors: dict[tuple[str, str], tuple[int, Exception]] = {}  # this process's own failures, of whatever class
+        self._waiters: list[KeyWait] = []  # changed by one step at a time, so it needs no lock
 
     # -- one at a time ---------------------------------------------------------------------------------------------
 
@@ -89,35 +113,35 @@ class Flight:
 
         Raises what ``make`` raised, here or in the process that was waited for; `WaitTimeout` after ``timeout`` seconds of waiting;
         `Busy` where waiting would never end."""
+
+        async def made() -> T:
+            return make()
+
+        return waits.run(self.make_once(space, key, look, made, waits.wait_here, timeout=timeout, on_wait=on_wait, on_hold=on_hold))
+
+    async def make_once(
+        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], wait: WaitFor = waits.wait_for_async, *,
+        timeout: float | None = None, on_wait: OnWait | None = None, on_hold: Callable[[KeyHold], None] | None = None,
+    ) -> T:  # fmt: skip
+        """`single` as a coroutine: the event loop goes on while another process makes the value, and while ``make`` is awaited.
+
+        ``wait``: how to wait; with `waits.wait_here` this is run by `waits.run`. Raises `Unstored` too: see `note_unstored`."""
         with self.engine.reopening():
-            hold, since = self._hold(space, key, timeout, on_wait)
+            hold, waiter = await self._hold(space, key, wait, timeout, on_wait)
             with hold:
-                value = self._look_again(space, key, look, since)
+                value = self._look_again(space, key, look, waiter)
                 if value is not None:
                     return value
                 if on_hold is not None:
                     on_hold(hold)
                 with self._making(space, key, hold.keyhash):
-                    return make()
-
-    async def single_async(
-        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], *, timeout: float | None = None
-    ) -> T:
-        """`single` for a coroutine: the event loop goes on while another process makes the value, and while ``make`` is awaited."""
-        with self.engine.reopening():
-            hold, since = await self._hold_async(space, key, timeout)
-            with hold:
-                value = self._look_again(space, key, look, since)
-                if value is not None:
-                    return value
-                with self._making(space, key, hold.keyhash):
                     return await make()
 
-    def _look_again(self, space: str, key: str, look: Callable[[], T | None], since: int | None) -> T | None:
-        """P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: this is P2. Raises what P1 failed with after
-        ``since``."""
+    def _look_again(self, space: str, key: str, look: Callable[[], T | None], waiter: KeyWait | None) -> T | None:
+        """P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: this is P2. Raises what P1 failed with while P2
+        waited."""
         value = look()
-        error = self.failure(space, key, since) if value is None and since is not None else None
+        error = (waiter.unstored or self.failure(space, key, waiter.since)) if value is None and waiter is not None else None
         if error is not None:
             raise error
         return value
@@ -139,11 +163,11 @@ class Flight:
     @recover_and_retry
     def hold(self, space: str, key: str, *, timeout: float | None = None, on_wait: OnWait | None = None) -> KeyHold:
         """Take the lock of a key, waiting up to ``timeout`` seconds. Any thread may release it."""
-        return self._hold(space, key, timeout, on_wait)[0]
+        return waits.run(self._hold(space, key, waits.wait_here, timeout, on_wait))[0]
 
     async def hold_async(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
         """`hold` for a coroutine: the event loop goes on."""
-        return (await self._hold_async(space, key, timeout))[0]
+        return (await self._hold(space, key, waits.wait_for_async, timeout))[0]
 
     @recover_and_retry
     def try_hold(self, space: str, key: str) -> KeyHold | None:
@@ -188,23 +212,17 @@ class Flight:
         reserved = reservations.keyhashes(self.engine.parts.catalog)
         return {key for key in keys if key_hash(space, key) in reserved} if reserved else set()
 
-    def _hold(self, space: str, key: str, timeout: float | None, on_wait: OnWait | None) -> tuple[KeyHold, int | None]:
-        """Take the key's lock. Returns, too, when the wait began, on the clock of failures; None if there was none."""
+    async def _hold(
+        self, space: str, key: str, wait: WaitFor, timeout: float | None, on_wait: OnWait | None = None
+    ) -> tuple[KeyHold, KeyWait | None]:
+        """Take the key's lock. Returns, too, the wait for it; None if there was none."""
         with faults(key):
             if (hold := self._try(space, key)) is not None:
                 return hold, None
             keyhash = key_hash(space, key)
-            with self._waiting(key, keyhash) as since:
-                return waits.wait_for(*self._wait(key, keyhash), timeout=timeout, on_turn=self._teller(key, keyhash, on_wait)), since
-
-    async def _hold_async(self, space: str, key: str, timeout: float | None) -> tuple[KeyHold, int | None]:
-        """`_hold` for a coroutine."""
-        with faults(key):
-            if (hold := self._try(space, key)) is not None:
-                return hold, None
-            keyhash = key_hash(space, key)
-            with self._waiting(key, keyhash) as since:
-                return await waits.wait_for_async(*self._wait(key, keyhash), timeout=timeout), since
+            with self._waiting(space, key, keyhash) as waiter:
+                on_turn = self._teller(key, keyhash, on_wait)
+                return await wait(*self._wait(key, keyhash), timeout=timeout, on_turn=on_turn), waiter
 
     def _try(self, space: str, key: str) -> KeyHold | None:
         """The lock of a key if it is free."""
@@ -245,22 +263,24 @@ class Flight:
         return tell
 
     @contextlib.contextmanager
-    def _waiting(self, key: str, keyhash: int) -> Iterator[int]:
-        """Around a wait for a key's lock, which is counted; yields when it began. Raises `Busy`."""
+    def _waiting(self, space: str, key: str, keyhash: int) -> Iterator[KeyWait]:
+        """Around a wait for a key's lock, which is counted. Raises `Busy`."""
         held, parts, counters = _held.get(), self.engine.parts, self.engine.counters
         if held is None or keyhash in held:
             raise Busy(f"{key!r} is being made by {parts.owners.holder_of(keyhash)}, and this caller holds another key", key=key)
-        since = time.monotonic_ns()
+        waiter = KeyWait(space, key, time.monotonic_ns())
+        self._waiters.append(waiter)
         counters.add(WAITS)
         try:
             entered = self._enter(key, keyhash, held)
             try:
-                yield since
+                yield waiter
             finally:
                 parts.writers.waiters.leave(entered)
         finally:
-            counters.add(WAIT_NS_LOCK, time.monotonic_ns() - since)
-            events.emit("wait", self.engine.root.path, key, since=since)
+            self._waiters.remove(waiter)
+            counters.add(WAIT_NS_LOCK, time.monotonic_ns() - waiter.since)
+            events.emit("wait", self.engine.root.path, key, since=waiter.since)
 
     def _enter(self, key: str, keyhash: int, held: tuple[int, ...]) -> Entered | None:
         """Show a wait for a key by a holder of other keys. Raises `Busy` where it would never end.
@@ -292,6 +312,18 @@ class Flight:
             if copy is not None:
                 self._errors[space, key] = at, copy
 
+    def note_unstored(self, space: str, key: str, data: Buffer | None) -> None:
+        """Tell the callers that wait for this key, which this thread holds, that its value was made and cannot be stored. ``data``: its
+        bytes: other threads of this process get them, and other processes if there are few. Without them each makes the value itself, at
+        the same time as the others. Raises nothing."""
+        error = Unstored(f"another caller made {key!r}, but could not store it", key=key)
+        error.data = data
+        for waiter in [*self._waiters]:
+            if (waiter.space, waiter.key) == (space, key):
+                waiter.unstored = error
+        text = base64.b85encode(bytes(data)).decode() if data is not None and memoryview(data).nbytes <= MESSAGE else None
+        self.note_failure(space, key, Unstored(str(error), key=key, unstored=text))
+
     @recover_and_retry
     def failure(self, space: str, key: str, since: int) -> Exception | None:
         """What the work on a key failed with after ``since`` (nanoseconds of the monotonic clock), in any process; a later call tries
@@ -301,7 +333,18 @@ class Flight:
             return None
         at, error = self._errors.get((space, key), (0, None))
         copy = _without_frames(error) if error is not None and at == failure[0] else None
-        return errors.from_wire(failure[1]) if copy is None else copy
+        return _from_wire(failure[1]) if copy is None else copy
+
+
+def _from_wire(wire: dict[str, Any]) -> Exception:
+    """The error that a process noted."""
+    error = errors.from_wire(wire)
+    if type(error) is not errors.CacheFault or "unstored" not in error.facts:
+        return error
+    unstored = Unstored(str(error), **error.facts)
+    with contextlib.suppress(ValueError, TypeError, AttributeError):  # None, or whatever another program wrote
+        unstored.data = base64.b85decode(error.facts["unstored"].encode("ascii"))
+    return unstored
 
 
 def _word_of(keyhash: int) -> int:

@@ -52,7 +52,8 @@ class NullHold:
 class NullLocks:
     """The locks of a store that keeps nothing: single-flight is refused, and no caller waits."""
 
-    hold, working, failure, note_failure = _gives(NullHold), _gives(contextlib.nullcontext[None]), _nothing, _nothing
+    hold, working, failure = _gives(NullHold), _gives(contextlib.nullcontext[None]), _nothing
+    note_failure = note_unstored = _nothing
     with_remains: Callable[..., set[str]] = _gives(set)
 
     def __init__(self, why: str) -> None:
@@ -61,7 +62,7 @@ class NullLocks:
     def single(self, space: str, key: str, *work: object, **options: object) -> NoReturn:
         raise _refusal(self._why, key)
 
-    async def single_async(self, space: str, key: str, *work: object, **options: object) -> NoReturn:
+    async def make_once(self, space: str, key: str, *work: object, **options: object) -> NoReturn:
         raise _refusal(self._why, key)
 
     async def hold_async(self, space: str, key: str, *, timeout: float | None = None) -> NullHold:

@@ -11,9 +11,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._kernel import mappings
@@ -245,6 +245,25 @@ def wait_for(
         if on_turn is not None:
             on_turn(wait.waited)
         words.sleep(index, pause, value)
+
+
+async def wait_here(*wait: Any, **options: Any) -> Any:
+    """`wait_for`, in this thread, for a coroutine that `run` runs."""
+    return wait_for(*wait, **options)
+
+
+def run(steps: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that waits in this thread, and for no event loop: so one body serves calls with an event loop and without one."""
+    try:
+        steps.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        if isinstance(error.__cause__, StopIteration) and str(error) == "coroutine raised StopIteration":
+            raise error.__cause__ from None  # the program's own function raised it
+        raise
+    steps.close()
+    raise AssertionError("a call without an event loop waits for one")
 
 
 async def wait_for_async(

@@ -11,6 +11,7 @@ from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._model import Buffer, Victim, as_bytes, is_text
 from forebay.origin import Origin
+from forebay.origin.flight import get_or_make, get_or_make_async
 
 if TYPE_CHECKING:
     from forebay._engine.passthrough import PassThrough
@@ -107,20 +108,15 @@ class Space(DictLike):
         if data is not None:
             return data
         _drop_lost()
-        look = functools.partial(self._look, key)
+        look, keep = functools.partial(self._look, key), functools.partial(self._keep, key)
+        return get_or_make(self._origin, self.name, key, look, lambda: _copied(fn()), keep, **self._options(timeout))
 
-        def make() -> memoryview:
-            return memoryview(bytes(as_bytes(fn())))
-
+    def _options(self, timeout: float | None) -> dict[str, Any]:
         timeout = self._origin.timeout if timeout is None else timeout
-        return self._origin.get_or_make(self.name, key, look, make, functools.partial(self._keep, key), timeout=timeout, counts_miss=True)
+        return {"timeout": timeout, "counts_miss": True, "pack": memoryview, "unpack": memoryview}
 
-    def _keep(self, key: str, data: memoryview) -> memoryview:
-        """Store what was made. Where that fails, those that wait make it themselves: all at once, instead of one after the other."""
-        if not self.put(key, data):
-            error = errors.CacheFault(f"another caller made {key!r}, but could not store it", key=key)
-            self._store().locks.note_failure(self.name, key, error)
-        return data
+    def _keep(self, key: str, data: memoryview) -> memoryview | None:
+        return data if self.put(key, data) else None
 
     async def aget_or_put(
         self, key: str, fn: Callable[[], Buffer | Awaitable[Buffer]], *, timeout: float | None = None
@@ -128,38 +124,15 @@ class Space(DictLike):
         """`get_or_put` for a coroutine. Cancelling one call does not affect the others: ``fn`` runs to its end, and its result is stored.
         ``fn``: a coroutine function, or a function, which runs in a thread."""
         data = self._find(key)
-        return data if data is not None else await _unharmed(self._get_or_put(key, functools.partial(self._look, key), fn, timeout))
-
-    async def _get_or_put(
-        self, key: str, look: Callable[[], memoryview | None], fn: Callable[[], Buffer | Awaitable[Buffer]], timeout: float | None
-    ) -> memoryview:  # fmt: skip
+        if data is not None:
+            return data
         from forebay.cache.aio import in_thread
 
-        store, timeout = self._store(), self._origin.timeout if timeout is None else timeout
-        made: list[memoryview] = []
-        has_begun = False
-
         async def make() -> memoryview:
-            nonlocal has_begun
-            has_begun = True
-            with waits.time_limit(None, afresh=True):  # the time limit is for the cache, not for the function
-                made.append(memoryview(bytes(as_bytes(await _called(fn)))))
-            return made[0]
+            return _copied(await _called(fn))
 
-        async def fill() -> memoryview:
-            store.count("misses")
-            data = await make()
-            await in_thread(self._keep, key, data)
-            return data
-
-        try:
-            with waits.time_limit(timeout):
-                return await store.locks.single_async(self.name, key, look, fill, timeout=timeout)
-        except (errors.CacheFault, errors.WaitTimeout, errors.Closed) as error:
-            if has_begun and not made:
-                raise  # the error of the function itself
-            self._origin.fall_back(error, f"{self.name}:{key}")
-        return made[0] if made else await make()
+        look, keep = functools.partial(self._look, key), functools.partial(in_thread, self._keep, key)
+        return await _unharmed(get_or_make_async(self._origin, self.name, key, look, make, keep, **self._options(timeout)))
 
     def _find(self, key: str) -> memoryview | None:
         """The bytes of a key that this process remembers, or that the index leads to: a hit, for which nothing is waited. None: `_look`
@@ -204,6 +177,10 @@ class Space(DictLike):
         if store is not self._bound:  # the root could not be used until now
             self._bind(store)
         return store
+
+
+def _copied(data: Buffer) -> memoryview:
+    return memoryview(bytes(as_bytes(data)))
 
 
 async def _called(fn: Callable[[], Buffer | Awaitable[Buffer]]) -> Buffer:

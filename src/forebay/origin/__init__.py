@@ -21,7 +21,6 @@ from forebay._engine.store import Store
 from forebay._kernel import events, waits
 from forebay._logs import logger
 from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Transfer
-from forebay.origin.checksums import expected_sha256, sha256_mismatch
 from forebay.origin.opening import CacheHandle, Reopening, RootOptions, in_memory, no_store, others_can_write
 from forebay.origin.request import (
     FetchOptions,
@@ -29,9 +28,11 @@ from forebay.origin.request import (
     Target,
     Targets,
     VersionCheckSink,
+    expected_sha256,
     folder_of,
     is_expected,
     is_same_version,
+    sha256_mismatch,
     sha256_of,
 )
 from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS, index_key
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from forebay._engine.write.writing import Writing
 
 log = logger("forebay.origin")
-T = TypeVar("T")
 A = TypeVar("A", bytes, Transfer)
 
 
@@ -518,42 +518,6 @@ class Origin(Targets):
         return self.lease(target, options)
 
     # -- for the layers above --------------------------------------------------------------------------------------
-
-    def get_or_make(
-        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], keep: Callable[[T], T], *,
-        past: Callable[[T], T] | None = None, label: str = "", timeout: float | None = None, counts_miss: bool = False,
-        looked: bool = False,
-    ) -> T:  # fmt: skip
-        """The result of ``look``; else that of ``make``, which one process of the node runs at a time, as ``keep`` stored it.
-
-        Looks once before it takes the key's lock, and once under it: another process may have stored it meanwhile. Where the cache
-        cannot help, ``make`` runs once, and the caller gets its result through ``past``. ``looked``: the caller has just looked.
-        ``label``: its name in messages. Raises what ``make`` raises."""
-        values: list[T] = []
-        has_failed = False
-
-        def fill() -> T:
-            nonlocal has_failed
-            if counts_miss:
-                self.store.count("misses")
-            try:
-                with waits.time_limit(None, afresh=True):  # the time limit is for the cache, not for the function
-                    values.append(make())
-            except BaseException:
-                has_failed = True
-                raise
-            return keep(values[0])
-
-        try:
-            with waits.time_limit(timeout):
-                value = None if looked else look()
-                return value if value is not None else self.store.locks.single(space, key, look, fill, timeout=timeout)
-        except (errors.CacheFault, errors.WaitTimeout, errors.Closed) as error:
-            if has_failed:
-                raise  # the error of the function itself
-            self.fall_back(error, label or f"{space}:{key}")
-        value = values[0] if values else make()
-        return value if past is None else past(value)
 
     def kept(self, target: Target, since: int) -> Lease | None:
         """A lease on the cached copy, if it is the remote's version, validated at ``since`` or later, or now. Raises nothing."""

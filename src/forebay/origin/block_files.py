@@ -13,6 +13,7 @@ from forebay._engine.locks.lease import Lease
 from forebay._logs import logger
 from forebay._model import Entry, ObjectInfo, Transfer, noted
 from forebay.origin.blocks import RUN, Blocks, index_meta, parse_block_size
+from forebay.origin.flight import get_or_make
 from forebay.origin.request import FetchOptions, Target, is_expected, is_same_version
 from forebay.origin.spaces import URLS, index_key
 
@@ -80,7 +81,7 @@ class _Opening:
         """A lease on the whole object if it is cached, and is the remote's version; else a description of that version. The remote is
         asked once per ``max_age`` for all processes, whether the whole object or parts of it are cached."""
         timeout = self._options.timeout
-        return self._origin.get_or_make(URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout)
+        return get_or_make(self._origin, URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout)
 
     def _entries(self) -> tuple[Lease | None, Entry | None]:
         """The whole object and the index, as far as they exist and are of the version that the caller expects."""

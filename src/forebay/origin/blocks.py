@@ -12,6 +12,7 @@ from forebay._kernel import waits
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import ObjectInfo, Span
+from forebay.origin.flight import get_or_make
 from forebay.origin.request import FetchOptions, Target
 from forebay.origin.spaces import URLS, block_key, index_key
 
@@ -131,8 +132,8 @@ class Blocks:
             return data
 
         look, key, label = partial(self._cached, number), self._key(number), self.target.key
-        return self.origin.get_or_make(
-            URLS, key, look, make, keep, label=label, timeout=self._timeout, counts_miss=True, looked=True
+        return get_or_make(
+            self.origin, URLS, key, look, make, keep, label=label, timeout=self._timeout, counts_miss=True, looked=True
         )  # fmt: skip
 
     def _hold(self, numbers: Sequence[int]) -> dict[int, KeyHold | None]:

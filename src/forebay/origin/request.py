@@ -303,6 +303,16 @@ def sha256_of(content: Content) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def expected_sha256(options: FetchOptions, info: ObjectInfo | None) -> set[str]:
+    """The digests that the bytes must have: the caller's, and the remote's."""
+    return {digest.lower() for digest in (options.sha256, info.sha256 if info is not None else None) if digest}
+
+
+def sha256_mismatch(target: Target, expected: set[str], digest: str) -> errors.ChecksumMismatch:
+    other = min(expected - {digest})
+    return errors.ChecksumMismatch.of(target.key, f"sha256 {other}", f"sha256 {digest}")
+
+
 def folder_of(key: str) -> str:
     """The key of a directory, from the key of an object of the same name."""
     head, mark, tail = key.partition("?") if "?" in key else key.partition("#")

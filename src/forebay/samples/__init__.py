@@ -19,6 +19,7 @@ from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Buffer, Item
 from forebay.origin import Origin
+from forebay.origin.flight import get_or_make
 from forebay.samples.arrays import SPACE, Shape, checked_name, digest_of, find, find_or_make
 
 log = logger("forebay.samples")
@@ -99,8 +100,12 @@ class Samples(Generic[Item]):
             return decoded[0]
         if not self._pack.admits:
             return self._store_and_read(i, fn())[0]
-        item: Item = self._origin.get_or_make(
-            SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), lambda: (fn(),), lambda value: self._store_and_read(i, value[0]),
+
+        def make() -> tuple[Any]:
+            return (fn(),)
+
+        item: Item = get_or_make(
+            self._origin, SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, lambda value: self._store_and_read(i, value[0]),
             past=lambda value: (self._as_read(value[0]),), label=f"sample {i} of {self._label}",
             timeout=self._origin.timeout if timeout is None else timeout, looked=True,
         )[0]  # fmt: skip

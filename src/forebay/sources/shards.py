@@ -18,6 +18,7 @@ from forebay._engine.store import Store
 from forebay._logs import logger
 from forebay._model import ObjectInfo, Span
 from forebay.origin import Origin
+from forebay.origin.flight import get_or_make
 from forebay.origin.prefix import RemoteAccess
 from forebay.origin.request import FetchOptions, Target
 from forebay.origin.spaces import URLS
@@ -125,7 +126,7 @@ class ShardIndexes:
             return info
 
         try:
-            return origin.get_or_make(SPACE, key, look, make, keep, label=key)
+            return get_or_make(origin, SPACE, key, look, make, keep, label=key)
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             with contextlib.suppress(*PAST):
                 stale = _noted(origin, target, -1)
@@ -208,7 +209,7 @@ class ShardIndexes:
             _keep(origin, key, index.data)
             return index
 
-        return origin.get_or_make(SPACE, key, lambda: _kept(origin, key, above), lambda: Index(self._build(url, info)), keep, label=key)
+        return get_or_make(origin, SPACE, key, lambda: _kept(origin, key, above), lambda: Index(self._build(url, info)), keep, label=key)
 
     def _build(self, url: str, info: ObjectInfo) -> bytes:
         def read(span: Span) -> bytes:

@@ -16,12 +16,12 @@ from forebay._logs import logger
 from forebay._model import Buffer
 from forebay.codecs import MAPPED_FROM, Codec
 from forebay.origin import Origin
+from forebay.origin.flight import get_or_make, get_or_make_async
 
 log = logger("forebay.tasks")
 T = TypeVar("T")
 
 COUNTED = ("hits", "misses", "runs", "replays", "waits", "store_failures", "damaged")
-NOT_KEPT = "what was made cannot be stored"
 _MOST = 16 << 10
 """Largest pickle of an error, in bytes, that is passed on to other processes."""
 
@@ -258,30 +258,25 @@ class Values:
     ) -> T:  # fmt: skip
         """The value of a key; else what ``make`` returns, stored: of all threads and processes of the node one runs it.
 
-        It is returned as `look` returns it. What ``make`` raises reaches every waiting caller, and is not kept. Where the value cannot be
-        kept, the waiting callers run ``make`` themselves, side by side; so does a caller that has waited ``timeout`` seconds, or may not
-        wait. ``looked``: the caller has just seen that it is not there.
+        It is returned as `look` returns it. What ``make`` raises reaches every waiting caller, and is not kept. A value that cannot be
+        kept reaches the waiting callers if it can (see `Flight.note_unstored`), else they run ``make`` themselves, in parallel; so does a
+        caller that has waited ``timeout`` seconds, or may not wait. ``looked``: the caller has just seen that it is not there.
 
         Raises `ConfigError` for a value of a kind that the codec does not take."""
         hit = None if looked else self.look(key, digest, label=label, copy=copy)
         if hit is not None:
             return hit[0]  # type: ignore[no-any-return]
-        attempt = _KeptCall(self, key, digest, pin, label, copy)
+        call = _KeptCall(self, key, digest, pin, label, copy)
 
         def run() -> tuple[Any]:
-            with attempt, waits.time_limit(None, afresh=True):
-                value = make()
-            return attempt.store(value)
+            with call:
+                return (make(),)
 
-        timeout = self._timeout_or_default(timeout)
         try:
-            with waits.time_limit(timeout):
-                return self._store().locks.single(self.space, attempt.call, attempt.look, run, timeout=timeout)[0]  # type: ignore[no-any-return]
-        except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
-            final = attempt.final(error)
-        if final is not None:
-            raise final
-        return attempt.result[0] if attempt.result else make()
+            return get_or_make(self.origin, self.space, call.call, call.look, run, call.store, **call.options(timeout))[0]  # type: ignore[no-any-return]
+        except Exception as error:  # noqa: BLE001  # it is looked at, and raised again
+            final = call.final(error)
+        raise final
 
     async def single_async(
         self, key: str, digest: str | None, make: Callable[[], Awaitable[T]], *, timeout: float | None = None, pin: bool = False,
@@ -293,26 +288,20 @@ class Values:
         hit = None if looked else self.look(key, digest, label=label, copy=copy)
         if hit is not None:
             return hit[0]  # type: ignore[no-any-return]
-        attempt = _KeptCall(self, key, digest, pin, label, copy)
+        call = _KeptCall(self, key, digest, pin, label, copy)
 
         async def run() -> tuple[Any]:
-            with attempt, waits.time_limit(None, afresh=True):
-                value = await make()
-            return await asyncio.to_thread(attempt.store, value)  # a large one takes long to be written
+            with call:
+                return (await make(),)
 
-        timeout = self._timeout_or_default(timeout)
+        async def keep(made: tuple[Any]) -> tuple[Any] | None:
+            return await asyncio.to_thread(call.store, made)  # a large one takes long to be written
+
         try:
-            with waits.time_limit(timeout):
-                got = await self._store().locks.single_async(self.space, attempt.call, attempt.look, run, timeout=timeout)
-            return got[0]  # type: ignore[no-any-return]
-        except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
-            final = attempt.final(error)
-        if final is not None:
-            raise final
-        return attempt.result[0] if attempt.result else await make()
-
-    def _timeout_or_default(self, timeout: float | None) -> float | None:
-        return self.origin.timeout if timeout is None else timeout
+            return (await get_or_make_async(self.origin, self.space, call.call, call.look, run, keep, **call.options(timeout)))[0]  # type: ignore[no-any-return]
+        except Exception as error:  # noqa: BLE001  # it is looked at, and raised again
+            final = call.final(error)
+        raise final
 
     # -- names -----------------------------------------------------------------------------------------------------
 
@@ -373,14 +362,21 @@ class Values:
 
 
 class _KeptCall:
-    """One call without a stored value: its result, or its error."""
+    """One call without a stored value."""
 
     def __init__(self, values: Values, key: str, digest: str | None, pin: bool, label: str, copy: bool) -> None:
         self._values, self._key, self._digest, self._pin, self._label, self._copy = values, key, digest, pin, label, copy
         # What is waited for, and fails: calls with other arguments may have the same key.
         self.call = key if digest is None or key.endswith(digest) else f"{key} {digest}"
         self._failed: Exception | None = None
-        self.result: tuple[Any] | None = None
+
+    def options(self, timeout: float | None) -> dict[str, Any]:
+        """See `get_or_make_async`."""
+        origin = self._values.origin
+        return {
+            "timeout": origin.timeout if timeout is None else timeout, "label": f"{self._values.space}:{self._key}", "looked": True,
+            "pack": self.pack, "unpack": self.unpack,
+        }  # fmt: skip
 
     def look(self) -> tuple[Any] | None:
         """Look again under the call's lock: another process or thread may have computed the value meanwhile."""
@@ -389,30 +385,34 @@ class _KeptCall:
             self._values.counted["waits"] += 1
         return hit
 
-    def store(self, value: T) -> tuple[T]:
-        values = self._values
-        self.result = (value,)
-        hit = values.kept(self._key, value, digest=self._digest or "", pin=self._pin, label=self._label, copy=self._copy)
-        if hit is None:
-            # Else the processes that wait would compute it one after the other, each in vain.
-            values.origin.store.locks.note_failure(values.space, self.call, errors.CacheFault(NOT_KEPT, key=self._key))
-        else:
-            self.result = hit
-        return self.result
+    def store(self, made: tuple[Any]) -> tuple[Any] | None:
+        digest = self._digest or ""
+        return self._values.kept(self._key, made[0], digest=digest, pin=self._pin, label=self._label, copy=self._copy)
 
-    def final(self, error: Exception) -> Exception | None:
-        """The error to raise: the function raised it, here or elsewhere. None: the cache failed, and the function runs without it."""
+    def pack(self, made: tuple[Any]) -> Buffer | None:
+        """A value that was not stored, as bytes; None if it has none."""
+        try:
+            return b"".join(self._values.codec.encode(made[0]))
+        except Exception:  # noqa: BLE001  # whatever a value's own code raises: `store` has told
+            return None
+
+    def unpack(self, data: Buffer) -> tuple[Any] | None:
+        """The value that another caller made and could not store; None if it cannot be recreated."""
+        own = memoryview(bytearray(data))
+        try:
+            value = self._values.codec.decode(own if self._copy else own.toreadonly(), lambda: own)
+        except Exception:  # noqa: BLE001  # whatever a value's own code raises: this caller makes its own
+            return None
+        self._values.counted["waits"] += 1
+        return (value,)
+
+    def final(self, error: Exception) -> Exception:
+        """The error to raise for that of the function, which it raised here or elsewhere."""
         if self._failed is not None and (error is self._failed or error.__cause__ is self._failed):
             return self._failed
         if isinstance(error, errors.FillFailed):
             return (_unpickled(error) if self._carries else None) or error
-        if not isinstance(error, (errors.CacheFault, errors.WaitTimeout)):
-            return error
-        if str(error) == NOT_KEPT:
-            self._values.counted["waits"] += 1
-        elif self._values.origin.store.keeps:
-            self._values.origin.fall_back(error, f"{self._values.space}:{self._key}")
-        return None
+        return error
 
     @property
     def _carries(self) -> bool:

@@ -155,7 +155,7 @@ def test_coroutines_make_a_value_once(tmp_path: Path) -> None:
             kept[key] = key.encode()
             return kept[key]
 
-        return store.locks.single_async("values", key, lambda: kept.get(key), make, timeout=LIMIT)
+        return store.locks.make_once("values", key, lambda: kept.get(key), make, timeout=LIMIT)
 
     async def crowd() -> None:
         assert await asyncio.gather(*(single("k") for _ in range(8))) == [b"k"] * 8
@@ -175,12 +175,12 @@ def test_coroutines_that_need_each_other_do_not_wait_for_ever(tmp_path: Path) ->
             inside.set()
             await other_inside.wait()
             try:
-                return await store.locks.single_async("values", other, lambda: None, nothing, timeout=LIMIT)
+                return await store.locks.make_once("values", other, lambda: None, nothing, timeout=LIMIT)
             except Busy:
                 refused.append(mine)
                 return b"alone"
 
-        return await store.locks.single_async("values", mine, lambda: None, make, timeout=LIMIT)
+        return await store.locks.make_once("values", mine, lambda: None, make, timeout=LIMIT)
 
     async def nothing() -> bytes:
         return b"nothing"
@@ -205,7 +205,7 @@ def test_a_failure_reaches_a_coroutine_that_waits(tmp_path: Path) -> None:
         raise ValueError("no such value")
 
     async def crowd() -> list[bytes | BaseException]:
-        calls = (store.locks.single_async("values", "k", lambda: None, fails, timeout=LIMIT) for _ in range(4))
+        calls = (store.locks.make_once("values", "k", lambda: None, fails, timeout=LIMIT) for _ in range(4))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     found = asyncio.run(crowd())

@@ -1,0 +1,77 @@
+"""Values that one process of the node makes at a time: those of `Cache.get_or_put`, tasks, samples, shards and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from forebay import errors
+from forebay._engine.flight import Unstored, WaitFor
+from forebay._kernel import waits
+from forebay._model import Buffer
+
+if TYPE_CHECKING:
+    from forebay.origin import Origin
+
+T = TypeVar("T")
+
+
+def get_or_make(
+    origin: Origin, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], keep: Callable[[T], T | None], **options: Any
+) -> T:  # fmt: skip
+    """See `get_or_make_async`."""
+
+    async def made() -> T:
+        return make()
+
+    async def kept(value: T) -> T | None:
+        return keep(value)
+
+    value: T = waits.run(get_or_make_async(origin, space, key, look, made, kept, wait=waits.wait_here, **options))
+    return value
+
+
+async def get_or_make_async(
+    origin: Origin, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]],
+    keep: Callable[[T], Awaitable[T | None]], *, past: Callable[[T], T] | None = None, pack: Callable[[T], Buffer | None] | None = None,
+    unpack: Callable[[Buffer], T | None] | None = None, label: str = "", timeout: float | None = None, counts_miss: bool = False,
+    looked: bool = False, wait: WaitFor = waits.wait_for_async,
+) -> T:  # fmt: skip
+    """The result of ``look``; else that of ``make``, which one process of the node runs at a time, as ``keep`` stored it.
+
+    Looks once before it takes the key's lock, and once under it: another process may have stored it meanwhile. ``keep`` returns None
+    where it cannot be stored: callers that waited get the bytes of ``pack``, through ``unpack``; see `Flight.note_unstored`. Where the
+    cache cannot help, ``make`` runs once, and the caller gets its result through ``past``. ``looked``: the caller has just looked.
+    ``label``: its name in messages. Raises what ``make`` raises."""
+    values: list[T] = []
+    has_failed, locks = False, origin.store.locks
+
+    async def fill() -> T:
+        nonlocal has_failed
+        if counts_miss:
+            origin.store.count("misses")
+        try:
+            with waits.time_limit(None, afresh=True):  # the time limit is for the cache, not for the function
+                values.append(await make())
+        except BaseException:
+            has_failed = True
+            raise
+        kept = await keep(values[0])
+        if kept is None:
+            locks.note_unstored(space, key, pack(values[0]) if pack is not None else None)
+            return values[0] if past is None else past(values[0])
+        return kept
+
+    try:
+        with waits.time_limit(timeout):
+            value = None if looked else look()
+            return value if value is not None else await locks.make_once(space, key, look, fill, wait, timeout=timeout)
+    except (errors.CacheFault, errors.WaitTimeout, errors.Closed) as error:
+        if has_failed:
+            raise  # the error of the function itself
+        if isinstance(error, Unstored) and error.data is not None and unpack is not None and (got := unpack(error.data)) is not None:
+            return got
+        if origin.store.keeps:  # else that was configured, or a warning was logged when the root could not be opened
+            origin.fall_back(error, label or f"{space}:{key}")
+    value = values[0] if values else await make()
+    return value if past is None else past(value)
