@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from forebay import Cache
+from forebay.codecs import codec
 from tests.items import until
 
 CALLERS = 4
@@ -127,6 +128,23 @@ def test_a_result_without_bytes_is_made_by_each_caller(cache: Cache) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = [running.result() for running in [pool.submit(cached, 1) for _ in range(2)]]
     assert [list(one) for one in found] == [[0, 1, 2]] * 2
+
+
+def test_what_another_codec_made_is_not_decoded(cache: Cache) -> None:
+    """Of two handles of one space the one waits for the other: the bytes of a value of `raw` may be anybody's, and `pickle` runs them."""
+    runs, stored = list[int](), b"".join(codec("pickle").encode("not to be run" * 100))
+
+    def step(x: int) -> bytes:
+        runs.append(x)
+        if len(runs) == 1:
+            until(lambda: cache.stats().waits == 1, "the other caller")
+        return stored
+
+    calls = [cache.tasks("flow", codec=name).cached(step, version="1") for name in ("raw", "pickle")]
+    with ThreadPoolExecutor(2) as pool:
+        found = [running.result() for running in [pool.submit(call, 1) for call in calls]]
+    assert found == [stored] * 2
+    assert len(runs) == 2
 
 
 def test_a_later_call_runs_again(cache: Cache) -> None:

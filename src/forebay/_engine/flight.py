@@ -57,20 +57,22 @@ OnWait = Callable[[Waiting], None]
 
 
 class Unstored(errors.CacheFault):
-    """Another caller has made the value, and could not store it. ``data``: its bytes, if they reach this caller."""
+    """Another caller has made the value, and could not store it. ``data``: its bytes, if they reach this caller; ``codec``: what made them
+    of the value."""
 
     data: Buffer | None = None
+    codec = ""
 
 
 @dataclass(eq=False, slots=True)
 class KeyWait:
-    """A thread or coroutine of this process that waits for a key, ``since`` a time of the clock of failures. ``unstored``: what it waited
-    for."""
+    """A thread or coroutine of this process that waits for a key, ``since`` a time of the clock of failures. ``unstored``: codec and bytes
+    of what it waited for."""
 
     space: str
     key: str
     since: int
-    unstored: Unstored | None = None
+    unstored: tuple[str, Buffer | None] | None = None
 
 
 class KeyHold:
@@ -141,9 +143,10 @@ class Flight:
         """P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: this is P2. Raises what P1 failed with while P2
         waited."""
         value = look()
-        error = (waiter.unstored or self.failure(space, key, waiter.since)) if value is None and waiter is not None else None
-        if error is not None:
-            raise error
+        if value is None and waiter is not None:
+            error = _unstored(key, *waiter.unstored) if waiter.unstored is not None else self.failure(space, key, waiter.since)
+            if error is not None:
+                raise error
         return value
 
     @contextlib.contextmanager
@@ -312,17 +315,15 @@ class Flight:
             if copy is not None:
                 self._errors[space, key] = at, copy
 
-    def note_unstored(self, space: str, key: str, data: Buffer | None) -> None:
+    def note_unstored(self, space: str, key: str, codec: str, data: Buffer | None) -> None:
         """Tell the callers that wait for this key, which this thread holds, that its value was made and cannot be stored. ``data``: its
-        bytes: other threads of this process get them, and other processes if there are few. Without them each makes the value itself, at
-        the same time as the others. Raises nothing."""
-        error = Unstored(f"another caller made {key!r}, but could not store it", key=key)
-        error.data = data
+        bytes, by this codec: other threads of this process get them, and other processes if there are few. Without them each makes the
+        value itself, at the same time as the others. Raises nothing."""
         for waiter in [*self._waiters]:
             if (waiter.space, waiter.key) == (space, key):
-                waiter.unstored = error
+                waiter.unstored = codec, data
         text = base64.b85encode(bytes(data)).decode() if data is not None and memoryview(data).nbytes <= MESSAGE else None
-        self.note_failure(space, key, Unstored(str(error), key=key, unstored=text))
+        self.note_failure(space, key, _unstored(key, codec, None, text=text))
 
     @recover_and_retry
     def failure(self, space: str, key: str, since: int) -> Exception | None:
@@ -341,10 +342,16 @@ def _from_wire(wire: dict[str, Any]) -> Exception:
     error = errors.from_wire(wire)
     if type(error) is not errors.CacheFault or "unstored" not in error.facts:
         return error
-    unstored = Unstored(str(error), **error.facts)
+    data: bytes | None = None
     with contextlib.suppress(ValueError, TypeError, AttributeError):  # None, or whatever another program wrote
-        unstored.data = base64.b85decode(error.facts["unstored"].encode("ascii"))
-    return unstored
+        data = base64.b85decode(error.facts["unstored"].encode("ascii"))
+    return _unstored(str(error.facts.get("key")), str(error.facts.get("codec")), data)
+
+
+def _unstored(key: str, codec: str, data: Buffer | None, *, text: str | None = None) -> Unstored:
+    error = Unstored(f"another caller made {key!r}, but could not store it", key=key, codec=codec, unstored=text)
+    error.codec, error.data = codec, data
+    return error
 
 
 def _word_of(keyhash: int) -> int:

@@ -34,15 +34,15 @@ def get_or_make(
 async def get_or_make_async(
     origin: Origin, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]],
     keep: Callable[[T], Awaitable[T | None]], *, past: Callable[[T], T] | None = None, pack: Callable[[T], Buffer | None] | None = None,
-    unpack: Callable[[Buffer], T | None] | None = None, label: str = "", timeout: float | None = None, counts_miss: bool = False,
-    looked: bool = False, wait: WaitFor = waits.wait_for_async,
+    unpack: Callable[[Buffer], T | None] | None = None, codec: str = "", label: str = "", timeout: float | None = None,
+    counts_miss: bool = False, looked: bool = False, wait: WaitFor = waits.wait_for_async,
 ) -> T:  # fmt: skip
     """The result of ``look``; else that of ``make``, which one process of the node runs at a time, as ``keep`` stored it.
 
     Looks once before it takes the key's lock, and once under it: another process may have stored it meanwhile. ``keep`` returns None
-    where it cannot be stored: callers that waited get the bytes of ``pack``, through ``unpack``; see `Flight.note_unstored`. Where the
-    cache cannot help, ``make`` runs once, and the caller gets its result through ``past``. ``looked``: the caller has just looked.
-    ``label``: its name in messages. Raises what ``make`` raises."""
+    where it cannot be stored: callers that waited get the bytes of ``pack``, through ``unpack``, if they have the same ``codec``; see
+    `Flight.note_unstored`. Where the cache cannot help, ``make`` runs once, and the caller gets its result through ``past``. ``looked``:
+    the caller has just looked. ``label``: its name in messages. Raises what ``make`` raises."""
     values: list[T] = []
     has_failed, locks = False, origin.store.locks
 
@@ -58,7 +58,7 @@ async def get_or_make_async(
             raise
         kept = await keep(values[0])
         if kept is None:
-            locks.note_unstored(space, key, pack(values[0]) if pack is not None else None)
+            locks.note_unstored(space, key, codec, pack(values[0]) if pack is not None else None)
             return values[0] if past is None else past(values[0])
         return kept
 
@@ -69,8 +69,10 @@ async def get_or_make_async(
     except (errors.CacheFault, errors.WaitTimeout, errors.Closed) as error:
         if has_failed:
             raise  # the error of the function itself
-        if isinstance(error, Unstored) and error.data is not None and unpack is not None and (got := unpack(error.data)) is not None:
-            return got
+        if isinstance(error, Unstored) and error.codec == codec and error.data is not None and unpack is not None:
+            data, error.data = error.data, None  # its frames hold it
+            if (got := unpack(data)) is not None:
+                return got
         if origin.store.keeps:  # else that was configured, or a warning was logged when the root could not be opened
             origin.fall_back(error, label or f"{space}:{key}")
     value = values[0] if values else await make()

@@ -375,7 +375,7 @@ class _KeptCall:
         origin = self._values.origin
         return {
             "timeout": origin.timeout if timeout is None else timeout, "label": f"{self._values.space}:{self._key}", "looked": True,
-            "pack": self.pack, "unpack": self.unpack,
+            "pack": self.pack, "unpack": self.unpack, "codec": self._values.codec.name,
         }  # fmt: skip
 
     def look(self) -> tuple[Any] | None:
