@@ -112,8 +112,9 @@ class Space(DictLike):
         return get_or_make(self._origin, self.name, key, look, lambda: _copied(fn()), keep, **self._options(timeout))
 
     def _options(self, timeout: float | None) -> dict[str, Any]:
-        timeout = self._origin.timeout if timeout is None else timeout
-        return {"timeout": timeout, "counts_miss": True, "pack": memoryview, "unpack": memoryview}
+        store, timeout = self._bound, self._origin.timeout if timeout is None else timeout
+        looked = store.keeps and not store.root.read_only  # else there is no look under a lock, in the catalog and upstream
+        return {"timeout": timeout, "counts_miss": True, "looked": looked, "pack": memoryview, "unpack": memoryview}
 
     def _keep(self, key: str, data: memoryview) -> memoryview | None:
         return data if self.put(key, data) else None
