@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import errors
-from forebay._engine.flight import Unstored, WaitFor
 from forebay._kernel import waits
 from forebay._model import Buffer
 
 if TYPE_CHECKING:
+    from forebay._engine.flight import WaitFor
     from forebay.origin import Origin
 
 T = TypeVar("T")
@@ -67,6 +67,8 @@ async def get_or_make_async(
             value = None if looked else look()
             return value if value is not None else await locks.make_once(space, key, look, fill, wait, timeout=timeout)
     except (errors.CacheFault, errors.WaitTimeout, errors.Closed) as error:
+        from forebay._engine.flight import Unstored  # imported late: a hit needs no catalog
+
         if has_failed:
             raise  # the error of the function itself
         if isinstance(error, Unstored) and error.codec == codec and error.data is not None and unpack is not None:
