@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forebay import Cache
-from forebay.codecs import codec
+from forebay.codecs import Codec, codec
 from tests.items import until
 
 CALLERS = 4
@@ -145,6 +145,20 @@ def test_what_another_codec_made_is_not_decoded(cache: Cache) -> None:
         found = [running.result() for running in [pool.submit(call, 1) for call in calls]]
     assert found == [stored] * 2
     assert len(runs) == 2
+
+
+def test_what_nobody_waits_for_is_encoded_once(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[object] = []
+    kind = type(codec("pickle"))
+    encode = kind.encode
+
+    def counted(self: Codec[Any], value: Any) -> Any:
+        encoded.append(value)
+        return encode(self, value)
+
+    monkeypatch.setattr(kind, "encode", counted)
+    as_output(cache, Made(cache, MANY, waiting=0))
+    assert len(encoded) == 1
 
 
 def test_a_later_call_runs_again(cache: Cache) -> None:

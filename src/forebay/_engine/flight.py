@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import contextvars
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -315,13 +316,16 @@ class Flight:
             if copy is not None:
                 self._errors[space, key] = at, copy
 
-    def note_unstored(self, space: str, key: str, codec: str, data: Buffer | None) -> None:
-        """Tell the callers that wait for this key, which this thread holds, that its value was made and cannot be stored. ``data``: its
-        bytes, by this codec: other threads of this process get them, and other processes if there are few. Without them each makes the
-        value itself, at the same time as the others. Raises nothing."""
-        for waiter in [*self._waiters]:
-            if (waiter.space, waiter.key) == (space, key):
-                waiter.unstored = codec, data
+    def note_unstored(self, space: str, key: str, codec: str, pack: Callable[[float], Buffer | None]) -> None:
+        """Tell the callers that wait for this key, which this thread holds, that its value was made and cannot be stored. ``pack`` returns
+        its bytes by this codec, unless there are more than so many; it is called only if a caller waits. Other threads of this process get
+        them, and other processes if there are few. Without them each makes the value itself, at the same time as the others."""
+        keyhash, waiters = key_hash(space, key), self.engine.parts.writers.waiters
+        here = [waiter for waiter in [*self._waiters] if (waiter.space, waiter.key) == (space, key)]
+        is_awaited = here or any(one.keyhash == keyhash for one in waiters.every())
+        data = pack(math.inf if here else MESSAGE) if is_awaited else None
+        for waiter in here:
+            waiter.unstored = codec, data
         text = base64.b85encode(bytes(data)).decode() if data is not None and memoryview(data).nbytes <= MESSAGE else None
         self.note_failure(space, key, _unstored(key, codec, None, text=text))
 

@@ -114,7 +114,7 @@ class Space(DictLike):
     def _options(self, timeout: float | None) -> dict[str, Any]:
         store, timeout = self._bound, self._origin.timeout if timeout is None else timeout
         looked = store.keeps and not store.root.read_only  # else there is no look under a lock, in the catalog and upstream
-        return {"timeout": timeout, "counts_miss": True, "looked": looked, "pack": memoryview, "unpack": memoryview}
+        return {"timeout": timeout, "counts_miss": True, "looked": looked, "pack": _packed, "unpack": memoryview}
 
     def _keep(self, key: str, data: memoryview) -> memoryview | None:
         return data if self.put(key, data) else None
@@ -182,6 +182,10 @@ class Space(DictLike):
 
 def _copied(data: Buffer) -> memoryview:
     return memoryview(bytes(as_bytes(data)))
+
+
+def _packed(data: memoryview, most: float) -> memoryview | None:
+    return data if data.nbytes <= most else None
 
 
 async def _called(fn: Callable[[], Buffer | Awaitable[Buffer]]) -> Buffer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import errors
@@ -33,9 +34,9 @@ def get_or_make(
 
 async def get_or_make_async(
     origin: Origin, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]],
-    keep: Callable[[T], Awaitable[T | None]], *, past: Callable[[T], T] | None = None, pack: Callable[[T], Buffer | None] | None = None,
-    unpack: Callable[[Buffer], T | None] | None = None, codec: str = "", label: str = "", timeout: float | None = None,
-    counts_miss: bool = False, looked: bool = False, wait: WaitFor = waits.wait_for_async,
+    keep: Callable[[T], Awaitable[T | None]], *, past: Callable[[T], T] | None = None,
+    pack: Callable[[T, float], Buffer | None] | None = None, unpack: Callable[[Buffer], T | None] | None = None, codec: str = "",
+    label: str = "", timeout: float | None = None, counts_miss: bool = False, looked: bool = False, wait: WaitFor = waits.wait_for_async,
 ) -> T:  # fmt: skip
     """The result of ``look``; else that of ``make``, which one process of the node runs at a time, as ``keep`` stored it.
 
@@ -57,10 +58,11 @@ async def get_or_make_async(
             has_failed = True
             raise
         kept = await keep(values[0])
-        if kept is None:
-            locks.note_unstored(space, key, codec, pack(values[0]) if pack is not None else None)
-            return values[0] if past is None else past(values[0])
-        return kept
+        if kept is not None:
+            return kept
+        if pack is not None:
+            locks.note_unstored(space, key, codec, partial(pack, values[0]))
+        return values[0] if past is None else past(values[0])
 
     try:
         with waits.time_limit(timeout):

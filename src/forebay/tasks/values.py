@@ -389,11 +389,12 @@ class _KeptCall:
         digest = self._digest or ""
         return self._values.kept(self._key, made[0], digest=digest, pin=self._pin, label=self._label, copy=self._copy)
 
-    def pack(self, made: tuple[Any]) -> Buffer | None:
-        """A value that was not stored, as bytes; None if it has none."""
+    def pack(self, made: tuple[Any], most: float) -> Buffer | None:
+        """A value that was not stored, as bytes; None if it has none, or more than ``most``."""
         try:
-            return b"".join(self._values.codec.encode(made[0]))
-        except Exception:  # noqa: BLE001  # whatever a value's own code raises: `store` has told
+            pieces = self._values.codec.encode(made[0])
+            return b"".join(pieces) if sum(memoryview(piece).nbytes for piece in pieces) <= most else None
+        except Exception:  # noqa: BLE001  # whatever a value's own code raises: `store` has told; or there is no memory
             return None
 
     def unpack(self, data: Buffer) -> tuple[Any] | None:
