@@ -62,7 +62,7 @@ def with_known_order(folder: Path, keys: Sequence[int], sizes: Sequence[int], qu
             is_hit = store.first_touch("auto", text, FOREVER) is not None or store.view("auto", text) is not None
             uses.pass_by(key, number + 1)
             if is_hit or retention.is_worth(sizes[key], position):
-                store.reservations.dismiss("auto", retention.keep(key, text, sizes[key], position))
+                store.prefetching.dismiss("auto", retention.keep(key, text, sizes[key], position))
                 if not is_hit and key in retention:
                     store.put("auto", text, bytes(sizes[key]))
             hits[2 * number >= len(keys)] += is_hit

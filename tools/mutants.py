@@ -121,9 +121,9 @@ MUTANTS = (
         "tasks/test_cached.py::test_s06_processes_wait_for_one_run",
     ),
     Mutant(
-        2, "a bulk call fetches without a second look", "origin.bulk:BulkFetch._begin",
-        "self._look(wanted, stale)", "self._look({}, stale)",
-        "origin/test_bulk.py::test_what_was_fetched_between_the_look_and_the_lock_is_not_fetched_again",
+        2, "a pipeline fetches without a second look", "origin.pipeline:Pipeline._begin",
+        "list(self._look(space, wanted))", "[]",
+        "origin/test_pipeline.py::test_what_was_fetched_between_the_look_and_the_lock_is_not_fetched_again",
     ),
     Mutant(
         2, "a block is fetched while another process fetches it", "origin.blocks:Blocks._hold",
@@ -147,11 +147,6 @@ MUTANTS = (
         "await awaited.future",
         "try:\n    await awaited.future\nexcept asyncio.CancelledError as error:\n    self._fail(error)\n    raise",
         "cache/test_aio.py::test_a_cancelled_call_cancels_nothing_for_the_others",
-    ),
-    Mutant(
-        2, "a prefetcher does not look again under the locks of its keys", "prefetch.writer:Scheduler._ask_engine",
-        "[load.name for load in lookup.loads]", "[load.name for load in lookup.loads if load not in lookup.needs]",
-        "prefetch/test_prefetch.py::test_each_item_is_read_once_by_two_pools",
     ),
     Mutant(
         2, "the lock of a copy is kept although its directory was replaced", "directories.copying:locked",
@@ -181,8 +176,8 @@ MUTANTS = (
         "origin/test_blocks.py::test_a_remote_that_cannot_be_reached_validates_nothing",
     ),
     Mutant(
-        3, "an object is as fresh as its last byte, not its request", "origin:Origin._writing",
-        "began", "None",
+        3, "an object is as fresh as its last byte, not its request", "origin.job:Job._fetch",
+        "self.began or store.now(exact=True)", "None",
         "scenarios/test_s23_freshness.py::test_s23_refresh_does_not_take_what_was_asked_for_before",
     ),
     Mutant(
@@ -240,11 +235,6 @@ MUTANTS = (
         "response.wait_for(min(span.length, FIRST_BYTES))", "",
         "remote/test_http_hostile.py::test_a_claim_alone_evicts_nothing",
     ),
-    Mutant(
-        4, "the rest of a prefetcher's reservation is lost", "_engine.write.reservations:SpaceReservation._shrink",
-        "left == NOTHING", "not left.entries",
-        "engine/write/test_reservations.py::test_bytes_that_an_entry_did_not_take_stay_promised",
-    ),
     # 5. A lease pins
     Mutant(
         5, "local copies of a bulk call are not leased", "_engine.writers:Writers.publish_collected",
@@ -273,14 +263,14 @@ MUTANTS = (
         "directories/test_directories.py::test_a_tree_goes_before_its_files_can",
     ),
     Mutant(
-        5, "a lazy object does not hold its loaded entry", "prefetch.objects:ObjectLoader._came",
-        "ref.lease, lease = lease, None", "",
+        5, "a lazy object does not hold its loaded entry", "prefetch.loader:Loader._keep",
+        "ref.lease = lease", "pass",
         "prefetch/test_objects.py::test_a_lazy_holds_its_object_until_it_is_read",
     ),
     Mutant(
         5, "a leased small value is evicted", "_engine.space.eviction:Eviction.end",
         "self._leases.try_evict(entry.id)", "(self._leases.try_evict(entry.id) or entry.kind == 'value')",
-        "engine/write/test_reservations.py::test_a_small_value_that_is_leased_makes_no_way",
+        "engine/write/test_links.py::test_a_small_value_that_is_leased_makes_no_way",
     ),
     # 6. The cache never breaks the job
     Mutant(
@@ -365,7 +355,7 @@ MUTANTS = (
         7, "a dead process keeps its reservations", "_engine.catalog.reservations:disown",
         "'DELETE FROM reservations WHERE owner = ? AND keyhash = 0'",
         "'DELETE FROM reservations WHERE owner = ? AND FALSE'",
-        "engine/write/test_reservations.py::test_a_dead_process_has_no_promise",
+        "engine/space/test_budget.py::test_what_a_dead_process_had_reserved_is_free",
     ),
     # 8. A hit takes no lock, no system call, no copy
     Mutant(
@@ -410,7 +400,7 @@ MUTANTS = (
         "remote/test_curl_processes.py::test_a_child_holds_no_connection_of_its_parent",
     ),
     Mutant(
-        9, "a child waits for its parent's loads", "prefetch.objects:ObjectLoader.after_fork_child",
+        9, "a child waits for its parent's loads", "prefetch.loader:Loader.after_fork_child",
         "not load.is_settled", "False",
         "prefetch/test_objects.py::test_after_a_fork_both_processes_go_on",
     ),
@@ -494,18 +484,18 @@ MUTANTS = (
         "remote/test_time_limits.py::test_a_head_has_the_read_timeout_in_all[continue]",
     ),
     Mutant(
-        11, "callers wait for the objects of a broken bulk fetch", "prefetch.objects:ObjectLoader._drop_lost",
-        "lost", "[]",
+        11, "callers wait for the objects of a broken pipeline", "prefetch.loader:Loader._load",
+        "[*self._under_way.values(), *(link.ref for link in self._links)]", "[]",
         "prefetch/test_objects.py::test_a_bulk_fetch_that_breaks_leaves_its_objects_to_the_callers",
     ),
     Mutant(
-        11, "a caller is not woken when its load has finished", "prefetch.load_queue:LoadQueue._set",
+        11, "a caller is not woken when its load has finished", "prefetch.loader:Loader._set",
         "state is not State.LOADING and load.waiters", "False",
         "prefetch/test_prefetch.py::test_running_it_is_waited_for",
     ),
     Mutant(
-        11, "a load waits for room that its dead process reserved", "prefetch.load_queue:LoadQueue.settle",
-        "self._queued.missing", "self._queued.missing if load.busy_since is None else self._queued.elsewhere",
+        11, "an item that a dead process was loading is not looked for again", "prefetch.loader:Loader._look_again",
+        "self._queued.extend", "list",
         "prefetch/test_linked_objects.py::test_a_killed_process_leaves_its_objects_to_the_others",
     ),
     # 12. A call gets its own output

@@ -124,7 +124,8 @@ class ObjectInfo(NamedTuple):
 
     ``size``: bytes; None if the remote does not report it. ``validator``: the ETag as sent (quotes and ``W/`` included), else
     ``mtime-size``, else None. ``strong``: whether equal validators mean equal bytes, so that a partial can be resumed. ``modified``:
-    seconds since 1970, or None. ``sha256``: the checksum of the bytes, in hex, if the remote reports it; checked once they have arrived."""
+    seconds since 1970, or None. ``sha256``: the checksum of the bytes, in hex, if the remote reports it; checked once they have arrived.
+    ``note``: a short text that the entry is to carry."""
 
     url: str
     size: int | None
@@ -132,6 +133,7 @@ class ObjectInfo(NamedTuple):
     strong: bool = False
     modified: float | None = None
     sha256: str | None = None
+    note: str = ""
 
 
 class Partial(NamedTuple):

@@ -164,6 +164,6 @@ def test_a_plan_removes_what_eviction_would_take_first(server: Nginx, quick_path
         for url in urls:
             cache.read(url)
         with forebay.Cache(quick_path / "root") as same:
-            assert not origin_of(same).store.reservations.dismiss("urls", [urls[15], urls[12]])
+            assert not origin_of(same).store.prefetching.dismiss("urls", [urls[15], urls[12]])
         planned = [victim.name for victim in cache.plan(cache.budget).victims]
     assert planned == [urls[15], urls[12], *(url for url in urls if url not in (urls[15], urls[12]))]

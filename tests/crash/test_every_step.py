@@ -11,7 +11,6 @@ from forebay._engine.index.ghosts import BIMODAL
 from forebay._engine.locks.lease import Lease
 from forebay._engine.space import budget, eviction
 from forebay._engine.store import Settings, Store
-from forebay._engine.write.reservations import Item
 from forebay._model import Entry, ObjectInfo
 from tests.crash.conftest import Scene, victim_of
 from tests.harness import KiB, MiB, bytes_of, write_whole
@@ -113,9 +112,7 @@ def test_link_several(scene: NewScene, room: int, life: str) -> None:
 
     def link(store: Store) -> None:
         sources = [lease for key in "bc" if (lease := store.lease("v", key)) is not None]
-        credit = store.reservations.open("w")
-        credit.ask(credit.need(len(BLOB)).plus(credit.need(len(NEWER))))
-        leases = credit.keep([Item(key, source) for key, source in zip("ad", sources, strict=True)], life=life)
+        leases = store.publish_links("w", [(key, source, None) for key, source in zip("ad", sources, strict=True)], life=life)
         for lease in (*sources, *leases):
             lease.close()
 

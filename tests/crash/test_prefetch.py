@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import forebay
+from forebay._engine.catalog.entries import session_of
+from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
-from forebay._engine.write.reservations import Item
+from forebay._engine.write.writing import Writing
+from forebay._model import ObjectInfo
 from tests.crash.conftest import Scene
 from tests.harness import KiB, MiB, bytes_of
 from tests.items import Items
@@ -23,19 +26,27 @@ def item_body(key: str) -> bytes:
     return key.encode() * (SIZES[key] // len(key))
 
 
-def keep(store: Store, *keys: str, more: int = 0) -> None:
-    """Be promised room for all of them, and for ``more`` bytes; keep the small ones in one go, then the large one; give the rest back."""
-    credit = store.reservations.open("v")
-    need = credit.need(more)
+def keep(store: Store, *keys: str) -> None:
+    """Store the small ones in one go, then the large one."""
+    writings = []
     for key in keys:
-        need = need.plus(credit.need(len(item_body(key))))
-    credit.ask(need)
-    small = [Item(key, item_body(key)) for key in keys if SIZES[key] < 256 * KiB]
-    leases = credit.keep(small) if small else []
-    leases += [credit.keep_large(Item(key, item_body(key))) for key in keys if SIZES[key] >= 256 * KiB]
-    credit.give_back(credit.promised)
-    for lease in leases:
+        writing = store.writing("v", key, resume=False)
+        writing.inline = True
+        if SIZES[key] >= 256 * KiB:
+            with writing:
+                fill(writing, key)
+                writing.publish_leased().close()
+        else:
+            fill(writing, key)
+            writings.append(writing)
+    for lease in store.publish_collected(writings, [True] * len(writings)) if writings else []:
+        assert isinstance(lease, Lease)
         lease.close()
+
+
+def fill(writing: Writing, key: str) -> None:
+    writing.begin(ObjectInfo("", SIZES[key]))
+    writing.write(0, item_body(key))
 
 
 def is_whole(store: Store, *kept: str) -> None:
@@ -47,20 +58,19 @@ def is_whole(store: Store, *kept: str) -> None:
 
 
 def test_items_are_kept_in_groups(scene: NewScene) -> None:
-    steps = scene(2 * MiB).play(nothing, lambda store: keep(store, *SIZES, more=50_000), is_whole, least=12)
+    steps = scene(2 * MiB).play(nothing, lambda store: keep(store, *SIZES), is_whole, least=12)
     assert any(step.startswith("set_word") for step in steps)
 
 
 def test_room_is_made_for_them(scene: NewScene) -> None:
-    """What was there goes when they are promised room, and nothing else does."""
+    """What was there goes for them, and nothing else does."""
 
     def before(store: Store) -> None:
         keep(store, "small", "large")
 
     def during(store: Store) -> None:
-        credit = store.reservations.open("v")
-        credit.ask(credit.need(500_000))
-        credit.keep([Item("inline", item_body("inline"))])[0].close()
+        store.put_held("v", "room", bytes(500_000)).close()
+        keep(store, "inline")
 
     scene(700 * KiB).play(before, during, is_whole, small_first=False)
 
@@ -68,7 +78,7 @@ def test_room_is_made_for_them(scene: NewScene) -> None:
 def test_what_is_spilled_goes_with_its_process(scene: NewScene) -> None:
     def during(store: Store) -> None:
         for size in (300, 20_000, 400_000):
-            store.reservations.spill("v", f"spilled {size}", bytes(size))
+            store.put_held("v", f"spilled {size}", bytes(size))
 
     def after(store: Store) -> None:
         store.put("v", "next", b"")
@@ -79,10 +89,9 @@ def test_what_is_spilled_goes_with_its_process(scene: NewScene) -> None:
 
 def test_items_of_a_session_go_with_it(scene: NewScene) -> None:
     def during(store: Store) -> None:
-        session = store.reservations.join("v", "~session/x")
-        credit = store.reservations.open("v")
-        credit.ask(credit.need(20_000).plus(credit.need(300)))
-        credit.keep([Item(key, item_body(key), session.entry.id) for key in ("inline", "small")])
+        session = store.prefetching.join("v", "~session/x")
+        for key in ("inline", "small"):
+            store.put("v", key, item_body(key), validator=session_of(session.entry.id))
 
     def after(store: Store) -> None:
         for _ in range(2):  # the first removes the session, if nobody did

@@ -181,9 +181,9 @@ def test_what_is_expected_is_the_last_to_be_evicted(store: Store) -> None:
     entry = store.entry("v", "large")
     assert entry is not None
     store.engine.index.touch(entry.slot, 1)
-    assert not store.reservations.expect("v", "none", FOREVER)
-    assert not store.reservations.expect("no space", "large", FOREVER)
-    assert store.reservations.expect("v", "large", FOREVER)
+    assert not store.prefetching.expect("v", "none", FOREVER)
+    assert not store.prefetching.expect("no space", "large", FOREVER)
+    assert store.prefetching.expect("v", "large", FOREVER)
     assert store.engine.index.used(entry.slot) > 1
     assert store.discard(entry)
-    assert not store.reservations.expect("v", "large", FOREVER)
+    assert not store.prefetching.expect("v", "large", FOREVER)

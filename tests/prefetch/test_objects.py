@@ -229,7 +229,7 @@ def test_a_closed_prefetcher_serves_what_it_handed_out(cache: forebay.Cache, ser
 def test_a_dropped_prefetcher_ends_its_thread(cache: forebay.Cache, server: ScriptedServer) -> None:
     pool = cache.prefetcher(put(server))
     assert pool.get_lazy("0.bin").get() == body("0.bin")
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "forebay-prefetch-objects"]
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "forebay-prefetch-writer"]
     del pool
     gc.collect()
     thread.join(60)

@@ -902,34 +902,6 @@ def test_a_get_takes_the_bytes_that_wait_for_room(cache: forebay.Cache) -> None:
         assert [one.get() for one in held] == [body(key) for key in KEYS[:8]]
 
 
-def test_a_size_that_is_told_is_reserved_before_the_read(cache: forebay.Cache) -> None:
-    source = Sized(50_000)
-    reserved: list[int] = []
-    source.on_read = lambda key: reserved.append(cache.stats().bytes_reserved)
-    source.sizes["huge"] = 3_000_000
-    with cache.prefetcher(source, workers=1) as pool:
-        small = pool.get_lazy("a")
-        until(lambda: small.done)
-        huge = pool.get_lazy("huge")
-        until(lambda: huge.done)
-        assert reserved[0] >= 50_000
-        assert reserved[1] >= 3_000_000
-    assert cache.stats().bytes_reserved == 0
-
-
-def test_of_unknown_sizes_the_largest_so_far_is_reserved(cache: forebay.Cache) -> None:
-    source = Items(50_000)
-    reserved: list[int] = []
-    source.on_read = lambda key: reserved.append(cache.stats().bytes_reserved)
-    with cache.prefetcher(source, workers=1) as pool:
-        for key in ("a", "b", "c"):
-            lazy = pool.get_lazy(key)
-            until(lambda lazy=lazy, key=key: lazy.done and key in kept(cache))
-        assert min(reserved[1:]) >= 50_000
-        until(lambda: cache.stats().bytes_reserved == 0, "what was not needed")
-        assert pool.used == 150_000
-
-
 def test_the_limits_hold(cache: forebay.Cache, source: Items) -> None:
     source.sizes |= {f"k{i}": 500 + 400 * i for i in range(40)}
     with cache.prefetcher(source, budget=100_000, workers=4) as pool:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay.origin.request import SpillingSink
+from forebay.origin.job import JobSink
 from forebay.testing import ScriptedServer
 from tests.items import until
 
@@ -138,7 +138,7 @@ def test_s15_what_was_not_kept_does_not_stay_in_memory(cache: forebay.Cache, ser
     gc.disable()
     try:
         cache.read(url)
-        assert not [one for one in gc.get_objects() if isinstance(one, SpillingSink)]
+        assert not [one for one in gc.get_objects() if isinstance(one, JobSink)]
     finally:
         gc.enable()
 

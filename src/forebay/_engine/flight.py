@@ -89,6 +89,12 @@ class KeyHold:
             keys.unlock(self.keyhash)
             words.bump(_word_of(self.keyhash))
 
+    def handed_over(self) -> KeyHold:
+        """The same lock, for another holder: this object releases it no more."""
+        other = KeyHold.__new__(KeyHold)
+        other.keyhash, other._held, self._held = self.keyhash, self._held, []
+        return other
+
     def __enter__(self) -> Self:
         return self
 

@@ -1,8 +1,7 @@
-"""`Store.reservations`: what a prefetcher needs beside reads and writes: space reserved ahead, what to expect, and sessions."""
+"""`Store.prefetching`: what a prefetcher needs beside reads and writes: what to expect, what goes first, and sessions."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 from forebay import errors
@@ -13,16 +12,15 @@ from forebay._engine.index.adaptive import Trial, charge_of
 from forebay._engine.index.records import ID, USED, VALIDATED
 from forebay._engine.locks.lease import Lease
 from forebay._engine.spaces import Spaces
-from forebay._engine.write.publish import SMALL, Label, Pending
-from forebay._engine.write.reservations import Item, SpaceReservation
-from forebay._model import Buffer, Entry
+from forebay._engine.write.publish import Label, Pending
+from forebay._model import Entry
 
 DISMISS_SOON = 0.01
 """Seconds that a call may wait for the writer lock to say which entries go first: it is a hint, and can be given later."""
 
 
-class Reservations:
-    """Space that is reserved ahead in one root, and the entries made of it. Callable from any thread, and in a forked child."""
+class Prefetching:
+    """What the prefetchers of one root know ahead. Callable from any thread, and in a forked child."""
 
     def __init__(self, engine: Engine, spaces: Spaces, key_locks: Flight) -> None:
         self.engine, self._spaces, self._locks = engine, spaces, key_locks
@@ -96,27 +94,6 @@ class Reservations:
             words, base = self.engine.index.record(entry.slot)
             if words[base + ID] == entry.id and not self.engine.root.read_only:
                 words[base + USED] = 0
-
-    @recover_and_retry
-    def open(self, space: str) -> SpaceReservation:
-        """An empty reservation in a space, for one loader."""
-        engine = self.engine
-        engine.check_usable(writing=True)
-        row = self._spaces.ensure(space)
-        return SpaceReservation(engine.parts.writers.publisher, row)
-
-    def spill(self, space: str, key: str, data: Buffer) -> Lease:
-        """Keep bytes for as long as the returned lease, or a copy of it after a fork, is held. Raises `CacheFault`."""
-        credit = self.open(space)
-        credit.ask(credit.need(len(data)))
-        try:
-            if len(data) > SMALL:
-                return credit.keep_large(Item(key, data), life="held")
-            return credit.keep([Item(key, data)], life="held")[0]
-        except BaseException:
-            with contextlib.suppress(errors.CacheFault):
-                credit.give_back(credit.promised)
-            raise
 
     @recover_and_retry
     def join(self, space: str, key: str) -> Lease:

@@ -125,7 +125,7 @@ class PassThrough:
     keeps: Literal[False] = False
     """Tells a `PassThrough` from a `Store`: ``if store.keeps`` narrows the union of both."""
 
-    view = first_touch = first_value = view_leased = bytes_leased = lease = entry = _nothing
+    view = first_touch = first_value = view_leased = bytes_leased = lease = take = entry = _nothing
     alias = touch = set_aside = set_validated = invalidate = close = _nothing
     validated, is_intact, make_room = _gives(int), _gives(lambda: True), _gives(lambda: True)
     set_life = discard = is_leased = _gives(bool)

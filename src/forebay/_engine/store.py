@@ -28,7 +28,7 @@ from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victi
 if TYPE_CHECKING:
     from forebay._engine.flight import Flight
     from forebay._engine.index.limits import NodeLimits
-    from forebay._engine.loading import Reservations
+    from forebay._engine.loading import Prefetching
     from forebay._engine.pack_handles import Packs
     from forebay._engine.seeing import Seeing
     from forebay._engine.spaces import Spaces
@@ -44,7 +44,7 @@ PATIENCE = 5.0
 class Store:
     """What the rest of Forebay may do with one root. Opened by `open`; callable from any thread, and in a forked child.
 
-    ``spaces``, ``locks``, ``packs``, ``reservations`` and ``seeing`` stand for the spaces, the locks of keys, the packs, what prefetchers
+    ``spaces``, ``locks``, ``packs``, ``prefetching`` and ``seeing`` stand for the spaces, the locks of keys, the packs, what prefetchers
     need, and what happens and happened; the calls on entries are here."""
 
     keeps: Literal[True] = True
@@ -83,10 +83,10 @@ class Store:
         return Packs(self.engine, self.spaces)
 
     @host.cached_property
-    def reservations(self) -> Reservations:
-        from forebay._engine.loading import Reservations
+    def prefetching(self) -> Prefetching:
+        from forebay._engine.loading import Prefetching
 
-        return Reservations(self.engine, self.spaces, self.locks)
+        return Prefetching(self.engine, self.spaces, self.locks)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], settings: Settings, *, shared: bool = False, read_only: bool = False) -> Store:
@@ -349,9 +349,20 @@ class Store:
 
         return entries.members(self.engine.parts.catalog, tree.id)
 
-    def is_own_file(self, lease: Lease) -> bool:
-        """Whether what is leased is one file of this root, which `SpaceReservation.keep` can give a second name."""
-        return self.engine.parts.leases.is_own_file(lease)
+    @recover_and_retry
+    def put_held(self, space: str, key: str, data: Buffer) -> Lease:
+        """Store bytes for as long as the returned lease, or a copy of it after a fork, is held. Raises `CacheFault`."""
+        return self.engine.parts.writers.put_leased(self._label(space, key, life="held"), data)
+
+    @recover_and_retry
+    def publish_links(self, space: str, links: Sequence[tuple[str, Lease, str | None]], *, life: str = "cached") -> list[Lease]:
+        """Give leased files of this root second names, in one transaction; tiny ones are copied. ``links``: key, file and validator of
+        each. Returns leases on the new entries, each of which is charged as any other file. Raises `NoSpace` or another `CacheFault`."""
+        labelled = [(self._label(space, key, life=life), lease, validator) for key, lease, validator in links]
+        parts = self.engine.parts
+        leases = parts.writers.publish_links(labelled, parts.reading.bytes_leased)
+        self.count("bytes_stored", sum(lease.entry.size for lease in leases if lease.entry.kind == "value"))
+        return leases
 
     def publish_collected(self, writings: Sequence[Writing], leased: Sequence[bool]) -> list[Entry | Lease]:
         """Publish writes with ``collect`` in one transaction, all or none. Returns leases on those that are to be ``leased``, which exist

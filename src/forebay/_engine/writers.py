@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from forebay import errors
 from forebay._engine.catalog.connection import Catalog
+from forebay._engine.catalog.transactions import Txn
+from forebay._engine.files import blobs
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.index.adaptive import AdaptiveSpaces
@@ -25,7 +27,7 @@ from forebay._engine.packs.packing import Packing
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.ranking import Ranking
-from forebay._engine.write.publish import INLINE, SMALL, Label, Publisher
+from forebay._engine.write.publish import INLINE, SMALL, Label, Pending, Published, Publisher
 from forebay._engine.write.writing import Writing
 from forebay._kernel import host, locks, waits
 from forebay._model import Buffer, Entry, ObjectInfo
@@ -76,6 +78,32 @@ class Writers:
                 at += memoryview(piece).nbytes
             return writing.publish(validator=validator)
 
+    def put_leased(self, label: Label, data: Buffer) -> Lease:
+        """Store bytes; returns a lease that exists before anybody can see the entry. Raises as `put`."""
+        size = memoryview(data).nbytes
+        if size > SMALL:
+            with faults(label.key, size), Writing(self.publisher, label, at_once=True) as writing:
+                writing.begin(ObjectInfo("", size))
+                writing.write(0, data)
+                return writing.publish_leased()
+        return _leases(self.publisher.publish([self.publisher.of_bytes(label, data, leased=True)]))[0]
+
+    def publish_links(self, links: Sequence[tuple[Label, Lease, str | None]], copy: Callable[[Lease], Buffer | None]) -> list[Lease]:
+        """See `Store.publish_links`. ``copy``: returns the bytes of a tiny file; None: it is damaged."""
+
+        def pending(label: Label, lease: Lease, validator: str | None) -> Pending:
+            entry, root, path = lease.entry, self.publisher.root, lease.path
+            if not self.publisher.leases.is_own_file(lease):
+                raise errors.CacheFault(f"{entry.key!r} cannot be linked: it is not a file of {root.path}", key=entry.key)
+            if entry.size > INLINE:
+                place = partial(_place_link, root, path)
+                return Pending(label, "blob", entry.size, entry.checksum, validator, leased=True, place=place)
+            if (data := copy(lease)) is None:
+                raise errors.Damaged(f"{entry.key!r} is damaged", key=entry.key)
+            return self.publisher.of_bytes(label, data, validator, leased=True)
+
+        return _leases(self.publisher.publish([pending(*one) for one in links]))
+
     def put_many(self, items: Sequence[tuple[Label, Buffer]], validator: str | None = None) -> list[Entry]:
         """Store several values of one space, as many in each transaction as its log and the patience of others allow. Raises what `put`
         raises; the values before it stay."""
@@ -111,6 +139,14 @@ class Writers:
     def forking(self) -> tuple[host.Inherited, ...]:
         """What is told of forks."""
         return self.budget.keys, self.budget, self.keys, self.waiters.locks, self.ranking
+
+
+def _place_link(root: Root, path: str, txn: Txn, id: int) -> None:
+    blobs.link_blob(root, path, id)
+
+
+def _leases(published: Sequence[Published]) -> list[Lease]:
+    return [new.lease for new in published if new.lease is not None]
 
 
 def _first_of(left: deque[tuple[Label, Buffer]]) -> list[tuple[Label, Buffer]]:

@@ -129,7 +129,7 @@ class Cache(DictLike):
         Without a ``with``, keep the returned `Lease`: the file exists, unchanged, until the lease is closed or dropped. A local file is
         returned as its own path, unless ``force``. Raises `CacheFault` (`NoSpace` if there is no room), `WaitTimeout`, or `RemoteError`."""
         target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
-        lease = self._origin.local(target, options)
+        lease = self._origin.lease(target, options)
         return self._reopened_by(lease, "local", url, {**arguments, "filesystem": filesystem, "max_age": "forever"})
 
     def directory(

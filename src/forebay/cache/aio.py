@@ -16,9 +16,10 @@ from forebay import errors
 from forebay._engine.locks.lease import Lease
 from forebay._kernel import host
 from forebay.origin import Origin
-from forebay.origin.bulk import BulkFetch, Wanted
 from forebay.origin.files import opened, stream
-from forebay.origin.request import FetchOptions, Target, is_expected
+from forebay.origin.job import Job
+from forebay.origin.pipeline import Pipeline
+from forebay.origin.request import FetchOptions, Target
 from forebay.origin.spaces import URLS
 
 T = TypeVar("T")
@@ -27,9 +28,9 @@ LARGE = 8 << 20
 
 
 class _Awaited(NamedTuple):
-    """A request, and where its result is awaited."""
+    """A job, and where its result is awaited."""
 
-    request: Wanted
+    job: Job
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[None]
 
@@ -37,12 +38,12 @@ class _Awaited(NamedTuple):
         """In the event loop: wake the coroutine, if it still waits."""
         if not self.future.done():
             self.future.set_result(None)
-        elif self.request.lease is not None:
-            self.request.lease.close()  # its task was cancelled
+        elif self.job.lease is not None:
+            self.job.lease.close()  # its task was cancelled
 
 
 class AsyncFetches:
-    """The fetches that coroutines of this process await, in any event loop: one bulk fetch, in a thread that lives while there are any.
+    """The fetches that coroutines of this process await, in any event loop: one pipeline, in a thread that lives while there are any.
 
     A coroutine that is cancelled gives up its result only: the object is fetched all the same, since others may wait for it."""
 
@@ -56,69 +57,59 @@ class AsyncFetches:
         self._lock = threading.Lock()  # guards what follows
         self._new: deque[_Awaited] = deque()
         self._under_way: dict[int, _Awaited] = {}
-        self._bulk: BulkFetch | None = None
+        self._pipeline: Pipeline | None = None
 
     async def read(self, target: Target, options: FetchOptions) -> memoryview:
         """The bytes, read-only. Raises as `Cache.read`."""
-        request = await self.fetch(target, options, leased=False)
-        if request.data is None:
-            raise request.error or errors.Closed.of("cache")
-        return request.data
+        job = await self.fetch(target, options, leased=False)
+        if job.data is None:
+            raise job.error or errors.Closed.of("cache")
+        return job.data
 
     async def local(self, target: Target, options: FetchOptions) -> Lease:
         """A lease on the cached copy. Raises as `Cache.local`."""
-        request = await self.fetch(target, options, leased=True)
-        if request.lease is None:
-            raise request.error or errors.Closed.of("cache")
-        return request.lease
+        job = await self.fetch(target, options, leased=True)
+        if job.lease is None:
+            raise job.error or errors.Closed.of("cache")
+        return job.lease
 
     async def open(self, target: Target, options: FetchOptions, block_size: int | str | None = None) -> BinaryIO:
         """A file on the cached copy, or on the remote where there is no room. Raises as `Cache.open`."""
         if block_size is None and (target.in_place is None or options.force) and not options.bypass:
-            request = await self.fetch(target, options, leased=True)
-            if request.lease is not None:
-                return opened(request.lease)
-            if not isinstance(request.error, errors.CacheFault | errors.WaitTimeout):
-                raise request.error or errors.Closed.of("cache")
-            self._origin.fall_back(request.error, target.key)
+            job = await self.fetch(target, options, leased=True)
+            if job.lease is not None:
+                return opened(job.lease)
+            if not isinstance(job.error, errors.CacheFault | errors.WaitTimeout):
+                raise job.error or errors.Closed.of("cache")
+            self._origin.fall_back(job.error, target.key)
             return await in_thread(stream, self._origin, target, options)
         return await in_thread(self._origin.open, target, options, block_size)
 
-    async def fetch(self, target: Target, options: FetchOptions, *, leased: bool) -> Wanted:
-        """Fetch an object; returns the request with its result. ``leased``: see `Wanted`."""
+    async def fetch(self, target: Target, options: FetchOptions, *, leased: bool) -> Job:
+        """Fetch an object; returns the job with its result. ``leased``: see `Job`."""
         until = None if options.timeout is None else time.monotonic() + options.timeout
-        request = Wanted(target, options, leased=leased)
-        if options.bypass or (target.in_place and not options.force):
-            return await in_thread(request.get_alone, self._origin, options)
+        job = Job(self._origin, target, options, leased=leased)
+        if job.skips_cache:
+            await in_thread(_run_alone, job)
+            return job
         size = self._size_there(target)
-        if size is not None and (await in_thread(self._serve_at_once, request) if size > LARGE else self._serve_at_once(request)):
-            return request
-        since: int | None = None
+        if size is not None and (await in_thread(_serve_at_once, job) if size > LARGE else _serve_at_once(job)):
+            return job
         while True:
-            request = Wanted(target, options, leased=leased, since=since)
             loop = asyncio.get_running_loop()
-            awaited = _Awaited(request, loop, loop.create_future())
+            awaited = _Awaited(job, loop, loop.create_future())
             self._submit(awaited)
             await awaited.future
-            if not request.is_busy:
-                return request
-            since = request.since
+            if not job.is_busy:
+                return job
             left = None if until is None else max(until - time.monotonic(), 0.0)
             try:
                 hold = await self._origin.store.locks.hold_async(URLS, target.key, timeout=left)
             except (errors.CacheFault, errors.WaitTimeout) as error:
-                return await self._alone(request, error)
+                await in_thread(_bypass, job, error)
+                return job
             hold.release()  # the one that had it has fetched the object, or has failed
-
-    async def _alone(self, request: Wanted, error: errors.ForebayError) -> Wanted:
-        """Without the cache, whose lock could not be waited for."""
-        request.is_busy = False
-        if request.leased:
-            request.error = error
-        else:
-            self._origin.fall_back(error, request.target.key)
-            request.data = await in_thread(self._origin.direct, request.target, request.options)
-        return request
+            job = Job(self._origin, target, options, leased=leased, since=job.since, stamp=job.stamp)
 
     def _size_there(self, target: Target) -> int | None:
         """The size of the entry, if there is one."""
@@ -128,72 +119,77 @@ class AsyncFetches:
             return None  # the long way meets it, and tells
         return None if entry is None else entry.size
 
-    def _serve_at_once(self, request: Wanted) -> bool:
-        """Serve what is there, without waiting for a place behind objects that are on their way."""
-        target, options, store = request.target, request.options, self._origin.store
-        if not request.leased:
-            request.data, _ = self._origin.served(target, options)
-            return request.data is not None
-        if options.refresh or options.sha256 or options.pin:
-            return False
-        try:
-            lease = store.lease(URLS, target.key)
-        except errors.CacheFault:
-            return False
-        if lease is not None and self._origin.is_fresh(lease.entry, options) and is_expected(lease, options):
-            store.count_hit(lease.entry.size)
-            request.lease = lease
-        elif lease is not None:
-            lease.close()
-        return request.lease is not None
-
     def _submit(self, awaited: _Awaited) -> None:
         with self._lock:
             self._new.append(awaited)
-            if self._bulk is not None:
-                self._bulk.wake()
+            if self._pipeline is not None:
+                self._pipeline.wake()
                 return
-            self._bulk = bulk = BulkFetch(self._origin, waits=False)
+            self._pipeline = pipeline = Pipeline(self._origin, waits=False)
         try:
-            threading.Thread(target=self._run, args=(bulk,), daemon=True, name="forebay-async").start()
+            threading.Thread(target=self._run, args=(pipeline,), daemon=True, name="forebay-async").start()
         except RuntimeError as error:  # no further thread may be started
             self._fail(error)
 
-    def _run(self, bulk: BulkFetch) -> None:
+    def _run(self, pipeline: Pipeline) -> None:
         try:
-            for request in bulk.run_as_they_come(self._take):
-                self._deliver(request)
+            for job in pipeline.run_as_they_come(self._take):
+                self._deliver(job)
         except BaseException as error:  # noqa: BLE001 (raised where the results are awaited)
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
-            self._bulk = None
+            self._pipeline = None
             lost = [*self._under_way.values(), *self._new]
             self._new.clear()
-            self._under_way = {id(awaited.request): awaited for awaited in lost}
+            self._under_way = {id(awaited.job): awaited for awaited in lost}
         for awaited in lost:
-            awaited.request.error = error if isinstance(error, Exception) else errors.Closed("the thread that fetched it was ended")
-            self._deliver(awaited.request)
+            awaited.job.error = error if isinstance(error, Exception) else errors.Closed("the thread that fetched it was ended")
+            self._deliver(awaited.job)
 
-    def _take(self, most: int) -> Sequence[Wanted] | None:
+    def _take(self, most: int) -> Sequence[Job] | None:
         with self._lock:
             taken = [self._new.popleft() for _ in range(min(most, len(self._new)))]
             for awaited in taken:
-                self._under_way[id(awaited.request)] = awaited
+                self._under_way[id(awaited.job)] = awaited
             if not self._under_way:
-                self._bulk = None  # the next request starts another thread
+                self._pipeline = None  # the next request starts another thread
                 return None
-        return [awaited.request for awaited in taken]
+        return [awaited.job for awaited in taken]
 
-    def _deliver(self, request: Wanted) -> None:
+    def _deliver(self, job: Job) -> None:
         with self._lock:
-            awaited = self._under_way.pop(id(request))
+            awaited = self._under_way.pop(id(job))
         try:
             awaited.loop.call_soon_threadsafe(awaited.settle)
         except RuntimeError:  # its event loop was closed
-            if request.lease is not None:
-                request.lease.close()
+            if job.lease is not None:
+                job.lease.close()
+
+
+def _serve_at_once(job: Job) -> bool:
+    """Serve what is there, without waiting for a place behind objects that are on their way."""
+    try:
+        return job.look()
+    except errors.CacheFault:
+        return False  # the pipeline meets it, and tells
+
+
+def _run_alone(job: Job) -> None:
+    try:
+        job.run()
+    except Exception as error:  # noqa: BLE001 (raised where it is awaited)
+        job.error = error
+
+
+def _bypass(job: Job, error: errors.ForebayError) -> None:
+    """The cache's lock could not be waited for."""
+    job.is_busy = False
+    try:
+        job.bypass(error)
+    except Exception as other:  # noqa: BLE001 (raised where it is awaited)
+        job.error = other
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:

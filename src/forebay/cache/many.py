@@ -1,4 +1,4 @@
-"""Calls of `Cache` for many objects at once: see `forebay.origin.bulk`."""
+"""Calls of `Cache` for many objects at once: see `forebay.origin.pipeline`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast, overload
 
 from forebay import errors
 from forebay._engine.index.memo import Hit
@@ -14,8 +14,9 @@ from forebay._engine.locks.lease import Lease
 from forebay._logs import logger
 from forebay._model import Entry
 from forebay.origin import Origin
-from forebay.origin.bulk import BulkFetch, Wanted
 from forebay.origin.feeding import fetch_beside
+from forebay.origin.job import Job
+from forebay.origin.pipeline import Pipeline
 from forebay.origin.request import FetchOptions, Target, first_touch, is_there
 from forebay.remote.urls import Url, as_text
 
@@ -100,10 +101,10 @@ def read_many(
 
     def fetch(missing: list[int], meanwhile: Callable[[], None] | None = None) -> None:
         if missing:
-            places = _Places(results, target, options(), leased=False)
+            places = _Places(origin, results, target, options(), leased=False)
             for place in missing:
                 places.add(place, every[place])
-            for request in BulkFetch(origin, meanwhile=meanwhile).run(places.requests):
+            for request in Pipeline(origin, meanwhile=meanwhile).run(places.requests):
                 places.settle(request, request.data)
 
     fetch(sorted({*missing} - {*later}), read_the_rest)
@@ -137,11 +138,11 @@ def local_many(
     """See `Cache.local_many`. ``reopened``: makes a lease one that can be pickled."""
     every = _listed(urls, "local_many")
     results: list[Any] = [None] * len(every)
-    places = _Places(results, target, options, leased=True)
+    places = _Places(origin, results, target, options, leased=True)
     for place, url in enumerate(every):
         places.add(place, url)
     try:
-        for request in BulkFetch(origin).run(places.requests):
+        for request in Pipeline(origin).run(places.requests):
             places.settle(request, request.lease and reopened(request.lease, every[places.first(request)]))
         return LocalFiles(results if return_exceptions else _checked(results))
     except BaseException:
@@ -152,11 +153,13 @@ def local_many(
 class _Places:
     """Which results of a call each request is for: an object that is named several times is fetched once."""
 
-    def __init__(self, results: list[Any], target: Callable[[Url], Target], options: FetchOptions, *, leased: bool) -> None:
-        self._results, self._target, self._options, self._leased = results, target, options, leased
+    def __init__(
+        self, origin: Origin, results: list[Any], target: Callable[[Url], Target], options: FetchOptions, *, leased: bool
+    ) -> None:  # fmt: skip
+        self._origin, self._results, self._target, self._options, self._leased = origin, results, target, options, leased
         self._by_key: dict[tuple[str, str | None], list[int]] = {}
         self._of_request: list[list[int]] = []
-        self.requests: list[Wanted] = []
+        self.requests: list[Job] = []
 
     def add(self, place: int, url: Url) -> None:
         try:
@@ -167,13 +170,13 @@ class _Places:
         places = self._by_key.setdefault((target.key, target.in_place), [])
         places.append(place)
         if len(places) == 1:
-            self.requests.append(Wanted(target, self._options, len(self._of_request), self._leased))
+            self.requests.append(Job(self._origin, target, self._options, len(self._of_request), self._leased))
             self._of_request.append(places)
 
-    def first(self, request: Wanted) -> int:
+    def first(self, request: Job) -> int:
         return self._of_request[request.number][0]
 
-    def settle(self, request: Wanted, value: object) -> None:
+    def settle(self, request: Job, value: object) -> None:
         for place in self._of_request[request.number]:
             self._results[place] = value if request.error is None else request.error
 
@@ -206,7 +209,7 @@ class _PullRequests:
         self._under_way: dict[int, tuple[str, ProgressReporter]] = {}
         self.invalid: list[Pulled] = []
 
-    def __iter__(self) -> Iterator[Wanted]:
+    def __iter__(self) -> Iterator[Job]:
         wait = None
         for number, url in enumerate(self._urls):
             text = as_text(url)
@@ -218,12 +221,12 @@ class _PullRequests:
             own, reporter = self._options(text, target.key)
             wait = wait or own.wait
             self._under_way[number] = text, reporter
-            yield Wanted(target, own._replace(wait=wait, ahead=True), number, leased=True)
+            yield Job(self._origin, target, own._replace(wait=wait, ahead=True), number, leased=True)
 
-    def result(self, request: Wanted) -> Pulled:
+    def result(self, request: Job) -> Pulled:
         """What became of a request; its progress is reported. The caller closes the lease."""
         url, reporter = self._under_way.pop(request.number)
-        lease, error = request.lease, request.error
+        lease, error = request.lease, cast(Exception | None, request.error)
         try:
             with self._origin.store.locks.working():
                 if lease is not None:
@@ -256,7 +259,7 @@ def pull_each(
     """Fetch many objects into the cache, ``jobs`` at a time, and yield each when it is there, or has failed. The caller closes the leases.
     Between two objects this call may hold the keys of others: the caller must not wait for a key meanwhile."""
     requests = _PullRequests(origin, urls, target, options)
-    with contextlib.closing(BulkFetch(origin, side_by_side=jobs).run(requests)) as fetched:
+    with contextlib.closing(Pipeline(origin, side_by_side=jobs).run(requests)) as fetched:
         for request in fetched:
             yield requests.result(request)
     yield from requests.invalid
@@ -286,7 +289,7 @@ def warm(
                 settle(pulled)
     else:
         requests = _PullRequests(origin, urls, target, options)
-        fetch_beside(BulkFetch(origin, side_by_side=jobs), requests, lambda request: settle(requests.result(request)))
+        fetch_beside(Pipeline(origin, side_by_side=jobs), requests, lambda request: settle(requests.result(request)))
         for pulled in requests.invalid:
             settle(pulled)
     return WarmReport(tuple(done), tuple(failed))

@@ -29,7 +29,8 @@ from forebay.directories.listings import Listing, Listings
 from forebay.directories.location import RemoteDirectory, locate
 from forebay.directories.manifests import File, Manifest, Part, Patterns
 from forebay.origin import Origin
-from forebay.origin.bulk import BulkFetch, Wanted
+from forebay.origin.job import Job
+from forebay.origin.pipeline import Pipeline
 from forebay.origin.request import FetchOptions, Target, is_same_version
 from forebay.origin.spaces import DIRECTORIES, POSTPONED, URLS
 
@@ -325,10 +326,10 @@ class _Tree:
         self._came_unseen = any(file.digest is None and (file.validator is None or file.name in self._unlike) for file in missing)
 
         requests = (
-            Wanted(targets[file.name], self._options_of(file, at, progress.of(file)), number, leased=True)
+            Job(self._origin, targets[file.name], self._options_of(file, at, progress.of(file)), number, leased=True)
             for number, file in enumerate(missing)
         )
-        fetches = contextlib.closing(BulkFetch(self._origin, on_turn=progress.tell).run(requests))
+        fetches = contextlib.closing(Pipeline(self._origin, on_turn=progress.tell).run(requests))
         try:
             self._store.ensure_room(URLS, [(targets[file.name].key, file.size or 0) for file in missing])
             with fetches as fetched:
@@ -388,7 +389,7 @@ class _Tree:
             on_progress=on_progress, wait=self._options.wait, listed=listed, ahead=True,
         )  # fmt: skip
 
-    def _listed_version(self, file: File, request: Wanted) -> Lease:
+    def _listed_version(self, file: File, request: Job) -> Lease:
         """The file that was fetched. Raises `RemoteChanged` or `ChecksumMismatch` if the remote has another version now, or its error."""
         target, lease, error = request.target, request.lease, request.error
         if isinstance(error, errors.ChecksumMismatch):

@@ -10,36 +10,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
-from forebay._engine.locks.lease import Lease, in_place
+from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
 from forebay._kernel import events, waits
 from forebay._logs import logger
-from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Transfer
+from forebay._model import Entry, ObjectInfo, Transfer
 from forebay.origin.opening import CacheHandle, Reopening, RootOptions, in_memory, no_store, others_can_write
-from forebay.origin.request import (
-    FetchOptions,
-    SpillingSink,
-    Target,
-    Targets,
-    VersionCheckSink,
-    expected_sha256,
-    folder_of,
-    is_expected,
-    is_same_version,
-    sha256_mismatch,
-    sha256_of,
-)
+from forebay.origin.request import FetchOptions, Target, Targets, folder_of, is_same_version
 from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS, index_key
 
 if TYPE_CHECKING:
     from forebay._engine.passthrough import PassThrough
-    from forebay._engine.write.writing import Writing
 
 log = logger("forebay.origin")
 A = TypeVar("A", bytes, Transfer)
@@ -203,43 +189,22 @@ class Origin(Targets):
 
     def read(self, target: Target, options: FetchOptions) -> memoryview:
         """The bytes, read-only: over the mapping where they are stored, else in memory."""
-        with waits.time_limit(options.timeout):
-            return self._read(target, options)
+        from forebay.origin.job import Job  # imported late: a hit needs none
 
-    def _read(self, target: Target, options: FetchOptions) -> memoryview:
-        if options.bypass or (target.in_place and not options.force):
-            return self.direct(target, options)
-        served, is_missing = self.served(target, options)
-        if served is not None:
-            return served
-        spilling = SpillingSink(self.most)
-        try:
-            lease = self.lease(target, options, looked=is_missing, spilling=spilling)
-            with lease:
-                hit = self.store.view_leased(URLS, target.key, lease)
-                if hit is None:
-                    raise errors.CacheFault(f"{target.key} cannot be mapped", key=target.key)
-                self.store.alias(URLS, self.alias(target.url, target.key), hit)
-                return memoryview(hit.view)
-        except (errors.CacheFault, errors.WaitTimeout) as error:
-            self.fall_back(error, target.key)
-            data = spilling.take()
-            return self.direct(target, options) if data is None else data
+        job = Job(self, target, options)
+        job.run()
+        assert job.data is not None, "a job that raises nothing has its result"
+        return job.data
 
-    def served(self, target: Target, options: FetchOptions) -> tuple[memoryview | None, bool]:
-        """A hit by the memo or the catalog, without a lease; else whether there is no entry."""
-        if options.sha256 or options.etag or options.pin or options.refresh:
-            return None, False
-        try:
-            hit = self.store.view(URLS, target.key)
-        except errors.CacheFault:
-            return None, False  # the lease, which comes next, reports it
-        if hit is None or not self.is_fresh(hit.entry, options):
-            return None, hit is None
-        self.store.touch(hit.entry)
-        self.store.count_hit(hit.size)
-        self.store.alias(URLS, self.alias(target.url, target.key), hit)
-        return memoryview(hit.view), False
+    def lease(self, target: Target, options: FetchOptions) -> Lease:
+        """A lease on the cached copy, fetched if it is missing or not fresh; a local file is its own copy. Raises `CacheFault` where it
+        cannot be stored."""
+        from forebay.origin.job import Job
+
+        job = Job(self, target, options, leased=True)
+        job.run()
+        assert job.lease is not None, "a job that raises nothing has its result"
+        return job.lease
 
     def open(self, target: Target, options: FetchOptions, block_size: int | str | None = None) -> BinaryIO:
         """A file object on the cached copy; one that reads ranges of the remote where there is none. ``block_size``: see `Cache.open`."""
@@ -251,65 +216,14 @@ class Origin(Targets):
 
         return open_object(self, target, options)
 
-    def lease(self, target: Target, options: FetchOptions, *, looked: bool = False, spilling: SpillingSink | None = None) -> Lease:
-        """A lease on the cached copy, fetched if it is missing or not fresh. Raises `CacheFault` where it cannot be stored.
+    def direct(self, target: Target, options: FetchOptions) -> memoryview:
+        """The whole object in memory, or over the upstream's mapping; nothing is stored."""
+        from forebay.origin.job import Job
 
-        ``looked``: the caller has just seen that it is missing. ``spilling``: takes the data that has no room, before that is raised."""
-        fetches: list[bool] = []
-        on_hold = spilling.held_by if spilling is not None else None
-        seen: list[tuple[int, int] | None] = []  # the stamp of the unusable entry that each look saw, if any
-
-        def look() -> Lease | None:
-            return self._kept(target, options, seen)
-
-        def make() -> Lease:
-            fetches.append(True)
-            return self.obtain(target, options, spilling) if any(seen) else self._fetch(target, options, spilling)
-
-        # P1 and P2 see no entry / P1 holds the key, fetches, releases / P2 holds the key: without a look under the lock it fetches again.
-        with waits.time_limit(options.timeout):
-            lease = None if looked else look()
-            if lease is None:
-                single, on_wait = self.store.locks.single, options.on_wait
-                lease = single(URLS, target.key, look, make, timeout=options.timeout, on_wait=on_wait, on_hold=on_hold)
-            if not fetches:
-                self.store.count_hit(lease.entry.size)
-            if options.pin and lease.entry.life != "pinned":
-                self.store.set_life(URLS, target.key, "pinned")
-        return lease
-
-    def _kept(self, target: Target, options: FetchOptions, seen: list[tuple[int, int] | None]) -> Lease | None:
-        """A lease on the entry, if it satisfies ``options``. A refresh takes only what another call validated since its own first look."""
-        lease = self.store.lease(URLS, target.key)
-        stamp = self.store.stamp(lease.entry) if lease is not None else None
-        is_old = options.refresh and (not seen or stamp == seen[0])
-        if lease is not None and not is_old and self.is_fresh(lease.entry, options) and is_expected(lease, options):
-            return lease
-        seen.append(stamp)
-        if lease is not None:
-            lease.close()
-        return None
+        return Job(self, target, options).direct()
 
     def is_fresh(self, entry: Entry, options: FetchOptions) -> bool:
         return self.store.validated(entry) >= options.since
-
-    # -- fetching, under the key's lock ----------------------------------------------------------------------------
-
-    def obtain(self, target: Target, options: FetchOptions, spilling: SpillingSink | None) -> Lease:
-        """Validate the entry, else fetch it. The last look was under the key's lock: no other process is fetching it."""
-        old = self.store.lease(URLS, target.key)
-        if old is None or not is_expected(old, options):
-            return self._fetch(target, options, spilling)
-        try:
-            is_current = self.validate(target, options, old.entry) is None
-        except BaseException:
-            old.close()  # the error, and so its frames, may live for long
-            raise
-        if is_current:
-            self.store.count_hit(old.entry.size)
-            return old
-        old.close()
-        return self._fetch(target, options, spilling)
 
     def validate(self, target: Target, options: FetchOptions, entry: Entry) -> ObjectInfo | None:
         """None if the remote still has the version of ``entry``, or cannot be reached; else a description of the version that it has."""
@@ -343,9 +257,9 @@ class Origin(Targets):
     def _postponed(self, options: FetchOptions) -> int:
         return options.since + min(self.store.now() - options.since, POSTPONED)
 
-    def _above(self, target: Target, options: FetchOptions) -> tuple[Remembered, int] | None:
+    def upstream_copy(self, target: Target, options: FetchOptions) -> tuple[Remembered, int] | None:
         """The upstream root's copy and the time of its validation, if the remote still has this version: it is asked at most once."""
-        hit = self.upstream.view(URLS, target.above) if self.upstream is not None else None
+        hit = self.upstream.view(URLS, target.above) if self.upstream is not None and target.above else None
         if hit is None or self.upstream is None or (options.etag and not is_same_version(hit.entry.validator, options.etag)):
             return None
         at, began = self.validated(self.upstream, hit.entry), self.store.now(exact=True)
@@ -358,61 +272,6 @@ class Origin(Targets):
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             self.warn_stale(target.key, "%s cannot be reached (%s): the upstream's copy is served", error)
             return hit, self._postponed(options)
-
-    def _copy(self, target: Target, options: FetchOptions, hit: Remembered, validated: int) -> Lease:
-        """Copy an entry of the upstream root into this one."""
-        with self._writing(target, options, validated, resume=False) as writing:
-            writing.begin(ObjectInfo(target.key, hit.size, hit.entry.validator))
-            writing.write(0, hit.view)
-            self._check_sha256(target, options, writing)
-            return writing.publish_leased(validator=hit.entry.validator)
-
-    def _fetch(self, target: Target, options: FetchOptions, spilling: SpillingSink | None) -> Lease:
-        fetched = self.fetch(target, options, spilling, None, self.store.now(exact=True))
-        assert isinstance(fetched, Lease), "nothing is collected"
-        return fetched
-
-    def fetch(
-        self, target: Target, options: FetchOptions, spilling: SpillingSink | None, begun: BegunFetch | None, began: int, *,
-        resume: bool = True, collect: int = 0,
-    ) -> Lease | Writing:  # fmt: skip
-        """Fetch an object that was asked for at ``began``, if ``begun``, or is now. ``resume``: look for what a dead fetch left of it.
-        ``collect``: one of at most so many bytes is not published yet; see `Writing` and `Store.publish_collected`."""
-        above = self._above(target, options)
-        if above is not None:
-            return self._copy(target, options, *above)
-        if options.offline:
-            raise errors.Offline.of(target.key)
-        self.store.count("misses")
-        with self._writing(target, options, began, resume=resume, collect=collect) as writing:
-            sink: Sink = writing
-            if spilling is not None and writing.partial is None:
-                writing.spills, sink = True, spilling.over(writing)
-            if options.etag:
-                sink = VersionCheckSink(sink, target.key, options.etag)
-            ask = partial(target.remote.fetch, target.url, sink, listed=options.listed) if begun is None else partial(begun.fetch, sink)
-            self.receive(target.key, ask, options)
-            if spilling is not None and spilling.fault is not None:
-                spilling.came = self._read_only(target, options, spilling.data, spilling.info)
-                raise spilling.fault
-            self._check_sha256(target, options, writing)
-            if collect and writing.collected is not None:
-                return writing
-            try:
-                lease = writing.publish_leased(validator=writing.info.validator if writing.info else None)
-            except errors.CacheFault:
-                if spilling is not None and writing.collected is not None:  # there is no room, but its bytes are here
-                    spilling.came = memoryview(writing.collected.data).toreadonly()
-                raise
-        self.store.count("fills")
-        self.store.count("bytes_stored", lease.entry.size)
-        return lease
-
-    def _writing(self, target: Target, options: FetchOptions, began: int, *, resume: bool, collect: int = 0) -> Writing:
-        return self.store.writing(
-            URLS, target.key, suffix=target.suffix, life="pinned" if options.pin else "cached", validated=began, resume=resume,
-            on_progress=options.on_progress, collect=collect, ahead=options.ahead,
-        )  # fmt: skip
 
     def receive(self, key: str, ask: Callable[[], A], options: FetchOptions | None = None) -> A:
         """What ``ask`` brings from a remote: bytes of ``key``, or a report on those that it wrote. Counts them, and tells the listeners."""
@@ -434,17 +293,6 @@ class Origin(Targets):
         events.emit("fetch", self.path, key, size=transfer.received, since=began)
         log.debug("%s: fetched %d bytes, by %d requests", key, transfer.received, transfer.requests)
         return answer
-
-    def _check_sha256(self, target: Target, options: FetchOptions, writing: Writing) -> None:
-        """Check the bytes against what the caller expects, and what the remote says."""
-        expected = expected_sha256(options, writing.info)
-        if not expected:
-            return
-        digest = writing.sha256()
-        if expected != {digest}:
-            writing.discard()
-            raise sha256_mismatch(target, expected, digest)
-        writing.set_meta(f'{{"sha256": "{digest}"}}')  # JSON
 
     def count(self, transfer: Transfer) -> None:
         self.store.count("requests", transfer.requests)
@@ -478,28 +326,6 @@ class Origin(Targets):
             self.warned.add(kind)
             log.warning(message, *map(str, values))  # an error would keep its frames, and their mappings, as long as the record lives
 
-    def direct(self, target: Target, options: FetchOptions, begun: BegunFetch | None = None) -> memoryview:
-        """The whole object in memory, or over the upstream's mapping. ``begun``: the request, if it is under way."""
-        above = self._above(target, options) if not options.bypass else None
-        if above is not None and options.sha256 is None and options.etag is None:
-            return memoryview(above[0].view)
-        self.refuse_offline(target, options)
-        sink = BufferSink(self.most)
-        checked = VersionCheckSink(sink, target.key, options.etag) if options.etag else sink
-        ask = partial(target.remote.fetch, target.url, checked) if begun is None else partial(begun.fetch, checked)
-        if target.in_place is None:
-            self.receive(target.key, ask, options)
-        else:
-            ask()
-        return self._read_only(target, options, sink.data, sink.info)
-
-    def _read_only(self, target: Target, options: FetchOptions, data: bytearray, info: ObjectInfo | None) -> memoryview:
-        """The fetched bytes, read-only. Raises `ChecksumMismatch` if they are not what ``options``, or the remote, says."""
-        expected = expected_sha256(options, info)
-        if expected and expected != {digest := sha256_of(data)}:
-            raise sha256_mismatch(target, expected, digest)
-        return memoryview(data).toreadonly()
-
     def most(self) -> int:
         """Maximum size in memory, in bytes, of an object that arrives compressed: as many as the cache could store."""
         try:
@@ -510,12 +336,6 @@ class Origin(Targets):
     def refuse_offline(self, target: Target, options: FetchOptions) -> None:
         if options.offline and target.in_place is None:
             raise errors.Offline.of(target.key)
-
-    def local(self, target: Target, options: FetchOptions) -> Lease:
-        """A lease on the cached copy; a local file is its own path."""
-        if target.in_place and not options.force:
-            return in_place(target.in_place)
-        return self.lease(target, options)
 
     # -- for the layers above --------------------------------------------------------------------------------------
 

@@ -13,21 +13,22 @@ from typing import TYPE_CHECKING
 from forebay._kernel.threads import GRACE, TURN
 
 if TYPE_CHECKING:
-    from forebay.origin.bulk import BulkFetch, Wanted
+    from forebay.origin.job import Job
+    from forebay.origin.pipeline import Pipeline
 
 AHEAD = 256  # requests that are taken before their results have come
 
 
-def fetch_beside(bulk: BulkFetch, requests: Iterable[Wanted], settle: Callable[[Wanted], None]) -> None:
+def fetch_beside(bulk: Pipeline, requests: Iterable[Job], settle: Callable[[Job], None]) -> None:
     """Fetch in a thread of its own, which calls ``settle`` with each result, while this thread reads ``requests``: however long these wait
     for the next one, what has come is published, and no other process waits for it.
 
     Raises what ``requests`` or ``settle`` raises; then, and after an interrupt, gives up what is under way."""
-    given: deque[Wanted] = deque()
+    given: deque[Job] = deque()
     settled: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     is_complete = False
 
-    def take(most: int) -> Sequence[Wanted] | None:
+    def take(most: int) -> Sequence[Job] | None:
         is_last = is_complete  # before the look: more may be given in between
         group = [given.popleft() for _ in range(min(most, len(given)))]
         return group if group or not is_last else None

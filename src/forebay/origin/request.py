@@ -1,4 +1,4 @@
-"""An object of a remote, the options of one fetch of it, and the sinks that receive it."""
+"""An object of a remote, and the options of one call for it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from forebay import _config, _model, errors, remote
+from forebay import _config, errors, remote
+from forebay._engine.index.memo import Remembered
 from forebay._kernel import host, waits
-from forebay._model import Buffer, BufferSink, Content, ObjectInfo, Partial, Remote, Span, can_clone
+from forebay._model import Content, ObjectInfo, Remote, noted
 from forebay.origin.spaces import FOREVER, URLS
 from forebay.remote import UrlNaming, urls
 
 if TYPE_CHECKING:
-    from forebay._engine.flight import KeyHold, OnWait
+    from forebay._engine.flight import OnWait
     from forebay._engine.index.memo import Hit
     from forebay._engine.locks.lease import Lease
     from forebay._engine.passthrough import PassThrough
     from forebay._engine.store import Store
-    from forebay._engine.write.writing import Writing
     from forebay.origin import Origin
 
 _REMOTE = ("http", "s3:")
@@ -27,8 +27,8 @@ _NO_ROOT = int.from_bytes(os.urandom(8)) >> 2  # in place of the secret of a roo
 
 
 class Target(NamedTuple):
-    """A URL: where it is fetched from, and the key under which it is stored; ``above``: that in the upstream root. Only ``url`` may contain
-    secrets."""
+    """A URL: where it is fetched from, and the space and key under which it is stored; ``above``: the key in the upstream root. Only
+    ``url`` may contain secrets."""
 
     url: str
     key: str
@@ -36,6 +36,7 @@ class Target(NamedTuple):
     resolve: Callable[[], Remote]
     in_place: str | None = None
     above: str = ""
+    space: str = URLS
 
     @property
     def remote(self) -> Remote:
@@ -122,7 +123,8 @@ class FetchOptions(NamedTuple):
     -1: even if it was invalidated). ``refresh``: serve only what was validated since the call began, whatever the clock says.
     ``timeout``: seconds to wait for another process. ``bypass``: neither look into the cache nor write to it. ``force``: keep a local
     file in the cache too. ``wait``: how long its requests may wait for connections, all of one call together; None: without a limit.
-    ``listed``: how a listing that this call requested describes the object. ``ahead``: the bytes are for later calls."""
+    ``listed``: how a listing that this call requested describes the object. ``ahead``: the bytes are for later calls. ``life``: of the
+    entry, unless ``pin``."""
 
     since: int = 1
     offline: bool = False
@@ -138,6 +140,7 @@ class FetchOptions(NamedTuple):
     wait: waits.SharedLimit | None = None
     listed: ObjectInfo | None = None
     ahead: bool = False
+    life: str = "cached"
 
     @classmethod
     def of(
@@ -154,92 +157,6 @@ class FetchOptions(NamedTuple):
         timeout = origin.timeout if timeout is None else _config.parse_timeout(timeout)
         wait = None if timeout is None else waits.SharedLimit(timeout)
         return cls(since, offline, sha256, etag, timeout, bypass, force, pin, on_wait, on_progress, refresh and not offline, wait)
-
-
-class VersionCheckSink:
-    """A sink that refuses any version but the expected one, before a byte of it is stored."""
-
-    def __init__(self, sink: _model.Sink, url: str, etag: str) -> None:
-        self._sink, self._url, self._etag = sink, url, etag
-        self.partial: Partial | None = sink.partial
-        self.write = sink.write
-        self.most = getattr(sink, "most", None)  # see `BufferSink`
-
-    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
-        if not is_same_version(info.validator, self._etag):
-            raise errors.ChecksumMismatch.of(self._url, self._etag, info.validator or "no ETag")
-        return self._sink.begin(info)
-
-    def clone(self, fd: int) -> bool:
-        """See `CloningSink.clone`."""
-        return can_clone(self._sink) and self._sink.clone(fd)
-
-
-class SpillingSink:
-    """A sink that continues in memory where the cache has no room, so that the data of the first answer is not requested again."""
-
-    def __init__(self, most: Callable[[], int]) -> None:
-        """``most``: see `BufferSink`."""
-        self.most = most
-        self.partial: Partial | None = None
-        self._memory = BufferSink(most)
-        self._sink: _model.Sink = self._memory
-        self._writing: Writing | None = None
-        self.info: ObjectInfo | None = None
-        """How the remote describes the object."""
-        self._hold: KeyHold | None = None
-        self.fault: errors.CacheFault | None = None
-        self.came: memoryview | None = None
-        """The whole object, once it was received and checked."""
-
-    def held_by(self, hold: KeyHold) -> None:
-        """Release this lock as soon as it is known that nothing will be stored: other readers of the object need not wait."""
-        self._hold = hold
-
-    def over(self, writing: Writing) -> Self:
-        """Write to this as long as it accepts the object."""
-        self._sink = self._writing = writing
-        return self
-
-    @property
-    def data(self) -> bytearray:
-        return self._memory.data
-
-    def take(self) -> memoryview | None:
-        """`came`, once: drops it, and the fault, whose frames hold references to this object."""
-        came, self.came, self.fault = self.came, None, None
-        return came
-
-    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
-        """See `Sink.begin`."""
-        self.info = info
-        if self.fault is None:
-            try:
-                return self._sink.begin(info)
-            except errors.CacheFault as error:
-                self._spill(error)
-        return self._memory.begin(info)
-
-    def write(self, offset: int, data: Buffer) -> None:
-        """See `Sink.write`."""
-        try:
-            self._sink.write(offset, data)
-        except errors.NoSpace as error:
-            if self._writing is None or self.info is None or self.info.size is not None:
-                raise  # parts may come from several threads
-            self._memory.begin(self.info)
-            self._writing.move_to(self._memory)
-            self._spill(error)
-            self._memory.write(offset, data)
-
-    def _spill(self, error: errors.CacheFault) -> None:
-        self.fault, self._sink = error.with_traceback(None), self._memory  # its frames hold references to what they have mapped
-        if self._hold is not None:
-            self._hold.release()
-
-    def clone(self, fd: int) -> bool:
-        """See `CloningSink.clone`."""
-        return can_clone(self._sink) and self._sink.clone(fd)
 
 
 def first_touch(origin: Origin, url: str | os.PathLike[str], *, force: bool) -> memoryview | None:
@@ -260,7 +177,7 @@ def is_there(origin: Origin, url: str | os.PathLike[str]) -> bool:
         return False
     with contextlib.suppress(errors.CacheFault):
         keys = _possible_keys(origin, urls.as_text(url), force=False)
-        return any(store.reservations.expect(URLS, key, origin.max_age) is not None for key in keys)
+        return any(store.prefetching.expect(URLS, key, origin.max_age) is not None for key in keys)
     return False
 
 
@@ -283,14 +200,15 @@ def is_same_version(validator: str | None, expected: str) -> bool:
     return (validator or "").removeprefix("W/").strip('"') == expected.removeprefix("W/").strip('"')
 
 
-def is_expected(lease: Lease, options: FetchOptions) -> bool:
-    """Whether a leased entry has the ETag and the SHA-256 that the caller expects, if it expects any."""
-    if options.etag and not is_same_version(lease.entry.validator, options.etag):
+def is_expected(found: Lease | Remembered, options: FetchOptions) -> bool:
+    """Whether an entry has the ETag and the SHA-256 that the caller expects, if it expects any."""
+    if options.etag and not is_same_version(found.entry.validator, options.etag):
         return False
     if options.sha256 is None:
         return True
-    known = _model.noted(lease.entry.meta, sha256=str)
-    return bool((known["sha256"] if known else sha256_of(lease.path)) == options.sha256.lower())
+    known = noted(found.entry.meta, sha256=str)
+    content: Content = found.view if isinstance(found, Remembered) else found.path
+    return bool((known["sha256"] if known else sha256_of(content)) == options.sha256.lower())
 
 
 def sha256_of(content: Content) -> str:
@@ -301,16 +219,6 @@ def sha256_of(content: Content) -> str:
         return hashlib.sha256(content).hexdigest()
     with open(content, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def expected_sha256(options: FetchOptions, info: ObjectInfo | None) -> set[str]:
-    """The digests that the bytes must have: the caller's, and the remote's."""
-    return {digest.lower() for digest in (options.sha256, info.sha256 if info is not None else None) if digest}
-
-
-def sha256_mismatch(target: Target, expected: set[str], digest: str) -> errors.ChecksumMismatch:
-    other = min(expected - {digest})
-    return errors.ChecksumMismatch.of(target.key, f"sha256 {other}", f"sha256 {digest}")
 
 
 def folder_of(key: str) -> str:

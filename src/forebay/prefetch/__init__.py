@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,14 +17,14 @@ from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Buffer, Item_co, Noted, Policy, as_bytes, to_bytes
+from forebay._model import Buffer, Item_co, Noted, as_bytes, to_bytes
 from forebay.origin import Origin
 from forebay.origin.spaces import FOREVER, URLS
+from forebay.prefetch.items import Items, Objects, SourceItems
 from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
 from forebay.prefetch.lazies import PassThrough as PassThrough
-from forebay.prefetch.loader import Abandoned, Loader, abandon
-from forebay.prefetch.loads import Load, PrefetchConfig, RemoteObjects
-from forebay.prefetch.objects import ObjectLoader
+from forebay.prefetch.loader import Loader, abandon
+from forebay.prefetch.loads import Load
 from forebay.reports import OnProgress, Progress, WarmReport
 from forebay.sources import DecodedSource, Source, UrlSource, identity_of, source_of
 
@@ -59,30 +58,35 @@ class Prefetcher(Pool[Item_co]):
         bind = getattr(source, "bind", None)
         if bind is not None:
             bind(origin)
-        self._maker = _Maker(source, options, self._store, counts=bind is None)
-        objects = self._maker.objects
-        self._remote = RemoteObjects(origin, objects.target, versioned=objects.version is not None) if objects is not None else None
+        self._maker = _Maker(source, options, self._store)
+        self._counts = bind is None
         self._open_loader()
         self.identity = f"{self.name}:{self._digest}"
 
     def _open_loader(self) -> None:
-        owner: Abandoned
+        items: Items
+        origin, source, keep = self._origin, self._maker.objects, self._options["keep"]
         self._objects = self._objects_of_urls()
-        if self._objects is not None and self._remote is not None:
+        if self._objects is not None:
             self._digest = _digest([identity_of(self.source)])
-            self._space, self._max_age = URLS, FOREVER if self._origin.offline else self._origin.max_age
-            waits = self._store.spaces.limits(self.name).policy == Policy.WAIT
-            self._loader: Loader | ObjectLoader = ObjectLoader(self._remote, self._store, self._options["workers"], waits=waits)
-            owner = self._loader
+            self._space, self._max_age = URLS, FOREVER if origin.offline else origin.max_age
+            items = Objects(origin, self._objects.target, pool=self.name)
         else:
             session = self._join()
             self._maker.takes_parts = not self._is_limited
             self._space, self._max_age = self.name, FOREVER
-            self._loader = Loader(self._job(session))
-            owner = self._loader.queue
+            if source is not None:
+                versioned = source.version is not None
+                items = Objects(
+                    origin, source.target, versioned=versioned, space=self.name, pool=self.name, keep=keep, session=session
+                )  # fmt: skip
+            else:
+                maker, size = self._maker, getattr(self.source, "size", None) if self._maker.knows_sizes else None
+                items = SourceItems(origin, self.name, keep, maker.make, maker.is_kept, size, session, counts=self._counts and maker.is_raw)
+        self._loader = Loader(items, self._store, self._options["workers"])
         self._hit = self._store.hot_lookup(self._space)
         # Weakly: an error that a caller keeps holds its frames, these hold a lazy, and a lazy holds this object.
-        weakref.finalize(self, abandon, weakref.ref(owner)).atexit = False
+        weakref.finalize(self, abandon, weakref.ref(self._loader)).atexit = False
 
     def _objects_of_urls(self) -> UrlSource | None:
         """The source, if its items can be what `Cache.read` stores: nothing of this prefetcher binds them to other rules."""
@@ -107,23 +111,9 @@ class Prefetcher(Pool[Item_co]):
         self._item_version: Callable[[str], str | None] | None = getattr(self.source, "version_of", None) if version is None else None
         if version is not None:
             return None
-        session = self._store.reservations.join(
-            SESSIONS,
-            f"{self.name}/{self._digest}",
-            # Not in the pool's own space, where items are counted.
-        )
+        session = self._store.prefetching.join(SESSIONS, f"{self.name}/{self._digest}")  # items are counted in the pool's own space
         self._bound = _digest([*parts, f"{session.entry.id:x}"])
         return session
-
-    def _job(self, session: Lease | None) -> PrefetchConfig:
-        size = getattr(self.source, "size", None) if self._maker.knows_sizes else None
-        objects = self._remote
-        return PrefetchConfig(
-            store=self._store, space=self.name, workers=self._options["workers"], keep=self._options["keep"],
-            make=self._maker.obtain if objects is None else objects.obtain, read=self._maker.make if objects is None else objects.read,
-            direct=self._maker.make if objects is None else objects.direct, objects=objects, size_of=size, is_kept=self._maker.is_kept,
-            timeout=self._origin.timeout, report_fault=_FallbackReporter(self._origin, self.name), session=session,
-        )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle, (self._origin, self.source, self._options)
@@ -158,7 +148,7 @@ class Prefetcher(Pool[Item_co]):
             if self._maker.is_kept(key):
                 return key, named[0]
             with contextlib.suppress(errors.CacheFault):
-                if self._store.reservations.expect(self._space, named[0], self._max_age) is not None:
+                if self._store.prefetching.expect(self._space, named[0], self._max_age) is not None:
                     return key, named[0]
         return Lazy(self, key, self._loader.submit(key, *named))
 
@@ -196,7 +186,7 @@ class Prefetcher(Pool[Item_co]):
     def _spill(self, name: str, data: bytes) -> Lease:
         self._loader.start()
         shown = name.encode("utf-8", "backslashreplace").decode()
-        return self._store.reservations.spill(self.name, f"~put/{shown}~{secrets.token_hex(8)}", data)
+        return self._store.put_held(self.name, f"~put/{shown}~{secrets.token_hex(8)}", data)
 
     def _unspill(self, lease: Lease, seal: bytes) -> Any:
         data = self._store.bytes_leased(lease)
@@ -228,7 +218,7 @@ class Prefetcher(Pool[Item_co]):
                     failed.append((key, error))
                     continue
                 with contextlib.suppress(errors.CacheFault):
-                    self._store.reservations.expect(self._space, load.name, FOREVER)  # it is not on trial
+                    self._store.prefetching.expect(self._space, load.name, FOREVER)  # it is not on trial
                 done.append(key)
                 if on_progress is not None:
                     on_progress(Progress(key, state="done"))
@@ -267,8 +257,8 @@ class Prefetcher(Pool[Item_co]):
                 raise errors.ConfigError(f"{name} must be an integer that is not negative, not {value!r}", name=name, value=value)
         self._store.spaces.ensure(self.name, quota=budget, max_count=max_count)
         self._options |= {name: value for name, value in (("budget", budget), ("max_count", max_count)) if value is not None}
-        if isinstance(self._loader, Loader):
-            self._loader.look_at_limit()
+        if self._objects is None:
+            self._loader.news.wake()  # what waits for room may have it
         elif not self.closed and self._objects_of_urls() is None:
             self._loader.close()  # what is LOADING ends: the loader that follows would not be told of it
             self._open_loader()
@@ -320,8 +310,8 @@ class _Maker:
     """How items are made: the bytes that are stored, and the values that callers get. The threads refer to this object only, never to the
     prefetcher, so that they end when the prefetcher is dropped."""
 
-    def __init__(self, source: Source, options: dict[str, Any], store: Store, *, counts: bool) -> None:
-        self._source, self._store, self._counts = source, store, counts
+    def __init__(self, source: Source, options: dict[str, Any], store: Store) -> None:
+        self._source, self._store = source, store
         self.codec = codecs.codec(options["codec"])
         self.is_raw = options["store"] == "raw"
         self._inner: Any = source
@@ -333,11 +323,9 @@ class _Maker:
         self.knows_sizes: bool = self.is_raw and is_local is not False
         self.objects: UrlSource | None = self._inner if self.is_raw and type(self._inner) is UrlSource and not is_local else None
         """The source, if its items have the bytes of objects of a remote."""
-        self._lease: Callable[[str], Lease | None] | None = getattr(self._inner, "lease", None) if self.is_raw and not is_local else None
         self._part: Callable[..., Buffer | None] | None = getattr(self._inner, "kept", None) if self.is_raw and options["keep"] else None
         self.takes_parts = False
         """Whether items may be parts of other entries, which no limit of the prefetcher binds."""
-        self._read = getattr(self._inner, "fetch", self._inner.__getitem__) if self._lease is not None else self._inner.__getitem__
 
     def kept(self, key: str) -> Buffer | None:
         """The bytes of an item that the cache has as a part of something else."""
@@ -350,30 +338,10 @@ class _Maker:
         """Whether `kept` has it."""
         return self._part is not None and self.takes_parts and self._part(key, only_whether=True) is not None
 
-    def obtain(self, key: str) -> Buffer | Lease:
-        """`make`; a lease where the source has one on a file of this cache."""
-        lease: Lease | None = None
-        try:
-            lease = self._lease(key) if self._lease is not None else None
-        except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
-            log.debug("whether the cache has %s is not known: %s", key, str(error))
-        return lease if isinstance(lease, Lease) and self._store.is_own_file(lease) else self.make(key)
-
     def make(self, key: str) -> Buffer:
         """Read an item. Returns its bytes as they are stored."""
-        began = time.monotonic_ns()
-        self._store.count("misses")
-        try:
-            item = self._read(key)
-        finally:
-            self._store.count("wait_ns_remote", time.monotonic_ns() - began)
-        if not self.is_raw:
-            return b"".join(self.codec.encode(item))
-        data = _as_bytes(item, self._source, key)
-        if self._counts:
-            self._store.count("requests")
-            self._store.count("bytes_remote", len(data))
-        return data
+        item = self._inner[key]
+        return _as_bytes(item, self._source, key) if self.is_raw else b"".join(self.codec.encode(item))
 
     def value(self, key: str, data: Buffer) -> Any:
         """The value that `Lazy.get` returns, of the stored bytes."""
@@ -384,17 +352,6 @@ class _Maker:
         for decode in self._decoders:
             value = decode(key, value)
         return value
-
-
-@dataclass(frozen=True, slots=True)
-class _FallbackReporter:
-    """Counts the faults of the cache, and logs the first of each kind. Does not refer to the prefetcher."""
-
-    origin: Origin
-    space: str
-
-    def __call__(self, error: Exception, key: str) -> None:
-        self.origin.fall_back(error, f"{self.space}: {key}")
 
 
 # -- making ------------------------------------------------------------------------------------------------------------

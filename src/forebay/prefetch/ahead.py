@@ -22,9 +22,9 @@ from forebay.origin import Origin
 from forebay.origin.opening import in_memory
 from forebay.origin.request import FetchOptions
 from forebay.origin.spaces import FOREVER, URLS
-from forebay.prefetch.loader import abandon
-from forebay.prefetch.loads import Load, RemoteObjects
-from forebay.prefetch.objects import ObjectLoader
+from forebay.prefetch.items import Objects
+from forebay.prefetch.loader import Loader, abandon
+from forebay.prefetch.loads import Load
 from forebay.prefetch.retention import NextUses, Retention
 from forebay.remote.urls import Url, as_text
 
@@ -123,11 +123,12 @@ class Lookahead(Iterator[memoryview]):
         self._lent: list[tuple[int, int, str, int]] = []  # a heap of what stays for others: until when, hash, name, size
         self._measure_at = 0.0
         self._workers, self._most = workers, most
-        self._loader: ObjectLoader | None = None
+        self._objects = Objects(origin, origin.target)
+        self._loader: Loader | None = None
         store = origin.current()
         can_store = store.keeps and not store.root.read_only
         if can_store or origin.upstream is None:
-            self._loader = ObjectLoader(RemoteObjects(origin, origin.target, versioned=False), store, workers, waits=True, in_turn=True)
+            self._loader = Loader(self._objects, store, workers, in_turn=True)
             weakref.finalize(self, abandon, weakref.ref(self._loader)).atexit = False
         host.at_fork(self)  # behind that of the loader, whose lock is taken inside of this one
         self._store, self._hit = store, origin.hot_lookup()
@@ -184,7 +185,7 @@ class Lookahead(Iterator[memoryview]):
             self._reads, following = False, self._ahead[0]
             load, loader = following.load, self._loader
             if loader is not None:
-                loader.for_others = True
+                self._objects.for_others = True
             lease = load.ref.lease if load is not None else None
             if lease is not None:
                 self._sizes += lease.entry.size
@@ -221,7 +222,7 @@ class Lookahead(Iterator[memoryview]):
             self._sizes += size
             self._sized += 1
             if self._loader is not None:
-                self._loader.for_others = False
+                self._objects.for_others = False
             if following.drawn.position:
                 self._reads = True
                 self._keep_or_let_go(following, size)
@@ -332,7 +333,7 @@ class Lookahead(Iterator[memoryview]):
     def _reach(self) -> int:
         """How many bytes it looks ahead. What is ahead for other processes takes the room of what they could find there: in a full cache
         it is no more than keeps the workers busy."""
-        if not (self._narrows and self._is_full and self._loader is not None and self._loader.for_others):
+        if not (self._narrows and self._is_full and self._loader is not None and self._objects.for_others):
             return self._window
         return min(max(self._window // _NARROW, 2 * self._workers * self._typical), self._window)
 
@@ -362,7 +363,7 @@ class Lookahead(Iterator[memoryview]):
         store = self._store
         with contextlib.suppress(errors.CacheFault):
             if store.keeps and not store.root.read_only:
-                return store.reservations.expect(URLS, name, self._max_age)
+                return store.prefetching.expect(URLS, name, self._max_age)
             entry = store.entry(URLS, name)
             return entry.size if entry is not None else None
         return None
@@ -466,7 +467,7 @@ class Lookahead(Iterator[memoryview]):
         with self._lock:
             gone, self._gone = self._gone, {}
         with contextlib.suppress(errors.CacheFault):
-            left = store.reservations.dismiss(URLS, list(gone))
+            left = store.prefetching.dismiss(URLS, list(gone))
             with self._lock:
                 self._gone = {**dict.fromkeys(left), **self._gone}
 
@@ -478,7 +479,7 @@ class Lookahead(Iterator[memoryview]):
         if len(names) < _LOOK_EVERY or self._read % _LOOK_EVERY or not store.keeps:
             return
         with contextlib.suppress(errors.CacheFault):
-            unused = store.reservations.try_used(URLS, names)
+            unused = store.prefetching.try_used(URLS, names)
             with self._lock:
                 for name in set(names).difference(unused[-_LAG:]):
                     self._unused.pop(name, None)

@@ -1,14 +1,4 @@
-"""The threads of a prefetcher: a writer, and workers that read items before they are needed. Callers take items, or read them at once.
-
-look up    is the item in the cache? then it is leased, and done
-schedule   once room is promised for it, its key is locked; if another process holds the key, no thread waits for it
-read       into memory, by a worker, or by a caller that needs it now and cannot wait
-fetch      instead of that, objects of a remote, by the thread of the writer: see `linked_objects`
-store      the writer stores several at a time; until then they are served from memory
-
-Workers start to read while fewer items than twice the number of workers wait in memory to be stored. Only items that no caller wants yet
-wait for room.
-"""
+"""Loads the items of one prefetcher before they are needed, by one thread, which runs a pipeline while there is anything to load."""
 
 from __future__ import annotations
 
@@ -17,365 +7,589 @@ import contextlib
 import threading
 import time
 import weakref
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from forebay import errors
-from forebay._engine.flight import KeyHold
 from forebay._engine.locks.lease import Lease
+from forebay._engine.passthrough import PassThrough
+from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Noted
-from forebay.prefetch.linked_objects import ObjectFetch
-from forebay.prefetch.load_queue import REPORT_AFTER
-from forebay.prefetch.loads import Load, LoadRef, PrefetchConfig, Scheduled, State, size_of
-from forebay.prefetch.writer import ItemWriter
+from forebay.origin.job import Job
+from forebay.origin.pipeline import GROUP, Pipeline
+from forebay.origin.spaces import URLS
+from forebay.prefetch.items import Items, KeptElsewhere, Link
+from forebay.prefetch.loads import Load, LoadRef, News, State, live
+from forebay.remote.base import CallAborted
 
 log = logger("forebay.prefetch")
 
+REPORT_AFTER = 5.0
+"""Seconds after which a thread that waits for a load says so in the log, again and again."""
 AT_EXIT = 1.0
 """Seconds that an exiting process waits for each prefetcher: a source that stalls must not keep it."""
 WATCH = 0.1
-
-
-class Closing(Protocol):
-    """What is closed when the process exits."""
-
-    def close(self, timeout: float | None = None) -> None: ...
-
-
-close_at_exit: weakref.WeakSet[Closing] = weakref.WeakSet()
+"""Seconds until the thread looks again for what other processes fetch, and for room."""
+STORE_WAIT = 0.25
+"""Seconds that a caller that reads items itself, faster than the disk takes them, waits before its item is not stored."""
+_close_at_exit: weakref.WeakSet[Loader] = weakref.WeakSet()
 
 
 class Loader:
-    """The threads of one prefetcher, and the calls for its items. Callable from any thread; usable in both processes after a
-    fork: the child starts threads of its own when it loads something."""
+    """The loads of one prefetcher.
 
-    def __init__(self, config: PrefetchConfig) -> None:
-        self._config, self._store = config, config.store
-        self._writer = ItemWriter(config)
-        self.queue = self._writer.queue
+    ======================  ==================================================================================================
+    a caller                `submit`: a new load is QUEUED; `take`: QUEUED -> LOADING, and the caller reads it
+    the thread              QUEUED -> LOADING; or QUEUED again, while another process fetches it
+    either                  LOADING -> STORED, LOADED (its bytes are here; it may still be stored), FAILED, DROPPED (the cache failed)
+    the thread              LOADED -> STORED, once there is room for it, or it has its second name; or DROPPED
+    any thread              `close`: QUEUED -> DROPPED
+    ======================  ==================================================================================================
+
+    What finds no room stays in memory and occupies one of the places for items that are read, so few items are in memory, however many are
+    asked for; how many there are that are not to be stored, the caller of `submit` decides. One lock guards everything; the cache and the
+    source are never called under it. Callable from any thread. After a fork the child queues again what was not settled, and starts a
+    thread of its own when it asks for something."""
+
+    def __init__(self, items: Items, store: Store | PassThrough, workers: int, *, in_turn: bool = False) -> None:
+        """``in_turn``: callers take the loads in their order, so that what will never have room waits in memory too."""
+        self._origin, self._items, self._store, self._workers, self._in_turn = items.origin, items, store, workers, in_turn
+        self.news = News()
+        self.closed = self._reported_too_large = False
+        items.on_read = self._has_read
         self._reset()
         host.at_fork(self)
-        close_at_exit.add(self)
+        _close_at_exit.add(self)
 
     def _reset(self) -> None:
-        self._starting = threading.RLock()  # guards _threads; reentrant: a collector that runs inside may start some too
-        self._threads: list[threading.Thread] = []
+        self._lock = threading.RLock()  # reentrant: a collector that runs inside may drop, and so ask for, another item
+        self._settled = threading.Condition(self._lock)
+        self._refs: dict[str, LoadRef] = {}
+        self._queued: deque[LoadRef] = deque()
+        self._elsewhere: list[tuple[LoadRef, str, str]] = []  # other processes fetch them: with the space and the key
+        self._stalled: list[LoadRef] = []  # LOADED, without room
+        self._retries = False  # there may be room for them
+        self._links: deque[Link] = deque()
+        self._made: deque[tuple[LoadRef, Job]] = deque()  # callers have read them; they are to be published
+        self._under_way: dict[int, LoadRef] = {}
+        self._number = 0
+        self._pipeline: Pipeline | None = None
+        self._thread: threading.Thread | None = None
 
     # -- callers ---------------------------------------------------------------------------------------------------
 
-    def submit(self, key: str, name: str, bound: bool, *, holds: bool = True) -> Load:
-        """The load of an item, begun if there is none. ``name``: in the cache; ``bound``, ``holds``: see `Load`. Raises `Closed`."""
-        load = self.queue.submit(key, name, bound, holds)
-        self._start_threads()
+    def submit(self, key: str, name: str, bound: bool, *, stores: bool = True, holds: bool = True) -> Load:
+        """The load of an item, begun if there is none that `may_serve`. ``name``: its key in the cache; ``bound``, ``stores`` and
+        ``holds``: see `Load`. Raises `Closed`."""
+        with self._lock:
+            if self.closed:
+                raise errors.Closed.of("prefetcher")
+            ref = self._refs.get(key)
+            load = ref() if ref is not None else None
+            if load is None or not load.may_serve(holds):  # an error that a caller keeps may hold it for long
+                load = Load(key, name, bound, self.news.gone, stores=stores)
+                self._refs[key] = load.ref
+                self._queued.append(load.ref)
+                self.news.wake()
+            load.holds = load.holds or holds
+        self.start()
         return load
 
-    def _start_threads(self) -> None:
-        if len(self._threads) <= self._workers and not host.forked_unseen():
-            self._add_thread()
-
     def start(self) -> None:
-        """Start the first threads, one of which does what `discard` asks for."""
-        if not self._threads and not host.forked_unseen():
-            self._add_thread()
-
-    def _add_thread(self) -> None:
-        with self._starting:
-            count = len(self._threads)
-            if count > self._workers or self.queue.closing:
+        """Start the thread, which also removes what `discard` names."""
+        with self._lock:
+            if self._thread is not None or self.closed or host.forked_unseen():
                 return
-            run, name = (self._run_worker, f"prefetch-{count}") if count else (self._run_writer, "prefetch-writer")
-            thread = threading.Thread(target=run, name=f"forebay-{name}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        if not count:
-            self._add_thread()
-
-    def read(self, key: str) -> Buffer:
-        """The bytes of an item, from the source. Raises what the source raises."""
-        return self._config.read(key)
-
-    def wait_until_stored(self, load: Load) -> errors.ForebayError | None:
-        """Wait until an item is stored, or will not be. Returns why it is not."""
-        state = self.queue.wait_until_settled(load)
-        if state is State.STORED or (state is State.DROPPED and self._config.is_kept(load.key)):
-            return None
-        if state is State.FAILED:
-            return load.failure
-        if load.reason:
-            return errors.CacheFault(f"{load.key} cannot be stored: {load.reason}")
-        return errors.NoSpace(f"{load.key} cannot be stored", key=load.key, need=load.size or 0, free=0, budget=self.queue.limit)
+            thread = threading.Thread(target=self._run, name="forebay-prefetch-writer", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no further thread may be started: each caller reads for itself
+                thread.start()
+                self._thread = thread
 
     def take(self, load: Load) -> Buffer:
-        """The bytes of an item: from the cache, from memory, or from the source in this very thread, whichever is first.
-
-        Raises what the source raised."""
-        timeout = self._config.timeout
+        """The bytes of an item: from the cache, from memory, or from the source in this very thread. Raises what the source raised."""
+        timeout = self._origin.timeout
         until = None if timeout is None else time.monotonic() + timeout
         while True:
-            taken = self.queue.take(load, REPORT_AFTER if until is None else min(REPORT_AFTER, until - time.monotonic()))
-            data = taken.data
-            if taken.state is State.LOADING:
-                if until is None or time.monotonic() < until:
-                    log.warning("waiting for %s, which this process is reading", load.key)
-                    continue
-                return self._read_past(load, errors.WaitTimeout.of(load.key, timeout or 0.0, "this process"))
-            if taken.state is State.FAILED:
+            left = REPORT_AFTER if until is None else min(REPORT_AFTER, until - time.monotonic())
+            state, data, lease = self._wait(load, left)
+            if state is State.LOADING and (until is None or time.monotonic() < until):
+                log.warning("waiting for %s, which this process is reading", load.key)
+                continue
+            if state is State.LOADING:
+                self._origin.fall_back(errors.WaitTimeout.of(load.key, timeout or 0.0, "this process"), load.name)
+                return self._items.direct(load.key)
+            if state is State.QUEUED:
+                data = self._read_now(load)
+            elif state is State.FAILED:
                 assert load.error is not None
                 raise load.error
-            if data is None and taken.lease is not None:
-                data = self._leased(load, taken.lease)
-            elif data is None and taken.state is State.DROPPED:
-                return self._config.read(load.key)
-            elif data is None and taken.state is State.QUEUED:
-                data = self._load_now(load, taken.hold)
+            elif data is None and lease is not None:
+                data = self._leased(load, lease)
+            elif data is None:
+                data = self.read(load.key)
             if data is not None:
                 return data
 
+    def read(self, key: str, *, stores: bool = True) -> Buffer:
+        """The bytes of an item, as a call without a prefetcher gets them; from the source, if they are not to be stored. Raises what the
+        source raises."""
+        if stores:
+            return self._items.read(key)
+        self._store.count("misses")
+        return self._items.direct(key)
+
+    def wait_until_stored(self, load: Load) -> errors.ForebayError | None:
+        """Wait until an item is stored, or will not be. Returns why it is not."""
+        with self._lock, load.awaited():
+            while not load.is_settled or (load.state is State.LOADED and load.error is None):
+                if not self._settled.wait(REPORT_AFTER):
+                    log.warning("waiting for %s to be stored", load.key)
+        if load.state is State.STORED or (load.state is State.DROPPED and not load.reason and self._is_there(load)):
+            return None
+        if load.state is State.FAILED:
+            return load.failure
+        if isinstance(load.error, errors.NoSpace):
+            return load.error
+        return errors.CacheFault(f"{load.key} cannot be stored: {load.reason or 'there is no room for it'}")
+
+    def _is_there(self, load: Load) -> bool:
+        try:
+            return self._items.is_kept(load.key) or self._store.entry(self._items.space, load.name) is not None
+        except errors.CacheFault:
+            return False
+
+    def _wait(self, load: Load, seconds: float) -> tuple[State, Buffer | None, Lease | None]:
+        """Wait at most so long for its bytes. What was QUEUED is LOADING afterwards: the caller must read it."""
+        until = time.monotonic() + seconds
+        with self._lock:
+            with load.awaited():
+                while load.state is State.LOADING and (left := until - time.monotonic()) > 0:
+                    self._settled.wait(left)
+            state = load.state
+            if state is State.QUEUED:
+                self._set(load, State.LOADING)
+            return state, load.data, load.ref.lease if state is State.STORED else load.leased
+
     def _leased(self, load: Load, lease: Lease) -> Buffer | None:
-        """The stored bytes, or those of the file that is to get a second name. None: they are damaged, or the cache fails; from now on the
-        item is read from the source."""
-        data, fault = None, None
+        """The bytes of a leased entry, or of the file that is to get a second name. None: look again."""
+        data: Buffer | None = None
         try:
             data = self._store.bytes_leased(lease)
         except errors.CacheFault as error:
-            fault = error
-            self._config.report_fault(error, load.key)
-        if data is None and not lease.closed:  # else the writer is done with that file, and it may be gone
-            self.queue.drop(load.ref, fault)
-        is_noted = data is not None and lease.entry.meta and lease.entry.space == self._config.space
+            self._origin.fall_back(error, load.name)
+        if data is None and not lease.closed:  # damaged; else the thread is done with that file, and it may be gone
+            with self._lock:
+                self._set(load, State.DROPPED)
+        is_noted = data is not None and lease.entry.meta and lease.entry.space == self._items.space != URLS
         return Noted.of(data, lease.entry.meta) if data is not None and is_noted else data
 
-    def _read_past(self, load: Load, error: Exception) -> Buffer:
-        """Read an item without the cache, which could not help."""
-        self._config.report_fault(error, load.key)
-        return self._config.direct(load.key)
-
-    def _load_now(self, load: Load, hold: KeyHold | None) -> Buffer | None:
-        """Load an item in the thread that needs it. None: it turned out to be in the cache. ``hold``: the lock of its key, if the scheduler
-        looked for it under that."""
-        data: Buffer | None = None
-        self._start_threads()  # in a child of a fork there are none, and what is read is to be stored
+    def _read_now(self, load: Load) -> Buffer | None:
+        """Read a queued item in the thread that needs it; the thread stores it, if it is small. None: look again."""
+        self.start()  # in a child of a fork there is no thread, and others may be queued
+        with self._lock:
+            load.waiters += 1  # so that the bytes stay, whatever becomes of them
         try:
-            lease: Lease | None = None
-            if hold is None:
-                lease, hold = self._lock_or_lease(load)
-            if lease is not None:
-                self._keep_lease(load.ref, lease)
-                return None
-            assert hold is not None
-            made = self._make(load.ref)
-            data = self._store.bytes_leased(made) if isinstance(made, Lease) else made
-            if self._hand_over(load.ref, made, hold, None):
-                hold = None
-            return data
-        except (errors.CacheFault, errors.WaitTimeout) as error:
-            self.queue.drop(load.ref, error)
-            return data if data is not None else self._read_past(load, error)
+            if self.closed or not load.stores:
+                data = self.read(load.key, stores=load.stores)
+                self._set_loading(load, State.DROPPED)
+                return data
+            job = self._items.job(load)
+            try:
+                job.run(publishes=self._thread is None)
+            except (errors.CacheFault, errors.WaitTimeout) as error:
+                job.error = error.with_traceback(None)
+            if job.writing is not None:
+                self._hand_over(load, job)
+            else:
+                self._came(load.ref, job)
         except Exception as error:
-            self.queue.fail(load.ref, error)
+            self._set_loading(load, State.FAILED, error=error)
             raise
         except BaseException:
-            self.queue.queue_again(load.ref)
+            with self._lock:
+                if load.state in (State.LOADING, State.LOADED):
+                    self._set(load, State.QUEUED)
+                    self._queued.appendleft(load.ref)
+            self.news.wake()
             raise
         finally:
-            if hold is not None:
-                hold.release()
+            with self._lock:
+                load.waiters -= 1
+        return None
 
-    def _lock_or_lease(self, load: Load) -> tuple[Lease | None, KeyHold | None]:
-        """A lease on the item if it is in the cache, else the lock of its key, after another process that works on it."""
-        name, space = load.name, self._config.space
-        lease = self._store.take(space, name)
-        if lease is not None:
-            return lease, None
-        since = load.busy_since or time.monotonic_ns()
-        hold = self._store.locks.try_hold(space, name)
-        waited = hold is None or load.busy_since is not None
-        hold = hold or self._store.locks.hold(space, name, timeout=self._config.timeout)
-        try:
-            lease = self._store.take(space, name)
-            error = self._store.locks.failure(space, name, since) if waited and lease is None else None
-            if error is not None:
-                raise error
-        except BaseException:
-            hold.release()
-            raise
-        if lease is None:
-            return None, hold
-        hold.release()
-        return lease, None
+    def _hand_over(self, load: Load, job: Job) -> None:
+        """Have the thread publish what a caller has read. Where it is behind, the item is not stored."""
+        until = time.monotonic() + STORE_WAIT
+        with self._lock:
+            while len(self._made) >= 2 * self._workers and not self.closed and (left := until - time.monotonic()) > 0:
+                self._settled.wait(left)
+            data = job.collected.data if load.data is None else load.data
+            is_behind = self.closed or len(self._made) >= 2 * self._workers
+            self._set(load, State.DROPPED if is_behind else State.LOADED, data=data)
+            if not is_behind:
+                self._made.append((load.ref, job))
+        if is_behind:
+            job.release()
+        self.news.wake()
 
-    # -- workers ---------------------------------------------------------------------------------------------------
+    def _has_read(self, load: Load, data: Buffer) -> None:
+        """A source returned the bytes of an item: callers have them from here on, stored or not."""
+        with self._lock:
+            if load.state is State.LOADING:
+                self._set(load, State.LOADED, data=data)
 
-    @property
-    def _workers(self) -> int:
-        """How many threads read. Objects are fetched by that of the writer."""
-        return self._config.workers if self._config.objects is None else 0
+    # -- the thread ------------------------------------------------------------------------------------------------
 
-    def _run_writer(self) -> None:
-        """Work until the prefetcher is closed and all that was read is stored."""
-        objects = self._config.objects
-        if objects is None:
-            self._writer.run()
-        else:
-            ObjectFetch(objects, self._config.workers, self._writer, self._hand_over_scheduled, self._fail_object).run()
+    def _run(self) -> None:
+        """Work until the prefetcher is closed, and what was read is stored."""
+        pause: float | None = 0.0
+        while not (self.closed and pause is None):
+            self._forget(self.news.wait(pause))
+            self._retries |= pause != 0
+            try:
+                pause = self._turn()
+            except Exception as error:  # noqa: BLE001  # whatever it is: without this thread nothing would be loaded any more
+                self._fail(error)
+                pause = WATCH
 
-    def _run_worker(self) -> None:
-        """Work until the prefetcher is closed."""
-        while self._work():
-            pass
-
-    def _work(self) -> bool:
-        """One task. What is worked on is known to this call alone: a thread that sleeps keeps no load alive."""
-        task = self.queue.next_task()
-        if isinstance(task, Scheduled):
-            self._read_ahead(task)
-        elif isinstance(task, Load):
-            self._ask_size(task)
-        elif task is not None:
+    def _turn(self) -> float | None:
+        """Load what is queued. Returns how long there is nothing to do; None: until there is news."""
+        with self._lock:
+            has_next = not self.closed and self._places() > 0 and any(ref() is not None for ref in self._queued)
+            may_retry = self._retries and not self.closed and self._next_stalled() is not None
+            busy = next((one for one in self._elsewhere if one[0]() is not None), None)
+        if self._made or self._links or has_next or may_retry:
+            self._load()
+            return 0.0
+        if self.closed:
+            self._drop(self._stalled, "the prefetcher was closed")
+            return None
+        if busy is not None:
             with contextlib.suppress(errors.CacheFault):
-                self._store.locks.wait_turn(self._config.space, task, WATCH)
-            self.queue.watched()
-        return task is not None
+                if self._store.keeps:
+                    self._store.locks.wait_turn(*busy[1:], WATCH)
+            self._look_again()
+            return 0.0
+        return WATCH if self._stalled else None
 
-    def _read_ahead(self, scheduled: Scheduled) -> None:
-        ref = scheduled.ref
+    def _load(self) -> None:
+        pipeline = Pipeline(
+            self._origin, side_by_side=self._workers, waits=False, on_turn=self._look_again, made=self._next_made, name="prefetch"
+        )  # fmt: skip
+        with self._lock:
+            self._pipeline = pipeline
+        self.news.wakes = pipeline.wake
         try:
-            if self._config.is_kept(ref.key):
-                self.queue.drop(ref, None)
-                self.queue.end_read(scheduled)
-                scheduled.hold.release()
-            else:
-                self._hand_over_scheduled(scheduled, self._make(ref))
-        except BaseException as error:  # noqa: BLE001  # SystemExit of a source too: this thread goes on; the caller of the item raises it
-            self._fail(scheduled, error)
-
-    def _hand_over_scheduled(self, scheduled: Scheduled, data: Buffer | Lease) -> None:
-        if not self._hand_over(scheduled.ref, data, scheduled.hold, scheduled):
-            scheduled.hold.release()
-
-    def _fail(self, scheduled: Scheduled, error: BaseException) -> None:
-        """A scheduled load ends without its bytes: by a fault of the cache, or what the source raised."""
-        ref = scheduled.ref
-        if isinstance(error, errors.CacheFault):
-            self.queue.drop(ref, error)
-        else:
-            self.queue.fail(ref, error)
-        self.queue.end_read(scheduled)
-        scheduled.hold.release()
-        if isinstance(error, errors.CacheFault):
-            self._config.report_fault(error, ref.key)
-
-    def _fail_object(self, scheduled: Scheduled, error: Exception) -> None:
-        """`_fail`, for an object that was not fetched."""
-        if isinstance(error, errors.WaitTimeout) and not isinstance(error, errors.RemoteError):  # for the cache, not for a connection
-            error = errors.CacheFault(str(error))
-        if not isinstance(error, errors.CacheFault):
-            self._store.locks.note_failure(self._config.space, scheduled.ref.name, error)
-        self._fail(scheduled, error)
-
-    def _ask_size(self, load: Load) -> None:
-        size: int | None = None
-        try:
-            size = self._config.size_of(load.key) if self._config.size_of is not None else None
-        except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
-            log.debug("the size of %s is not known: %s", load.key, str(error))
-        self.queue.set_size(load, size)
-
-    # -- steps of a load -------------------------------------------------------------------------------------------
-
-    def _keep_lease(self, ref: LoadRef, lease: Lease) -> None:
-        """The item is in the cache: every caller that asked for it holds its lease."""
-        self._store.count_hit(lease.entry.size)
-        if self.queue.link(ref, lease):
-            return
-        lease.close()
-        if not self._config.keep:
-            self._store.drop([lease.entry])
-
-    def _make(self, ref: LoadRef) -> Buffer | Lease:
-        """Read the source under the lock of the key. What it raises is noted for other processes that wait for the same item."""
-        try:
-            # Whoever holds a key of `urls` waits for no other: that a caller waits for one here never closes a circle.
-            with self._store.locks.working() if self._config.objects is None else contextlib.nullcontext():
-                return self._config.make(ref.key)
-        except errors.CacheFault:
-            raise
+            for job in pipeline.run_as_they_come(self._next):
+                with self._lock:
+                    ref = self._under_way.pop(job.number)
+                self._came(ref, job)
+            self._link()
+        except CallAborted:
+            self._drop(self._under_way.values(), "the prefetcher was closed")
         except Exception as error:
-            self._store.locks.note_failure(self._config.space, ref.name, error)
+            self._drop([*self._under_way.values(), *(link.ref for link in self._links)], str(error))
+            self._links.clear()
             raise
+        finally:
+            self.news.wakes = None
+            with self._lock:
+                self._pipeline = None
+                self._under_way.clear()
 
-    def _hand_over(self, ref: LoadRef, data: Buffer | Lease, hold: KeyHold, scheduled: Scheduled | None) -> bool:
-        """Serve an item from memory, or from a leased file, until the writer has stored it. Returns whether the writer releases its key."""
-        if not isinstance(data, Lease) and self._config.is_kept(ref.key):  # by this very read
-            self.queue.drop(ref, None, data)
-            if scheduled is not None:
-                self.queue.end_read(scheduled)
-            return False
-        if self.queue.loaded(ref, data, hold, scheduled):
-            return True
-        if size_of(data) > self.queue.limit:
-            self._writer.report_too_large(ref.key, size_of(data))
+    def _next(self, most: int) -> Sequence[Job] | None:
+        """The next jobs. None: nothing is under way, nor can be begun."""
+        self._forget(self.news.wait(0))
+        self._link()
+        jobs: list[Job] = []
+        with self._lock:
+            retried = self._next_stalled() if self._retries else None
+            self._retries = False
+            loads = self._next_queued(min(most, self._places()))
+        if retried is not None and retried.data is not None:
+            jobs.append(self._items.stored_job(retried.ref, self._enter(retried.ref), retried.data))
+        there: dict[str, Lease] = {}
+        if self._items.links and loads:
+            with contextlib.suppress(errors.CacheFault):  # the job meets it, and tells
+                there = self._store.take_many(self._items.space, [load.name for load in loads.values()])
+        for number, load in loads.items():
+            if (lease := there.get(load.name)) is not None:
+                self._store.count_hit(lease.entry.size)
+                self._keep(load.ref, lease)
+                del self._under_way[number]
+                continue
+            try:
+                jobs.append(self._items.job(load, number))
+            except errors.ForebayError as error:
+                self._set_loading(load, State.FAILED, error=error)
+                del self._under_way[number]
+        return jobs if jobs or self._under_way else None
+
+    def _next_made(self) -> Sequence[Job]:
+        """What callers have read."""
+        with self._lock:
+            made, self._made = self._made, deque()
+            for ref, job in made:
+                job.number = self._enter(ref)
+            if made:
+                self._settled.notify_all()
+        return [job for _, job in made]
+
+    def _enter(self, ref: LoadRef) -> int:
+        self._number += 1
+        self._under_way[self._number] = ref
+        return self._number
+
+    def _next_stalled(self) -> Load | None:
+        """The first load that waits for room in the pool's space, unless it is tried already."""
+        if self._items.space == URLS:
+            return None
+        under_way = set(map(id, self._under_way.values()))
+        return next((load for ref in self._stalled if id(ref) not in under_way and (load := ref()) is not None), None)
+
+    def _next_queued(self, most: int) -> dict[int, Load]:
+        loads: dict[int, Load] = {}
+        while self._queued and len(loads) < most and not self.closed:
+            load = self._queued.popleft()()
+            if load is not None and load.state is State.QUEUED:
+                self._set(load, State.LOADING)
+                loads[self._enter(load.ref)] = load
+        return loads
+
+    def _places(self) -> int:
+        """How many items may be read now: few are in memory without being stored."""
+        alive = [load for ref in self._under_way.values() if (load := ref()) is not None]
+        reading = len(self._under_way) - sum(load.data is not None for load in alive)
+        return min(self._workers - reading, 2 * self._workers - len(self._under_way)) - len(self._stalled)
+
+    def _came(self, ref: LoadRef, job: Job) -> None:
+        """A job has its result."""
+        error, lease = job.error, job.lease
+        if lease is not None and job.target.space == self._items.space:
+            self._keep(ref, lease)
+            return
+        is_fault = isinstance(error, errors.CacheFault | errors.WaitTimeout) and not isinstance(error, errors.RemoteError)
+        load = ref()
+        data = job.data if load is None or load.data is None else load.data
+        is_kept = isinstance(error, KeptElsewhere)
+        may_wait = isinstance(error, errors.NoSpace) and data is not None and job.stores and self._may_have_room(job, len(data))
+        with self._lock:
+            if lease is not None:
+                self._links.append(Link(ref, lease))
+                self.news.wake()
+            if load is None or load.state not in (State.LOADING, State.LOADED):
+                pass  # nobody needs it any more
+            elif lease is not None:
+                self._set(load, State.LOADED, leased=lease)
+            elif job.is_busy:
+                self._elsewhere.append((ref, job.target.space, job.target.key))
+                if load.state is State.LOADING:
+                    load.busy_since = job.since
+                    self._set(load, State.QUEUED)
+            elif not load.stores and data is not None:
+                self._set(load, State.LOADED, data=data)
+            elif data is not None and (may_wait or self._in_turn):
+                is_final = job.target.space == URLS and not self._items.links
+                self._set(load, State.LOADED, data=data, error=error if is_final else None)
+                if ref not in self._stalled:
+                    self._stalled.append(ref)
+                self._retries |= job.target.space != self._items.space  # of `urls` there is no room, but there may be in the pool
+            elif is_fault:
+                load.reason = "" if is_kept or isinstance(error, errors.NoSpace) else str(error)
+                self._set(load, State.DROPPED, data=data if load.waiters else None, error=error)
+            else:
+                self._set(load, State.FAILED, error=error)
+        if error is not None and is_fault and not may_wait and not is_kept:
+            self._report(ref, job, error)
+
+    def _may_have_room(self, job: Job, size: int) -> bool:
+        """Whether an item that has no room now is to wait for some."""
+        with contextlib.suppress(errors.CacheFault):
+            if self._store.keeps and size <= self._store.spaces.largest(self._items.space):
+                return self._items.waits() or self._items.space != job.target.space
         return False
+
+    def _report(self, ref: LoadRef, job: Job, error: BaseException) -> None:
+        """An item is not stored: count it, unless it is too large for its space, which is said once."""
+        if isinstance(error, errors.NoSpace) and error.hopeless and job.target.space != URLS:
+            if not self._reported_too_large:
+                self._reported_too_large = True
+                log.warning("%s: it bypasses the cache, like everything else that is too large", str(error))
+        elif isinstance(error, Exception):
+            if isinstance(error, errors.NoSpace):
+                self._items.full_until = time.monotonic() + WATCH
+            self._origin.fall_back(error, ref.name)
+
+    def _keep(self, ref: LoadRef, lease: Lease) -> None:
+        """The item is in the cache: every caller that asked for it holds its lease."""
+        with self._lock:
+            load = ref()
+            is_held = load is not None and load.holds and load.state in (State.LOADING, State.LOADED)
+            if is_held:
+                ref.lease = lease
+            if load is not None and load.state in (State.LOADING, State.LOADED):
+                self._set(load, State.STORED)
+            del load
+        if not is_held:
+            lease.close()
+            if not self._items.keep and self._store.keeps:
+                self._store.drop([lease.entry])
+
+    def _look_again(self) -> None:
+        """Other processes may have fetched what they were fetching, and there may be room."""
+        with self._lock:
+            again, self._elsewhere = self._elsewhere, []
+            self._queued.extend(ref for ref, _, _ in again)
+            self._retries = True
+            if self._pipeline is not None and (again or self._stalled):
+                self._pipeline.wake()
+
+    def _forget(self, gone: Iterable[LoadRef]) -> None:
+        entries = self.news.unwanted()
+        with self._lock:
+            for ref in gone:
+                if self._refs.get(ref.key) is ref:
+                    del self._refs[ref.key]
+                if ref.lease is not None:
+                    self._retries = True
+                    entries += [] if self._items.keep else [ref.lease.entry]
+            self._stalled = [ref for ref in self._stalled if (load := ref()) is not None and load.state is State.LOADED]
+        if entries and self._store.keeps:
+            with contextlib.suppress(errors.CacheFault):  # whoever needs room sweeps what nobody holds
+                self._store.drop(entries)
+
+    # -- second names ----------------------------------------------------------------------------------------------
+
+    def _link(self) -> None:
+        """Give the files of objects their second names, up to sixteen in one transaction."""
+        while self._links:
+            links = [self._links.popleft() for _ in range(min(GROUP, len(self._links)))]
+            try:
+                made = self._items.link(links)
+            except Exception as error:
+                self._drop([link.ref for link in links], str(error))
+                raise
+            for link, result in zip(links, made, strict=True):
+                if isinstance(result, Lease):
+                    self._keep(link.ref, result)
+                    link.lease.close()
+                else:
+                    self._not_linked(link, result)
+
+    def _not_linked(self, link: Link, error: errors.CacheFault) -> None:
+        """There is no room for two names: the bytes wait in memory, so that the object can make way; or the item is not stored."""
+        data: bytes | None = None
+        may_wait = isinstance(error, errors.NoSpace) and self._items.waits()
+        with contextlib.suppress(errors.CacheFault):
+            view = self._store.bytes_leased(link.lease)
+            data = None if view is None else bytes(view)
+        may_wait = may_wait and data is not None and len(data) <= self._store.spaces.largest(self._items.space)
+        with self._lock:
+            load = link.ref()
+            if load is not None and load.state is State.LOADED:
+                if may_wait:
+                    self._set(load, State.LOADED, data=data)
+                    self._stalled.append(link.ref)
+                    self._retries = True
+                else:
+                    load.reason = "" if isinstance(error, errors.NoSpace) else str(error)
+                    self._set(load, State.DROPPED, data=data if load.waiters else None, error=error)
+        link.lease.close()
+        if not may_wait:
+            self._origin.fall_back(error, link.ref.name)
+
+    # -- faults ----------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+        """The pipeline ended without the results of what was under way: callers read these themselves."""
+        if "interpreter shutdown" not in str(error):  # Python 3.12 and later refuse a thread before `sys.is_finalizing` is true
+            self._origin.warn(type(error).__name__, "loading ahead failed: %s", error)
+
+    def _drop(self, refs: Iterable[LoadRef], reason: str) -> None:
+        with self._lock:
+            for load in live(list(refs)):
+                if load.state in (State.LOADING, State.LOADED):
+                    load.reason = reason
+                    self._set(load, State.DROPPED, data=load.data if load.waiters else None)
+
+    # -- steps of a transition -------------------------------------------------------------------------------------
+
+    def _set(
+        self, load: Load, state: State, *, data: Buffer | None = None, leased: Lease | None = None, error: BaseException | None = None
+    ) -> None:
+        load.state, load.data, load.leased, load.error = state, data, leased, error
+        if state is not State.LOADING and load.waiters:
+            self._settled.notify_all()
+
+    def _set_loading(self, load: Load, state: State, *, error: BaseException | None = None) -> None:
+        with self._lock:
+            if load.state is State.LOADING:
+                self._set(load, state, error=error)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self.queue.closing
-
     def discard(self, entry: Entry) -> None:
-        """Remove an entry that no caller in this process needs any more, if no other process does. Callable from a finalizer."""
-        self.queue.news.discard(entry)
+        """Remove an entry that no caller in this process needs any more. Callable from a finalizer."""
+        self.news.discard(entry)
 
-    def look_at_limit(self) -> None:
-        """The space has other limits now: what waits for room may have it."""
-        self._writer.look_at_limit()
-        self.queue.news.wake()
+    def abandon(self) -> None:
+        """Have the thread end: nothing refers to this prefetcher any more. Callable from a finalizer."""
+        self.closed = True
+        self.news.wake()
 
-    def close(self, timeout: float | None = None) -> None:
-        """Drop what is queued and wait for what runs, at most ``timeout`` seconds. What was handed out stays good."""
-        self.queue.close()
-        with self._starting:
-            threads = list(self._threads)
-        until = None if timeout is None else time.monotonic() + timeout
-        if threading.current_thread() in threads:  # a source that closes: the others wait for what this one reads
+    def close(self, timeout: float | None = None, *, gives_up: bool = False) -> None:
+        """Drop what is queued and wait for what runs, at most ``timeout`` seconds. What was handed out stays good. ``gives_up``: what runs
+        too; what has come of it can be resumed."""
+        with self._lock:
+            self.closed = True
+            for load in live(list(self._refs.values())):
+                if load.state is State.QUEUED:
+                    self._set(load, State.DROPPED)
+            self._queued.clear()
+            self._elsewhere.clear()
+            thread = self._thread
+            if gives_up and self._pipeline is not None:
+                self._pipeline.stop()
+            self.news.wake()
+        if threading.current_thread().name.startswith("forebay-prefetch"):  # a source that closes: others wait for what this thread reads
             return
-        for thread in reversed(threads):  # the writer last
-            thread.join(None if until is None else max(until - time.monotonic(), 0))
-        if self._config.session is not None:
-            self._config.session.close()
+        if thread is not None:
+            thread.join(timeout)
+        self._items.close()
 
     # -- forks -----------------------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        self.queue.before_fork()
+        self._lock.acquire()
 
     def after_fork_parent(self) -> None:
-        self.queue.after_fork_parent()
+        self._lock.release()
 
     def after_fork_child(self) -> None:
+        loads = live(list(self._refs.values()))
         self._reset()
-        self.queue.after_fork_child()
-        self._writer.after_fork_child()
+        self.news.reset()
+        for load in loads:
+            self._refs[load.key] = load.ref
+            load.waiters = 0
+            if load.state is State.LOADED:
+                load.state = State.DROPPED  # the parent stores it
+            elif not load.is_settled:
+                load.state, load.data = State.QUEUED, None
+                self._queued.append(load.ref)
 
 
-class Abandoned(Protocol):
-    """What keeps the threads of a prefetcher at work."""
-
-    def abandon(self) -> None: ...
-
-
-def abandon(owner: weakref.ref[Abandoned]) -> None:
-    """Nothing refers to the prefetcher of these threads any more. Called by the garbage collector: nothing here waits."""
-    alive = owner()
+def abandon(loader: weakref.ref[Loader]) -> None:
+    """Nothing refers to the prefetcher of this loader any more. Called by the garbage collector: nothing here waits."""
+    alive = loader()
     if alive is not None:
         alive.abandon()
 
 
 def _close_all() -> None:
-    for loader in list(close_at_exit):
+    for loader in list(_close_at_exit):
         loader.close(AT_EXIT)
 
 

@@ -459,7 +459,7 @@ def test_a_hit_of_what_is_remembered_is_seen_if_its_key_is_sampled(store: Store)
 
 
 def dismiss(store: Store, *keys: str) -> list[str]:
-    return list(store.reservations.dismiss("auto", keys))
+    return list(store.prefetching.dismiss("auto", keys))
 
 
 @pytest.mark.parametrize("leads", [LRU, BIMODAL], ids=["lru", "bimodal"])
@@ -539,14 +539,14 @@ def test_what_was_fetched_for_another_process_is_on_trial_once_that_one_has_used
     used, unused = [f"used{number}" for number in range(8)], [f"unused{number}" for number in range(8)]
     for key in (*used, *unused):
         trying.put_many("auto", [(key, b"n" * 20_000)], ahead=True)
-    assert trying.reservations.try_used("auto", [*used, *unused, "on its way"]) == [*used, *unused, "on its way"]
+    assert trying.prefetching.try_used("auto", [*used, *unused, "on its way"]) == [*used, *unused, "on its way"]
 
     def other() -> None:
         with opened(trying.root.path) as mine:
             assert all(mine.first_touch("auto", key, FOREVER) is not None for key in used)
 
     in_child(other)
-    assert trying.reservations.try_used("auto", [*used, *unused]) == unused
+    assert trying.prefetching.try_used("auto", [*used, *unused]) == unused
     for number in range(6):
         trying.put("auto", f"newer{number}", b"n" * 20_000)
     assert len(names(trying) & set(used)) <= 3

@@ -373,3 +373,24 @@ def test_a_disk_with_little_room_is_looked_at_by_each_put(
     store.engine.parts.writers.budget.room._count_at = 0  # a moment has passed
     store.put("v", "last", b"x")
     assert len(asked) > looks
+
+
+def test_what_a_dead_process_had_reserved_is_free(tmp_path: Path) -> None:
+    with opened(tmp_path / "root", MiB) as store:
+        asked, never = Gate(), Gate()
+
+        def child() -> None:
+            row = store.spaces.ensure("v")
+            store.engine.parts.writers.budget.reserve(SpaceRequest(row.id, "growing", 0, 900_000))
+            asked.open()
+            never.wait()
+
+        its = fork(child)
+        asked.wait()
+        with pytest.raises(errors.NoSpace):
+            store.put("v", "k", bytes(500 * KiB))
+        its.kill()
+        with store.engine.parts.catalog.write() as txn:
+            store.engine.parts.owners.reap(txn)  # as whoever lacks room does; there are no files that a successor could go on with
+        assert store.seeing.usage().reserved == 0
+        store.put("v", "k", bytes(500 * KiB))

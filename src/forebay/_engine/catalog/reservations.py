@@ -12,7 +12,7 @@ class Reservation(NamedTuple):
     """Bytes reserved for one write. Its id becomes the entry's. ``owner`` None: a partial file that waits for a successor; ``who``: that
     process, in words for people.
 
-    ``rows``: for how many entries it is. With ``keyhash`` 0 it has no files: it is still growing, or see `SpaceReservation`."""
+    ``rows``: for how many entries it is. With ``keyhash`` 0 it has no files: it is still growing."""
 
     id: int
     owner: int | None

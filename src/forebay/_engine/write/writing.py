@@ -22,7 +22,7 @@ from forebay._engine.files.faults import faults
 from forebay._engine.files.stages import MemoryStage, Stage
 from forebay._engine.locks.lease import Lease
 from forebay._engine.space.free_space import SpaceRequest
-from forebay._engine.write.publish import SMALL, Label, Pending, Published, Publisher
+from forebay._engine.write.publish import INLINE, SMALL, Label, Pending, Published, Publisher
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Sink, Span
 
 
@@ -48,6 +48,8 @@ class Writing:
         self.partial: Partial | None = None
         self.spills = False
         """See `SpaceRequest`."""
+        self.inline = False
+        """Whether tiny bytes become a value of the catalog, which has no file."""
         if resume:
             with faults(label.key):
                 left = self._adopt()
@@ -169,16 +171,14 @@ class Writing:
         """Set the small text that the entry will carry."""
         self.label = self.label._replace(meta=meta)
 
-    def discard(self) -> None:
-        """Keep nothing: the bytes are wrong."""
-        self._resumable = False
-
     # -- publishing ------------------------------------------------------------------------------------------------
 
     def pending(self, validator: str | None, *, leased: bool) -> Pending:
         """The complete and verified bytes, as what is to be published."""
         if self._small is not None:
             _, checksum = self._small.finish()
+            if self.inline and self._small.total <= INLINE:
+                return self._publisher.of_bytes(self.label, self._small.data, validator, leased=leased)
             return self._publisher.of_file(self.label, self._small.data, checksum, validator, leased=leased)
         size, checksum = self.stage.finish()
         return Pending(self.label, "blob", size, checksum, validator, place=self._place, leased=leased)
@@ -211,7 +211,7 @@ class Writing:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if self.is_published or self._reserved is None:
             return
-        self._resumable &= not isinstance(value, errors.NoSpace)  # what has no space now is not resumed
+        self._resumable &= not isinstance(value, errors.NoSpace | errors.ChecksumMismatch)  # no space for it now, or other bytes
         with faults(self.label.key):
             if self._stage is not None and self._resumable and self._stage.done:
                 self._stage.close()

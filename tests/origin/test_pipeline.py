@@ -1,4 +1,4 @@
-"""`BulkFetch` from inside: the second look, and responses that are not what they say."""
+"""`Pipeline` from inside: the second look, and responses that are not what they say."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.cache import origin_of
-from forebay.origin import bulk
-from forebay.origin.bulk import BulkFetch, Wanted
+from forebay.origin import pipeline
+from forebay.origin.job import Job, publish
+from forebay.origin.pipeline import Pipeline
 from forebay.origin.request import FetchOptions
 from forebay.remote.base import sent_together, wake_at_end
 from forebay.testing import ScriptedServer
@@ -25,15 +26,15 @@ def test_what_was_fetched_between_the_look_and_the_lock_is_not_fetched_again(
     cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P1 looks: absent / P2 fetches it, and releases its key / P1 holds the key."""
-    url, hold = server.put("/a", b"a" * 1000), BulkFetch._hold
+    url, hold = server.put("/a", b"a" * 1000), Pipeline._hold
 
-    def late(self: BulkFetch, wanted: Any, held: Any) -> None:
+    def late(self: Pipeline, wanted: Any) -> None:
         assert url in wanted
         cache.read(url)
-        hold(self, wanted, held)
+        hold(self, wanted)
 
     with monkeypatch.context() as patch:
-        patch.setattr(BulkFetch, "_hold", late)
+        patch.setattr(Pipeline, "_hold", late)
         assert cache.read_many([url]) == [b"a" * 1000]
     assert server.gets == 1
 
@@ -52,7 +53,10 @@ def test_what_another_call_validated_after_the_first_look_of_a_refresh_is_not_va
     while cache.stats().waits == 0:  # for the first of them
         os.sched_yield()
     for url in urls:
-        origin_of(cache).obtain(origin_of(cache).target(url), FetchOptions(), None).close()
+        job = Job(origin_of(cache), origin_of(cache).target(url), FetchOptions(), has_entry=is_there)
+        job.make()
+        if job.writing is not None:
+            list(publish([job]))
     asked = len(server.requests)
     for hold in holds:
         assert hold is not None
@@ -138,8 +142,8 @@ def test_a_key_that_others_hold_is_left_to_the_caller_that_does_not_wait(cache: 
     hold = origin.store.locks.try_hold("urls", urls[1])
     assert hold is not None
     with hold:
-        requests = [Wanted(origin.target(url), FetchOptions.of(origin), number) for number, url in enumerate(urls)]
-        found = {request.number: request for request in BulkFetch(origin, waits=False).run(requests)}
+        requests = [Job(origin, origin.target(url), FetchOptions.of(origin), number) for number, url in enumerate(urls)]
+        found = {request.number: request for request in Pipeline(origin, waits=False).run(requests)}
     assert [found[number].is_busy for number in range(3)] == [False, True, False]
     assert found[1].data is found[1].error is None
     assert found[2].data == b"2"
@@ -151,7 +155,7 @@ def test_what_only_others_hold_comes_back_too(cache: forebay.Cache, server: Scri
     hold = origin.store.locks.try_hold("urls", url)
     assert hold is not None
     with hold:
-        (request,) = BulkFetch(origin, waits=False).run([Wanted(origin.target(url), FetchOptions.of(origin))])
+        (request,) = Pipeline(origin, waits=False).run([Job(origin, origin.target(url), FetchOptions.of(origin))])
     assert request.is_busy
 
 
@@ -163,7 +167,7 @@ def test_an_object_is_not_fetched_before_there_is_a_place_for_it(cache: forebay.
     def requests() -> Any:
         for url in urls:
             taken.append(url)
-            yield Wanted(origin.target(url), FetchOptions.of(origin))
+            yield Job(origin, origin.target(url), FetchOptions.of(origin))
 
     at_request = []
 
@@ -173,52 +177,54 @@ def test_an_object_is_not_fetched_before_there_is_a_place_for_it(cache: forebay.
             server.go.set()
 
     server.on_request = note
-    assert len(list(BulkFetch(origin, side_by_side=4).run(requests()))) == 40
+    assert len(list(Pipeline(origin, side_by_side=4).run(requests()))) == 40
     assert max(at_request[:4]) == 4
 
 
 def test_the_last_requests_are_sent_before_what_has_come_is_published(
     cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    origin, start, publish = origin_of(cache), BulkFetch._start, BulkFetch._publish
+    origin, start, publish = origin_of(cache), Pipeline._start, Pipeline._publish
     urls = [server.put(f"/{number}", b"a" * 2_000, stall_after=None if number == 0 else 10) for number in range(5)]
     steps: list[str] = []
 
-    def starts(self: BulkFetch, fetch: Any) -> None:
+    def starts(self: Pipeline, fetch: Any) -> None:
         steps.append("send")
         start(self, fetch)
 
-    def publishes(self: BulkFetch) -> Any:
+    def publishes(self: Pipeline) -> Any:
         steps.append("publish")
         server.go.set()
         return publish(self)
 
-    monkeypatch.setattr(BulkFetch, "_start", starts)
-    monkeypatch.setattr(BulkFetch, "_publish", publishes)
-    requests = [Wanted(origin.target(url), FetchOptions.of(origin)) for url in urls]
-    assert len(list(BulkFetch(origin, side_by_side=4).run(requests))) == 5
+    monkeypatch.setattr(Pipeline, "_start", starts)
+    monkeypatch.setattr(Pipeline, "_publish", publishes)
+    requests = [Job(origin, origin.target(url), FetchOptions.of(origin)) for url in urls]
+    assert len(list(Pipeline(origin, side_by_side=4).run(requests))) == 5
     assert steps.index("publish") == 5
 
 
 def test_responses_that_come_one_after_the_other_are_published_together(
     cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    origin, collect, publish, published = origin_of(cache), BulkFetch._collect, BulkFetch._publish, []
+    origin, worked, publish, published = origin_of(cache), Pipeline._worked, Pipeline._publish, []
     urls = [server.put(f"/{number}", b"a" * 2_000, stall_after=10 if number else None) for number in range(2)]
 
-    def collects(self: BulkFetch, fetch: Any) -> None:
-        collect(self, fetch)
-        server.go.set()
+    def works(self: Pipeline, job: Any) -> Any:
+        try:
+            return worked(self, job)
+        finally:
+            server.go.set()
 
-    def publishes(self: BulkFetch) -> Any:
+    def publishes(self: Pipeline) -> Any:
         published.append(len(self._collected))
         return publish(self)
 
-    monkeypatch.setattr(bulk, "LULL", 30.0)
-    monkeypatch.setattr(BulkFetch, "_collect", collects)
-    monkeypatch.setattr(BulkFetch, "_publish", publishes)
-    requests = [Wanted(origin.target(url), FetchOptions.of(origin)) for url in urls]
-    assert len(list(BulkFetch(origin).run(requests))) == 2
+    monkeypatch.setattr(pipeline, "QUIET_PERIOD", 30.0)
+    monkeypatch.setattr(Pipeline, "_worked", works)
+    monkeypatch.setattr(Pipeline, "_publish", publishes)
+    requests = [Job(origin, origin.target(url), FetchOptions.of(origin)) for url in urls]
+    assert len(list(Pipeline(origin).run(requests))) == 2
     assert published == [2]
 
 
@@ -242,7 +248,7 @@ def test_objects_that_stall_do_not_hold_up_the_others(cache: forebay.Cache, serv
     origin = origin_of(cache)
     urls = [server.put(f"/{number}", os.urandom(2000), stall_after=10 if number < 10 else None) for number in range(40)]
     done = 0
-    for _ in BulkFetch(origin, side_by_side=16).run(Wanted(origin.target(url), FetchOptions.of(origin)) for url in urls):
+    for _ in Pipeline(origin, side_by_side=16).run(Job(origin, origin.target(url), FetchOptions.of(origin)) for url in urls):
         done += 1
         if done == 30:
             server.go.set()
@@ -263,7 +269,7 @@ def test_a_signal_that_another_thread_gets_ends_the_wait(cache: forebay.Cache, s
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        list(BulkFetch(origin).run([Wanted(origin.target(url), FetchOptions.of(origin))]))
+        list(Pipeline(origin).run([Job(origin, origin.target(url), FetchOptions.of(origin))]))
     interrupted.set()
     thread.join()
     assert not late
@@ -289,11 +295,11 @@ def test_where_no_thread_can_be_started_the_caller_fetches(
 def test_what_the_caller_was_to_fetch_is_released_where_it_is_interrupted(
     cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fetch_here(self: BulkFetch, fetch: object) -> None:
+    def fetch_here(self: Pipeline, fetch: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bulk.Threads, "submit", lambda threads, item: False)
-    monkeypatch.setattr(BulkFetch, "_fetch_here", fetch_here)
+    monkeypatch.setattr(pipeline.Threads, "submit", lambda threads, item: False)
+    monkeypatch.setattr(Pipeline, "_work_here", fetch_here)
     url = server.put("/large", bytes(2 << 20))
     with pytest.raises(KeyboardInterrupt):
         cache.read_many([url])

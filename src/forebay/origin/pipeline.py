@@ -1,0 +1,371 @@
+"""Many jobs by one loop: looked up together, fetched in parallel, published together.
+
+look      one query for a group of keys; what is there is delivered at once
+hold      the locks of the missing keys, as far as they are free, and a second look: no other process fetches them now
+start     small objects of HTTP and S3 by the one loop of the process; what needs more than one response, by threads
+publish   what has arrived, in one transaction
+wait      last, when this call holds no key: for the objects that other processes fetch
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from forebay import errors
+from forebay._engine.locks.lease import Lease
+from forebay._kernel.threads import Threads
+from forebay._model import can_begin, is_near
+from forebay.origin.job import AT_ONCE, NO_ENTRY, SMALL, Job, publish
+from forebay.remote.base import CallAborted, sent_together
+
+if TYPE_CHECKING:
+    from forebay.origin import Origin
+
+TURN = 0.1  # seconds
+QUIET_PERIOD = 0.002  # seconds
+"""What has arrived is published when nothing more arrives for so long: responses to what was sent together come one after the other."""
+GROUP = 16
+"""Objects that are looked up together, and published together at most."""
+WINDOW = 2 * AT_ONCE
+"""Bytes of larger collected objects under way at a time, where no network is waited for: more would come no sooner, and each into memory
+that was not used before, which costs as much as to copy the bytes."""
+
+
+class Pipeline:
+    """Runs the jobs of one call. For one thread.
+
+    ``side_by_side``: jobs under way at a time (default: as many as the process may have connections). ``waits``: for objects that other
+    calls are fetching; else their jobs come back with ``is_busy``. ``on_turn`` is called about ten times a second, and at the end;
+    ``meanwhile`` once, as soon as requests have been sent: what need not be done before. ``made`` returns jobs that other threads have
+    fetched, to be published here; `wake` has it called. ``name``: of the threads."""
+
+    def __init__(
+        self, origin: Origin, *, side_by_side: int | None = None, waits: bool = True, on_turn: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None, made: Callable[[], Iterable[Job]] = tuple, name: str = "bulk",
+    ) -> None:  # fmt: skip
+        self._origin, self._store, self._waits, self._on_turn, self._meanwhile = origin, origin.store, waits, on_turn, meanwhile
+        self._made = made
+        self._most = origin.options.connections if side_by_side is None else max(side_by_side, 1)
+        self._threads = Threads(self._work_in_thread, self._most, name=name)
+        self._events: queue.SimpleQueue[Callable[[], Iterable[Job]]] = queue.SimpleQueue()
+        self._under_way: set[Job] = set()
+        self._collected: list[Job] = []  # have arrived, and are to be published
+        self._collected_bytes = 0
+        self._held_back: deque[Job] = deque()  # until the window has room
+        self._window = 0  # bytes
+        self._waiting: list[Job] = []  # for other processes
+        self._is_quiet = False  # nothing arrived for `QUIET_PERIOD`
+        self._left: int | None = None  # jobs that were not taken yet; None: their number is not known
+        self._given_up = False
+        self._turn_at = 0.0
+        self._waited_until: float | None = None  # when the time for all waits of this call is over
+
+    def run(self, jobs: Iterable[Job]) -> Generator[Job, None, None]:
+        """Yield each job when it has its result, in the order in which these arrive. Takes from ``jobs`` as places become free.
+
+        Closing the iterator gives up what is under way, and does not wait for threads that still fetch."""
+        self._left = len(jobs) if isinstance(jobs, Sized) else None
+        yield from self.run_as_they_come(_taking(jobs))
+
+    def run_as_they_come(self, take: Callable[[int], Sequence[Job] | None]) -> Iterator[Job]:
+        """`run`, for jobs that ``take`` returns, a number of them at most: none while there are none, None after the last. `wake` has it
+        called again."""
+        try:
+            yield from self._run(take)
+            while self._waiting:
+                again, self._waiting = self._waiting, []
+                yield from self._run(_taking(again))
+                # Others still have every key. This call has none, so no process can wait for this one while this one waits.
+                if len(self._waiting) == len(again):
+                    yield self._wait_for(self._waiting.pop(0))
+        finally:
+            self._given_up = True  # before anything is looked at: a thread that ends later releases its key itself
+            left = set(self._threads.close())
+            for job in list(self._under_way):
+                if job in left or not job.by_thread:
+                    job.give_up()
+
+    def wake(self) -> None:
+        """There may be more jobs. Callable from any thread."""
+        self._events.put(tuple)
+
+    def stop(self) -> None:
+        """Have `run_as_they_come` give up, and raise `CallAborted`. Callable from any thread."""
+        self._events.put(_give_up)
+
+    def _run(self, take: Callable[[int], Sequence[Job] | None]) -> Iterator[Job]:
+        more = True
+        while more or self._under_way or not self._events.empty():
+            for job in self._made():
+                self._under_way.add(job)
+                yield from self._worked(job)
+            while more and (places := self._places()):
+                with self._store.locks.working():  # this call may hold keys: what gives the jobs must not wait for those of others
+                    group = take(min(places, GROUP))
+                more = group is not None
+                if not group:
+                    break
+                if self._left is not None:
+                    self._left = max(self._left - len(group), 0)
+                for space in {job.target.space: None for job in group}:
+                    yield from self._begin(space, [job for job in group if job.target.space == space])
+            meanwhile, self._meanwhile = self._meanwhile, None
+            if meanwhile is not None:
+                with self._store.locks.working():
+                    meanwhile()
+            is_group_full = len(self._collected) >= GROUP or self._collected_bytes >= AT_ONCE
+            if self._collected and (is_group_full or self._may_publish()):
+                yield from self._publish()
+            elif self._under_way or more or not self._events.empty():
+                yield from self._next_event()
+        self._turn()
+
+    def _may_publish(self) -> bool:
+        """Whether what was collected need not wait for more, which would be published with it."""
+        return self._events.empty() and (self._is_quiet or not self._collected or len(self._collected) == len(self._under_way))
+
+    def _turn(self) -> None:
+        self._turn_at = time.monotonic() + TURN
+        if self._on_turn is not None:
+            with self._store.locks.working():
+                self._on_turn()
+
+    def _places(self) -> int:
+        """How many jobs may be begun now. Several at once, for one query, as long as there is something else to do."""
+        places = self._most - len(self._under_way) + len(self._collected)
+        enough = min(GROUP, max(self._most // 2, 1), self._left or GROUP)
+        return places if places >= enough or (places > 0 and self._may_publish()) else 0
+
+    def _next_event(self) -> Iterable[Job]:
+        while True:  # in short turns: another thread may have got the signal of Ctrl-C, and nothing would wake this one
+            try:
+                event = self._events.get(timeout=QUIET_PERIOD if self._collected else TURN)
+                self._is_quiet = False
+            except queue.Empty:
+                if self._collected:
+                    self._is_quiet = True
+                    return ()
+                self._turn()
+                continue
+            if time.monotonic() >= self._turn_at:
+                self._turn()
+            return event()
+
+    # -- look and hold ---------------------------------------------------------------------------------------------
+
+    def _begin(self, space: str, group: Sequence[Job]) -> Iterator[Job]:
+        wanted: dict[str, Job] = {}
+        for job in group:
+            if job.skips_cache:
+                self._give_to_thread(job)
+            elif wanted.setdefault(job.target.key, job) is not job:
+                self._leave(job)  # it is a hit by then
+        try:
+            yield from self._look(space, wanted)
+            self._hold(wanted)
+            # P1 and P2 see no entry / P1 holds the key, fetches, releases / P2 holds the key: without a second look it fetches again.
+            for job in list(self._look(space, wanted)):
+                yield from self._end(job)
+            for job in self._failed_meanwhile(wanted.values()):
+                yield from self._end(wanted.pop(job.target.key))
+            began = self._store.now(exact=True) if wanted else 0
+            partials = self._store.locks.with_remains(space, wanted) if wanted else set()
+        except (errors.CacheFault, errors.Closed) as error:
+            for job in wanted.values():
+                self._bypass(job, error)
+            return
+        with sent_together():
+            for key, job in wanted.items():
+                job.began, job.has_partial = began, key in partials
+                if job.has_partial:  # what is requested depends on what is there
+                    self._give_to_thread(job)
+                else:
+                    self._start(job)
+
+    def _look(self, space: str, wanted: dict[str, Job]) -> Iterator[Job]:
+        """Serve what is there, and take it out of ``wanted``."""
+        leases = self._store.take_many(space, list(wanted)) if wanted else {}
+        for job in wanted.values():
+            job.has_entry = job.target.key in leases
+        for key, lease in leases.items():
+            job = wanted[key]
+            if self._may_serve(job, lease) and job.serve(lease):
+                self._store.count_hit(lease.entry.size)
+                del wanted[key]
+                yield job
+            else:
+                lease.close()
+        for job in wanted.values():
+            job.stamp = job.stamp or NO_ENTRY
+
+    def _may_serve(self, job: Job, lease: Lease) -> bool:
+        if (job.needs_file or job.options.sha256) and not (
+            lease.entry.kind == "blob" and self._store.keeps and self._store.is_sound(lease)
+        ):
+            return False
+        return job.may_serve(lease)
+
+    def _hold(self, wanted: dict[str, Job]) -> None:
+        """Lock the keys that are free; the others leave ``wanted``. To wait for another key while holding these could be to wait for ever:
+        those come last."""
+        for key, job in list(wanted.items()):
+            job.hold = self._store.locks.try_hold(job.target.space, key)
+            if job.hold is None:
+                self._leave(wanted.pop(key))
+            else:
+                self._under_way.add(job)
+
+    def _failed_meanwhile(self, jobs: Iterable[Job]) -> list[Job]:
+        """Those that waited for a call that has failed since: they get its error."""
+        waited = [job for job in jobs if job.since is not None and not job.options.refresh]
+        for job in waited:
+            job.error = self._store.locks.failure(job.target.space, job.target.key, job.since or 0)
+        return [job for job in waited if job.error is not None]
+
+    def _leave(self, job: Job) -> None:
+        job.since = time.monotonic_ns() if job.since is None else job.since
+        if self._waits:
+            self._waiting.append(job)
+        else:
+            job.is_busy = True
+            self._events.put(partial(iter, (job,)))
+
+    def _wait_for(self, job: Job) -> Job:
+        """Get the object that another process is fetching."""
+        if job.options.timeout is not None:  # all waits of a call share it
+            self._waited_until = self._waited_until or time.monotonic() + job.options.timeout
+            job.options = job.options._replace(timeout=max(self._waited_until - time.monotonic(), 0.0))
+        job.has_partial, job.began = True, 0
+        try:
+            job.run()
+        except Exception as error:  # noqa: BLE001 (the result of this job)
+            job.error = error
+        return job
+
+    # -- fetch -----------------------------------------------------------------------------------------------------
+
+    def _start(self, job: Job) -> None:
+        """Request an object: by the loop of transfers where one response may be enough, else by a thread."""
+        target, options = job.target, job.options
+        if not job.has_entry and not options.offline and self._origin.upstream is None:
+            try:
+                remote = target.remote
+                if can_begin(remote):
+                    with self._origin.reaching(options):
+                        job.begun = remote.begin(target.url, partial(self._is_ready, job))
+            except errors.ForebayError as error:
+                job.error = error
+                self._events.put(partial(self._end, job))
+                return
+        if job.begun is None:
+            self._give_to_thread(job)
+        else:
+            self._is_ready(job)
+
+    def _is_ready(self, job: Job) -> None:
+        """In any thread: the response of a request that was begun has ended, or is too large for memory.
+
+        A thread goes on with a large one at once: the caller's own thread may wait for something that needs the connection."""
+        if not job.ready.pop():
+            if job.begun is not None and job.begun.is_here(SMALL):
+                self._events.put(partial(self._work_here, job))
+            else:
+                self._hand_over(job)
+
+    def _give_to_thread(self, job: Job) -> None:
+        self._under_way.add(job)
+        size = _window_share(job) - job.window
+        if self._has_room(size):
+            self._submit(job, size)
+        else:
+            self._held_back.append(job)
+
+    def _submit(self, job: Job, size: int) -> None:
+        self._window += size
+        job.window += size
+        self._hand_over(job)
+
+    def _has_room(self, size: int) -> bool:
+        return not size or not self._window or self._window + size <= WINDOW
+
+    def _hand_over(self, job: Job) -> None:
+        """Have a thread do it. Where none can be started the caller's own does, in turn."""
+        job.by_thread = True
+        if not self._threads.submit(job):
+            job.by_thread = False  # before the look: the thread that gives up looks at it after it has said so
+            if self._given_up:
+                job.give_up()
+            else:
+                self._events.put(partial(self._work_here, job))
+
+    def _work_in_thread(self, job: Job) -> None:
+        try:
+            job.attempt()
+        except BaseException as error:  # noqa: BLE001 (SystemExit of a source: this thread goes on, and the caller raises it)
+            job.fail(error)
+        if job.writing is None:
+            job.release()
+        else:
+            job.by_thread = False
+        self._events.put(partial(self._worked, job))
+        if self._given_up:
+            job.release()
+
+    def _work_here(self, job: Job) -> Iterable[Job]:
+        job.attempt()
+        return self._worked(job)
+
+    def _worked(self, job: Job) -> Iterable[Job]:
+        if job.writing is None:
+            return self._end(job)
+        self._collected.append(job)
+        self._collected_bytes += job.collected.total
+        return ()
+
+    def _bypass(self, job: Job, error: errors.ForebayError) -> None:
+        """The cache cannot look for this object: no other process waits for this one."""
+        self._under_way.add(job)
+        job.give_up()
+        if job.leased:
+            job.error = error
+            self._events.put(partial(self._end, job))
+        else:
+            self._origin.fall_back(error, job.target.key)
+            self._give_to_thread(job)
+
+    # -- publish ---------------------------------------------------------------------------------------------------
+
+    def _publish(self) -> Iterator[Job]:
+        group, self._collected, self._collected_bytes, self._is_quiet = self._collected, [], 0, False
+        for space in {job.target.space: None for job in group}:
+            for job in publish([job for job in group if job.target.space == space]):
+                yield from self._end(job)
+
+    def _end(self, job: Job) -> Iterator[Job]:
+        self._under_way.discard(job)
+        job.release()
+        self._window, job.window = self._window - job.window, 0
+        while self._held_back and self._has_room(size := _window_share(self._held_back[0])):
+            self._submit(self._held_back.popleft(), size)
+        yield job
+
+
+def _window_share(job: Job) -> int:
+    listed = job.options.listed
+    size = (listed.size or 0) if listed is not None else 0
+    return size if SMALL < size <= AT_ONCE and is_near(job.target.remote, job.target.url) else 0
+
+
+def _taking(jobs: Iterable[Job]) -> Callable[[int], Sequence[Job] | None]:
+    remaining = iter(jobs)
+    return lambda most: list(islice(remaining, most)) or None
+
+
+def _give_up() -> Iterable[Job]:
+    raise CallAborted
