@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import stat
@@ -12,16 +11,14 @@ from typing import NamedTuple
 
 from forebay._kernel import locks
 from forebay.claims import claim_files, processes, records
-from forebay.claims.claim_files import CLAIM, LANDMARK, LEADER, LOCKS, SLOTS, TABLE, WORDS
+from forebay.claims.claim_files import CLAIM, LEADER, LOCKS, MARKER, SLOTS, TABLE, WORDS
 from forebay.claims.members import Member, MemberTable
 from forebay.claims.records import Record
 
 _NAME = re.compile(r"(?<![^/])(([0-9]{6,15})\.([0-9a-f]{16}))(?![^/])")
-_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # any user may have put a FIFO there
 _MEMORY = "/dev/shm/"
 _FIRST_READ = 1024  # bytes: the marks of a few directories
-_OWN_LIMITS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))  # these say nothing about the file that was to be opened
-_NOT_SHARED_MEMORY = frozenset((CLAIM, TABLE, LOCKS, WORDS, LANDMARK))
+_NOT_SHARED_MEMORY = frozenset((CLAIM, TABLE, LOCKS, WORDS, MARKER))
 
 
 class ClaimState(NamedTuple):
@@ -38,7 +35,7 @@ class ClaimState(NamedTuple):
 
     def members(self) -> list[Member]:
         """Return the processes that have, or had, the claim; none if it is another user's."""
-        fd = _open(self.directory)
+        fd = claim_files.open_read(f"{self.directory}/{CLAIM}")
         if fd is None:
             return []
         try:
@@ -95,17 +92,6 @@ def _allocated(path: str) -> int:
         return 0
 
 
-def _open(path: str | Path, registry: int | None = None) -> int | None:
-    """Open the file of a claim for reading; None if there is none, or this user may not read it. Raises OSError if this process cannot
-    open any file."""
-    try:
-        return os.open(f"{path}/{CLAIM}", _TO_READ, dir_fd=registry)
-    except OSError as error:
-        if error.errno in _OWN_LIMITS:
-            raise  # taken for dead, the claim would be given away
-        return None
-
-
 def parse(names: Iterable[str]) -> list[tuple[str, int, str]]:
     """Return the names of claims' directories among those of the registry, with the number and tag of each."""
     return [(name, int(prefix), tag) for name, prefix, tag in _NAME.findall("/".join(names))]  # in one call: 0.3 us a name instead of 1
@@ -115,7 +101,7 @@ def read_live_marks(directory: str, registry: int | None = None) -> bytes | None
     """Return the beginning of a claim's file with its marks if any process has the claim; else None. Takes 6 us.
 
     ``registry``: a descriptor that the path is relative to. Raises OSError if this process cannot open any file."""
-    fd = _open(directory, registry)
+    fd = claim_files.open_read(f"{directory}/{CLAIM}", registry)
     if fd is None:
         return None
     try:
@@ -136,7 +122,7 @@ def read_state(registry: Path, name: str) -> ClaimState | None:
     if not (parsed := parse([name])):
         return None
     (_, prefix, tag), directory = parsed[0], registry / name
-    fd = _open(directory)
+    fd = claim_files.open_read(f"{directory}/{CLAIM}")
     if fd is None:
         return _damaged(directory, prefix, tag)
     try:

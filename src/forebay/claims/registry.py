@@ -246,7 +246,7 @@ class LockedRegistry:
     def create(self, request: ClaimRequest, taken: set[int], on_left: OnLeft) -> HeldClaim:
         """Create the claim under the lowest free number. Raises `NoSpace`, `Closed` if its directory is removed meanwhile, OSError."""
         for prefix in range(_NUMBERS):
-            if prefix in taken or not (request.external is None or request.external.is_free(prefix)):
+            if prefix in taken or not (request.beside is None or request.beside.is_free(prefix)):
                 continue
             try:
                 return self._create(request, prefix, on_left)
@@ -258,7 +258,8 @@ class LockedRegistry:
     def _create(self, request: ClaimRequest, prefix: int, on_left: OnLeft) -> HeldClaim:
         new, directory = self._path / scrap_name(NEW), self._path / f"{prefix:06}.{request.tag}"
         record = request.record(prefix)
-        fd = claim_files.build(new, record, request.external.content(prefix) if request.external is not None else None)
+        beside = request.beside
+        fd = claim_files.build(new, record, None if beside is None else lambda parent: beside.create_marker(prefix, parent))
         try:
             try:
                 host.rename(new, directory)
@@ -359,8 +360,8 @@ class Registry:
     ) -> HeldClaim | ClaimObstructed:  # fmt: skip
         """Try once; returns the obstruction if it may pass."""
         try:
-            if request.external is not None:
-                request.external.check()
+            if request.beside is not None:
+                request.beside.check()
             with self.locked(timeout) as locked:
                 return locked.create(request, locked.free_dead(request), self._free_if_unused)
         except errors.ClaimConflict as error:

@@ -8,6 +8,7 @@ means that it gave them up. A process that uses a block has it open or mapped fo
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -15,9 +16,12 @@ import signal
 import struct
 import tempfile
 from collections.abc import Container, Iterable, Iterator
+from pathlib import Path
 
 from forebay._kernel import host
 from forebay.adapters.streaming.shared import SHM
+from forebay.claims import claim_files
+from forebay.claims.claim_files import MARKER
 
 LOCALS = "locals"
 MEMORY = (
@@ -58,6 +62,23 @@ def prefixes() -> list[int]:
 def pack(directories: Iterable[str], prefix: int) -> bytes:
     text = "\0".join([*directories, str(prefix)]).encode(errors="surrogateescape")
     return _LENGTH.pack(_LENGTH.size + len(text)) + text
+
+
+def create_linked(path: str, content: bytes, directory: int) -> None:
+    """Create the marker of a claim in its ``directory``, and link it to ``path``; a copy if that is on another file system."""
+    claim_files.make_file(directory, MARKER, len(content), content)
+    try:
+        host.link(MARKER, path, directory)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        fd = host.create_unnamed(Path(path).parent, 0o600)
+        try:
+            host.allocate(fd, 0, len(content))
+            host.pwrite(fd, content, 0)
+            host.give_name(fd, path)  # only now: no process would recognise an incomplete copy
+        finally:
+            os.close(fd)
 
 
 def unpack(data: bytes) -> list[str]:
