@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from forebay import _config, errors
 from forebay.claims import conflicts, records
 from forebay.claims.conflicts import ClaimRequest
-from forebay.claims.inspect import ClaimState
-from forebay.claims.jobs import identify
 from forebay.claims.members import ClaimContext
+from forebay.claims.processes import identify
 from forebay.claims.records import ClaimedPath, ClaimedStream, Record
-from forebay.claims.registry import HeldClaim, Registry
+from forebay.claims.registry import ClaimState, HeldClaim, Registry
 from forebay.claims.registry import default as default_registry
 from forebay.remote import urls
 from forebay.world import World as World

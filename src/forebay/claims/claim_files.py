@@ -39,6 +39,7 @@ _REMOVED_LAST = f"{MARKER} {CLAIM}"  # they say which files outside the director
 _NEED = TABLE_BYTES + COUNT * 4 + 4096
 _TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # any user may have put a FIFO there
 _OWN_LIMITS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))  # these say nothing about the file that was to be opened
+_FIRST_READ = 1024  # bytes: the marks of a few directories
 _reported: set[str] = set()  # directories that could not be removed
 
 
@@ -104,8 +105,14 @@ def _check_owner(fd: int, path: str | Path) -> None:
 
 def read(fd: int) -> bytes:
     """Return the contents of a claim's file, of an oversized one the beginning."""
-    data = os.pread(fd, 1 << 14, 0)
-    return data if len(data) < 1 << 14 else data + os.pread(fd, records.LARGEST, len(data))
+    return os.pread(fd, records.LARGEST, 0)
+
+
+def read_marks(fd: int) -> bytes:
+    """Return the beginning of a claim's file, as far as the marks of its directories reach."""
+    data = os.pread(fd, _FIRST_READ, 0)
+    end = records.length_of_marks(data)
+    return data if end <= len(data) else os.pread(fd, min(end, records.LARGEST), 0)
 
 
 def is_released(directory: Path) -> bool:

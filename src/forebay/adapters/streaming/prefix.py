@@ -18,7 +18,7 @@ from forebay.adapters.streaming import shared as shared
 from forebay.claims import conflicts, records
 from forebay.claims.claim_files import MARKER
 from forebay.claims.conflicts import ClaimRequest
-from forebay.claims.jobs import identify
+from forebay.claims.processes import identify
 from forebay.claims.records import ClaimedStream, ExternalFiles
 from forebay.claims.registry import Registry
 from forebay.remote import urls
