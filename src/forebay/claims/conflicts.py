@@ -58,7 +58,6 @@ class ClaimRequest(NamedTuple):
     streams: tuple[ClaimedStream, ...]
     world: dict[str, Any] | None = None
     rank: int | None = None
-    worker: int | None = None
     equal_only: bool = False
     beside: Beside | None = None
     conflict_timeout: float = 0.0

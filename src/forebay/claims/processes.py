@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from forebay._kernel import host, locks
 from forebay.errors import ConfigError
@@ -74,25 +74,37 @@ def is_dying(pid: int, start: int) -> bool:
     return any(mask & _KILLED for mask in pending)
 
 
-def own_start() -> int:
-    """Return when this process began, in clock ticks since the boot; 0 if /proc is not this machine's."""
-    return _start_of(os.getpid())
+class _Own(NamedTuple):
+    """What does not change while a process lives: its start, its PID namespace, and its masked command line."""
+
+    start: int
+    space: int
+    command: str
 
 
 @functools.lru_cache(1)
-def _start_of(pid: int) -> int:
+def _own(pid: int) -> _Own:
     process = status(pid)
-    return process.start if process is not None else 0
+    try:
+        words = read(f"/proc/{pid}/cmdline").rstrip(b"\0").decode(errors="replace").split("\0")
+    except OSError:
+        words = []
+    return _Own(process.start if process is not None else 0, _inode("/proc/self/ns/pid"), shortened(masked(words), _LONGEST_COMMAND))
+
+
+def own_start() -> int:
+    """Return when this process began, in clock ticks since the boot; 0 if /proc is not this machine's."""
+    return _own(os.getpid()).start
 
 
 def pid_space() -> int:
     """Return the PID namespace of this process: process numbers are valid only within it."""
-    return _space_of(os.getpid())
+    return _own(os.getpid()).space
 
 
-@functools.lru_cache(1)
-def _space_of(pid: int) -> int:
-    return _inode("/proc/self/ns/pid")
+def own_command() -> str:
+    """Return the command line of this process without the values of its arguments, since every user may read it."""
+    return _own(os.getpid()).command
 
 
 def mount_space() -> int:
@@ -170,20 +182,6 @@ def _process_id(pid: int) -> str:
 
 
 # -- command lines -----------------------------------------------------------------------------------------------------
-
-
-def own_command() -> str:
-    """Return the command line of this process without the values of its arguments, since every user may read it."""
-    return _command_of(os.getpid())
-
-
-@functools.lru_cache(1)
-def _command_of(pid: int) -> str:
-    try:
-        words = read(f"/proc/{pid}/cmdline").rstrip(b"\0").decode(errors="replace").split("\0")
-    except OSError:
-        return ""
-    return shortened(masked(words), _LONGEST_COMMAND)
 
 
 def shortened(text: str, longest: int) -> str:

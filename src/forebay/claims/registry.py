@@ -334,7 +334,7 @@ class LockedRegistry:
         fd = claim_files.build(new, record, None if beside is None else lambda parent: beside.create_marker(prefix, parent))
         try:
             host.rename(new, directory)
-            members = inherited_fds.hand_over(fd, lambda fd: Members(directory, fd, LEADER, request.rank, request.worker, on_left))
+            members = inherited_fds.hand_over(fd, lambda fd: Members(directory, fd, LEADER, request.rank, on_left))
             return HeldClaim(record, members)
         except OSError as error:
             self._scrap(new)
@@ -451,10 +451,10 @@ class Registry:
             held = self._find(request, led=False)
             return held if held is not None else locked.create(request, locked.free_dead(request)[0], self._free_if_unused)
 
-    def attach(self, directory: Path, *, rank: int | None = None, worker: int | None = None) -> HeldClaim:
+    def attach(self, directory: Path, *, rank: int | None = None) -> HeldClaim:
         """Join the processes that have the claim in ``directory``. Raises `Closed` if it was freed."""
         with contextlib.suppress(Gone):
-            members = Members.attach(directory, rank=rank, worker=worker, on_left=self._free_if_unused)
+            members = Members.attach(directory, rank=rank, on_left=self._free_if_unused)
             state = read_state(self.path, directory.name)
             if state is not None and state.record is not None:
                 return HeldClaim(state.record, members)
@@ -468,7 +468,7 @@ class Registry:
             if state is None or state.record is None or not state.live or state.uid != os.geteuid() or (led and state.is_ending()):
                 continue  # another user's: everybody can compute the tag of a job, and give it to a claim of his own
             try:
-                members = Members.attach(state.directory, rank=request.rank, worker=request.worker, on_left=self._free_if_unused)
+                members = Members.attach(state.directory, rank=request.rank, on_left=self._free_if_unused)
             except Gone:
                 continue
             if not led or members.is_in(LEADER):
