@@ -114,7 +114,9 @@ def is_used(path: str, *, here: bool = True) -> bool:
         file = os.fstat(fd)
     finally:
         os.close(fd)
-    return here or not _is_mapped(file, "self") or any(_is_mapped(file, pid) for pid in _others())
+    if here or not _is_mapped(file, "self"):
+        return True
+    return any(_is_mapped(file, pid) for pid in os.listdir("/proc") if pid.isdecimal() and int(pid) != os.getpid())
 
 
 def _is_open_nowhere(fd: int) -> bool:
@@ -128,20 +130,13 @@ def _is_open_nowhere(fd: int) -> bool:
     return True
 
 
-def _others() -> list[str]:
-    return [name for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
-
-
 def _is_mapped(file: os.stat_result, pid: str) -> bool:
     try:
         with open(f"/proc/{pid}/maps") as maps:
-            return any(match is not None and _is_file(file, match) for match in map(_MAPPED.match, maps))
+            parts = [match for match in map(_MAPPED.match, maps) if match is not None and int(match[3]) == file.st_ino]
     except OSError:
         return False  # it ended, or belongs to another user, who cannot map our memory
-
-
-def _is_file(file: os.stat_result, mapped: re.Match[str]) -> bool:
-    return int(mapped[3]) == file.st_ino and os.makedev(int(mapped[1], 16), int(mapped[2], 16)) == file.st_dev
+    return any(os.makedev(int(match[1], 16), int(match[2], 16)) == file.st_dev for match in parts)
 
 
 def remove_unused(ours: Container[int]) -> list[int]:

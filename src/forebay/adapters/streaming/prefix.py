@@ -146,10 +146,11 @@ def get_shm_prefix(
     registry, job = Registry(), identify(None, here)
     count = (str(registry.path), job.id, here.rank)  # a forked process may be another rank than its parent
     _counts[count] += 1
+    spared = frozenset(claim.path.name for claim, pid in _given_up.items() if pid == os.getpid() and claim.path.parent == registry.path)
     request = ClaimRequest(
         job.id, job.how, f"of Streaming, {_counts[count] - 1}", streams, here.to_json(), here.rank,
         equal_only=True, beside=_StreamingFiles(streams_local, streams_remote, registry), conflict_timeout=retry * TICK,
-        name=job.name, spared=_spared(registry),
+        name=job.name, spared=spared,
     )  # fmt: skip
     try:
         held = registry.register(request) if here.is_local_leader else registry.join(request, LEADER_WITHIN)
@@ -161,10 +162,6 @@ def get_shm_prefix(
         raise errors.ClaimMismatch(f"{error}: does the first rank of this node also create this data set?", **error.facts) from error
     claim = claims.opened(registry, held, here)
     return claim.prefix, Locals(claim, is_leader=here.is_local_leader)
-
-
-def _spared(registry: Registry) -> frozenset[str]:
-    return frozenset(claim.path.name for claim, pid in _given_up.items() if pid == os.getpid() and claim.path.parent == registry.path)
 
 
 def _streams(directories: Sequence[str], remotes: Sequence[str | None]) -> tuple[ClaimedStream, ...]:
