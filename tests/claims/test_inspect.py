@@ -47,15 +47,15 @@ def test_a_child_that_dies_while_it_is_looked_at(registry: Path, monkeypatch: py
         os.close(fd)
     os.kill(leader, signal.SIGKILL)
     os.waitpid(leader, 0)
-    (name,) = [name for name in os.listdir(registry) if parse([name])]
-    found = read_state(registry, name)
+    (name,) = parse(os.listdir(registry))
+    found = read_state(registry, *name)
     assert found is not None
     assert found.led
     members = ClaimState.members
 
     def later(self: ClaimState) -> list[Member]:
         os.kill(child, signal.SIGKILL)
-        while (again := read_state(registry, name)) is not None and again.live:
+        while (again := read_state(registry, *name)) is not None and again.live:
             os.sched_yield()
         return members(self)
 

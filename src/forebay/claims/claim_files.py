@@ -29,7 +29,7 @@ from forebay.claims.records import Record
 log = logger("forebay.claims")
 
 CLAIM, TABLE, LOCKS, WORDS, MARKER = "claim", "members", "locks", "words", "landmark"
-"""The files of a claim's directory."""
+"""The files of a claim's directory. Versions of Forebay share a registry, so these names stay."""
 SLOTS = 1024
 LEADER = 0
 """The slot of the process that registered the claim. No other process ever gets it."""
@@ -105,7 +105,8 @@ def _check_owner(fd: int, path: str | Path) -> None:
 
 def read(fd: int) -> bytes:
     """Return the contents of a claim's file, of an oversized one the beginning."""
-    return os.pread(fd, records.LARGEST, 0)
+    data = os.pread(fd, 1 << 14, 0)  # a buffer for the largest would take longer than the rest
+    return data if len(data) < 1 << 14 else data + os.pread(fd, records.LARGEST, len(data))
 
 
 def read_marks(fd: int) -> bytes:

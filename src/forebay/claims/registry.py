@@ -40,7 +40,6 @@ _TIMEOUT = 60.0
 _OPEN_TO_ALL = 0o1777
 _REFUSALS = 32
 _NO_NUMBER, _NUMBERS = -1, 1_000_000
-_NO_MARKS: frozenset[int] = frozenset()
 _NAME = re.compile(r"(?<![^/])(([0-9]{6,15})\.([0-9a-f]{16}))(?![^/])")
 _NOT_SHARED_MEMORY = frozenset((CLAIM, TABLE, LOCKS, WORDS, MARKER))
 _PID = re.compile(rb"([1-9][0-9]{0,9})\n")
@@ -154,15 +153,20 @@ def _describe_holder(path: Path, fd: int) -> str:
 
 class ClaimState(NamedTuple):
     """A claim as any process of the node sees it. ``tag``: identifies job and key. ``live``: some process has the claim; ``led``: the
-    process that registered it does. ``record``: None if it is damaged, or was not asked for."""
+    process that registered it does. ``record``: None if it is damaged; it and ``led`` are unknown where only marks were read."""
 
-    directory: Path
+    registry: Path
+    name: str
     prefix: int
     tag: str
     uid: int
     live: bool
     led: bool
     record: Record | None
+
+    @property
+    def directory(self) -> Path:
+        return self.registry / self.name
 
     def members(self) -> list[Member]:
         """Return the processes that have, or had, the claim; none if it is another user's."""
@@ -200,7 +204,7 @@ class ClaimState(NamedTuple):
 
     def _has_lost_leader(self) -> bool:
         """Look again: a child forked by the leader and killed with it may have held its lock for another moment."""
-        now = read_state(self.directory.parent, self.directory.name)
+        now = read_state(self.registry, self.name, self.prefix, self.tag)
         return now is None or not now.led
 
     def memory(self) -> int | None:
@@ -228,32 +232,29 @@ def parse(names: Iterable[str]) -> list[tuple[str, int, str]]:
     return [(name, int(prefix), tag) for name, prefix, tag in _NAME.findall("/".join(names))]  # in one call: 0.3 us a name instead of 1
 
 
-def read_state(registry: Path, name: str, queried: frozenset[int] | None = None) -> ClaimState | None:
-    """Return the state of the claim of this name; None if there is none, or it was freed in between.
+def read_state(registry: Path, name: str, prefix: int, tag: str, queried: frozenset[int] | None = None) -> ClaimState | None:
+    """Return the state of the claim of this name, as `parse` returns it; None if there is none, or it was freed in between.
 
     ``queried``: marks; the record is read only if the claim is live and its directories may overlap theirs. Raises OSError if this process
     cannot open any file."""
-    if not (parsed := parse([name])):
-        return None
-    (_, prefix, tag), directory = parsed[0], registry / name
     fd = claim_files.open_read(f"{registry}/{name}/{CLAIM}")
     try:
         if fd is not None:
-            live = locks.locked_at(fd, 0, SLOTS) is not None
+            uid, live = os.fstat(fd).st_uid, locks.locked_at(fd, 0, SLOTS) is not None
+            if queried is not None and not (live and records.may_overlap(claim_files.read_marks(fd), queried)):
+                return ClaimState(registry, name, prefix, tag, uid, live, False, None)
             led = live and locks.locked_at(fd, LEADER) is not None
-            wanted = queried is None or (live and records.may_overlap(claim_files.read_marks(fd), queried))
-            record = records.load(claim_files.read(fd)) if wanted else None
-            return ClaimState(directory, prefix, tag, os.fstat(fd).st_uid, live, led, record)
+            return ClaimState(registry, name, prefix, tag, uid, live, led, records.load(claim_files.read(fd)))
     except OSError:
         pass  # not a regular file
     finally:
         if fd is not None:
             os.close(fd)
     try:  # no process can have a claim whose file cannot be read, but its name is taken
-        status = os.lstat(directory)
+        status = os.lstat(registry / name)
     except FileNotFoundError:
         return None
-    return ClaimState(directory, prefix, tag, status.st_uid, False, False, None) if stat.S_ISDIR(status.st_mode) else None
+    return ClaimState(registry, name, prefix, tag, status.st_uid, False, False, None) if stat.S_ISDIR(status.st_mode) else None
 
 
 # -- under the lock of all claims --------------------------------------------------------------------------------------
@@ -295,7 +296,7 @@ class LockedRegistry:
         queried = records.marks(stream.directory for stream in request.streams if stream.remote is not None).queried
         taken, own_tag = set[int](), request.tag
         for name, prefix, tag in parse(self.names):
-            state = read_state(self._path, name, None if tag == own_tag else queried)
+            state = read_state(self._path, name, prefix, tag, None if tag == own_tag else queried)
             if state is None or (not state.live and self.free(state.directory)):
                 continue  # its number is free; that of another user's dead claim is not
             if state.live and (conflict := self._conflict(request, state)) is not None:
@@ -310,7 +311,7 @@ class LockedRegistry:
         if other.tag == request.tag and other.uid == os.geteuid():
             return conflicts.two_leaders_error(ours, other.record, other.pids())
         streams = conflicts.find_conflict(ours, other.record, other.uid, equal_only=request.equal_only)
-        if streams is None or other.directory.name in request.spared:
+        if streams is None or other.name in request.spared:
             return None
         if other.record.beside is not None and claim_files.is_released(other.directory):
             return None
@@ -455,7 +456,7 @@ class Registry:
         """Join the processes that have the claim in ``directory``. Raises `Closed` if it was freed."""
         with contextlib.suppress(Gone):
             members = Members.attach(directory, rank=rank, on_left=self._free_if_unused)
-            state = read_state(self.path, directory.name)
+            state = self._state(directory.name)
             if state is not None and state.record is not None:
                 return HeldClaim(state.record, members)
             members.leave()
@@ -463,8 +464,8 @@ class Registry:
 
     def _find(self, request: ClaimRequest, *, led: bool) -> HeldClaim | None:
         """Join the claim of that job and key, if there is one. ``led``: only while its leader has it."""
-        for name in os.listdir(self.path):
-            state = read_state(self.path, name) if name.endswith(request.tag) else None
+        for name, prefix, tag in parse(os.listdir(self.path)):
+            state = read_state(self.path, name, prefix, tag) if tag == request.tag else None
             if state is None or state.record is None or not state.live or state.uid != os.geteuid() or (led and state.is_ending()):
                 continue  # another user's: everybody can compute the tag of a job, and give it to a claim of his own
             try:
@@ -504,9 +505,12 @@ class Registry:
 
     # -- inspecting and freeing ------------------------------------------------------------------------------------
 
+    def _state(self, name: str) -> ClaimState | None:
+        return next((read_state(self.path, *found) for found in parse([name])), None)
+
     def states(self) -> list[ClaimState]:
         """Return all claims of the node, live and dead, by their number; of unreadable ones what is known."""
-        states = [read_state(self.path, name) for name in os.listdir(self.path)]
+        states = [read_state(self.path, *found) for found in parse(os.listdir(self.path))]
         return sorted((state for state in states if state is not None), key=lambda state: (state.prefix, state.tag))
 
     def prefixes(self) -> set[int]:
@@ -521,7 +525,7 @@ class Registry:
     def _free_if_unused(self, directory: Path) -> None:
         """Free a claim if no process has it and the lock is free; else the next claim does so."""
         with contextlib.suppress(OSError):  # `WaitTimeout` is one too
-            state = read_state(self.path, directory.name, _NO_MARKS)
+            state = self._state(directory.name)
             if state is not None and not state.live:
                 with self.locked(0) as locked:
                     locked.free(directory)
