@@ -541,7 +541,7 @@ MUTANTS = (
     ),
     # 13. A directory has one job
     Mutant(
-        13, "another run's environment names the job of these ranks", "claims.jobs:_launched",
+        13, "another run's environment names the job of these ranks", "claims.processes:_launched",
         "info.num_ranks == world.num_ranks", "True",
         "claims/test_jobs.py::test_a_launcher_of_something_else_does_not_name_the_job",
     ),
@@ -551,8 +551,8 @@ MUTANTS = (
         "claims/test_registry.py::test_a_directory_that_was_removed_and_its_number_given_away_is_no_conflict",
     ),
     Mutant(
-        13, "ranks wait for a leader whose claim was refused", "claims.registry:Registry._register",
-        "locked.refuse(request, obstructed.error)", "",
+        13, "ranks wait for a leader whose claim was refused", "claims.registry:Registry.register",
+        "locked.refuse(request, conflict)", "",
         "claims/test_registry.py::test_the_other_ranks_are_told_of_a_conflict_at_once",
     ),
     Mutant(

@@ -27,12 +27,12 @@ def leader(place: Path, rank: int | None = 0) -> ClaimContext:
     """Join as the process that registered it."""
     fd = os.open(place / CLAIM, os.O_RDWR | os.O_CLOEXEC)
     assert locks.take(fd, LEADER)
-    return ClaimContext(Members(place, fd, LEADER, rank, None), "claim 000000")
+    return ClaimContext(Members(place, fd, LEADER, rank), "claim 000000")
 
 
-def join(place: Path, rank: int | None = None, worker: int | None = None) -> ClaimContext:
+def join(place: Path, rank: int | None = None) -> ClaimContext:
     """Join as a later process."""
-    return ClaimContext(Members.attach(place, rank=rank, worker=worker), "claim 000000")
+    return ClaimContext(Members.attach(place, rank=rank), "claim 000000")
 
 
 def rank(place: Path, number: int, work: Callable[[ClaimContext], T]) -> T:

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from forebay.claims.jobs import identify
+from forebay.claims.processes import identify
 from forebay.world import World
 
 LAUNCHERS = [

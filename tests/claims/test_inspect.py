@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import shutil
 import signal
 from pathlib import Path
@@ -16,11 +15,8 @@ import forebay
 from forebay import errors
 from forebay._kernel import host
 from forebay._kernel.locks import LockFile
-from forebay.claims import inspect
-from forebay.claims.conflicts import ClaimRequest
-from forebay.claims.inspect import ClaimState
 from forebay.claims.members import Member
-from forebay.claims.registry import ClaimObstructed, Registry
+from forebay.claims.registry import ClaimState, Registry, parse, read_state
 from tests.claiming import REMOTE, alone, rank
 from tests.processes import ProcessGroup
 
@@ -51,15 +47,15 @@ def test_a_child_that_dies_while_it_is_looked_at(registry: Path, monkeypatch: py
         os.close(fd)
     os.kill(leader, signal.SIGKILL)
     os.waitpid(leader, 0)
-    (name,) = [name for name in os.listdir(registry) if inspect.parse([name])]
-    found = inspect.read_state(registry, name)
+    (name,) = parse(os.listdir(registry))
+    found = read_state(registry, *name)
     assert found is not None
     assert found.led
     members = ClaimState.members
 
     def later(self: ClaimState) -> list[Member]:
         os.kill(child, signal.SIGKILL)
-        while (again := inspect.read_state(registry, name)) is not None and again.live:
+        while (again := read_state(registry, *name)) is not None and again.live:
             os.sched_yield()
         return members(self)
 
@@ -70,7 +66,7 @@ def test_a_child_that_dies_while_it_is_looked_at(registry: Path, monkeypatch: py
 def test_names_of_claims_are_told_from_others() -> None:
     sound, tag = f"000001.{'a' * 16}", "b" * 16
     others = ["", "lock", f"1.{tag}", f".new.{tag}", f"000002.{tag}\n", f"x000003.{tag}", f"000004.{tag}x", f"\n000005.{tag}"]
-    assert inspect.parse([*others, sound, *others, f"1000000.{tag}"]) == [(sound, 1, "a" * 16), (f"1000000.{tag}", 1_000_000, tag)]
+    assert parse([*others, sound, *others, f"1000000.{tag}"]) == [(sound, 1, "a" * 16), (f"1000000.{tag}", 1_000_000, tag)]
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
@@ -156,12 +152,6 @@ def test_a_directory_that_is_moved_in_the_middle_of_a_call(registry: Path, monke
         with pytest.raises(errors.Closed, match=r"is lost: .* was removed"):
             claim.array("a", 3, "int64")
     shutil.rmtree(registry)
-
-
-def test_what_is_in_the_way_survives_pickling() -> None:
-    wanted = ClaimRequest("job", "name", "0", ())
-    again = pickle.loads(pickle.dumps(ClaimObstructed(wanted, errors.ClaimConflict("taken"))))
-    assert (type(again), str(again), str(again.error), again.state, again._request) == (ClaimObstructed, "taken", "taken", None, wanted)
 
 
 @pytest.mark.parametrize("used", [False, True])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay.claims.jobs import Job, identify
+from forebay.claims.processes import Job, identify
 from forebay.world import World
 from tests.claims.launched import LAUNCHERS, clean
 

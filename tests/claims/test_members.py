@@ -42,7 +42,7 @@ def other(place: Path) -> Child:
 
 def test_the_leader_is_the_first(context: ClaimContext) -> None:
     (only,) = context.members.everyone()
-    assert (only.slot, only.pid, only.rank, only.worker, only.state) == (0, os.getpid(), 0, None, "in")
+    assert (only.slot, only.pid, only.rank, only.state) == (0, os.getpid(), 0, "in")
     assert only.describe() == f"rank 0 (process {os.getpid()})"
     assert context.members.live() == [only]
     assert context.members.is_in(0)
@@ -324,5 +324,5 @@ def test_forks_of_many_threads(context: ClaimContext, children: ProcessGroup) ->
 
 
 def test_words_of_another_namespace() -> None:
-    assert Member(1, 5, 1, 2, 3, 4, 0.0, 0, "in").describe() == "worker 4 of rank 3 (process 5 of another PID namespace)"
-    assert not Member(1, 5, 1, 2, 3, 4, 0.0, 0, "in").is_dying()
+    assert Member(1, 5, 1, 2, 3, 0.0, 0, "in").describe() == "rank 3 (process 5 of another PID namespace)"
+    assert not Member(1, 5, 1, 2, 3, 0.0, 0, "in").is_dying()

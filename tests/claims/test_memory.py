@@ -236,7 +236,7 @@ def test_workers_that_are_spawned(place: Path, context: ClaimContext) -> None:
 
 
 def put(place: Path, number: int) -> None:
-    shared.array(contexts.join(place, 0, number), "a", 4, "i8")[2 + number] = 10 + number
+    shared.array(contexts.join(place, 0), "a", 4, "i8")[2 + number] = 10 + number
 
 
 # -- making it ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._kernel import host, locks
-from forebay.claims import registry as place
 from forebay.claims.registry import LOCK, Registry
 from tests.claiming import REMOTE, alone, text_of
 from tests.processes import Gate, ProcessGroup, as_user
@@ -54,13 +53,12 @@ def test_a_lock_that_is_not_everybodys_is_told(node: Registry, registry: Path, c
 
 def test_the_holder_of_the_lock_is_named_where_proc_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = tmp_path / "claims"
-    place.prepare(registry)
     monkeypatch.setattr(locks, "holders", lambda path, offset: ())
     with (
-        place.lock_all(registry, 5),
+        Registry(registry).locked(5),
         pytest.raises(errors.WaitTimeout, match=rf"process {os.getpid()} on .* of user {os.geteuid()}"),
     ):
-        with place.lock_all(registry, 0.01):
+        with Registry(registry).locked(0.01):
             raise AssertionError
 
 

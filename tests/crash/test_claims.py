@@ -19,12 +19,13 @@ import forebay.claims
 import forebay.remote
 from forebay import errors
 from forebay._kernel import host
+from forebay.adapters.streaming.names import create_linked
 from forebay.claims import (
     records,
     shared,  # noqa: F401
 )
 from forebay.claims.conflicts import ClaimRequest
-from forebay.claims.records import ClaimedStream
+from forebay.claims.records import ClaimedStream, ExternalFiles
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, rank, registry  # noqa: F401 (a fixture)
 from tests.processes import Child, Gate, death_of, fork, fork_to_die, in_child
@@ -166,7 +167,7 @@ def test_a_claim_that_is_refused(registry: Path, tmp_path: Path) -> None:  # noq
     assert left(registry) == []
 
 
-class Beside:
+class FilesBeside:
     """Files in another directory, as an adapter has them."""
 
     def __init__(self, place: Path) -> None:
@@ -175,13 +176,17 @@ class Beside:
     def check(self) -> None: ...
 
     def is_free(self, prefix: int) -> bool:
-        return not any(os.path.lexists(name) for name in self.paths(prefix))
+        return not any(os.path.lexists(name) for name in self._names(prefix))
 
-    def paths(self, prefix: int) -> Sequence[str]:
+    def files(self, prefix: int) -> ExternalFiles:
+        marker, *others = self._names(prefix)
+        return ExternalFiles(tuple(others), marker)
+
+    def create_marker(self, prefix: int, directory: int) -> None:
+        create_linked(self._names(prefix)[0], b"text", directory)
+
+    def _names(self, prefix: int) -> Sequence[str]:
         return [str(self._place / f"{prefix}_{name}") for name in ("locals", "barrier", "lock")]
-
-    def content(self, prefix: int) -> bytes:
-        return b"text"
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["linked", "copied to another file system"])
@@ -190,7 +195,7 @@ def test_what_is_beside_a_claim_goes_with_it(registry: Path, tmp_path: Path, els
     outside.mkdir(exist_ok=True)
 
     def have() -> None:
-        wanted = ClaimRequest("job", "job=", "0", (ClaimedStream(records.canonical(tmp_path), REMOTE),), external=Beside(outside))
+        wanted = ClaimRequest("job", "job=", "0", (ClaimedStream(records.canonical(tmp_path), REMOTE),), beside=FilesBeside(outside))
         held = Registry().register(wanted, 0)
         assert held.record.prefix == 0
         assert (outside / "0_locals").read_bytes() == b"text"

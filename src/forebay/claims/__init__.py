@@ -16,22 +16,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from forebay import _config, errors
-from forebay.claims import conflicts, records
+from forebay.claims import conflicts, records, shared
+from forebay.claims.barriers import Barrier
 from forebay.claims.conflicts import ClaimRequest
-from forebay.claims.inspect import ClaimState
-from forebay.claims.jobs import identify
 from forebay.claims.members import ClaimContext
+from forebay.claims.processes import identify
 from forebay.claims.records import ClaimedPath, ClaimedStream, Record
-from forebay.claims.registry import HeldClaim, Registry
+from forebay.claims.registry import ClaimState, HeldClaim, Registry
 from forebay.claims.registry import default as default_registry
+from forebay.claims.shared import NamedLock, Scalar
 from forebay.remote import urls
 from forebay.world import World as World
 
 if TYPE_CHECKING:
     import numpy
-
-    from forebay.claims.barriers import Barrier
-    from forebay.claims.shared import NamedLock, Scalar
 
 PathLike: TypeAlias = str | os.PathLike[str]
 # Each use of these tables is a single call, which needs no lock: a forked child could inherit a held one.
@@ -62,20 +60,15 @@ def claim(
     seconds = _config.parse_timeout(timeout)
     identified = identify(job, world)
     registry = Registry()
-    key = _next_number(registry, identified.id, world.rank) if name is None else _named(name)
+    if name is None:
+        key = str(next(_counts.setdefault((registry.path, identified.id, world.rank), itertools.count())))
+    elif isinstance(name, str) and name:
+        key = f"named {name}"
+    else:
+        raise errors.ConfigError(f"name={name!r}: must be a non-empty text", name="name", value=repr(name))
     request = ClaimRequest(identified.id, identified.how, key, streams, world.to_json(), world.rank, name=identified.name)
     held = registry.register(request, seconds) if world.is_local_leader else registry.join(request, seconds)
     return opened(registry, held, world)
-
-
-def _next_number(registry: Registry, job: str, rank: int) -> str:
-    return str(next(_counts.setdefault((registry.path, job, rank), itertools.count())))
-
-
-def _named(name: str) -> str:
-    if not isinstance(name, str) or not name:
-        raise errors.ConfigError(f"name={name!r}: must be a non-empty text", name="name", value=repr(name))
-    return f"named {name}"
 
 
 def _streams(
@@ -187,33 +180,23 @@ class Claim:
 
         Raises `ClaimMismatch` if another shape or dtype was requested before, `NoSpace` if /dev/shm is full, `MissingExtra` without NumPy.
         The array stays valid after `close`, and after the claim is freed."""
-        from forebay.claims import shared
-
         return shared.array(self._context, name, shape, dtype)
 
     def scalar(self, name: str, dtype: Any) -> Scalar:
         """Return one value in shared memory, with ``get()`` and ``set(value)``: see `array`."""
-        from forebay.claims import shared
-
         return shared.scalar(self._context, name, dtype)
 
     def buffer(self, name: str, size: int) -> memoryview:
         """Return ``size`` writable bytes of shared memory: see `array`."""
-        from forebay.claims import shared
-
         return shared.buffer(self._context, name, size)
 
     def barrier(self, name: str) -> Barrier:
         """Return a barrier at which ``parties`` processes or threads wait for each other with ``wait(parties, timeout=None)``. Reusable."""
-        from forebay.claims.barriers import Barrier
-
         return Barrier(self._context, name)
 
     def lock(self, name: str, timeout: float | None = None) -> NamedLock:
         """Return a lock for a ``with`` block, held by one thread of one process at a time, and released if its holder dies. Entering raises
         `WaitTimeout` after ``timeout`` seconds."""
-        from forebay.claims.shared import NamedLock
-
         return NamedLock(self._context, name, _config.parse_timeout(timeout))
 
     @property
@@ -225,8 +208,6 @@ class Claim:
         """Close the claim in this process only; the last process frees it. Arrays and buffers made from it stay valid."""
         _open.pop(self._identity, None)
         if not self.closed:
-            from forebay.claims import shared
-
             shared.close(self._context)
             self._members.leave()
 

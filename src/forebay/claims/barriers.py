@@ -47,14 +47,6 @@ def owner_bits(process: Identity) -> int:
     return _TAKEN | (slot & 0x3FF) << 52 | (pid & 0x3FFFFF) << 30 | (start & 0x3FFF) << 16
 
 
-def slot_of(seat: int) -> int:
-    return seat >> 52 & 0x3FF
-
-
-def belongs_to(seat: int, process: Identity) -> bool:
-    return seat & _OWNER == owner_bits(process)
-
-
 class BarrierState:
     """The mapped state of a barrier. Methods that end in ``_locked`` require that the caller holds `mutex`."""
 
@@ -108,7 +100,7 @@ class BarrierState:
         host.set_word(self._words, _PARTIES + self.round % 2, parties)
 
     def next_round_locked(self) -> None:
-        """Begin the next round: the waiting processes have crossed. The caller calls `wake` after."""
+        """Begin the next round: the waiting processes have crossed. The caller wakes them after."""
         after = self.round + 1
         parties = self.parties
         self._clear_locked(after)
@@ -121,13 +113,9 @@ class BarrierState:
                 host.set_word(self._words, word, 0)
 
     def break_locked(self) -> None:
-        """Mark the round as broken. The caller calls `wake` after."""
+        """Mark the round as broken. The caller wakes the waiting processes after."""
         host.set_word(self._words, _BROKEN_AT, time.monotonic_ns())
         host.set_word(self._words, _STATE, self.state | _BROKEN)
-
-    def wake(self) -> None:
-        """Wake the waiting processes: the round is over or broken."""
-        self.futex.bump(self.index)
 
 
 def state_of(context: ClaimContext, name: str) -> BarrierState:
@@ -154,9 +142,6 @@ class MemberSnapshot:
     def occupants(self, seats: Iterable[int]) -> list[Member]:
         """Return the members in these seats."""
         return [member for member in map(self.occupant, seats) if member is not None]
-
-    def joined(self, slot: int) -> float:
-        return next((member.joined for member in self.live if member.slot == slot), 0.0)
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
@@ -251,7 +236,7 @@ class _Visit:
                 return work()
         finally:
             if state.state != before:
-                state.wake()  # not earlier: a woken process that arrives again would have to wait for our lock
+                state.futex.bump(state.index)  # not earlier: a woken process that arrives again would have to wait for our lock
 
     # -- arriving --------------------------------------------------------------------------------------------------
 
@@ -322,7 +307,8 @@ class _Visit:
     def _all_live(self, seats: list[int]) -> bool:
         """Whether all processes in these seats live."""
         members = self._context.members
-        return all((process := members.occupant(slot_of(seat))) is not None and belongs_to(seat, process) for seat in seats)
+        processes = ((seat, members.occupant(seat >> 52 & 0x3FF)) for seat in seats)
+        return all(process is not None and seat & _OWNER == owner_bits(process) for seat, process in processes)
 
     def _is_suspect(self) -> bool:
         """Whether a process that sits here is gone, the round may be complete, or a member died."""
@@ -353,7 +339,9 @@ class _Visit:
                 state.set_seat_locked(seat, 0)
         if missed := self._missed(snapshot, waiting, list(dead.values())):
             self._break_locked(missed, dead)
-        elif all(snapshot.joined(self._context.members.slot) <= member.joined for member in waiting):
+            return
+        own = next((member.joined for member in snapshot.live if member.slot == self._context.members.slot), 0.0)
+        if all(own <= member.joined for member in waiting):
             for seat in dead:  # no waiting process was a member when they died
                 state.set_seat_locked(seat, 0)
 

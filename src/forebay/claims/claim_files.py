@@ -14,7 +14,7 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,18 @@ from forebay.claims.records import Record
 
 log = logger("forebay.claims")
 
-CLAIM, TABLE, LOCKS, WORDS, LANDMARK = "claim", "members", "locks", "words", "landmark"
-"""The files of a claim's directory."""
+CLAIM, TABLE, LOCKS, WORDS, MARKER = "claim", "members", "locks", "words", "landmark"
+"""The files of a claim's directory. Versions of Forebay share a registry, so these names stay."""
 SLOTS = 1024
 LEADER = 0
 """The slot of the process that registered the claim. No other process ever gets it."""
 TABLE_BYTES = SLOTS + SLOTS * 64
 NEW, OLD = ".new.", ".old."
-_REMOVED_LAST = f"{LANDMARK} {CLAIM}"  # they say which files outside the directory belong to the claim
+_REMOVED_LAST = f"{MARKER} {CLAIM}"  # they say which files outside the directory belong to the claim
 _NEED = TABLE_BYTES + COUNT * 4 + 4096
-_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # any user may have put a FIFO there
+_OWN_LIMITS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))  # these say nothing about the file that was to be opened
+_FIRST_READ = 1024  # bytes: the marks of a few directories
 _reported: set[str] = set()  # directories that could not be removed
 
 
@@ -85,6 +87,17 @@ def opener(path: str, flags: int) -> int:
     return open_write(os.path.dirname(path), os.path.basename(path))
 
 
+def open_read(path: str, directory: int | None = None) -> int | None:
+    """Open a file of a claim for reading; None if there is none, or this user may not read it. Raises OSError if this process cannot open
+    any file."""
+    try:
+        return os.open(path, _TO_READ, dir_fd=directory)
+    except OSError as error:
+        if error.errno in _OWN_LIMITS:
+            raise  # taken for dead, the claim would be given away
+        return None
+
+
 def _check_owner(fd: int, path: str | Path) -> None:
     if os.fstat(fd).st_uid != os.geteuid():
         raise Gone(f"{path} belongs to another user")
@@ -92,18 +105,24 @@ def _check_owner(fd: int, path: str | Path) -> None:
 
 def read(fd: int) -> bytes:
     """Return the contents of a claim's file, of an oversized one the beginning."""
-    data = os.pread(fd, 1 << 14, 0)
+    data = os.pread(fd, 1 << 14, 0)  # a buffer for the largest would take longer than the rest
     return data if len(data) < 1 << 14 else data + os.pread(fd, records.LARGEST, len(data))
 
 
+def read_marks(fd: int) -> bytes:
+    """Return the beginning of a claim's file, as far as the marks of its directories reach."""
+    data = os.pread(fd, _FIRST_READ, 0)
+    end = records.length_of_marks(data)
+    return data if end <= len(data) else os.pread(fd, min(end, records.LARGEST), 0)
+
+
 def is_released(directory: Path) -> bool:
-    """Whether the claim's landmark says, by a size of 0, that its directories are free again."""
-    try:
-        fd = os.open(directory / LANDMARK, _TO_READ)
-    except OSError:
+    """Whether the claim's process gave up its directories: the claim's marker then begins with four zeros."""
+    fd = open_read(f"{directory}/{MARKER}")
+    if fd is None:
         return False
     try:
-        return os.pread(fd, 4, 0) == bytes(4)  # an int32, the size of what follows
+        return os.pread(fd, 4, 0) == bytes(4)
     finally:
         os.close(fd)
 
@@ -115,19 +134,19 @@ def scrap_name(kind: str) -> str:
     return f"{kind}{secrets.token_hex(8)}"
 
 
-def build(directory: Path, record: Record, content: bytes | None = None) -> int:
-    """Create the directory of a claim and return a descriptor of its file with the leader's byte locked. ``content``: of its landmark.
+def build(directory: Path, record: Record, create_marker: Callable[[int], None] | None = None) -> int:
+    """Create the directory of a claim and return a descriptor of its file with the leader's byte locked.
 
-    The caller holds the registry's lock, and hands the descriptor over. Raises `NoSpace`, OSError; FileExistsError if another file has
-    the landmark's name."""
+    ``create_marker``: creates the claim's marker, given a descriptor of the directory. The caller holds the registry's lock, and hands the
+    returned descriptor over. Raises `NoSpace`, OSError; FileExistsError if another file has the marker's name."""
     fd = -1
     try:
         with _new(directory) as parent:
             fd = _make_claim(parent, record.dump())
             for name, size in ((TABLE, TABLE_BYTES), (LOCKS, 0), (WORDS, COUNT * 4)):
-                _make_file(parent, name, size)
-            if record.beside is not None and content is not None:
-                _make_landmark(parent, Path(record.beside.landmark), content)
+                make_file(parent, name, size)
+            if create_marker is not None:
+                create_marker(parent)
         return fd
     except BaseException as error:
         inherited_fds.close(fd)
@@ -154,41 +173,19 @@ def _new(directory: Path) -> Iterator[int]:
 
 
 def _make_claim(parent: int, data: bytes) -> int:
-    _make_file(parent, CLAIM, 0, data, mode=0o644)
+    make_file(parent, CLAIM, 0, data, mode=0o644)
     fd = inherited_fds.register(lambda: host.out_of_the_way(host.open_write(CLAIM, parent)))
     locks.take(fd, LEADER)
     return fd
 
 
-def _make_file(parent: int, name: str, size: int, content: bytes = b"", *, mode: int = 0o600) -> None:
+def make_file(parent: int, name: str, size: int, content: bytes = b"", *, mode: int = 0o600) -> None:
+    """Create a file of a claim with its blocks. Raises OSError."""
     fd = host.create(name, mode, directory=parent)
     try:
-        _fill(fd, size, content)
-    finally:
-        os.close(fd)
-
-
-def _fill(fd: int, size: int, content: bytes) -> None:
-    host.allocate(fd, 0, size)
-    if content:
-        host.pwrite(fd, content, 0)
-
-
-def _make_landmark(parent: int, landmark: Path, content: bytes) -> None:
-    _make_file(parent, LANDMARK, len(content), content)
-    try:
-        host.link(LANDMARK, landmark, parent)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        _make_copy(landmark, content)
-
-
-def _make_copy(landmark: Path, content: bytes) -> None:
-    fd = host.create_unnamed(landmark.parent, 0o600)
-    try:
-        _fill(fd, len(content), content)
-        host.give_name(fd, landmark)  # only now: no process would recognise an incomplete copy
+        host.allocate(fd, 0, size)
+        if content:
+            host.pwrite(fd, content, 0)
     finally:
         os.close(fd)
 
@@ -222,40 +219,36 @@ def remove(directory: Path) -> None:
 
 
 def remove_external(directory: Path) -> None:
-    """Remove the files of a claim outside its directory.
+    """Remove the files of a claim outside its directory, if the marker outside is still the claim's.
 
     The caller holds the registry's lock, and creates no claim before: the names and contents of the files may repeat."""
-    if not os.path.lexists(f"{directory}/{LANDMARK}"):
+    if not os.path.lexists(f"{directory}/{MARKER}"):
         return  # there are none, or a killed process removed them
     with contextlib.suppress(Gone), inside(directory) as parent:
-        _remove_external(f"/proc/self/fd/{parent}")
+        fd = open_read(CLAIM, parent)
+        if fd is None:
+            return
+        try:
+            record = records.load(read(fd))
+        except OSError:
+            return  # not a regular file
+        finally:
+            os.close(fd)
+        if record is None or record.beside is None or not _is_marker(f"/proc/self/fd/{parent}/{MARKER}", record.beside.marker):
+            return
+        for path in record.beside.paths:
+            with contextlib.suppress(PermissionError, IsADirectoryError):
+                host.unlink(path)
+        host.unlink(record.beside.marker)
 
 
-def _remove_external(parent: str) -> None:
+def _is_marker(own: str, outside: str) -> bool:
+    """Whether the file outside is the claim's marker: a link to it, or, on another file system, a copy. The first four bytes may differ:
+    see `is_released`."""
     try:
-        fd = os.open(f"{parent}/{CLAIM}", _TO_READ)
-    except OSError:
-        return
-    try:
-        record = records.load(read(fd))
-    except OSError:
-        return  # not a regular file
-    finally:
-        os.close(fd)
-    if record is None or record.beside is None or not _is_landmark(parent, record.beside.landmark):
-        return
-    for path in record.beside.paths:
-        with contextlib.suppress(PermissionError, IsADirectoryError):
-            host.unlink(path)
-    host.unlink(record.beside.landmark)
-
-
-def _is_landmark(parent: str, landmark: str) -> bool:
-    """Whether the landmark outside is still the claim's: the same file, or, on another file system, one with the same contents."""
-    try:
-        ours, outside = os.lstat(f"{parent}/{LANDMARK}"), os.lstat(landmark)
-        if ours.st_dev == outside.st_dev:
-            return ours.st_ino == outside.st_ino
-        return outside.st_uid == ours.st_uid and Path(parent, LANDMARK).read_bytes()[4:] == Path(landmark).read_bytes()[4:]
+        ours, theirs = os.lstat(own), os.lstat(outside)
+        if ours.st_dev == theirs.st_dev:
+            return ours.st_ino == theirs.st_ino
+        return theirs.st_uid == ours.st_uid and Path(own).read_bytes()[4:] == Path(outside).read_bytes()[4:]
     except OSError:
         return False

@@ -27,7 +27,7 @@ _ADVICE_SAME_PROCESS = (
 _ADVICE_RANKS = "; if both are ranks of one job, tell each which it is (world=), or initialise torch.distributed first"
 
 
-class ExternalLayout(Protocol):
+class Beside(Protocol):
     """The files that a claim is to have outside its directory. All but `check` is called under the registry's lock, and must be quick."""
 
     def check(self) -> None:
@@ -38,13 +38,12 @@ class ExternalLayout(Protocol):
         """Whether a claim may have this number."""
         ...
 
-    def paths(self, prefix: int) -> Sequence[str]:
-        """Return the absolute paths of the files that are removed with the claim. The first is the landmark, which is also created
-        with it."""
+    def files(self, prefix: int) -> ExternalFiles:
+        """Return the files that are removed with the claim."""
         ...
 
-    def content(self, prefix: int) -> bytes:
-        """Return the contents of the landmark."""
+    def create_marker(self, prefix: int, directory: int) -> None:
+        """Create the marker, as `MARKER` in the claim's directory and under its name outside. Raises FileExistsError, OSError."""
         ...
 
 
@@ -59,9 +58,8 @@ class ClaimRequest(NamedTuple):
     streams: tuple[ClaimedStream, ...]
     world: dict[str, Any] | None = None
     rank: int | None = None
-    worker: int | None = None
     equal_only: bool = False
-    external: ExternalLayout | None = None
+    beside: Beside | None = None
     conflict_timeout: float = 0.0
     name: str = ""
     spared: frozenset[str] = frozenset()
@@ -78,10 +76,7 @@ class ClaimRequest(NamedTuple):
 
     def record(self, prefix: int) -> Record:
         """Return what the claim publishes about itself, with this number."""
-        beside = None
-        if self.external is not None and prefix >= 0:
-            landmark, *paths = self.external.paths(prefix)
-            beside = ExternalFiles(tuple(paths), landmark)
+        beside = self.beside.files(prefix) if self.beside is not None and prefix >= 0 else None
         return Record(
             prefix, self.name or self.job, self.how, self.key, os.geteuid(), socket.gethostname(), os.getpid(), processes.pid_space(),
             processes.own_start(), processes.mount_space(), time.time(), processes.own_command(), self.streams, self.world, beside,

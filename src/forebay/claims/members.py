@@ -30,7 +30,7 @@ log = logger("forebay.claims")
 _WORDS = 8  # of 8 bytes, an entry of the table
 FREE, IN, LEFT = range(3)
 _PID, _START = 0, 2
-_USED_WORDS = 7  # pid, PID namespace, start, rank, worker, when it joined, depth
+_USED_WORDS = 6  # pid, PID namespace, start, rank (from 1 on; 0: unknown), when it joined, depth
 _RETRY_PAUSE, _RETRIES = 0.001, 100
 
 Identity: TypeAlias = tuple[int, int, int]
@@ -40,14 +40,13 @@ OnLeft: TypeAlias = Callable[[Path], None]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process that has, or had, the claim. ``rank`` and ``worker`` as far as it knew them when it joined."""
+    """A process that has, or had, the claim. ``rank``: as far as it knew it when it joined."""
 
     slot: int
     pid: int
     space: int  # its PID namespace
     start: int  # clock ticks since the boot
     rank: int | None
-    worker: int | None
     joined: float  # seconds of the monotonic clock
     depth: int  # 0; one more than its parent's for a child of a member
     state: Literal["in", "left", "vanished"]
@@ -58,9 +57,8 @@ class Member:
 
     def describe(self) -> str:
         """Return the process as messages name it: ``rank 1 (process 123)``."""
-        worker = f"worker {self.worker} of " if self.worker is not None else ""
         process = f"process {self.pid}{'' if self._is_visible() else ' of another PID namespace'}"
-        return f"{worker}rank {self.rank} ({process})" if self.rank is not None else process
+        return f"rank {self.rank} ({process})" if self.rank is not None else process
 
     def describe_with_state(self) -> str:
         """The same, with a note if the process is stopped, by SIGSTOP or in a debugger, as far as this process can see."""
@@ -106,9 +104,10 @@ class MemberTable:
     def set_state(self, slot: int, state: int) -> None:
         host.set_byte(self._states, slot, state)
 
-    def write(self, slot: int, rank: int | None, worker: int | None, depth: int) -> Identity:
+    def write(self, slot: int, rank: int | None, depth: int) -> Identity:
         """Write the entry of this process and return its identity. The caller has locked the byte of ``slot``."""
-        entry = (os.getpid(), processes.pid_space(), processes.own_start(), _encoded(rank), _encoded(worker), time.monotonic_ns(), depth)
+        number = 0 if rank is None else rank + 1
+        entry = (os.getpid(), processes.pid_space(), processes.own_start(), number, time.monotonic_ns(), depth)
         host.step("set_words", slot)
         self._words[slot * _WORDS : slot * _WORDS + _USED_WORDS] = memoryview(array("Q", entry))
         self.set_state(slot, IN)  # last: until then the entry belongs to no process
@@ -119,16 +118,19 @@ class MemberTable:
         return slot, words[slot * _WORDS + _PID], words[slot * _WORDS + _START]
 
     def read(self, slot: int, *, is_locked: bool) -> Member:
-        pid, space, start, rank, worker, joined, depth = self._words[slot * _WORDS : slot * _WORDS + _USED_WORDS].tolist()
-        entry = (pid, space, start, _decoded(rank), _decoded(worker), joined / 1e9, depth)
+        pid, space, start, number, joined, depth = self._words[slot * _WORDS : slot * _WORDS + _USED_WORDS].tolist()
+
+        def member(state: Literal["in", "left", "vanished"]) -> Member:
+            return Member(slot, pid, space, start, number - 1 if number else None, joined / 1e9, depth, state)
+
         if self._states[slot] == LEFT:
-            return Member(slot, *entry, "left")
+            return member("left")
         if is_locked:
-            return Member(slot, *entry, "in")
-        vanished = Member(slot, *entry, "vanished")
+            return member("in")
+        vanished = member("vanished")
         if self._vanished.get(slot) != joined:
             if vanished.is_alive():
-                return Member(slot, *entry, "left")  # it became another program (exec), which dropped its lock
+                return member("left")  # it became another program (exec), which dropped its lock
             self._vanished[slot] = joined
         return vanished
 
@@ -153,14 +155,6 @@ class MemberTable:
         return FREE not in states and LEFT not in states
 
 
-def _encoded(value: int | None) -> int:
-    return 0 if value is None else value + 1
-
-
-def _decoded(number: int) -> int | None:
-    return number - 1 if number else None
-
-
 # -- membership --------------------------------------------------------------------------------------------------------
 
 
@@ -182,12 +176,10 @@ class Members:
     """The members that had died before this process joined."""
     depth = 0
 
-    def __init__(
-        self, directory: Path, fd: int, slot: int, rank: int | None, worker: int | None, on_left: OnLeft | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, directory: Path, fd: int, slot: int, rank: int | None, on_left: OnLeft | None = None) -> None:
         """``fd``: of the claim's file, with the byte ``slot`` locked; this object owns it from now on. ``on_left`` is called with the
         directory when a process leaves in order."""
-        self.directory, self.rank, self.worker, self._on_left = directory, rank, worker, on_left
+        self.directory, self.rank, self._on_left = directory, rank, on_left
         self._mutex, self._for_child = threading.RLock(), None
         self._table = MemberTable(directory)
         self._take_slot(fd, slot)
@@ -196,13 +188,13 @@ class Members:
         leave_at_exit()
 
     @classmethod
-    def attach(cls, directory: Path, *, rank: int | None = None, worker: int | None = None, on_left: OnLeft | None = None) -> Self:
+    def attach(cls, directory: Path, *, rank: int | None = None, on_left: OnLeft | None = None) -> Self:
         """Join the processes that have the claim. Raises `Gone` if it was freed meanwhile or belongs to another user, `NoSpace` if all
         1,024 slots are taken."""
         fd = inherited_fds.register(lambda: _open(directory))
         try:
             slot = _lock_slot(fd, directory, MemberTable(directory))
-            return inherited_fds.hand_over(fd, lambda fd: cls(directory, fd, slot, rank, worker, on_left))
+            return inherited_fds.hand_over(fd, lambda fd: cls(directory, fd, slot, rank, on_left))
         finally:
             inherited_fds.close(fd)
 
@@ -211,7 +203,7 @@ class Members:
             self.dead_before = self._dead(fd, slot) if dead_before is None else dead_before
             self.depth = self._depth(fd, slot)
         self._fd, self._file, self._pid, self.slot = fd, locks.file_of(fd), os.getpid(), slot
-        self.identity = self._table.write(slot, self.rank, self.worker, self.depth)
+        self.identity = self._table.write(slot, self.rank, self.depth)
 
     def _dead(self, fd: int, slot: int) -> frozenset[Identity]:
         return frozenset(member.identity for member in self._table.members(fd, slot) if member.state == "vanished")
@@ -232,11 +224,7 @@ class Members:
 
     def live(self) -> list[Member]:
         """Return the processes that have the claim now; this process too."""
-        self.check()
-        slots = [slot for slot, state in enumerate(self._table.states()) if state == IN]
-        return [
-            self._table.read(slot, is_locked=True) for slot in slots if slot == self.slot or locks.locked_at(self._fd, slot) is not None
-        ]
+        return [member for member in self.everyone() if member.state == "in"]
 
     def is_in(self, slot: int) -> bool:
         """Whether the process in ``slot`` has the claim now."""

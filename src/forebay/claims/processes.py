@@ -1,4 +1,4 @@
-"""What /proc says about a process, the masked command line of this one, and descriptors that no forked child may keep.
+"""What /proc says about a process, the job and the masked command line of this one, and descriptors that no forked child may keep.
 
 /proc serves messages and tells a dying process from a running one. Only kernel locks decide which process is alive.
 """
@@ -9,12 +9,15 @@ import contextlib
 import functools
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from forebay._kernel import host, locks
+from forebay.errors import ConfigError
+from forebay.world import World, launchers
 
 T = TypeVar("T")
 
@@ -71,25 +74,37 @@ def is_dying(pid: int, start: int) -> bool:
     return any(mask & _KILLED for mask in pending)
 
 
-def own_start() -> int:
-    """Return when this process began, in clock ticks since the boot; 0 if /proc is not this machine's."""
-    return _start_of(os.getpid())
+class _Own(NamedTuple):
+    """What does not change while a process lives: its start, its PID namespace, and its masked command line."""
+
+    start: int
+    space: int
+    command: str
 
 
 @functools.lru_cache(1)
-def _start_of(pid: int) -> int:
+def _own(pid: int) -> _Own:
     process = status(pid)
-    return process.start if process is not None else 0
+    try:
+        words = read(f"/proc/{pid}/cmdline").rstrip(b"\0").decode(errors="replace").split("\0")
+    except OSError:
+        words = []
+    return _Own(process.start if process is not None else 0, _inode("/proc/self/ns/pid"), shortened(masked(words), _LONGEST_COMMAND))
+
+
+def own_start() -> int:
+    """Return when this process began, in clock ticks since the boot; 0 if /proc is not this machine's."""
+    return _own(os.getpid()).start
 
 
 def pid_space() -> int:
     """Return the PID namespace of this process: process numbers are valid only within it."""
-    return _space_of(os.getpid())
+    return _own(os.getpid()).space
 
 
-@functools.lru_cache(1)
-def _space_of(pid: int) -> int:
-    return _inode("/proc/self/ns/pid")
+def own_command() -> str:
+    """Return the command line of this process without the values of its arguments, since every user may read it."""
+    return _own(os.getpid()).command
 
 
 def mount_space() -> int:
@@ -104,21 +119,69 @@ def _inode(path: str) -> int:
         return 0
 
 
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """``id``: equal in all processes of the job on this node, and different in every other job; ``name``: a shorter form for messages.
+    ``how``: where both were taken from."""
+
+    id: str
+    name: str
+    how: str
+
+
+def identify(job: str | None, world: World) -> Job:
+    """Return the job of this process, whose rank is given by ``world``: ``job`` if it is given, else the launcher's job, else the process
+    that started its ranks. Raises `ConfigError` if ``job`` is no name.
+
+    The job of a rank that is alone on its node is its process, whatever its launcher says, since it shares nothing with others. So a
+    step of SLURM may run two programs side by side. Several nodes on one machine, as in tests, have a job each."""
+    if job is not None and (not isinstance(job, str) or not job):
+        raise ConfigError(f"job={job!r}: must be a name, the same in all ranks of the job", name="job", value=repr(job))
+    if job is not None:
+        identified = Job(job, job, "job=")
+    else:
+        identified = (_launched(world) if world.ranks_per_node > 1 else None) or _by_process(world)
+    if not world.is_multinode:
+        return identified
+    return Job(f"{identified.id}, node {world.node}", f"{identified.name}, node {world.node}", identified.how)
+
+
+def _launched(world: World) -> Job | None:
+    """Return the job of the launcher that started these ranks. A launcher with another number of ranks started an outer program."""
+    for read_launcher in launchers.SOURCES:
+        try:
+            info = read_launcher()
+        except ConfigError:
+            continue  # contradictory variables name no job; the world was given explicitly then
+        if info is not None and info.job is not None and info.num_ranks == world.num_ranks:
+            return Job(info.job, info.name, info.how)
+    address = launchers.address()
+    return Job(f"master {address}", address, "MASTER_ADDR and MASTER_PORT") if address else None
+
+
+def _by_process(world: World) -> Job:
+    """Return a job named by the process that is the only rank here, or by the one that started the ranks."""
+    rank = os.getpid()
+    if launchers.worker() is not None:  # its rank is the process that made the DataLoader, which a fork server would hide
+        parent = sys.modules["multiprocessing.process"].parent_process()
+        rank = os.getppid() if parent is None else parent.pid
+    if world.ranks_per_node == 1:
+        return Job(_process_id(rank), f"process {rank}", "this process, the only rank here")
+    process = status(rank)
+    starter = process.parent if process is not None else 0
+    return Job(_process_id(starter), f"process {starter}", "the process that started this one")
+
+
+def _process_id(pid: int) -> str:
+    """Identify a process among all that ever have its number."""
+    process = status(pid)
+    return f"process {pid} {process.start if process is not None else 0} {pid_space()}"
+
+
 # -- command lines -----------------------------------------------------------------------------------------------------
-
-
-def own_command() -> str:
-    """Return the command line of this process without the values of its arguments, since every user may read it."""
-    return _command_of(os.getpid())
-
-
-@functools.lru_cache(1)
-def _command_of(pid: int) -> str:
-    try:
-        words = read(f"/proc/{pid}/cmdline").rstrip(b"\0").decode(errors="replace").split("\0")
-    except OSError:
-        return ""
-    return shortened(masked(words), _LONGEST_COMMAND)
 
 
 def shortened(text: str, longest: int) -> str:

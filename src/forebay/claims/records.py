@@ -187,11 +187,11 @@ class ClaimedStream(NamedTuple):
 
 
 class ExternalFiles(NamedTuple):
-    """Files of a claim outside its directory, which are removed with it. ``landmark``: a link to, or a copy of, the file ``landmark`` in
-    the claim's directory; the files are removed only if it is still the claim's. ``paths``: the other files."""
+    """Files of a claim outside its directory, which are removed with it. ``marker``: a link to, or a copy of, the marker in the claim's
+    directory; the files are removed only if it is still the claim's. ``paths``: the other files."""
 
     paths: tuple[str, ...]
-    landmark: str
+    marker: str
 
 
 class Record(NamedTuple):
@@ -266,8 +266,8 @@ def load(data: bytes) -> Record | None:
             return None
         fields["streams"] = tuple(_stream(*stream) for stream in fields["streams"])
         if fields["beside"] is not None:
-            paths, landmark = fields["beside"]
-            fields["beside"] = ExternalFiles(tuple(map(os.fspath, paths)), os.fspath(landmark))
+            paths, marker = fields["beside"]
+            fields["beside"] = ExternalFiles(tuple(map(os.fspath, paths)), os.fspath(marker))
         record = Record(**fields)
     except (struct.error, ValueError, TypeError, KeyError, IndexError, RecursionError):
         return None

@@ -379,25 +379,21 @@ def _make(path: str, header: dict[str, Any], context: ClaimContext) -> memoryvie
             raise _no_space(header, context, size)  # before a file that fills the file system disturbs other processes
         with claim_files.inside(context.directory) as directory:
             host.unlink(temporary, directory)  # left by a killed process
-            return _build(path, temporary, _START.pack(_MAGIC, start) + text, size, directory)[start:]
+            fd = host.create(temporary, 0o600, directory=directory)
+            try:
+                host.allocate(fd, 0, size)
+                host.pwrite(fd, _START.pack(_MAGIC, start) + text, 0)
+                host.link(temporary, path, directory, directory)
+                return mappings.map_file(fd, size, writable=True)[start:]
+            finally:
+                os.close(fd)
+                host.unlink(temporary, directory)
     except FileNotFoundError:
         raise context.lost() from None
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise _no_space(header, context, size) from error
         raise
-
-
-def _build(path: str, temporary: str, head: bytes, size: int, directory: int) -> memoryview:
-    fd = host.create(temporary, 0o600, directory=directory)
-    try:
-        host.allocate(fd, 0, size)
-        host.pwrite(fd, head, 0)
-        host.link(temporary, path, directory, directory)
-        return mappings.map_file(fd, size, writable=True)
-    finally:
-        os.close(fd)
-        host.unlink(temporary, directory)
 
 
 def _no_space(header: dict[str, Any], context: ClaimContext, need: int) -> errors.NoSpace:

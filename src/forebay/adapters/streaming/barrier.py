@@ -19,6 +19,18 @@ from forebay.claims.shared import NamedLock
 from forebay.world import World
 
 
+def _stored(index: int, kind: type) -> Any:
+    """Return a property of `SharedBarrier` whose value is in the memory ``_arr``."""
+
+    def load(barrier: SharedBarrier) -> Any:
+        return kind(barrier._arr[index])
+
+    def store(barrier: SharedBarrier, value: Any) -> None:
+        barrier._arr[index] = kind(value)
+
+    return property(load, store)
+
+
 class SharedBarrier:
     """A barrier for all processes of the node that create one of this name, unpickle it, or inherit it: call it with their number.
 
@@ -28,6 +40,7 @@ class SharedBarrier:
     is unused."""
 
     lock: Any  # Streaming puts a FileLock here
+    num_enter, num_exit, flag = _stored(0, int), _stored(1, int), _stored(2, bool)
 
     def __init__(self, filelock_path: str, shm_name: str) -> None:
         """Raises what `SharedMemory` raises."""
@@ -37,30 +50,6 @@ class SharedBarrier:
         self._claim = claim_of(shm_name) or _own_claim(shm_name)
         hold(self, self._claim)
         self.lock = Lock(self._claim.lock(shm_name), filelock_path)
-
-    @property
-    def num_enter(self) -> int:
-        return int(self._arr[0])
-
-    @num_enter.setter
-    def num_enter(self, value: int) -> None:
-        self._arr[0] = value
-
-    @property
-    def num_exit(self) -> int:
-        return int(self._arr[1])
-
-    @num_exit.setter
-    def num_exit(self, value: int) -> None:
-        self._arr[1] = value
-
-    @property
-    def flag(self) -> bool:
-        return bool(self._arr[2])
-
-    @flag.setter
-    def flag(self, value: bool) -> None:
-        self._arr[2] = bool(value)
 
     def __call__(self, num_procs: int) -> None:
         """Wait until ``num_procs`` processes have arrived. Raises `BarrierBroken` if one of them died."""

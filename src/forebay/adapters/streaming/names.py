@@ -8,6 +8,7 @@ means that it gave them up. A process that uses a block has it open or mapped fo
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -15,9 +16,12 @@ import signal
 import struct
 import tempfile
 from collections.abc import Container, Iterable, Iterator
+from pathlib import Path
 
 from forebay._kernel import host
 from forebay.adapters.streaming.shared import SHM
+from forebay.claims import claim_files
+from forebay.claims.claim_files import MARKER
 
 LOCALS = "locals"
 MEMORY = (
@@ -60,6 +64,23 @@ def pack(directories: Iterable[str], prefix: int) -> bytes:
     return _LENGTH.pack(_LENGTH.size + len(text)) + text
 
 
+def create_linked(path: str, content: bytes, directory: int) -> None:
+    """Create the marker of a claim in its ``directory``, and link it to ``path``; a copy if that is on another file system."""
+    claim_files.make_file(directory, MARKER, len(content), content)
+    try:
+        host.link(MARKER, path, directory)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        fd = host.create_unnamed(Path(path).parent, 0o600)
+        try:
+            host.allocate(fd, 0, len(content))
+            host.pwrite(fd, content, 0)
+            host.give_name(fd, path)  # only now: no process would recognise an incomplete copy
+        finally:
+            os.close(fd)
+
+
 def unpack(data: bytes) -> list[str]:
     """Return the directories; none if they were given up, or the data are no such block."""
     length = _LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else 0
@@ -93,7 +114,9 @@ def is_used(path: str, *, here: bool = True) -> bool:
         file = os.fstat(fd)
     finally:
         os.close(fd)
-    return here or not _is_mapped(file, "self") or any(_is_mapped(file, pid) for pid in _others())
+    if here or not _is_mapped(file, "self"):
+        return True
+    return any(_is_mapped(file, pid) for pid in os.listdir("/proc") if pid.isdecimal() and int(pid) != os.getpid())
 
 
 def _is_open_nowhere(fd: int) -> bool:
@@ -107,20 +130,13 @@ def _is_open_nowhere(fd: int) -> bool:
     return True
 
 
-def _others() -> list[str]:
-    return [name for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
-
-
 def _is_mapped(file: os.stat_result, pid: str) -> bool:
     try:
         with open(f"/proc/{pid}/maps") as maps:
-            return any(match is not None and _is_file(file, match) for match in map(_MAPPED.match, maps))
+            parts = [match for match in map(_MAPPED.match, maps) if match is not None and int(match[3]) == file.st_ino]
     except OSError:
         return False  # it ended, or belongs to another user, who cannot map our memory
-
-
-def _is_file(file: os.stat_result, mapped: re.Match[str]) -> bool:
-    return int(mapped[3]) == file.st_ino and os.makedev(int(mapped[1], 16), int(mapped[2], 16)) == file.st_dev
+    return any(os.makedev(int(match[1], 16), int(match[2], 16)) == file.st_dev for match in parts)
 
 
 def remove_unused(ours: Container[int]) -> list[int]:

@@ -16,10 +16,10 @@ from forebay import claims, errors
 from forebay.adapters.streaming import names as names
 from forebay.adapters.streaming import shared as shared
 from forebay.claims import conflicts, records
-from forebay.claims.claim_files import LANDMARK
+from forebay.claims.claim_files import MARKER
 from forebay.claims.conflicts import ClaimRequest
-from forebay.claims.jobs import identify
-from forebay.claims.records import ClaimedStream
+from forebay.claims.processes import identify
+from forebay.claims.records import ClaimedStream, ExternalFiles
 from forebay.claims.registry import Registry
 from forebay.remote import urls
 from forebay.world import World
@@ -39,7 +39,7 @@ class Locals(shared.SharedMemory):
     def __init__(self, claim: claims.Claim, *, is_leader: bool) -> None:
         self.claim = claim
         # Through the claim's own link to it: another job's clean-up may have removed the one in /dev/shm.
-        self.shm = shared.Block.attach(names.name_of(claim.prefix, names.LOCALS), at=claim.path / LANDMARK, private=not is_leader)
+        self.shm = shared.Block.attach(names.name_of(claim.prefix, names.LOCALS), at=claim.path / MARKER, private=not is_leader)
         self.created_shms, self.opened_shms = ([self.shm], []) if is_leader else ([], [self.shm])
         shared.claimed[claim] = names.name_of(claim.prefix, "")
         hold(self, claim, self.shm.buf if is_leader else None)
@@ -95,7 +95,7 @@ def _is_held(path: str, directories: Iterable[str]) -> bool:
 
 
 class _StreamingFiles:
-    """The files of Streaming for a number, as the `ExternalLayout` of its claim."""
+    """The files of Streaming for a number, as the `Beside` of its claim."""
 
     def __init__(self, directories: Sequence[str], remotes: Sequence[str | None], registry: Registry) -> None:
         self._directories, self._registry = directories, registry
@@ -118,14 +118,14 @@ class _StreamingFiles:
             )
 
     def is_free(self, prefix: int) -> bool:
-        """Whether no file has this number."""
         return names.is_free(prefix)
 
-    def paths(self, prefix: int) -> list[str]:
-        return names.paths_of(prefix)
+    def files(self, prefix: int) -> ExternalFiles:
+        marker, *others = names.paths_of(prefix)
+        return ExternalFiles(tuple(others), marker)
 
-    def content(self, prefix: int) -> bytes:
-        return names.pack(self._directories, prefix)
+    def create_marker(self, prefix: int, directory: int) -> None:
+        names.create_linked(names.paths_of(prefix)[0], names.pack(self._directories, prefix), directory)
 
 
 def get_shm_prefix(
@@ -146,10 +146,11 @@ def get_shm_prefix(
     registry, job = Registry(), identify(None, here)
     count = (str(registry.path), job.id, here.rank)  # a forked process may be another rank than its parent
     _counts[count] += 1
+    spared = frozenset(claim.path.name for claim, pid in _given_up.items() if pid == os.getpid() and claim.path.parent == registry.path)
     request = ClaimRequest(
         job.id, job.how, f"of Streaming, {_counts[count] - 1}", streams, here.to_json(), here.rank,
-        equal_only=True, external=_StreamingFiles(streams_local, streams_remote, registry), conflict_timeout=retry * TICK,
-        name=job.name, spared=_spared(registry),
+        equal_only=True, beside=_StreamingFiles(streams_local, streams_remote, registry), conflict_timeout=retry * TICK,
+        name=job.name, spared=spared,
     )  # fmt: skip
     try:
         held = registry.register(request) if here.is_local_leader else registry.join(request, LEADER_WITHIN)
@@ -161,10 +162,6 @@ def get_shm_prefix(
         raise errors.ClaimMismatch(f"{error}: does the first rank of this node also create this data set?", **error.facts) from error
     claim = claims.opened(registry, held, here)
     return claim.prefix, Locals(claim, is_leader=here.is_local_leader)
-
-
-def _spared(registry: Registry) -> frozenset[str]:
-    return frozenset(claim.path.name for claim, pid in _given_up.items() if pid == os.getpid() and claim.path.parent == registry.path)
 
 
 def _streams(directories: Sequence[str], remotes: Sequence[str | None]) -> tuple[ClaimedStream, ...]:
