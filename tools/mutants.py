@@ -191,7 +191,7 @@ MUTANTS = (
         "engine/index/test_clock.py::test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_early",
     ),
     Mutant(
-        3, "a permit is released while its connection is open", "remote.http.transfers:Admission._release_idle",
+        3, "a permit is released while its connection is open", "remote.http.loop:Admission._release_idle",
         "not self._close_idle(queue.host, queue.permits - 1)", "False",
         "remote/test_limits.py::test_four_processes_never_open_more_connections_than_the_limit",
     ),
@@ -236,7 +236,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "a server's claim of a large size evicts entries before a byte arrives",
-        "remote.http:_Download._take_range",
+        "remote.http:HttpDownload._take_range",
         "response.wait_for(min(span.length, FIRST_BYTES))", "",
         "remote/test_http_hostile.py::test_a_claim_alone_evicts_nothing",
     ),
@@ -385,7 +385,7 @@ MUTANTS = (
     ),
     # 9. Fork, spawn and pickle are safe
     Mutant(
-        9, "a child frees libcurl's objects of its parent", "remote.http.transfers:_Loop.leave_to_parent",
+        9, "a child frees libcurl's objects of its parent", "remote.http.loop:_Loop.leave_to_parent",
         "ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))", "",
         "remote/test_curl_processes.py::test_libcurls_objects_of_the_parent_are_never_freed_in_a_child",
     ),
@@ -405,7 +405,7 @@ MUTANTS = (
         "origin/test_block_files.py::test_a_child_of_a_fork_reads_ahead_by_itself",
     ),
     Mutant(
-        9, "a child keeps its parent's connections open", "remote.http.transfers:_Loop.leave_to_parent",
+        9, "a child keeps its parent's connections open", "remote.http.loop:_Loop.leave_to_parent",
         "os.dup2(nothing.fileno(), descriptor, inheritable=False)", "continue",
         "remote/test_curl_processes.py::test_a_child_holds_no_connection_of_its_parent",
     ),

@@ -20,7 +20,7 @@ from forebay._engine.locks.lease import Lease, in_place
 from forebay._engine.store import Store
 from forebay._kernel import events, waits
 from forebay._logs import logger
-from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Transfer
+from forebay._model import BufferSink, Entry, ObjectInfo, Sink, Started, Transfer
 from forebay.origin.opening import CacheHandle, Reopening, RootOptions, in_memory, no_store, others_can_write
 from forebay.origin.request import (
     FetchOptions,
@@ -373,7 +373,7 @@ class Origin(Targets):
         return fetched
 
     def fetch(
-        self, target: Target, options: FetchOptions, spilling: SpillingSink | None, begun: BegunFetch | None, began: int, *,
+        self, target: Target, options: FetchOptions, spilling: SpillingSink | None, begun: Started | None, began: int, *,
         resume: bool = True, collect: int = 0,
     ) -> Lease | Writing:  # fmt: skip
         """Fetch an object that was asked for at ``began``, if ``begun``, or is now. ``resume``: look for what a dead fetch left of it.
@@ -390,7 +390,7 @@ class Origin(Targets):
                 writing.spills, sink = True, spilling.over(writing)
             if options.etag:
                 sink = VersionCheckSink(sink, target.key, options.etag)
-            ask = partial(target.remote.fetch, target.url, sink, listed=options.listed) if begun is None else partial(begun.fetch, sink)
+            ask = partial(target.remote.fetch, target.url, sink, listed=options.listed) if begun is None else partial(begun.into, sink)
             self.receive(target.key, ask, options)
             if spilling is not None and spilling.fault is not None:
                 spilling.came = self._read_only(target, options, spilling.data, spilling.info)
@@ -478,7 +478,7 @@ class Origin(Targets):
             self.warned.add(kind)
             log.warning(message, *map(str, values))  # an error would keep its frames, and their mappings, as long as the record lives
 
-    def direct(self, target: Target, options: FetchOptions, begun: BegunFetch | None = None) -> memoryview:
+    def direct(self, target: Target, options: FetchOptions, begun: Started | None = None) -> memoryview:
         """The whole object in memory, or over the upstream's mapping. ``begun``: the request, if it is under way."""
         above = self._above(target, options) if not options.bypass else None
         if above is not None and options.sha256 is None and options.etag is None:
@@ -486,7 +486,7 @@ class Origin(Targets):
         self.refuse_offline(target, options)
         sink = BufferSink(self.most)
         checked = VersionCheckSink(sink, target.key, options.etag) if options.etag else sink
-        ask = partial(target.remote.fetch, target.url, checked) if begun is None else partial(begun.fetch, checked)
+        ask = partial(target.remote.fetch, target.url, checked) if begun is None else partial(begun.into, checked)
         if target.in_place is None:
             self.receive(target.key, ask, options)
         else:

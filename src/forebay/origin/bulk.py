@@ -22,7 +22,7 @@ from forebay import errors
 from forebay._engine.locks.lease import Lease
 from forebay._kernel import waits
 from forebay._kernel.threads import Threads
-from forebay._model import BegunFetch, Entry, can_begin, is_near
+from forebay._model import Entry, Started, can_start, is_near
 from forebay.origin.request import FetchOptions, SpillingSink, Target, is_expected
 from forebay.origin.spaces import URLS
 from forebay.remote.base import CallAborted, sent_together
@@ -96,7 +96,7 @@ class _Fetch:
         self.began, self.by_thread, self.has_remains = 0, False, False
         self.counted = 0  # bytes of the window that it takes
         self.ready = [False, True]  # taken by what begins the request, and by what is told that its response is ready: the second goes on
-        self.begun: BegunFetch | None = None
+        self.begun: Started | None = None
         self.writing: Writing | None = None
 
     def release(self) -> None:
@@ -345,9 +345,9 @@ class BulkFetch:
         if not fetch.has_entry and not options.offline and self._origin.upstream is None:
             try:
                 remote = target.remote
-                if can_begin(remote):
+                if can_start(remote):
                     with self._origin.reaching(options):
-                        fetch.begun = remote.begin(target.url, partial(self._is_ready, fetch))
+                        fetch.begun = remote.start(target.url, partial(self._is_ready, fetch))
             except errors.ForebayError as error:
                 fetch.request.error = error
                 self._events.put(partial(self._end, fetch))

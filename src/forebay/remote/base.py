@@ -31,7 +31,6 @@ CHECK_TIMEOUT = 10.0
 MAX_PAUSE = 10.0
 MAX_RETRY_AFTER = 120.0
 WARN_ABOVE = 5.0  # seconds: a longer pause between two attempts is logged as a warning
-GRACE = 0.3  # seconds for threads that are still connecting when their call ends
 _SENDABLE = r"[\t\x20-\x7e\xa0-\xff]*\Z"
 
 
@@ -324,7 +323,6 @@ class Call:
             self.until = (_shared_start.get() or time.monotonic()) + options.total_timeout
         self._access = _host_access.get()
         self._asked_hosts: set[str] = set()
-        self._connecting: set[int] = set()  # thread idents; `add`, `discard` and `in` are atomic
         self._aborted = threading.Event()
         self._lock = threading.Lock()  # guards _sockets, _responses and the counters
         self._sockets: set[socket.socket] = set()
@@ -385,19 +383,6 @@ class Call:
         """``seconds``, or the time until the deadline if that is less."""
         left = self.remaining()
         return seconds if left is None else min(seconds, left)
-
-    @contextmanager
-    def connecting(self) -> Iterator[None]:
-        """Around work that nothing can wake, such as resolving a name: `run_parts` does not wait for a thread in here."""
-        thread = threading.get_ident()
-        self._connecting.add(thread)
-        try:
-            yield
-        finally:
-            self._connecting.discard(thread)
-
-    def is_connecting(self, thread: threading.Thread) -> bool:
-        return thread.ident in self._connecting
 
     # -- hosts that do not answer ----------------------------------------------------------------------------------
 
@@ -558,9 +543,8 @@ def run_parts(tasks: Iterator[Callable[[], None]], threads: int, call: Call) -> 
     """Run all ``tasks``, in the calling thread and in up to ``threads`` more, which end with this function. A task is taken from the
     iterator when a thread is free to run it.
 
-    The first error, or an interrupt of the calling thread, aborts ``call`` and is raised. Waits for every thread that may still write,
-    but only a moment for one that is connecting, which nothing can wake: that one is left behind and runs no further task."""
+    The first error, or an interrupt of the calling thread, aborts ``call`` and is raised, once no thread can write any more."""
     try:
-        run_all(tasks, threads + 1, name="range", inline=True, stop=call.abort, grace=GRACE, may_leave=call.is_connecting)
+        run_all(tasks, threads + 1, name="range", inline=True, stop=call.abort, grace=math.inf)
     except CallAborted:
         return  # the thread that aborted the call raises the reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import netrc
 import os
 import re
@@ -19,9 +18,8 @@ from forebay import errors
 from forebay._logs import escaped, logger
 from forebay._model import Buffer, ObjectInfo, Span
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions
-from forebay.remote.http.connections import PORTS, Begun, Connections, Endpoint, basic_auth, endpoint_of
-from forebay.remote.http.handles import NotConnected
-from forebay.remote.http.receivers import Incoming
+from forebay.remote.http.connections import PORTS, Connections, Endpoint, basic_auth, endpoint_of
+from forebay.remote.http.transfers import HttpTransfer
 
 log = logger("forebay.remote")
 
@@ -30,11 +28,17 @@ Sign: TypeAlias = Callable[[str, str, Mapping[str, str]], tuple[str, Mapping[str
 may turn a URL of another scheme into an HTTP one."""
 
 ExplainRefusal: TypeAlias = Callable[[str, int, Mapping[str, str], bytes], Exception | None]
-"""(URL, status, headers, beginning of the body) of a refusal -> the error to raise (`AttemptFailed`: try again); None: as in plain HTTP."""
+"""(URL, status, headers, beginning of the body) of a refusal -> the error to raise (`AttemptFailed`: after another
+attempt; `SendAgain`: unless the request succeeds when it is signed again at once); None: as in plain HTTP."""
 
 AmendHeaders: TypeAlias = Callable[[str, Mapping[str, str]], Mapping[str, str]]
 """(URL, headers of a response that is accepted) -> the headers as the protocol means them. The URL of such a protocol always names the same
 bytes, so that the address to which it redirects serves all requests of a call."""
+
+
+class SendAgain(errors.RemoteProtocolError):
+    """A request would go elsewhere, or be signed in another way, if it was sent now."""
+
 
 OWN_HEADERS = {"User-Agent": "forebay", "Accept-Encoding": "identity"}
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -65,63 +69,65 @@ class Exchange:
 
     def send(
         self, call: Call, method: str, url: str, headers: Mapping[str, str], *, ok: Container[int] = (200,), body: bytes | None = None,
-        opened: Opened | None = None,
+        sent: Sent | None = None,
     ) -> Response:  # fmt: skip
-        """The response, if its status is in ``ok``. Follows redirects; sends the user's credentials to no other scheme, host or port.
-        Raises `RemoteError`, or `AttemptFailed` where another attempt may succeed. ``opened``: this request, as `begin` sent it."""
-        if opened is not None:
-            return self._follow(call, method, url, url, headers, ok, body, opened)
-        target = call.redirects.get(url) if method == "GET" else None
+        """The response, if its status is in ``ok``. Follows redirects; sends the user's credentials to no other scheme, host or
+        port. Raises `RemoteError`, or `AttemptFailed` where another attempt may succeed. ``sent``: this request, if `start` has
+        sent it."""
+        target = call.redirects.get(url) if method == "GET" and sent is None else None
         if target is not None:
+            # the request for the URL itself is not sent, since it is known where that leads
+            first = _parsed(call, url if self._sign is None else self._sign(method, url, {})[0])[:2]
             try:
-                return self._follow(call, method, url, target, headers, ok, body)
+                there = self.start(call, method, target, headers, body, first=first)
+                return self._follow(call, method, url, headers, ok, body, there, first)
             except (errors.AccessDenied, errors.NotFound):  # such as a signature that has expired
                 call.redirects.pop(url, None)
-        return self._follow(call, method, url, url, headers, ok, body)
+        sent = sent or self.start(call, method, url, headers, body)
+        return self._follow(call, method, url, headers, ok, body, sent, None)
 
-    def begin(self, call: Call, url: str, headers: Mapping[str, str], on_ready: Callable[[], None]) -> Opened | None:
-        """Send a GET request without waiting for anything; None where that is impossible. ``on_ready``: see `Incoming`."""
-        address, signed = (url, headers) if self._sign is None else self._sign("GET", url, headers)
+    def start(
+        self, call: Call, method: str, target: str, headers: Mapping[str, str], body: bytes | None = None, *,
+        on_ready: Callable[[], None] | None = None, first: tuple[Endpoint, str] | None = None,
+    ) -> Sent:  # fmt: skip
+        """Send a request, without waiting for anything; `send` waits for its response. ``on_ready``: see `HttpTransfer`.
+        ``first``: endpoint and user of the first request for the URL, if that redirects to ``target``."""
+        address, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
         endpoint, user, path = _parsed(call, address)
-        defaults = self._default_headers(endpoint, user, endpoint)
+        first_endpoint, first_user = first or (endpoint, user)
+        defaults = self._default_headers(endpoint, user or (first_user if endpoint == first_endpoint else ""), first_endpoint)
         call.count(requests=1)
-        begun = self.connections.begin(call, endpoint, "GET", path, {**defaults, **signed}, on_ready)
-        return None if begun is None else Opened(address, endpoint, user, begun)
+        transfer = self.connections.start(call, endpoint, method, path, {**defaults, **signed}, body, on_ready)
+        return Sent(address, endpoint, user, transfer)
 
     def _follow(
-        self, call: Call, method: str, url: str, target: str, headers: Mapping[str, str], ok: Container[int], body: bytes | None,
-        opened: Opened | None = None,
+        self, call: Call, method: str, url: str, headers: Mapping[str, str], ok: Container[int], body: bytes | None, sent: Sent,
+        first: tuple[Endpoint, str] | None,
     ) -> Response:  # fmt: skip
-        """Send a request for ``url`` to ``target``, and to wherever that redirects."""
-        first, first_user = None, ""
-        for hop in range(MAX_REDIRECTS):
-            incoming = None
-            if opened is not None:
-                (address, first, first_user, begun), opened = opened, None
-                with contextlib.suppress(NotConnected):  # then it is sent again, to any address that the host has
-                    incoming = self.connections.receive(call, begun)
-            if incoming is None:
-                address, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
-                endpoint, user, path = _parsed(call, address)
-                if first is None:
-                    first, first_user = (endpoint, user) if target is url else self._first_endpoint(call, method, url)
-                defaults = self._default_headers(endpoint, user or (first_user if endpoint == first else ""), first)
-                call.count(requests=1)
-                incoming = self.connections.send(call, endpoint, method, path, {**defaults, **signed}, body)
-            response = Response(incoming, call, has_body=method != "HEAD", raw=self._raw)
+        """Wait for the response to a request for ``url``, and send it again to wherever that redirects."""
+        is_redirected, may_repeat = False, True
+        for _ in range(MAX_REDIRECTS):
+            first = first or (sent.endpoint, sent.user)
+            self.connections.receive(call, sent.transfer)
+            response = Response(sent.transfer, call, has_body=method != "HEAD", raw=self._raw)
             if response.status in ok:
-                if hop and self._keeps_redirects:
-                    call.redirects[url] = address
+                if is_redirected and self._keeps_redirects:
+                    call.redirects[url] = sent.address
                 if self._amend is not None:
                     response.headers = self._amend(url, response.headers)
                 return response
             with response:
-                if response.status not in REDIRECTS or "Location" not in response.headers:
-                    raise self._refusal(call, url, response)
-                response.drain()
-            target = self._redirect_target(call, address, response.headers["Location"])
+                if response.status in REDIRECTS and "Location" in response.headers:
+                    response.drain()
+                    target, is_redirected = self._redirect_target(call, sent.address, response.headers["Location"]), True
+                else:
+                    refusal = self._refusal(call, url, response)
+                    if not (isinstance(refusal, SendAgain) and may_repeat):
+                        raise refusal
+                    target, is_redirected, may_repeat, first = url, False, False, None
             if response.status == 303 and method != "HEAD":
                 method, body = "GET", None
+            sent = self.start(call, method, target, headers, body, first=first)
         raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_REDIRECTS} times", url=call.url)
 
     def _redirect_target(self, call: Call, url: str, location: str) -> str:
@@ -134,10 +140,6 @@ class Exchange:
             reason = f"{call.url} redirects to http://, where others can read and replace what is sent"
             raise errors.RemoteProtocolError(f"{reason}: to follow it, pass RemoteOptions(allow_downgrade=True)", url=call.url)
         return target
-
-    def _first_endpoint(self, call: Call, method: str, url: str) -> tuple[Endpoint, str]:
-        """The endpoint, and the user, of the first request for ``url``, which is not sent since it is known where it leads."""
-        return _parsed(call, url if self._sign is None else self._sign(method, url, {})[0])[:2]
 
     def _default_headers(self, endpoint: Endpoint, user: str, first: Endpoint) -> dict[str, str]:
         """The headers of every request to an endpoint: ours and the user's; after a redirect to another endpoint than the first, only
@@ -174,13 +176,13 @@ class Exchange:
         return explained or error_for_status(call.url, response.status, response.reason, response.headers)
 
 
-class Opened(NamedTuple):
-    """A request that `Exchange.begin` sent: to which address and endpoint, and for which user."""
+class Sent(NamedTuple):
+    """A request that was sent: to which address and endpoint, and for which user."""
 
     address: str
     endpoint: Endpoint
     user: str
-    begun: Begun
+    transfer: HttpTransfer
 
 
 def error_for_status(url: str, status: int, reason: str, headers: Mapping[str, str]) -> Exception:
@@ -236,10 +238,10 @@ class Response:
 
     A context manager: at its end the connection is kept if the body was read to its end, else closed."""
 
-    def __init__(self, incoming: Incoming, call: Call, *, has_body: bool = True, raw: bool = False) -> None:
-        self.status, self.reason = incoming.status, incoming.reason
-        self.headers: Mapping[str, str] = incoming.headers
-        self._incoming, self.call = incoming, call
+    def __init__(self, transfer: HttpTransfer, call: Call, *, has_body: bool = True, raw: bool = False) -> None:
+        self.status, self.reason = transfer.status, transfer.reason
+        self.headers: Mapping[str, str] = transfer.headers
+        self._transfer, self.call = transfer, call
         try:
             length = content_length(self.headers)
         except AttemptFailed:
@@ -257,8 +259,8 @@ class Response:
 
     def close(self) -> None:
         """Idempotent."""
-        self._incoming.close()
-        self.call.remove_response(self._incoming)
+        self._transfer.close()
+        self.call.remove_response(self._transfer)
 
     def blocks(self, limit: int | None = None, *, count: bool = True) -> Iterator[bytes]:
         """The body as sent, as it arrives; at most ``limit`` bytes. ``count``: add them to the call's received bytes.
@@ -266,7 +268,7 @@ class Response:
         left, buffer = 1 << 62 if limit is None else limit, self.call.options.buffer
         while left > 0:
             self.call.check()
-            block = self._incoming.read(min(left, buffer), JOIN_UP_TO)
+            block = self._transfer.read(min(left, buffer), JOIN_UP_TO)
             if not block:
                 return
             if count:
@@ -278,11 +280,11 @@ class Response:
         """Wait for the first ``count`` bytes of the body, which `blocks` then yields. Raises `AttemptFailed` if fewer arrive."""
         self.call.check()
         try:
-            arrived = self._incoming.wait_for(count)
+            arrived = self._transfer.wait_for(count)
             if arrived < min(count, self.call.options.buffer):
                 raise AttemptFailed(f"the connection was cut {(self.length or count) - arrived:,} bytes before the end")
         except AttemptFailed:
-            self.call.count(received=self._incoming.waiting)
+            self.call.count(received=self._transfer.waiting)
             raise
 
     def skip(self, count: int) -> None:

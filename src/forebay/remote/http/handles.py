@@ -16,6 +16,7 @@ from forebay._kernel import host
 from forebay._kernel.waits import SharedLimit
 from forebay.errors import RemoteProtocolError, RemoteTimeout
 from forebay.remote.base import AttemptFailed, Limits
+from forebay.remote.urls import canonical
 
 MAX_HEAD = 256 << 10  # bytes of the headers of one response
 BUFFER = 256 << 10  # bytes read from a socket at once; a receiver gets them in pieces of at most 16 KiB
@@ -67,13 +68,14 @@ class Headers(Mapping[str, str]):
 
 
 class TransferRequest(NamedTuple):
-    """One request. ``origin``: ``https://host:port``; ``target``: path and query, sent as they are. ``proxy``: a URL, which may contain a
-    user and a password; None: no proxy, whatever the environment says. ``resolved``: ``host:port:address``, what the name of the server or
-    of its proxy stands for; None: libcurl resolves it.
+    """One request. ``origin``: ``https://host:port``; ``target``: path and query, sent as they are. ``proxy``: a URL, which
+    may contain a user and a password; None: no proxy, whatever the environment says. ``resolved``: ``host:port:address``,
+    what the name of the server or of its proxy stands for; None: libcurl resolves it.
 
-    ``connect_timeout``: seconds for resolving the name, connecting and TLS. ``read_timeout``: seconds for the whole head of the response,
-    then for each wait within the body; a wait of the receiver does not count. ``until``: the deadline by the monotonic clock. ``limits``:
-    what the transfer has to stay within; waiting for that counts for the deadline, and ``wait``, only."""
+    ``connect_timeout``: seconds for resolving the name, connecting and TLS. ``read_timeout``: seconds for the whole head of
+    the response, then for each wait within the body; a wait of the receiver does not count. ``until``: the deadline by the
+    monotonic clock. ``limits``: what the transfer has to stay within; waiting for that counts for the deadline, and
+    ``wait``, only."""
 
     method: str
     origin: str
@@ -94,6 +96,11 @@ class TransferRequest(NamedTuple):
         return self.proxy is not None and self.origin.startswith("http:") and self.proxy.startswith("http")
 
     @property
+    def way(self) -> str:
+        """What its silence is remembered by, without secrets: a host that is silent behind a proxy may answer without it."""
+        return self.origin if self.proxy is None else f"{self.origin} by {canonical(self.proxy)}"
+
+    @property
     def peer(self) -> str:
         """What its connection leads to, without secrets: the server, or a proxy that relays to any number of servers."""
         return self.proxy.rpartition("@")[2] if self.proxy is not None and self.is_relayed else self.origin
@@ -103,14 +110,15 @@ _NOTHING = TransferRequest("GET", "", "", {})
 
 
 class Receiver(Protocol):
-    """What receives the response of one transfer. Its methods are called in the thread of the loop and must not wait for anything: all
-    other transfers stand still meanwhile. An error that ``head`` or ``data`` raises ends the transfer, and is passed to ``end``."""
+    """What receives the response of one transfer. Its methods are called in the thread of the loop and must not wait for
+    anything, since all other transfers would wait too. An error that ``head`` or ``data`` raises ends the transfer, and is
+    passed to ``end``."""
 
     def head(self, status: int, reason: str, headers: Headers) -> None:
         """The status line and the headers are complete."""
 
     def data(self, piece: bytes) -> bool:
-        """The next bytes of the body, as sent. False: not now; the transfer pauses until `HttpTransfer.resume`, and offers them again."""
+        """The next bytes of the body, as sent. False: not now; the transfer pauses until `CurlHandle.resume`, which offers them again."""
 
     def end(self, error: Exception | None) -> None:
         """Called once, last. None: the response is complete. `AttemptFailed`: it is not, and why; `CallAborted`: it was cancelled."""
@@ -352,11 +360,11 @@ def _failure(handle: CurlHandle, code: int, text: str) -> AttemptFailed:
     if code == pycurl.E_COULDNT_RESOLVE_PROXY:
         return AttemptFailed(_NO_PROXY)
     if code == pycurl.E_COULDNT_RESOLVE_HOST:
-        return AttemptFailed(_NO_NAME)
+        return AttemptFailed(NO_NAME)
     if code == pycurl.E_OPERATION_TIMEDOUT:
         if curl.getinfo(pycurl.CONNECT_TIME):
-            return AttemptFailed(_SILENCE, RemoteTimeout, no_answer=no_answer)
-        return NotConnected(_NO_PROXY if proxied else _SILENCE, RemoteTimeout, no_answer=no_answer)
+            return AttemptFailed(SILENCE, RemoteTimeout, no_answer=no_answer)
+        return NotConnected(_NO_PROXY if proxied else SILENCE, RemoteTimeout, no_answer=no_answer)
     if proxied and not handle.has_head and (refused := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
         return AttemptFailed(f"its proxy answers {refused}", retryable=refused >= 500)
     answer = int(curl.getinfo(pycurl.PROXY_ERROR)) if code == _E_PROXY else 0
@@ -389,10 +397,10 @@ _REFUSED_BY_SOCKS = dict.fromkeys((12, 33), "its proxy accepts no such user and 
     26: "its proxy cannot connect to it",
     27: "its host name cannot be resolved",
 }
-_SILENCE, _CUT = "nothing came for too long", "the connection was cut"
-_NO_PROXY, _NO_NAME = "its proxy cannot be reached", "its host name cannot be resolved"
+SILENCE, _CUT = "nothing came for too long", "the connection was cut"
+_NO_PROXY, NO_NAME = "its proxy cannot be reached", "its host name cannot be resolved"
 
 
 def too_late(handle: CurlHandle) -> AttemptFailed:
     """The failure of a transfer that made no progress until it was `CurlHandle.due`."""
-    return AttemptFailed(_SILENCE, RemoteTimeout, no_answer=not handle.answered)
+    return AttemptFailed(SILENCE, RemoteTimeout, no_answer=not handle.answered)

@@ -10,22 +10,21 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self
 from urllib.parse import quote, unquote_plus, urlencode
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from forebay import errors
 from forebay._logs import escaped, logger
-from forebay._model import BegunFetch, Content, ObjectInfo, Sink, Span, Transfer
-from forebay.remote.base import AttemptFailed, Call, RemoteOptions, run_parts, shared_time_limit
+from forebay._model import Content, ObjectInfo, Sink, Span, Started, Transfer
+from forebay.remote.base import AttemptFailed, Call, RemoteOptions, run_parts
 from forebay.remote.http import HttpRemote, SmallResponse
-from forebay.remote.http.exchange import MAX_SIZE
+from forebay.remote.http.exchange import MAX_SIZE, SendAgain
 from forebay.remote.s3.aws import BODY_HASH, Account, sign
 from forebay.remote.urls import canonical, scheme
 
 log = logger("forebay.remote.s3")
-T = TypeVar("T")
 
 QUERY = ":query"
 """Name under which the query of the URL stands among the headers of our own requests until they are signed."""
@@ -70,10 +69,6 @@ def _checked(url: str) -> str:
     return url
 
 
-class _OtherRegion(errors.RemoteProtocolError):
-    """The bucket lies in another region than the request was sent to; that region is known now."""
-
-
 class S3Remote:
     """A `Remote` for S3 and compatible servers. Callable from any thread; a forked child has connections and credentials of its own.
 
@@ -89,22 +84,21 @@ class S3Remote:
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`."""
-        return _in_its_region(lambda: self._http.stat(_checked(url), known=known))
+        return self._http.stat(_checked(url), known=known)
 
     def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
         """See `Remote.fetch`."""
-        return _in_its_region(lambda: self._http.fetch(_checked(url), sink))
+        return self._http.fetch(_checked(url), sink)
 
-    def begin(self, url: str, on_ready: Callable[[], None]) -> BegunFetch | None:
-        """See `BeginningRemote.begin`."""
-        begun = self._http.begin(_checked(url), on_ready)
-        return None if begun is None else _BegunInItsRegion(begun)
+    def start(self, url: str, on_ready: Callable[[], None]) -> Started | None:
+        """See `StartingRemote.start`."""
+        return self._http.start(_checked(url), on_ready)
 
     def read(
         self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None, exact: bool = False
     ) -> bytes:  # fmt: skip
         """See `Remote.read`."""
-        return _in_its_region(lambda: self._http.read(_checked(url), span, validator=validator, info=info, exact=exact))
+        return self._http.read(_checked(url), span, validator=validator, info=info, exact=exact)
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See `Remote.list`. Sends one request for each 1,000 objects, when the iterator reaches them."""
@@ -143,7 +137,7 @@ class S3Remote:
         unsigned = {**(headers or {}), QUERY: urlencode(query, quote_via=quote, safe="-_.~")}
         if body is not None:
             unsigned[BODY_HASH] = hashlib.sha256(body).hexdigest()
-        return _in_its_region(lambda: self._http.request(method, url, unsigned, body, ok=(200, 204), call=call))
+        return self._http.request(method, url, unsigned, body, ok=(200, 204), call=call)
 
     # -- what makes S3 of HTTP -------------------------------------------------------------------------------------
 
@@ -175,7 +169,7 @@ class S3Remote:
         region = headers.get("x-amz-bucket-region") or _text_in(body, "Region")
         if region and (status in (301, 307) or code == "AuthorizationHeaderMalformed"):
             self._regions[bucket] = region
-            return _OtherRegion(f"{shown}: its bucket lies in the region {region}", url=shown, status=status)
+            return SendAgain(f"{shown}: its bucket lies in the region {region}", url=shown, status=status)
         if code in ("RequestTimeout", "ConditionalRequestConflict", "OperationAborted"):
             return AttemptFailed(f"S3 answers {code}", status=status)
         if status == 412:
@@ -194,27 +188,6 @@ class S3Remote:
         if self._account.keys() is None:
             return "no AWS credentials were found, and it is not public: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
         return _HINTS.get(code, "check that these credentials may read it")
-
-
-class _BegunInItsRegion:
-    """A fetch that was begun, in the region that was known for the bucket by then."""
-
-    def __init__(self, begun: BegunFetch) -> None:
-        self._begun = begun
-        self.is_here, self.close = begun.is_here, begun.close
-
-    def fetch(self, sink: Sink) -> Transfer:
-        """See `BegunFetch.fetch`."""
-        return _in_its_region(lambda: self._begun.fetch(sink))
-
-
-def _in_its_region(request: Callable[[], T]) -> T:
-    """``request()``; once more if the first answer named the region that the bucket lies in."""
-    with shared_time_limit():
-        try:
-            return request()
-        except _OtherRegion:
-            return request()
 
 
 def _conflict(url: str, status: int | None = None) -> errors.Conflict:
