@@ -191,7 +191,7 @@ MUTANTS = (
         "engine/index/test_clock.py::test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_early",
     ),
     Mutant(
-        3, "a permit is released while its connection is open", "remote.http.loop:Admission._release_idle",
+        3, "a permit is released while its connection is open", "remote.http.limits:Admission._release_idle",
         "not self._close_idle(queue.host, queue.permits - 1)", "False",
         "remote/test_limits.py::test_four_processes_never_open_more_connections_than_the_limit",
     ),
@@ -457,7 +457,7 @@ MUTANTS = (
         "cache/test_shared_roots.py::test_a_pickle_of_anothers_is_a_miss",
     ),
     Mutant(
-        10, "a netrc password follows a redirect to another host", "remote.http.exchange:Exchange._default_headers",
+        10, "a netrc password follows a redirect to another host", "remote.http.requests:Exchange._default_headers",
         "endpoint == first or _may_use_netrc(endpoint, first)", "True",
         "remote/test_http_secrets.py::test_netrc_does_not_go_in_clear",
     ),
@@ -488,7 +488,7 @@ MUTANTS = (
         "engine/index/test_limits.py::test_a_wait_is_logged",
     ),
     Mutant(
-        11, "a response header that arrives byte by byte never times out", "remote.http.handles:CurlHandle._head_line",
+        11, "a response header that arrives byte by byte never times out", "remote.http.transfers:CurlHandle._head_line",
         "self.connected = self.answered = True",
         "self.connected, self.answered, self.heard = True, True, time.monotonic()",
         "remote/test_time_limits.py::test_a_head_has_the_read_timeout_in_all[continue]",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-from forebay.remote.http.handles import Headers, TransferRequest
-from forebay.remote.http.transfers import HttpTransfer
+from forebay.remote.http.transfers import Headers, HttpTransfer, TransferRequest
 
 
 class Response(NamedTuple):

@@ -20,9 +20,8 @@ import pytest
 
 from forebay.remote.base import AttemptFailed
 from forebay.remote.http import loop
-from forebay.remote.http.handles import TransferRequest
 from forebay.remote.http.loop import start
-from forebay.remote.http.transfers import HttpTransfer
+from forebay.remote.http.transfers import HttpTransfer, TransferRequest
 from forebay.testing import ScriptedServer
 from tests.processes import ended, forked
 from tests.remote.responses import whole
@@ -88,7 +87,7 @@ FREEING = """
 import gc, os, sys
 from forebay.remote.http import loop
 from forebay.remote.base import AttemptFailed
-from forebay.remote.http.handles import TransferRequest
+from forebay.remote.http.transfers import TransferRequest
 from forebay.remote.http.loop import start
 from forebay.remote.http.transfers import HttpTransfer
 def asked(name):
@@ -276,7 +275,7 @@ def test_spawned_processes(base: str) -> None:
 
 WAITING = """
 import sys
-from forebay.remote.http.handles import TransferRequest
+from forebay.remote.http.transfers import TransferRequest
 from forebay.remote.http.loop import start
 from forebay.remote.http.transfers import HttpTransfer
 asked = TransferRequest("GET", sys.argv[1], "/a", {}, read_timeout=60)
@@ -308,7 +307,7 @@ def test_ctrl_c_ends_a_stalled_transfer(server: ScriptedServer, others: int, aft
 LEFT = """
 import sys, threading
 from forebay.remote.base import CallAborted
-from forebay.remote.http.handles import TransferRequest
+from forebay.remote.http.transfers import TransferRequest
 from forebay.remote.http.loop import start
 from forebay.remote.http.transfers import HttpTransfer
 incoming = start(HttpTransfer(TransferRequest("GET", sys.argv[1], "/a", {}, read_timeout=60)))
@@ -334,7 +333,7 @@ def test_a_process_ends_while_transfers_run(server: ScriptedServer) -> None:
 MEMORY = """
 import resource, sys
 from forebay.remote.base import AttemptFailed
-from forebay.remote.http.handles import TransferRequest
+from forebay.remote.http.transfers import TransferRequest
 from forebay.remote.http.loop import start
 from forebay.remote.http.transfers import HttpTransfer
 asked = TransferRequest("GET", sys.argv[1], "/0", {"X": "y"})

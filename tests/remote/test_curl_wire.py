@@ -16,9 +16,8 @@ import pytest
 from forebay.errors import RemoteProtocolError, RemoteTimeout
 from forebay.remote.base import AttemptFailed, CallAborted
 from forebay.remote.http import loop
-from forebay.remote.http.handles import Headers, TransferRequest
 from forebay.remote.http.loop import start
-from forebay.remote.http.transfers import HttpTransfer
+from forebay.remote.http.transfers import Headers, HttpTransfer, TransferRequest
 from forebay.testing import ScriptedServer
 from tests.remote.responses import Ended, Response, whole
 from tests.remote_objects import connections

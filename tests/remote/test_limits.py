@@ -25,9 +25,8 @@ from forebay.remote.base import AttemptFailed, Call, CallAborted, Limits
 from forebay.remote.filesystems import FilesystemRemote
 from forebay.remote.filesystems.clients import BLOCK
 from forebay.remote.http import HttpRemote, loop
-from forebay.remote.http.handles import TransferRequest
 from forebay.remote.http.loop import start
-from forebay.remote.http.transfers import HttpTransfer
+from forebay.remote.http.transfers import HttpTransfer, TransferRequest
 from forebay.testing import MemorySink, ScriptedServer
 from tests.harness import opened
 from tests.items import until

@@ -20,7 +20,7 @@ from forebay.remote import RemoteOptions, filesystems, tracking_hosts
 from forebay.remote.base import AttemptFailed, Call, CallAborted
 from forebay.remote.filesystems import FilesystemRemote, helper
 from forebay.remote.http import HttpRemote
-from forebay.remote.http.exchange import Exchange
+from forebay.remote.http.requests import Exchange
 from forebay.testing import MemorySink, ScriptedServer
 from tests.processes import ended, forked
 from tests.servers.ports import free_port

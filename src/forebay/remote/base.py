@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 from forebay import _config, errors
 from forebay._kernel import host
@@ -20,9 +20,6 @@ from forebay._kernel.waits import SharedLimit, time_limit
 from forebay._logs import logger
 from forebay._model import Span, Transfer
 from forebay.remote.urls import canonical
-
-if TYPE_CHECKING:
-    import socket
 
 log = logger("forebay.remote")
 T = TypeVar("T")
@@ -298,12 +295,6 @@ def wake_at_end(wake: Callable[[], None]) -> bool:
     return True
 
 
-class Abortable(Protocol):
-    """A response that is under way. `abort` wakes the thread that waits for it, soon; it does not wait itself."""
-
-    def abort(self) -> None: ...
-
-
 class CallAborted(Exception):
     """The call was aborted: another of its threads failed, or its caller was interrupted."""
 
@@ -311,7 +302,7 @@ class CallAborted(Exception):
 class Call:
     """One call of a remote: its deadline, its counters and its end. Shared by the threads that work for it.
 
-    Leaving the context (or `abort`) wakes all threads of the call that wait for a socket or between two attempts."""
+    Leaving the context (or `abort`) wakes all threads of the call that wait for a response or between two attempts."""
 
     def __init__(self, url: str, options: RemoteOptions) -> None:
         self._url, self.options = url, options
@@ -322,11 +313,14 @@ class Call:
         if options.total_timeout is not None:
             self.until = (_shared_start.get() or time.monotonic()) + options.total_timeout
         self._access = _host_access.get()
+        self.limits = None if self._access is None else self._access.limits
+        """What its transfers have to stay within."""
+        self.wait = None if self._access is None else self._access.wait
+        """How long its transfers may wait for connections; None: as long as the call may take."""
         self._asked_hosts: set[str] = set()
         self._aborted = threading.Event()
-        self._lock = threading.Lock()  # guards _sockets, _responses and the counters
-        self._sockets: set[socket.socket] = set()
-        self._responses: set[Abortable] = set()
+        self._lock = threading.Lock()  # guards _on_abort and the counters
+        self._on_abort: set[Callable[[], None]] = set()
 
     @host.cached_property
     def url(self) -> str:
@@ -348,20 +342,11 @@ class Call:
 
     def abort(self) -> None:
         """End the work of all threads of this call. Idempotent."""
-        import socket
-
         with self._lock:
             self._aborted.set()
-            sockets, self._sockets = self._sockets, set()
-            responses, self._responses = self._responses, set()
-        for response in responses:
-            response.abort()
-        for sock in sockets:
-            try:
-                # not SSLSocket.shutdown(): it removes TLS under a reader, which would go on with bytes that are still encrypted
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
-            except OSError as error:
-                log.debug("a connection was closed already: %s", error)
+            functions, self._on_abort = self._on_abort, set()
+        for function in functions:
+            function()
 
     def check(self) -> None:
         """Raises `CallAborted` after `abort`, and `RemoteTimeout` after the deadline."""
@@ -409,16 +394,6 @@ class Call:
 
     # -- the limits of the node ------------------------------------------------------------------------------------
 
-    @property
-    def limits(self) -> Limits | None:
-        """What its transfers have to stay within."""
-        return None if self._access is None else self._access.limits
-
-    @property
-    def wait(self) -> SharedLimit | None:
-        """How long its transfers may wait for connections; None: as long as the call may take."""
-        return None if self._access is None else self._access.wait
-
     @contextmanager
     def connection(self, host: str) -> Iterator[None]:
         """Around the use of a connection to a host: waits until the limit of connections allows it. Raises `NoPermit`, and what `check`
@@ -455,7 +430,7 @@ class Call:
             self.check()
             self._aborted.wait(min(delay, LONGEST_DELAY))
 
-    # -- counters, sockets, attempts -------------------------------------------------------------------------------
+    # -- counters, responses, attempts -----------------------------------------------------------------------------
 
     def count(self, *, requests: int = 0, received: int = 0, retries: int = 0) -> None:
         with self._lock:
@@ -463,27 +438,18 @@ class Call:
             self.transfer.received += received
             self.transfer.retries += retries
 
-    def add_socket(self, sock: socket.socket) -> None:
-        """`abort` shuts ``sock`` down from now on. Raises `CallAborted` after `abort`."""
+    def on_abort(self, function: Callable[[], None]) -> None:
+        """Have `abort` call ``function``, which wakes the thread that waits for a response; it must not wait itself. Raises
+        `CallAborted` after `abort`."""
         with self._lock:
             if self._aborted.is_set():
                 raise CallAborted
-            self._sockets.add(sock)
+            self._on_abort.add(function)
 
-    def remove_socket(self, sock: socket.socket) -> None:
+    def not_on_abort(self, function: Callable[[], None]) -> None:
+        """Undo `on_abort`."""
         with self._lock:
-            self._sockets.discard(sock)
-
-    def add_response(self, response: Abortable) -> None:
-        """`abort` ends ``response`` from now on. Raises `CallAborted` after `abort`."""
-        with self._lock:
-            if self._aborted.is_set():
-                raise CallAborted
-            self._responses.add(response)
-
-    def remove_response(self, response: Abortable) -> None:
-        with self._lock:
-            self._responses.discard(response)
+            self._on_abort.discard(function)
 
     def retry(self, attempt: Callable[[], T]) -> T:
         """``attempt()``, repeated after each `AttemptFailed` until it succeeds, no attempt is left, or the deadline is over."""

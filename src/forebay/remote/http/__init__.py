@@ -13,13 +13,10 @@ from forebay import errors
 from forebay._logs import logger
 from forebay._model import Buffer, Content, ObjectInfo, Partial, Sink, Span, Transfer
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
-from forebay.remote.http.exchange import (
-    AmendHeaders,
-    Exchange,
-    ExplainRefusal,
+from forebay.remote.http import loop
+from forebay.remote.http.requests import AmendHeaders, Exchange, ExplainRefusal, Sent, Sign
+from forebay.remote.http.responses import (
     Response,
-    Sent,
-    Sign,
     content_length,
     content_range,
     ends_before,
@@ -278,6 +275,7 @@ class HttpDownload:
                 return self._take_what_is_here(self._sent.transfer)
             return self._take()
         finally:
+            self.close()
             del self._sink  # with the bytes that it holds
 
     def _take(self) -> Transfer:
@@ -406,7 +404,7 @@ class HttpDownload:
         rest = [piece for span in self._spans for piece in _without(span, first)]
         first_is_missing = any(span.start < first.end and first.start < span.end for span in self._spans)
         needed = -(-sum(span.length for span in rest) // options.part)
-        threads = min(options.streams - 1, needed, self._exchange.connections.spare())
+        threads = min(options.streams - 1, needed, options.connections - loop.running())
         # Never touched: glibc keeps freed blocks of up to this size for the next ones. It would give each back to the kernel and have its
         # pages zeroed again, which takes a fifth of the CPU time of a large fetch.
         bytearray(2 * options.buffer)

@@ -1,19 +1,118 @@
-"""One HTTP request under way, and its response, for a thread that waits for it."""
+"""One HTTP request and its response: what is asked, what comes back by one of libcurl's easy handles, and what each
+failure means."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
-from forebay.remote.base import AttemptFailed, CallAborted, Permit
-from forebay.remote.http.handles import CurlHandle, Headers, NotConnected, TransferRequest
+import pycurl
 
+from forebay._kernel import host
+from forebay._kernel.waits import SharedLimit
+from forebay.errors import RemoteProtocolError, RemoteTimeout
+from forebay.remote.base import AttemptFailed, CallAborted, Limits, Permit
+from forebay.remote.urls import canonical
+
+MAX_HEAD = 256 << 10  # bytes of the headers of one response
+BUFFER = 256 << 10  # bytes read from a socket at once; a receiver gets them in pieces of at most 16 KiB
+UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH})
+"""The network has no route to a host."""
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_TARGET = re.compile(r"/[!-~]*|\*")
+_STATUS = re.compile(rb"HTTP/[0-9.]+ +([0-9]{3})(?: +([^\r\n]*))?")
+# Constants of libcurl for which PycURL has no name.
+_SUPPRESS_CONNECT_HEADERS, _E_WEIRD_SERVER_REPLY, _E_PROXY, _E_TOO_LARGE = 265, 8, 97, 100
+_STOP = -1  # what a callback returns to end its transfer
 LAST_MOMENT = 0.2  # seconds
 _NOBODY = 1 << 62  # bytes that no thread waits for: to notify none takes as long as to take a piece
 _LOOK = 1.0  # seconds of one wait: a signal that comes just before the kernel begins to wait is handled when the wait ends
+
+
+class Headers(Mapping[str, str]):
+    """The headers of a response, looked up in any case; the values of a repeated one are joined by commas."""
+
+    def __init__(self, lines: Iterable[bytes] = ()) -> None:
+        self._lines = lines
+
+    @host.cached_property
+    def _values(self) -> dict[str, tuple[str, str]]:
+        """Name in lower case -> name as sent, value. Of many responses no header is looked at."""
+        values: dict[str, tuple[str, str]] = {}
+        last = ""
+        for line in self._lines:
+            text = line.decode("latin-1")
+            if text[0] in " \t" and last:  # an obsolete continuation
+                values[last] = (values[last][0], f"{values[last][1]} {text.strip()}")
+                continue
+            name, _, value = text.partition(":")
+            name, value = name.strip(), value.strip()
+            last = name.lower()
+            if last in values:
+                name, value = values[last][0], f"{values[last][1]}, {value}"
+            values[last] = (name, value)
+        return values
+
+    def __getitem__(self, name: str) -> str:
+        return self._values[name.lower()][1]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.lower() in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self._values.values())
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class TransferRequest(NamedTuple):
+    """One request. ``origin``: ``https://host:port``; ``target``: path and query, sent as they are. ``proxy``: a URL, which
+    may contain a user and a password; None: no proxy, whatever the environment says. ``resolved``: ``host:port:address``,
+    what the name of the server or of its proxy stands for; None: libcurl resolves it.
+
+    ``connect_timeout``: seconds for resolving the name, connecting and TLS. ``read_timeout``: seconds for the whole head of
+    the response, then for each wait within the body; a wait of the receiver does not count. ``until``: the deadline by the
+    monotonic clock. ``limits``: what the transfer has to stay within; waiting for that counts for the deadline, and
+    ``wait``, only."""
+
+    method: str
+    origin: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes | None = None
+    proxy: str | None = None
+    resolved: str | None = None
+    connect_timeout: float = 10.0
+    read_timeout: float = 30.0
+    until: float | None = None
+    limits: Limits | None = None
+    wait: SharedLimit | None = None
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether a proxy is given the whole URL: not through a tunnel, and not by SOCKS."""
+        return self.proxy is not None and self.origin.startswith("http:") and self.proxy.startswith("http")
+
+    @property
+    def way(self) -> str:
+        """What its silence is remembered by, without secrets: a host that is silent behind a proxy may answer without it."""
+        return self.origin if self.proxy is None else f"{self.origin} by {canonical(self.proxy)}"
+
+    @property
+    def peer(self) -> str:
+        """What its connection leads to, without secrets: the server, or a proxy that relays to any number of servers."""
+        return self.proxy.rpartition("@")[2] if self.proxy is not None and self.is_relayed else self.origin
+
+
+_NOTHING = TransferRequest("GET", "", "", {})
 
 
 class HttpTransfer:
@@ -43,7 +142,7 @@ class HttpTransfer:
         self._changed = threading.Condition(self._lock)
         self._pid = os.getpid()
         # set by any thread; the loop looks at them when it attends to the transfer
-        self.attend: Callable[[HttpTransfer], None] = _nobody
+        self.attend: Callable[[HttpTransfer], None]
         self.ended_by: Exception | None = None
         self.head_until: float | None = None
         # in the thread of the loop only
@@ -57,15 +156,18 @@ class HttpTransfer:
         self.permit: Permit | None = None
 
     # -- called by the loop --------------------------------------------------------------------------------------------
+    # They must not wait for anything, since all other transfers would wait too. An error that `head` or `data` raises
+    # ends the transfer, and is passed to `end`.
 
     def head(self, status: int, reason: str, headers: Headers) -> None:
-        """See `Receiver.head`."""
+        """The status line and the headers are complete."""
         with self._lock:
             self.status, self.reason, self.headers, self._has_head = status, reason, headers, True
             self._changed.notify()
 
     def data(self, piece: bytes) -> bool:
-        """See `Receiver.data`."""
+        """The next bytes of the body, as sent. False: not now; the transfer pauses until `CurlHandle.resume`, which offers them
+        again."""
         with self._lock:
             if self._ended:
                 raise CallAborted
@@ -80,7 +182,8 @@ class HttpTransfer:
         return False
 
     def end(self, error: Exception | None) -> None:
-        """See `Receiver.end`."""
+        """Called once, last. None: the response is complete. `AttemptFailed`: it is not, and why; `CallAborted`: it was
+        cancelled."""
         with self._lock:
             if not self._ended:
                 self._ended, self._error = True, error
@@ -201,5 +304,283 @@ class HttpTransfer:
             self.attend(self)
 
 
-def _nobody(transfer: HttpTransfer) -> None:
-    """No loop attends to a transfer before its start."""
+class CurlHandle:
+    """One easy handle of libcurl, for one transfer after another. All of it belongs to the thread of the loop.
+
+    ``began``, ``heard``: when the transfer began, and when it last made progress that counts, by the monotonic clock. ``until``: when it
+    has to be done. ``error``: what ends it, where that is not libcurl's. ``limits``: of the request, while they limit the rate.
+    ``throttled``: whether it is paused for that. ``sockets``, ``peers``: descriptor -> inode, and `TransferRequest.peer`, of each socket of
+    libcurl. ``throttle``: called when the rate allows no more for now; resumes the transfer when it does."""
+
+    until: float | None
+    error: Exception | None
+    limits: Limits | None
+
+    def __init__(self, sockets: dict[int, int], peers: dict[int, str], throttle: Callable[[CurlHandle], None]) -> None:
+        self.curl = pycurl.Curl()
+        self._sockets, self._peers, self._throttle = sockets, peers, throttle
+        self._lines: list[bytes] = []
+        self._size = 0
+        self.request = _NOTHING
+        self._set_basics()
+
+    def _set_basics(self) -> None:
+        curl = self.curl
+        for option, value in _BASICS:
+            curl.setopt(option, value)
+        curl.setopt(pycurl.HEADERFUNCTION, self._head_line)
+        curl.setopt(pycurl.WRITEFUNCTION, self._data)
+        curl.setopt(pycurl.SOCKOPTFUNCTION, self._note_socket)
+        self._is_basic = True
+        self.transfer: HttpTransfer | None = None
+
+    def prepare(self, request: TransferRequest, transfer: HttpTransfer) -> None:
+        """Set all that the request wants. Raises `ValueError` or `pycurl.error` if it cannot be sent."""
+        self.request, self.transfer, curl, proxy = request, transfer, self.curl, request.proxy or ""
+        self.began = self.heard = time.monotonic()
+        self.until, self.error = request.until, None
+        self.connected = self.answered = self.has_head = self.paused = self.throttled = False
+        self.look_at_rate()
+        self._size = self._sent = 0
+        self._lines.clear()
+        if not _TARGET.fullmatch(request.target):
+            raise ValueError("a target that cannot be sent")
+        curl.setopt(pycurl.URL, f"{request.origin}/")
+        curl.setopt(pycurl.REQUEST_TARGET, request.origin + request.target if request.is_relayed else request.target)
+        curl.setopt(pycurl.CONNECTTIMEOUT_MS, max(1, int(request.connect_timeout * 1000)))
+        curl.setopt(pycurl.PROXY, proxy)  # "": none, not that of the environment
+        if request.origin.startswith("https:") or proxy.startswith("https:"):
+            _trust(curl)
+        curl.setopt(pycurl.HTTPHEADER, _header_lines(tuple(request.headers.items())))
+        if request.resolved is not None:
+            self._is_basic = False
+            curl.setopt(pycurl.RESOLVE, [f"+{request.resolved}"])
+        if request.method == "HEAD":
+            self._is_basic = False
+            curl.setopt(pycurl.NOBODY, 1)
+        elif request.method != "GET" or request.body is not None:
+            self._is_basic = False
+            if request.body is not None or request.method in ("POST", "PUT"):  # whose length is stated even if there is no body
+                curl.setopt(pycurl.POSTFIELDS, request.body or b"")
+            curl.setopt(pycurl.CUSTOMREQUEST, request.method)
+
+    def look_at_rate(self) -> None:
+        """Notice that the rate is limited now, or no longer."""
+        limits = self.request.limits
+        self.limits = limits if limits is not None and limits.in_force()[0] else None
+
+    def release(self) -> None:
+        """After a transfer: keep nothing of it."""
+        self.request, self.transfer, self.limits, self.error = _NOTHING, None, None, None
+        if not self._is_basic:
+            self.curl.reset()
+            self._set_basics()
+
+    def failure(self, code: int, text: str) -> Exception | None:
+        """Why the transfer that libcurl has ended failed; None: its response is complete."""
+        if self.error is None and code:
+            return _failure(self, code, text)
+        if self.error is None and not self.has_head:
+            return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
+        return self.error
+
+    def due(self, now: float) -> float:
+        """When the transfer fails unless it makes progress; not before then, this has to be asked again. libcurl counts whole seconds, and
+        a head that comes byte by byte as progress."""
+        request, limit = self.request, now + self.request.read_timeout
+        if not self.has_head:
+            self._note_progress(now)
+        if not self.connected:  # libcurl has the limit of connecting
+            limit = now + min(1.0, request.read_timeout, request.connect_timeout)
+        elif not self.paused:
+            limit = self.heard + request.read_timeout
+        return limit if self.until is None else min(limit, self.until)
+
+    def _note_progress(self, now: float) -> None:
+        """Until the head of the response: whether the request is being sent, and how much of it."""
+        if not self.connected:
+            seconds = self.curl.getinfo(pycurl.PRETRANSFER_TIME)
+            self.connected = seconds > 0
+            self.heard = min(now, self.began + seconds)
+        if self.request.body is not None and (sent := int(self.curl.getinfo(pycurl.SIZE_UPLOAD_T))) > self._sent:
+            self._sent, self.heard = sent, now
+
+    def _note_socket(self, descriptor: int, purpose: int) -> int:
+        self._sockets[descriptor], self._peers[descriptor] = os.fstat(descriptor).st_ino, self.request.peer
+        return int(pycurl.SOCKOPT_OK)
+
+    def _head_line(self, line: bytes) -> int | None:
+        if self.transfer is None:
+            return _STOP
+        if self.has_head:  # a trailer
+            return None
+        self.connected = self.answered = True
+        self._size += len(line)
+        if self._size > MAX_HEAD:
+            self.error = AttemptFailed("headers of more than a response may have", RemoteProtocolError)
+            return _STOP
+        if line not in (b"\r\n", b"\n"):
+            self._lines.append(line)
+            return None
+        first, *rest = self._lines or [b""]
+        self._lines.clear()
+        match = _STATUS.match(first)
+        status = int(match[1]) if match else 0
+        if match is None or 100 <= status < 200:  # an interim response: the final one follows
+            return None
+        self.has_head, self.heard = True, time.monotonic()
+        try:
+            self.transfer.head(status, (match[2] or b"").decode("latin-1").strip(), Headers(rest))
+        except Exception as error:  # noqa: BLE001 (passed to the transfer's end)
+            self.error = error
+            return _STOP
+        return None
+
+    def _data(self, piece: bytes) -> int | None:
+        if self.transfer is None:
+            return _STOP
+        self.heard = time.monotonic()
+        if self.limits is not None and self.limits.delay() > 0:
+            self.paused = self.throttled = True
+            self._throttle(self)
+            return int(pycurl.WRITEFUNC_PAUSE)
+        try:
+            taken = self.transfer.data(piece)
+        except Exception as error:  # noqa: BLE001 (passed to the transfer's end)
+            self.error = error
+            return _STOP
+        if taken:
+            if self.limits is not None:
+                self.limits.count(len(piece))
+            return None
+        self.paused = True
+        return int(pycurl.WRITEFUNC_PAUSE)
+
+    def resume(self) -> None:
+        """Offer the transfer again what it refused, unless the transfer is throttled."""
+        if self.paused and not self.throttled:
+            self.paused, self.heard = False, time.monotonic()
+            self.curl.pause(pycurl.PAUSE_CONT)
+
+
+_UNWANTED = {name: b"%s:" % name.encode() for name in ("accept", "expect", "content-type", "user-agent", "accept-encoding")}
+"""Headers that libcurl would add by itself."""
+_BASICS: tuple[tuple[int, int | str], ...] = (
+    (pycurl.NOSIGNAL, 1),
+    (pycurl.PATH_AS_IS, 1),
+    (pycurl.HTTP_VERSION, pycurl.CURL_HTTP_VERSION_1_1),
+    (pycurl.BUFFERSIZE, BUFFER),
+    (_SUPPRESS_CONNECT_HEADERS, 1),
+    (pycurl.SSLVERSION, pycurl.SSLVERSION_TLSv1_2),
+    (pycurl.NOPROXY, ""),  # whether a request goes through a proxy is decided before
+    (pycurl.TCP_KEEPALIVE, 1),
+)
+
+
+@lru_cache(maxsize=64)
+def _header_lines(headers: tuple[tuple[str, str], ...]) -> list[bytes]:
+    """Those of many requests are the same. Raises `ValueError`, as `_header_line`."""
+    given = {name.lower() for name, _ in headers}
+    lines = [_header_line(name, value) for name, value in headers]
+    return lines + [line for name, line in _UNWANTED.items() if name not in given]
+
+
+def _header_line(name: str, value: str) -> bytes:
+    """As libcurl wants it. Raises `ValueError` for a header that would begin another one."""
+    if not _NAME.fullmatch(name) or any(each in value for each in "\r\n\0"):
+        raise ValueError("a header that cannot be sent")
+    return f"{name}: {value}".encode("latin-1") if value.strip() else f"{name};".encode("latin-1")
+
+
+def _trust(curl: pycurl.Curl) -> None:
+    """Set whom to trust. libcurl's own default is that of the machine where it was built."""
+    bundle = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
+    file, folder = (bundle, None) if bundle else _default_trust(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+    if file:
+        curl.setopt(pycurl.CAINFO, file)
+    if folder:
+        curl.setopt(pycurl.CAPATH, folder)
+    elif file:
+        curl.unsetopt(pycurl.CAPATH)
+
+
+@lru_cache(maxsize=16)
+def _default_trust(file: str | None, folder: str | None) -> tuple[str | None, str | None]:
+    """The file and the directory of certificates that Python trusts, which these variables may replace."""
+    import ssl
+
+    paths = ssl.get_default_verify_paths()
+    return paths.cafile, paths.capath
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+_TUNNEL = re.compile(r"response (\d{3})")
+_CERTIFICATE = re.compile(r"SSL certificate [^:]*: (.*?)(?: \(\d+\))?\Z")
+_MISSING = re.compile(r"(\d+) bytes (?:remaining|missing)")
+
+
+class NotConnected(AttemptFailed):
+    """No connection to the server, or to its proxy, came about: another address may be tried."""
+
+
+def _failure(handle: CurlHandle, code: int, text: str) -> AttemptFailed:
+    """In our words: libcurl's text may name the whole URL, secrets included."""
+    curl, proxied, no_answer = handle.curl, handle.request.proxy is not None, not handle.answered
+    number = curl.getinfo(pycurl.OS_ERRNO)
+    reason = f"the connection failed: {os.strerror(number) if number else f'CURLE {code}'}"
+    if code == pycurl.E_PEER_FAILED_VERIFICATION:
+        match = _CERTIFICATE.search(text)
+        why = match[1] if match else "it is for another host" if "subject name" in text else "it cannot be verified"
+        return AttemptFailed(f"its certificate is not trusted: {why}", retryable=False)
+    if code == pycurl.E_SSL_CACERT_BADFILE:
+        return AttemptFailed("the file of trusted certificates cannot be read", retryable=False)
+    if code == pycurl.E_URL_MALFORMAT:
+        return AttemptFailed("a host that cannot be", retryable=False)
+    if code == pycurl.E_COULDNT_RESOLVE_PROXY:
+        return AttemptFailed(_NO_PROXY)
+    if code == pycurl.E_COULDNT_RESOLVE_HOST:
+        return AttemptFailed(NO_NAME)
+    if code == pycurl.E_OPERATION_TIMEDOUT:
+        if curl.getinfo(pycurl.CONNECT_TIME):
+            return AttemptFailed(SILENCE, RemoteTimeout, no_answer=no_answer)
+        return NotConnected(_NO_PROXY if proxied else SILENCE, RemoteTimeout, no_answer=no_answer)
+    if proxied and not handle.has_head and (refused := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
+        return AttemptFailed(f"its proxy answers {refused}", retryable=refused >= 500)
+    answer = int(curl.getinfo(pycurl.PROXY_ERROR)) if code == _E_PROXY else 0
+    if answer in _REFUSED_BY_SOCKS:
+        return AttemptFailed(_REFUSED_BY_SOCKS[answer], retryable=answer not in _FOR_GOOD)
+    if code in (pycurl.E_COULDNT_CONNECT, _E_PROXY):
+        unreachable = number in UNREACHABLE
+        return NotConnected(_NO_PROXY if proxied else reason, no_answer=unreachable, unreachable=unreachable)
+    if code in (pycurl.E_SSL_CONNECT_ERROR, pycurl.E_SSL_CIPHER):
+        return AttemptFailed("TLS failed")
+    if code == pycurl.E_PARTIAL_FILE:
+        match = _MISSING.search(text)
+        return AttemptFailed(_CUT + (f" {int(match[1]):,} bytes before the end" if match else ""))
+    if code in (pycurl.E_GOT_NOTHING, pycurl.E_RECV_ERROR, pycurl.E_SEND_ERROR):
+        return AttemptFailed(_CUT)
+    if code in (pycurl.E_UNSUPPORTED_PROTOCOL, _E_WEIRD_SERVER_REPLY, pycurl.E_BAD_CONTENT_ENCODING, _E_TOO_LARGE):
+        return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
+    return AttemptFailed(reason)
+
+
+# libcurl's CURLproxycode of a proxy that was reached, but does not connect
+_FOR_GOOD = frozenset({12, 23, 33})
+_REFUSED_BY_SOCKS = dict.fromkeys((12, 33), "its proxy accepts no such user and password") | {
+    19: "its proxy cannot connect to it: it refuses",
+    20: "its proxy cannot connect to it",
+    21: "its proxy cannot connect to it: it cannot be reached",
+    22: "its proxy cannot connect to it: its network cannot be reached",
+    23: "its proxy may not connect to it",
+    24: "its proxy cannot connect to it: it is too far away",
+    26: "its proxy cannot connect to it",
+    27: "its host name cannot be resolved",
+}
+SILENCE, _CUT = "nothing came for too long", "the connection was cut"
+_NO_PROXY, NO_NAME = "its proxy cannot be reached", "its host name cannot be resolved"
+
+
+def too_late(handle: CurlHandle) -> AttemptFailed:
+    """The failure of a transfer that made no progress until it was `CurlHandle.due`."""
+    return AttemptFailed(SILENCE, RemoteTimeout, no_answer=not handle.answered)

@@ -14,16 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from forebay import errors
 from forebay._model import Content, ObjectInfo, Remote, Sink, Span, Started, Transfer
 from forebay.remote.base import Call, RemoteOptions, max_age_here, shared_time_limit
 from forebay.remote.http import HttpRemote, SmallResponse
-from forebay.remote.http.connections import endpoint_of
-from forebay.remote.http.exchange import MAX_SIZE, REDIRECTS, is_same_validator
-from forebay.remote.http.handles import Headers
+from forebay.remote.http.requests import REDIRECTS, endpoint_of
+from forebay.remote.http.responses import MAX_SIZE, is_same_validator
+from forebay.remote.http.transfers import Headers
 from forebay.remote.hub.names import KINDS, HubName, token_from
 from forebay.remote.realm import PUBLIC_HUB, other_endpoint
 from forebay.remote.urls import canonical, scheme
@@ -47,13 +47,6 @@ _turns: dict[tuple[str, str, str, str], threading.Lock] = {}  # held while a rev
 os.register_at_fork(after_in_child=_turns.clear)
 
 
-class _Commit(NamedTuple):
-    """The commit of a revision. ``at``: when the hub was asked, by the monotonic clock."""
-
-    sha: str
-    at: float
-
-
 class HubRemote:
     """A `Remote` for the Hugging Face Hub, and for what answers as it does (``HF_ENDPOINT``). Callable from any thread and after a fork.
 
@@ -65,7 +58,8 @@ class HubRemote:
         self._endpoint = (other_endpoint("hf") if endpoint is None else endpoint) or PUBLIC_HUB
         self._check_options = self.options.for_check()
         self._http = HttpRemote(self.options, self._sign, self._explain, self._amend)
-        self._commits: dict[tuple[str, str, str], _Commit] = {}
+        self._commits: dict[tuple[str, str, str], tuple[str, float]] = {}
+        """Revision -> commit, and when the hub was asked for it, by the monotonic clock."""
         self._known: dict[str, ObjectInfo] = {}  # by URL with a commit: such a file never changes
 
     # -- objects -----------------------------------------------------------------------------------------------------
@@ -144,9 +138,8 @@ class HubRemote:
 
     def _fresh_commit(self, name: HubName) -> str | None:
         """The commit of a revision, if the hub was asked recently enough."""
-        commit = self._commits.get((name.kind, name.repo, name.revision))
-        is_fresh = commit is not None and time.monotonic() - commit.at <= min(max_age_here(), LONGEST_AGE)
-        return commit.sha if commit is not None and is_fresh else None
+        commit, at = self._commits.get((name.kind, name.repo, name.revision), (None, 0.0))
+        return commit if time.monotonic() - at <= min(max_age_here(), LONGEST_AGE) else None
 
     def _commit(self, name: HubName, url: str, spent: Transfer, options: RemoteOptions) -> str:
         if name.is_pinned:
@@ -157,7 +150,7 @@ class HubRemote:
             if commit is None:
                 at = time.monotonic()
                 commit = _sha_in(url, self._ask("GET", url, name.commit_query, spent, options))
-                self._commits[key] = _Commit(commit, at)
+                self._commits[key] = commit, at
         return commit
 
     def _described(self, url: str, spent: Transfer, options: RemoteOptions) -> ObjectInfo:
