@@ -96,7 +96,7 @@ class HttpRemote:
         download = HttpDownload(self._exchange, url, describe)
         try:
             download.start(on_ready)
-        except (errors.RemoteError, AttemptFailed) as error:  # `fetch` meets it too
+        except (errors.RemoteError, AttemptFailed) as error:  # `fetch` raises it, after its other attempts
             log.debug("%s", error)
             return None
         return download
@@ -226,13 +226,14 @@ class HttpDownload:
 
     1. The first request asks for the first part, so that a small object costs one request. Status 206 gives size and
        validator; 200 comes from a server that ignores Range: its one stream is read as it arrives.
-    2. With a strong validator the other parts are fetched in parallel, each under If-Match and compared with the first; a
-       part that is cut continues where it ended. Without one, ranges could mix two versions: the object is requested whole.
+    2. With a strong validator the other parts are fetched in parallel, each under If-Match and compared with the first.
+       A part that is cut continues where it ended. Without a strong validator, ranges could mix two versions, so the
+       object is requested whole.
 
-    An object that changes meanwhile is fetched again, the second time as one stream, which cannot mix versions (an object
-    behind several servers, each with an ETag of its own, seems to change all the time); then `RemoteChanged`.
+    If the object changes during the fetch, it is fetched again, the second time as one stream, which cannot mix versions:
+    an object behind several servers, each with its own ETag, seems to change all the time. Then raises `RemoteChanged`.
 
-    ``describe``: how the sink is to see an object that responses describe so. It may raise `RemoteError`."""
+    ``describe``: takes the description in a response, and returns the one for the sink. May raise `RemoteError`."""
 
     def __init__(self, exchange: Exchange, url: str, describe: Describe | None = None) -> None:
         self._exchange, self._url, self._describe = exchange, url, describe

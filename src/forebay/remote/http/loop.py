@@ -39,8 +39,8 @@ _MASKS = {
 
 
 class _Loop:
-    """The thread that runs all transfers of this process. `attend` and `stop` are callable from any thread, all else in that
-    of the loop only."""
+    """The thread that runs all transfers of this process. Any thread may call `attend` and `stop`; everything else is
+    called by the thread of the loop only."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -72,8 +72,8 @@ class _Loop:
             raise
 
     def attend(self, transfer: HttpTransfer) -> None:
-        """Have the loop look at a transfer that is new, or has changed. Does nothing in a process that was forked meanwhile,
-        and after the end of the loop."""
+        """Have the loop look at a transfer that is new, or has changed. Does nothing in a forked child, and after the end
+        of the loop."""
         if self.usable():
             self._changed.append(transfer)
             if not (self._awake or wake_at_end(self._wake_up)):
@@ -95,8 +95,9 @@ class _Loop:
     def leave_to_parent(self) -> None:
         """In a forked child: replace this process's copies of the parent's sockets, and keep libcurl's objects for ever.
 
-        To free them would send a TLS goodbye on the parent's connections, and wait for resolver threads that are not in this process. To
-        close their descriptors would let other files get those numbers, which libcurl still has. So /dev/null has the numbers."""
+        Freeing them would send a TLS goodbye on the parent's connections, and wait for threads that are not in this
+        process. If their descriptors were closed, other files would get these numbers, which libcurl still uses. So
+        /dev/null gets them."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         with open(os.devnull, "r+b", buffering=0) as nothing:
             for descriptor, inode in self.sockets.items():
@@ -125,7 +126,7 @@ class _Loop:
                 if transfer.permit is not None:
                     transfer.permit.release()
         self._admission.stop()
-        while self._changed:  # what was started meanwhile ends at once, instead of waiting for a loop that is gone
+        while self._changed:  # what was started since ends at once, instead of waiting for a loop that is gone
             self._look_after(self._changed.popleft())
 
     def _unfinished(self) -> list[HttpTransfer]:

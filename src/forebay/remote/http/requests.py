@@ -38,16 +38,16 @@ _URL = re.compile(r"(\w+)://([^/?#]*)([^#]*)")
 _TO_QUOTE = re.compile(r"[^A-Za-z0-9._~!$&'()*+,;=:@/?%-]+|%(?![0-9A-Fa-f]{2})")
 
 Sign: TypeAlias = Callable[[str, str, Mapping[str, str]], tuple[str, Mapping[str, str]]]
-"""(method, URL, headers) -> the URL to send the request to, and its headers. Called for every request, also after a redirect;
-may turn a URL of another scheme into an HTTP one."""
+"""(method, URL, headers) -> the URL to send the request to, and its headers. Called for every request, also after a
+redirect; may turn a URL of another scheme into an HTTP one."""
 
 ExplainRefusal: TypeAlias = Callable[[str, int, Mapping[str, str], bytes], Exception | None]
 """(URL, status, headers, beginning of the body) of a refusal -> the error to raise (`AttemptFailed`: after another
 attempt; `SendAgain`: unless the request succeeds when it is signed again at once); None: as in plain HTTP."""
 
 AmendHeaders: TypeAlias = Callable[[str, Mapping[str, str]], Mapping[str, str]]
-"""(URL, headers of a response that is accepted) -> the headers as the protocol means them. The URL of such a protocol always names the same
-bytes, so that the address to which it redirects serves all requests of a call."""
+"""(URL, headers of a response that is accepted) -> the headers as the protocol means them. The URL of such a protocol
+always names the same bytes, so that the address to which it redirects serves all requests of a call."""
 
 
 class SendAgain(errors.RemoteProtocolError):
@@ -99,7 +99,7 @@ class Exchange:
         self.options = options
         self._sign, self._explain, self._amend, self._raw = sign, explain, amend, raw
         self._keeps_redirects = sign is None or amend is not None
-        self._proxies: dict[Endpoint, str | None] = {}
+        self._proxies: dict[Endpoint, str | None] = {}  # as the environment is at the first request to an endpoint
         self._addresses: dict[str, tuple[float, list[str]]] = {}
         """`TransferRequest.way` -> addresses, and the time until which they are believed."""
         self._defaults: dict[tuple[Endpoint, str, bool, bool], dict[str, str]] = {}
@@ -108,9 +108,9 @@ class Exchange:
         self, call: Call, method: str, url: str, headers: Mapping[str, str], *, ok: Container[int] = (200,), body: bytes | None = None,
         sent: Sent | None = None,
     ) -> Response:  # fmt: skip
-        """The response, if its status is in ``ok``. Follows redirects; sends the user's credentials to no other scheme, host or
-        port. Raises `RemoteError`, or `AttemptFailed` where another attempt may succeed. ``sent``: this request, if `start` has
-        sent it."""
+        """The response, if its status is in ``ok``. Follows redirects; sends the user's credentials to no other scheme,
+        host or port. ``sent``: this request, if `start` has sent it. Raises `RemoteError`, or `AttemptFailed` if another
+        attempt may succeed."""
         target = call.redirects.get(url) if method == "GET" and sent is None else None
         if target is not None:
             # the request for the URL itself is not sent, since it is known where that leads
@@ -128,14 +128,17 @@ class Exchange:
         on_ready: Callable[[], None] | None = None, first: tuple[Endpoint, str] | None = None,
     ) -> Sent:  # fmt: skip
         """Send a request, without waiting for anything; `send` waits for its response. ``on_ready``: see `HttpTransfer`.
-        ``first``: endpoint and user of the first request for the URL, if that redirects to ``target``. Raises `RemoteTimeout` for
-        a host that was silent recently, and `AttemptFailed` where this process can send nothing."""
+        ``first``: endpoint and user of the first request for the URL, if that redirects to ``target``. Raises
+        `RemoteTimeout` for a host that did not respond recently, and `AttemptFailed` if this process can send nothing."""
         address, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
         endpoint, user, path = _parsed(call, address)
         first_endpoint, first_user = first or (endpoint, user)
         defaults = self._default_headers(endpoint, user or (first_user if endpoint == first_endpoint else ""), first_endpoint)
         call.count(requests=1)
-        proxy, options = self._proxy(endpoint), self.options
+        options = self.options
+        if endpoint not in self._proxies:
+            self._proxies[endpoint] = _proxy_of(endpoint) if options.proxies else None
+        proxy = self._proxies[endpoint]
         request = TransferRequest(
             method, f"{endpoint.scheme}://{endpoint.name}", _TO_QUOTE.sub(_quoted, path), {**defaults, **signed}, body, proxy,
             connect_timeout=call.timeout(options.connect_timeout), read_timeout=options.read_timeout, until=call.until,
@@ -150,7 +153,7 @@ class Exchange:
         if addresses is None:
             try:
                 threading.Thread(target=self._resolve, args=(transfer, host, port), daemon=True, name="resolver").start()
-            except RuntimeError:  # no further thread may be started: then nothing ends the resolver
+            except RuntimeError:  # this process cannot start another thread, so nothing ends the resolver
                 self._resolve(transfer, host, port)
         return Sent(address, endpoint, user, transfer)
 
@@ -169,12 +172,6 @@ class Exchange:
                 self._addresses.pop(way, None)
             raise
         call.host_answered(way)
-
-    def _proxy(self, endpoint: Endpoint) -> str | None:
-        """The proxy that the environment named for ``endpoint`` at its first request."""
-        if endpoint not in self._proxies:
-            self._proxies[endpoint] = _proxy_of(endpoint) if self.options.proxies else None
-        return self._proxies[endpoint]
 
     def _follow(
         self, call: Call, method: str, url: str, headers: Mapping[str, str], ok: Container[int], body: bytes | None, sent: Sent,
@@ -252,8 +249,8 @@ class Exchange:
         return explained or error_for_status(call.url, response.status, response.reason, response.headers)
 
     def _resolve(self, transfer: HttpTransfer, host: str, port: int) -> None:
-        """Tell a transfer the addresses of its host. Nothing can end a resolver, so no transfer waits longer than its time for
-        connecting."""
+        """Tell a transfer the addresses of its host. Nothing can end a resolver: the loop ends a transfer that has waited
+        for its whole time for connecting."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except Exception as error:  # noqa: BLE001 (passed to the thread that waits for the transfer, whatever it is)

@@ -119,11 +119,12 @@ class HttpTransfer:
     """One request and its response: the head first, then the body piece by piece. `loop.start` sends it.
 
     One thread reads; any thread may `close` or `abort`. Unless all of the body is read, `close` has to be called. In a
-    process that was forked meanwhile, `close` and `abort` do nothing, and nothing can be read. ``limit``: bytes of the
-    body to hold before the transfer pauses. ``on_ready`` is called once, by the loop's thread, when the transfer has
-    ended or holds all that it may: it must not wait for anything. ``addresses``: what the host's name stands for, as
-    `TransferRequest.resolved` has it; empty: libcurl resolves it; None: `resolved` or `fail` is called when that is
-    known."""
+    forked child of the process that started it, `close` and `abort` do nothing, and nothing can be read.
+
+    ``limit``: bytes of the body to hold before the transfer pauses. ``on_ready`` is called once, by the thread of the
+    loop, when the transfer has ended or holds all that it may: it must not wait for anything. ``addresses``: those that
+    the name of the host stands for, in the form of `TransferRequest.resolved`; empty: libcurl resolves the name; None:
+    they are not known yet, and `resolved` or `fail` will be called."""
 
     def __init__(
         self, request: TransferRequest, limit: int = 1 << 20, on_ready: Callable[[], None] | None = None, *,
@@ -307,10 +308,11 @@ class HttpTransfer:
 class CurlHandle:
     """One easy handle of libcurl, for one transfer after another. All of it belongs to the thread of the loop.
 
-    ``began``, ``heard``: when the transfer began, and when it last made progress that counts, by the monotonic clock. ``until``: when it
-    has to be done. ``error``: what ends it, where that is not libcurl's. ``limits``: of the request, while they limit the rate.
-    ``throttled``: whether it is paused for that. ``sockets``, ``peers``: descriptor -> inode, and `TransferRequest.peer`, of each socket of
-    libcurl. ``throttle``: called when the rate allows no more for now; resumes the transfer when it does."""
+    ``began``, ``heard``: when the transfer began, and when it last made progress, by the monotonic clock. ``until``: its
+    deadline. ``error``: what ends it, if that is not libcurl's error. ``limits``: of the request, while they limit the
+    rate. ``throttled``: whether it is paused for that. ``sockets``, ``peers``: descriptor -> inode, and
+    `TransferRequest.peer`, of each socket of libcurl. ``throttle``: called when the rate allows no more for now; resumes
+    the transfer when it does."""
 
     until: float | None
     error: Exception | None
