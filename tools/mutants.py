@@ -186,7 +186,7 @@ MUTANTS = (
         "engine/index/test_clock.py::test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_early",
     ),
     Mutant(
-        3, "a permit is released while its connection is open", "remote.http.transfers:Admission._release_idle",
+        3, "a permit is released while its connection is open", "remote.http.limits:Admission._release_idle",
         "not self._close_idle(queue.host, queue.permits - 1)", "False",
         "remote/test_limits.py::test_four_processes_never_open_more_connections_than_the_limit",
     ),
@@ -231,7 +231,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "a server's claim of a large size evicts entries before a byte arrives",
-        "remote.http:_Download._take_range",
+        "remote.http:HttpDownload._take_range",
         "response.wait_for(min(span.length, FIRST_BYTES))", "",
         "remote/test_http_hostile.py::test_a_claim_alone_evicts_nothing",
     ),
@@ -375,7 +375,7 @@ MUTANTS = (
     ),
     # 9. Fork, spawn and pickle are safe
     Mutant(
-        9, "a child frees libcurl's objects of its parent", "remote.http.transfers:_Loop.leave_to_parent",
+        9, "a child frees libcurl's objects of its parent", "remote.http.loop:_Loop.leave_to_parent",
         "ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))", "",
         "remote/test_curl_processes.py::test_libcurls_objects_of_the_parent_are_never_freed_in_a_child",
     ),
@@ -395,7 +395,7 @@ MUTANTS = (
         "origin/test_block_files.py::test_a_child_of_a_fork_reads_ahead_by_itself",
     ),
     Mutant(
-        9, "a child keeps its parent's connections open", "remote.http.transfers:_Loop.leave_to_parent",
+        9, "a child keeps its parent's connections open", "remote.http.loop:_Loop.leave_to_parent",
         "os.dup2(nothing.fileno(), descriptor, inheritable=False)", "continue",
         "remote/test_curl_processes.py::test_a_child_holds_no_connection_of_its_parent",
     ),
@@ -447,7 +447,7 @@ MUTANTS = (
         "cache/test_shared_roots.py::test_a_pickle_of_anothers_is_a_miss",
     ),
     Mutant(
-        10, "a netrc password follows a redirect to another host", "remote.http.exchange:Exchange._default_headers",
+        10, "a netrc password follows a redirect to another host", "remote.http.requests:Exchange._default_headers",
         "endpoint == first or _may_use_netrc(endpoint, first)", "True",
         "remote/test_http_secrets.py::test_netrc_does_not_go_in_clear",
     ),
@@ -478,7 +478,7 @@ MUTANTS = (
         "engine/index/test_limits.py::test_a_wait_is_logged",
     ),
     Mutant(
-        11, "a response header that arrives byte by byte never times out", "remote.http.handles:CurlHandle._head_line",
+        11, "a response header that arrives byte by byte never times out", "remote.http.transfers:CurlHandle._head_line",
         "self.connected = self.answered = True",
         "self.connected, self.answered, self.heard = True, True, time.monotonic()",
         "remote/test_time_limits.py::test_a_head_has_the_read_timeout_in_all[continue]",

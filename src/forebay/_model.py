@@ -247,14 +247,14 @@ class BufferSink:
             self.data[offset : offset + len(data)] = data
 
 
-class BegunFetch(Protocol):
-    """A `Remote.fetch` whose first request was sent. For one thread at a time; ends by `fetch` or `close`."""
+class Started(Protocol):
+    """A `Remote.fetch` whose first request was sent. For one thread at a time; ends by `into`, called once, or `close`."""
 
     def is_here(self, most: int) -> bool:
-        """Whether the whole object has come, of at most ``most`` bytes and as it is stored: then `fetch` waits for nothing."""
+        """Whether the whole object has come, of at most ``most`` bytes and as it is stored: then `into` waits for nothing."""
 
-    def fetch(self, sink: Sink) -> Transfer:
-        """See `Remote.fetch`. A second call fetches again."""
+    def into(self, sink: Sink) -> Transfer:
+        """Complete the fetch. See `Remote.fetch`."""
 
     def close(self) -> None:
         """Give the request up, if it was not used. Idempotent."""
@@ -301,17 +301,19 @@ class Remote(Protocol):
         """Remove the object, if there is one. Raises `RemoteError`."""
 
 
-class BeginningRemote(Remote, Protocol):
-    """A remote that can have many fetches under way without a thread for each."""
+class StartingRemote(Remote, Protocol):
+    """A remote that can have many fetches in progress without a thread for each."""
 
-    def begin(self, url: str, on_ready: Callable[[], None]) -> BegunFetch | None:
-        """Send the first request of a `fetch`, without waiting for anything; None where it has to wait, or to fail. ``on_ready`` is called
-        once, from any thread, when the response has ended or as much of it has come as is held in memory: it must not wait."""
+    def start(self, url: str, on_ready: Callable[[], None]) -> Started | None:
+        """Send the first request of a `fetch`, without waiting for anything. None if it has to wait, or to fail.
+
+        ``on_ready`` is called once, from any thread, when the response has ended, or as much of it has come as is held in
+        memory. It must not wait."""
 
 
-def can_begin(remote: Remote) -> TypeGuard[BeginningRemote]:
-    """Whether a remote is a `BeginningRemote`."""
-    return hasattr(remote, "begin")
+def can_start(remote: Remote) -> TypeGuard[StartingRemote]:
+    """Whether a remote is a `StartingRemote`."""
+    return hasattr(remote, "start")
 
 
 class NearRemote(Remote, Protocol):

@@ -55,7 +55,7 @@ STREAMING = ("adapters.streaming", "adapters.streaming.shared", "adapters.stream
 
 # Packages that are not ours, and the rooms that may use them. At the head of a module only where LOADED_WITH says so.
 THIRD_PARTY = {
-    "pycurl": ("remote.http.handles", "remote.http.transfers"),
+    "pycurl": ("remote.http.transfers", "remote.http.loop"),
     "xxhash": ("_engine", "directories", "remote", "origin", "cache", "prefetch", "tasks"),
     "typing_extensions": ("_model",),  # for type checkers only
     "click": ("cli",),
@@ -80,7 +80,7 @@ LOADED_WITH = {
     "xxhash": ("_engine", "directories", "remote", "origin", "cache", "prefetch", "tasks"),
     "click": ("cli",),
     "rich": ("cli",),
-    "pycurl": ("remote.http.handles", "remote.http.transfers"),
+    "pycurl": ("remote.http.transfers", "remote.http.loop"),
     "torch": ("adapters.torch",),
     "megatron": ("adapters.energon",),
     "joblib": ("adapters.joblib",),

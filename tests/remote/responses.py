@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-from forebay.remote.http.handles import Headers
-from forebay.remote.http.receivers import Incoming
+from forebay.remote.http.transfers import Headers, HttpTransfer, TransferRequest
 
 
 class Response(NamedTuple):
@@ -16,7 +15,7 @@ class Response(NamedTuple):
     body: bytes
 
 
-def whole(incoming: Incoming) -> Response:
+def whole(incoming: HttpTransfer) -> Response:
     """The response, once it has ended. Raises what ended it early."""
     incoming.wait_for_head()
     pieces = []
@@ -25,10 +24,11 @@ def whole(incoming: Incoming) -> Response:
     return Response(incoming.status, incoming.reason, incoming.headers, b"".join(pieces))
 
 
-class Ended:
-    """A receiver that keeps nothing, and tells when its transfer has ended."""
+class Ended(HttpTransfer):
+    """A transfer that keeps nothing, and tells when it has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: TransferRequest) -> None:
+        super().__init__(request)
         self.error: Exception | None = None
         self.ended = threading.Event()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import socket
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -138,14 +139,14 @@ def test_aborting_wakes_who_waits_between_attempts() -> None:
 def test_aborting_wakes_who_reads_a_socket() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, Call(URL, RemoteOptions()) as call:
-        call.add_socket(ours)
+        call.on_abort(partial(ours.shutdown, socket.SHUT_RDWR))
         reading = threading.Thread(target=ours.recv, args=(1,))
         reading.start()
         call.abort()
         reading.join(60)
         assert not reading.is_alive()
         with pytest.raises(CallAborted):
-            call.add_socket(theirs)
+            call.on_abort(partial(theirs.shutdown, socket.SHUT_RDWR))
         with pytest.raises(CallAborted):
             call.check()
 
@@ -159,12 +160,12 @@ def test_aborting_ends_the_responses_of_a_call() -> None:
 
     ours, removed, late = Response(), Response(), Response()
     with Call(URL, RemoteOptions()) as call:
-        call.add_response(ours)
-        call.add_response(removed)
-        call.remove_response(removed)
+        call.on_abort(ours.abort)
+        call.on_abort(removed.abort)
+        call.not_on_abort(removed.abort)
         call.abort()
         with pytest.raises(CallAborted):
-            call.add_response(late)
+            call.on_abort(late.abort)
     assert (ours.ends, removed.ends, late.ends) == (1, 0, 0)
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from forebay.remote.base import AttemptFailed
-from forebay.remote.http import transfers
-from forebay.remote.http.handles import TransferRequest
-from forebay.remote.http.receivers import Incoming
+from forebay.remote.http import loop
+from forebay.remote.http.loop import start
+from forebay.remote.http.transfers import HttpTransfer, TransferRequest
 from forebay.testing import ScriptedServer
 from tests.processes import ended, forked
 from tests.remote.responses import whole
@@ -50,9 +50,9 @@ def read_all(base: str, rounds: int) -> bool:
     """Whether all bodies are what they should be, again and again, one after the other and side by side."""
     for _ in range(rounds):
         for number, body in enumerate(BODIES):
-            if whole(Incoming(request(f"{base}/{number}"), limit=64 << 10)).body != body:
+            if whole(start(HttpTransfer(request(f"{base}/{number}"), limit=64 << 10))).body != body:
                 return False
-        incomings = [Incoming(request(f"{base}/{number}")) for number in range(len(BODIES))]
+        incomings = [start(HttpTransfer(request(f"{base}/{number}"))) for number in range(len(BODIES))]
         if [whole(incoming).body for incoming in incomings] != BODIES:
             return False
     return True
@@ -85,9 +85,11 @@ def test_parent_and_children_read_at_once_after_a_fork(base: str) -> None:
 
 FREEING = """
 import gc, os, sys
-from forebay.remote.http import transfers
+from forebay.remote.http import loop
 from forebay.remote.base import AttemptFailed
-from forebay.remote.http.receivers import Incoming, TransferRequest
+from forebay.remote.http.transfers import TransferRequest
+from forebay.remote.http.loop import start
+from forebay.remote.http.transfers import HttpTransfer
 def asked(name):
     return TransferRequest("GET", sys.argv[1], name, {})
 def body_of(incoming):
@@ -95,11 +97,11 @@ def body_of(incoming):
     while piece := incoming.read(1 << 20):
         data += piece
     return data
-incoming = Incoming(asked("/7"), limit=16 << 10)
+incoming = start(HttpTransfer(asked("/7"), limit=16 << 10))
 incoming.wait_for_head()
-for other in [Incoming(asked("/1")) for _ in range(4)]:
+for other in [start(HttpTransfer(asked("/1"))) for _ in range(4)]:
     body_of(other)
-resolved = [Incoming(TransferRequest("GET", f"http://no-such-host-{number}.invalid", "/", {})) for number in range(4)]
+resolved = [start(HttpTransfer(TransferRequest("GET", f"http://no-such-host-{number}.invalid", "/", {}))) for number in range(4)]
 for child in range(4):
     pid = os.fork()
     if pid == 0:
@@ -107,11 +109,11 @@ for child in range(4):
             each.close()
         del incoming, resolved, each
         if child % 2:
-            body_of(Incoming(asked("/1")))
+            body_of(start(HttpTransfer(asked("/1"))))
         gc.collect()
         sys.exit(7)  # as a program ends, with all that Python frees then
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-print(len(body_of(incoming)), len(transfers._current.sockets))
+print(len(body_of(incoming)), len(loop._current.sockets))
 for each in resolved:
     try:
         each.wait_for_head()
@@ -130,7 +132,7 @@ def test_a_child_that_frees_all_disturbs_no_transfer_of_its_parent(base: str) ->
 
 def test_a_child_holds_no_connection_of_its_parent(server: ScriptedServer) -> None:
     """So that a server sees when the parent closes one."""
-    incoming = Incoming(request(server.put("/a", bytes(1 << 20), stall_after=1000)))
+    incoming = start(HttpTransfer(request(server.put("/a", bytes(1 << 20), stall_after=1000))))
     incoming.wait_for_head()
     assert server.stalled.wait(60)
     assert list_sockets()
@@ -149,8 +151,8 @@ def test_a_child_holds_no_connection_of_its_parent(server: ScriptedServer) -> No
 
 def list_sockets() -> list[int]:
     """The descriptors of libcurl's sockets that are still what they were."""
-    loop = transfers._current
-    noted = dict(loop.sockets) if loop is not None else SOCKETS
+    running = loop._current
+    noted = dict(running.sockets) if running is not None else SOCKETS
     SOCKETS.update(noted)
     inodes = {f"socket:[{inode}]" for inode in noted.values()}
     return [int(name) for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}") and link(name) in inodes]
@@ -168,30 +170,30 @@ SOCKETS: dict[int, int] = {}
 
 def test_a_descriptor_that_libcurl_closed_is_not_touched(server: ScriptedServer, tmp_path: Path) -> None:
     """Its number may be another file's since."""
-    transfer = Incoming(request(server.put("/a", b"12345")))
+    transfer = start(HttpTransfer(request(server.put("/a", b"12345"))))
     transfer.wait_for_head()
     assert transfer.read(10) == b"12345"
-    loop = transfers._current
-    assert loop is not None
+    running = loop._current
+    assert running is not None
     with open(tmp_path / "ours", "w+b", buffering=0) as ours:
-        loop.sockets[ours.fileno()] = 1
+        running.sockets[ours.fileno()] = 1
 
         def work() -> bool:
             ours.write(b"still ours")
             return (tmp_path / "ours").read_bytes() == b"still ours"
 
         assert ended(forked(work)) == 0
-        del loop.sockets[ours.fileno()]
+        del running.sockets[ours.fileno()]
 
 
 def test_a_child_that_runs_no_fork_hook(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a fork by C: only the process id tells."""
     assert read_all(base, 1)
-    monkeypatch.setattr("forebay.remote.http.transfers._Loop.leave_to_parent", lambda loop: None)
-    hook = transfers._current
+    monkeypatch.setattr("forebay.remote.http.loop._Loop.leave_to_parent", lambda loop: None)
+    hook = loop._current
 
     def work() -> bool:
-        transfers._current = hook
+        loop._current = hook
         return read_all(base, 2)
 
     child = forked(work)
@@ -201,7 +203,11 @@ def test_a_child_that_runs_no_fork_hook(base: str, monkeypatch: pytest.MonkeyPat
 
 def test_a_child_waits_for_no_thread_of_its_parent(server: ScriptedServer) -> None:
     """The loop may be about to hand over bytes when another thread forks."""
-    incoming, held, done = Incoming(request(server.put("/a", bytes(1 << 20), stall_after=1000))), threading.Event(), threading.Event()
+    incoming, held, done = (
+        start(HttpTransfer(request(server.put("/a", bytes(1 << 20), stall_after=1000)))),
+        threading.Event(),
+        threading.Event(),
+    )
     incoming.wait_for_head()
 
     def hold() -> None:
@@ -230,11 +236,11 @@ def test_a_child_waits_for_no_thread_of_its_parent(server: ScriptedServer) -> No
 
 def test_libcurls_objects_of_the_parent_are_never_freed_in_a_child() -> None:
     def work() -> bool:
-        loop = transfers._Loop()
-        freed = weakref.finalize(loop, list)
-        loop.stop()  # a child has no thread of its parent's, which would hold the loop
-        loop.leave_to_parent()
-        del loop
+        running = loop._Loop()
+        freed = weakref.finalize(running, list)
+        running.stop()  # a child has no thread of its parent's, which would hold the loop
+        running.leave_to_parent()
+        del running
         gc.collect()
         return freed.alive
 
@@ -245,17 +251,17 @@ def test_a_process_without_descriptors_is_told_so(base: str) -> None:
     asked = TransferRequest("GET", base, "/1", {})
 
     def work() -> bool:
-        own = transfers._current
-        transfers._current = None  # as in a process that has requested nothing yet
+        own = loop._current
+        loop._current = None  # as in a process that has requested nothing yet
         most = max(map(int, os.listdir("/proc/self/fd")))
         taken = [os.dup(0) for _ in range(most)]
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         try:
             with pytest.raises(AttemptFailed, match="cannot begin a request"):
-                Incoming(asked)
+                start(HttpTransfer(asked))
             return True
         finally:
-            transfers._current = own
+            loop._current = own
 
     assert ended(forked(work)) == 0
 
@@ -269,12 +275,13 @@ def test_spawned_processes(base: str) -> None:
 
 WAITING = """
 import sys
-from forebay.remote.http.handles import TransferRequest
-from forebay.remote.http.receivers import Incoming
+from forebay.remote.http.transfers import TransferRequest
+from forebay.remote.http.loop import start
+from forebay.remote.http.transfers import HttpTransfer
 asked = TransferRequest("GET", sys.argv[1], "/a", {}, read_timeout=60)
 try:
-    others = [Incoming(asked) for _ in range(int(sys.argv[2]))]
-    incoming = Incoming(asked)
+    others = [start(HttpTransfer(asked)) for _ in range(int(sys.argv[2]))]
+    incoming = start(HttpTransfer(asked))
     incoming.wait_for_head()
     while incoming.read(1 << 20, 1 << 20):
         continue
@@ -299,8 +306,11 @@ def test_ctrl_c_ends_a_stalled_transfer(server: ScriptedServer, others: int, aft
 
 LEFT = """
 import sys, threading
-from forebay.remote.http.receivers import CallAborted, Incoming, TransferRequest
-incoming = Incoming(TransferRequest("GET", sys.argv[1], "/a", {}, read_timeout=60))
+from forebay.remote.base import CallAborted
+from forebay.remote.http.transfers import TransferRequest
+from forebay.remote.http.loop import start
+from forebay.remote.http.transfers import HttpTransfer
+incoming = start(HttpTransfer(TransferRequest("GET", sys.argv[1], "/a", {}, read_timeout=60)))
 incoming.wait_for_head()
 def read():
     try:
@@ -323,14 +333,15 @@ def test_a_process_ends_while_transfers_run(server: ScriptedServer) -> None:
 MEMORY = """
 import resource, sys
 from forebay.remote.base import AttemptFailed
-from forebay.remote.http.handles import TransferRequest
-from forebay.remote.http.receivers import Incoming
+from forebay.remote.http.transfers import TransferRequest
+from forebay.remote.http.loop import start
+from forebay.remote.http.transfers import HttpTransfer
 asked = TransferRequest("GET", sys.argv[1], "/0", {"X": "y"})
 sent = TransferRequest("PUT", sys.argv[1], "/0", {}, bytes(1 << 16))
 gone = TransferRequest("GET", "http://127.0.0.1:1", "/", {})
 def heads(request, count):
     for _ in range(0, count, 16):
-        for incoming in [Incoming(request) for _ in range(16)]:
+        for incoming in [start(HttpTransfer(request)) for _ in range(16)]:
             try:
                 incoming.wait_for_head()
             except AttemptFailed:
@@ -342,7 +353,7 @@ def run(count):
     wrong += [1 for status, body in heads(gone, count // 10) if status is not None]
     wrong += [1 for status, body in heads(sent, count // 100) if status != 405]
     for _ in range(count // 10):
-        incoming = Incoming(asked)
+        incoming = start(HttpTransfer(asked))
         incoming.wait_for_head()
         incoming.close()
     return wrong
@@ -364,13 +375,13 @@ def test_memory_does_not_grow_with_the_number_of_transfers(tmp_path: Path) -> No
 
 def test_a_loop_that_fails_ends_its_transfers_and_is_replaced(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     stalling, good = server.put("/a", bytes(1 << 20), stall_after=1000), server.put("/b", b"12345")
-    incoming = Incoming(request(stalling))
+    incoming = start(HttpTransfer(request(stalling)))
     incoming.wait_for_head()
-    loop = transfers._current
-    assert loop is not None
-    loop.submit(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
-    with pytest.raises(AttemptFailed, match="the client failed: ZeroDivisionError"):
+    running = loop._current
+    assert running is not None
+    running.attend(None)  # type: ignore[arg-type]
+    with pytest.raises(AttemptFailed, match="the client failed: AttributeError"):
         while incoming.read(1 << 20, 1 << 20):
             continue
-    assert whole(Incoming(request(good))).body == b"12345"
-    assert transfers._current is not loop
+    assert whole(start(HttpTransfer(request(good)))).body == b"12345"
+    assert loop._current is not running

@@ -15,10 +15,9 @@ import pytest
 
 from forebay.errors import RemoteProtocolError, RemoteTimeout
 from forebay.remote.base import AttemptFailed, CallAborted
-from forebay.remote.http import transfers
-from forebay.remote.http.handles import Headers, TransferRequest
-from forebay.remote.http.receivers import Incoming
-from forebay.remote.http.transfers import start
+from forebay.remote.http import loop
+from forebay.remote.http.loop import start
+from forebay.remote.http.transfers import Headers, HttpTransfer, TransferRequest
 from forebay.testing import ScriptedServer
 from tests.remote.responses import Ended, Response, whole
 from tests.remote_objects import connections
@@ -38,7 +37,7 @@ def request(url: str, headers: Mapping[str, str] | None = None, method: str = "G
 
 def get(url: str, headers: Mapping[str, str] | None = None, method: str = "GET", **more: object) -> Response:
     """The whole response. Raises what ended it early."""
-    return whole(Incoming(request(url, headers, method, **more)))
+    return whole(start(HttpTransfer(request(url, headers, method, **more))))
 
 
 def failure(url: str, **more: object) -> AttemptFailed:
@@ -161,7 +160,7 @@ def test_headers_are_looked_up_in_any_case() -> None:
 
 @pytest.mark.parametrize("chunked", [True, False])
 def test_all_bytes_before_a_cut_are_delivered(server: ScriptedServer, chunked: bool) -> None:
-    incoming = Incoming(request(server.put("/a", BODY, cut_after=50_000, chunked=chunked)))
+    incoming = start(HttpTransfer(request(server.put("/a", BODY, cut_after=50_000, chunked=chunked))))
     incoming.wait_for_head()
     data = b""
     with pytest.raises(AttemptFailed, match="the connection was cut") as caught:
@@ -291,7 +290,7 @@ def test_nobody_listens_and_no_such_host() -> None:
 def test_a_slow_reader_holds_back_the_sender(server: ScriptedServer) -> None:
     """No more is read than the receiver takes, and its slowness is not the server's."""
     body = BODY * 24
-    incoming = Incoming(request(server.put("/a", body), read_timeout=1), limit=64 << 10)
+    incoming = start(HttpTransfer(request(server.put("/a", body), read_timeout=1), limit=64 << 10))
     incoming.wait_for_head()
     time.sleep(1.5)  # longer than the limit for a wait
     assert server.sent < len(body) - (1 << 20)
@@ -303,7 +302,7 @@ def test_a_slow_reader_holds_back_the_sender(server: ScriptedServer) -> None:
 
 
 def test_read_waits_for_as_much_as_is_wanted(server: ScriptedServer) -> None:
-    incoming = Incoming(request(server.put("/a", BODY, rate=4 << 20)))
+    incoming = start(HttpTransfer(request(server.put("/a", BODY, rate=4 << 20))))
     incoming.wait_for_head()
     sizes = []
     while piece := incoming.read(100_000, at_least=100_000):
@@ -313,8 +312,8 @@ def test_read_waits_for_as_much_as_is_wanted(server: ScriptedServer) -> None:
 
 def test_a_receiver_that_fails_when_it_is_offered_the_rest_ends_its_own_transfer_only(server: ScriptedServer) -> None:
     class Failing(Ended):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, request: TransferRequest) -> None:
+            super().__init__(request)
             self.refused = threading.Event()
 
         def data(self, piece: bytes) -> bool:
@@ -323,24 +322,24 @@ def test_a_receiver_that_fails_when_it_is_offered_the_rest_ends_its_own_transfer
                 return False
             raise ValueError("no more")
 
-    url, receiver = server.put("/a", BODY), Failing()
-    transfer = start(request(url), receiver)
-    assert receiver.refused.wait(60)
-    loop = transfers._current
-    transfer.resume()
-    assert receiver.ended.wait(60)
-    assert isinstance(receiver.error, ValueError)
+    transfer = Failing(request(url := server.put("/a", BODY)))
+    start(transfer)
+    assert transfer.refused.wait(60)
+    current = loop._current
+    transfer.attend(transfer)
+    assert transfer.ended.wait(60)
+    assert isinstance(transfer.error, ValueError)
     assert get(url).body == BODY
-    assert transfers._current is loop
+    assert loop._current is current
 
 
 def test_close_wakes_the_thread_that_waits(server: ScriptedServer) -> None:
     for after in (0, 1000):
         server.stalled.clear()
-        incoming = Incoming(request(server.put("/a", BODY, stall_after=after)))
+        incoming = start(HttpTransfer(request(server.put("/a", BODY, stall_after=after))))
         raised: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 
-        def read(incoming: Incoming = incoming, raised: queue.SimpleQueue[BaseException] = raised) -> None:
+        def read(incoming: HttpTransfer = incoming, raised: queue.SimpleQueue[BaseException] = raised) -> None:
             try:
                 incoming.wait_for_head()
                 while incoming.read(1 << 20, 1 << 20):
@@ -359,7 +358,7 @@ def test_close_wakes_the_thread_that_waits(server: ScriptedServer) -> None:
 
 def test_a_cancelled_transfer_closes_its_connection_and_no_other(server: ScriptedServer) -> None:
     stalling, good = server.put("/a", BODY, stall_after=1000), server.put("/b", BODY)
-    incoming = Incoming(request(stalling))
+    incoming = start(HttpTransfer(request(stalling)))
     incoming.wait_for_head()
     assert server.stalled.wait(60)
     assert get(good).body == BODY
@@ -378,11 +377,11 @@ def test_an_error_of_a_receiver_ends_its_transfer_only(server: ScriptedServer) -
         def data(self, piece: bytes) -> bool:
             raise OSError("no space left")
 
-    url, receiver = server.put("/a", BODY), Full()
-    other = Incoming(request(url), limit=len(BODY))
-    start(request(url), receiver)
-    assert receiver.ended.wait(60)
-    assert str(receiver.error) == "no space left"
+    full = Full(request(url := server.put("/a", BODY)))
+    other = start(HttpTransfer(request(url), limit=len(BODY)))
+    start(full)
+    assert full.ended.wait(60)
+    assert str(full.error) == "no space left"
     assert whole(other).body == BODY
 
 
@@ -414,9 +413,9 @@ def test_a_receiver_may_begin_the_next_transfer(server: ScriptedServer) -> None:
 
         def end(self, error: Exception | None) -> None:
             Chained.left -= 1
-            start(request(url), Chained()) if Chained.left else ended.set()
+            start(Chained(request(url))) if Chained.left else ended.set()
 
-    start(request(url), Chained())
+    start(Chained(request(url)))
     assert ended.wait(60)
     assert server.gets == 3
 

@@ -17,7 +17,7 @@ import pytest
 from forebay import remote
 from forebay._model import Span
 from forebay.remote import RemoteOptions
-from forebay.remote.http import HttpRemote, transfers
+from forebay.remote.http import HttpRemote, loop
 from forebay.testing import MemorySink, ScriptedServer
 from tests.processes import ended, forked
 from tests.remote_objects import connections
@@ -58,11 +58,11 @@ def test_s17_a_child_that_runs_no_fork_hook(server: ScriptedServer, monkeypatch:
     urls = [server.put(f"/{n}", body) for n, body in enumerate(BODIES)]
     http = HttpRemote(OPTIONS)
     assert read_all(http, urls, 1)
-    inherited = transfers._current
-    monkeypatch.setattr("forebay.remote.http.transfers._Loop.leave_to_parent", lambda loop: None)
+    inherited = loop._current
+    monkeypatch.setattr("forebay.remote.http.loop._Loop.leave_to_parent", lambda loop: None)
 
     def work() -> bool:
-        transfers._current = inherited  # which the hook has dropped
+        loop._current = inherited  # which the hook has dropped
         return read_all(http, urls, 3)
 
     child = forked(work)
@@ -99,7 +99,7 @@ SOON = 20.0
 INTERRUPTED = """
 import sys, threading
 from forebay.remote import RemoteOptions, base
-from forebay.remote.http import HttpRemote, transfers
+from forebay.remote.http import HttpRemote, loop
 from forebay.testing import MemorySink
 base.MAX_PAUSE = 60
 http = HttpRemote(RemoteOptions(part=65536, read_timeout=60, streams=int(sys.argv[2]), backoff=60))
@@ -170,7 +170,7 @@ def test_ctrl_c_before_the_transfers_are_woken_loses_no_later_wake_up(server: Sc
 
 SMALL_MEMORY = """
 import os, resource, sys
-from forebay.remote.http import HttpRemote, transfers
+from forebay.remote.http import HttpRemote, loop
 from forebay._model import Span
 class Sink:
     partial = None

@@ -17,8 +17,7 @@ from forebay import errors
 from forebay._model import Span
 from forebay.remote import RemoteOptions
 from forebay.remote.http import HttpRemote
-from forebay.remote.http.connections import endpoint_of
-from forebay.remote.http.exchange import Exchange
+from forebay.remote.http.requests import Exchange, endpoint_of
 from forebay.testing import MemorySink, ScriptedServer
 from tests.servers.ports import free_port
 from tests.servers.tls import both as both

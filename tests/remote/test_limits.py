@@ -24,9 +24,9 @@ from forebay.remote import RemoteOptions, tracking_hosts
 from forebay.remote.base import AttemptFailed, Call, CallAborted, Limits
 from forebay.remote.filesystems import FilesystemRemote
 from forebay.remote.filesystems.clients import BLOCK
-from forebay.remote.http import HttpRemote, transfers
-from forebay.remote.http.handles import TransferRequest
-from forebay.remote.http.receivers import Incoming
+from forebay.remote.http import HttpRemote, loop
+from forebay.remote.http.loop import start
+from forebay.remote.http.transfers import HttpTransfer, TransferRequest
 from forebay.testing import MemorySink, ScriptedServer
 from tests.harness import opened
 from tests.items import until
@@ -124,14 +124,14 @@ def nginx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
 
 def let_the_loop_look() -> None:
     """The loop looks whether the rate is limited at the end of a turn, a few times a second."""
-    loop, looked = transfers._current, threading.Event()
-    assert loop is not None
-    loop._looked_at_rates = 0.0
-    loop.submit(lambda: loop.submit(looked.set))
-    assert looked.wait(10)
+    own, done = loop._current, HttpTransfer(TransferRequest("GET", "", "", {}))
+    assert own is not None
+    own._looked_at_rates, done.is_done = 0.0, True
+    own.attend(done)
+    until(lambda: own._looked_at_rates > 0)
 
 
-def body_of(incoming: Incoming) -> bytes:
+def body_of(incoming: HttpTransfer) -> bytes:
     data = b""
     while piece := incoming.read(1 << 20):
         data += piece
@@ -143,7 +143,7 @@ def body_of(incoming: Incoming) -> bytes:
 
 def test_a_transfer_stands_still_while_there_are_no_bytes(server: ScriptedServer) -> None:
     limits = FakeLimits(100_000)
-    incoming = Incoming(request(server.put("/a", BODY), limits, read_timeout=1), limit=2 << 20)
+    incoming = start(HttpTransfer(request(server.put("/a", BODY), limits, read_timeout=1), limit=2 << 20))
     assert limits.empty.wait(10)
     time.sleep(1.5)  # longer than the limit for a wait
     assert 100_000 <= incoming.waiting < 100_000 + PIECE
@@ -155,14 +155,14 @@ def test_a_transfer_stands_still_while_there_are_no_bytes(server: ScriptedServer
 
 def test_a_receiver_that_refuses_is_not_charged_twice(server: ScriptedServer) -> None:
     limits = FakeLimits(1 << 30)
-    incoming = Incoming(request(server.put("/a", BODY), limits), limit=64 << 10)
+    incoming = start(HttpTransfer(request(server.put("/a", BODY), limits), limit=64 << 10))
     assert body_of(incoming) == BODY
     assert limits.counted == len(BODY)
 
 
 def test_a_rate_is_set_while_a_transfer_runs(server: ScriptedServer) -> None:
     limits = FakeLimits()
-    incoming = Incoming(request(server.put("/a", BODY, stall_after=65_536), limits), limit=2 << 20)
+    incoming = start(HttpTransfer(request(server.put("/a", BODY, stall_after=65_536), limits), limit=2 << 20))
     assert incoming.wait_for(65_536) == 65_536
     limits.grant(100_000)
     let_the_loop_look()
@@ -176,7 +176,7 @@ def test_a_rate_is_set_while_a_transfer_runs(server: ScriptedServer) -> None:
 def test_transfers_get_bytes_in_turn(server: ScriptedServer) -> None:
     limits = FakeLimits(0)
     urls = [server.put(f"/{number}", BODY) for number in range(4)]
-    incoming = [Incoming(request(url, limits), limit=2 << 20) for url in urls]
+    incoming = [start(HttpTransfer(request(url, limits), limit=2 << 20)) for url in urls]
     for each in incoming:
         each.wait_for_head()
     until(lambda: all(served.sent > 4 * PIECE for served in server.requests), "a block of each body")  # else it may be passed over
@@ -192,11 +192,11 @@ def test_transfers_get_bytes_in_turn(server: ScriptedServer) -> None:
 
 def test_a_transfer_that_is_ended_while_it_has_no_bytes(server: ScriptedServer) -> None:
     limits = FakeLimits(0)
-    incoming = Incoming(request(server.put("/a", BODY), limits))
+    incoming = start(HttpTransfer(request(server.put("/a", BODY), limits)))
     assert limits.empty.wait(10)
     incoming.close()
     limits.grant(1 << 30)
-    other = Incoming(request(server.put("/b", BODY), limits), limit=2 << 20)
+    other = start(HttpTransfer(request(server.put("/b", BODY), limits), limit=2 << 20))
     assert body_of(other) == BODY
 
 
@@ -206,7 +206,7 @@ def test_a_transfer_that_is_ended_while_it_has_no_bytes(server: ScriptedServer) 
 def test_no_more_transfers_run_than_the_limit_allows(server: ScriptedServer) -> None:
     limits = FakeLimits(connections=3)
     urls = [server.put(f"/{number}", BODY[: 1000 * number]) for number in range(40)]
-    incomings = [Incoming(request(url, limits)) for url in urls]
+    incomings = [start(HttpTransfer(request(url, limits))) for url in urls]
     assert [len(body_of(incoming)) for incoming in incomings] == [1000 * number for number in range(40)]
     assert limits.most == 3
     assert set(limits.hosts) == {server.url}
@@ -214,13 +214,13 @@ def test_no_more_transfers_run_than_the_limit_allows(server: ScriptedServer) -> 
 
 def test_what_waits_for_a_connection_is_not_sent(server: ScriptedServer, store: Store) -> None:
     stalled, other = server.put("/a", BODY, stall_after=1), server.put("/b", b"12345")
-    first = Incoming(request(stalled, store.limits), limit=2 << 20)
+    first = start(HttpTransfer(request(stalled, store.limits), limit=2 << 20))
     first.wait_for_head()
-    second = Incoming(request(other, store.limits))
-    third = Incoming(request(other, store.limits, until=time.monotonic() + 0.2))
+    second = start(HttpTransfer(request(other, store.limits)))
+    third = start(HttpTransfer(request(other, store.limits, until=time.monotonic() + 0.2)))
     with pytest.raises(AttemptFailed, match="allowed none in time"):
         third.wait_for_head()
-    fourth = Incoming(request(other, store.limits))
+    fourth = start(HttpTransfer(request(other, store.limits)))
     fourth.abort()
     with pytest.raises(CallAborted):
         fourth.wait_for_head()
@@ -234,9 +234,9 @@ def test_what_waits_for_a_connection_is_not_sent(server: ScriptedServer, store: 
 @pytest.mark.parametrize("limit", [0, 2])
 def test_a_limit_is_raised_while_transfers_run(server: ScriptedServer, store: Store, limit: int) -> None:
     stalled, other = server.put("/a", BODY, stall_after=1), server.put("/b", b"12345")
-    first = Incoming(request(stalled, store.limits), limit=2 << 20)
+    first = start(HttpTransfer(request(stalled, store.limits), limit=2 << 20))
     first.wait_for_head()
-    second = Incoming(request(other, store.limits))
+    second = start(HttpTransfer(request(other, store.limits)))
     store.configure(Settings(max_connections=limit))
     assert body_of(second) == b"12345"
     server.go.set()
@@ -247,13 +247,13 @@ def test_a_limit_is_set_while_connections_are_idle(store: Store, server: Scripte
     """They are closed, but for those that it allows."""
     store.configure(Settings(max_connections=0))
     urls = [server.put(f"/{number}", BODY, stall_after=1) for number in range(4)]
-    incoming = [Incoming(request(url, store.limits), limit=2 << 20) for url in urls]
+    incoming = [start(HttpTransfer(request(url, store.limits), limit=2 << 20)) for url in urls]
     for each in incoming:
         each.wait_for_head()
     server.go.set()
     assert [body_of(each) for each in incoming] == [BODY] * 4
     store.configure(Settings(max_connections=2))
-    assert body_of(Incoming(request(server.put("/x", b"12345"), store.limits))) == b"12345"
+    assert body_of(start(HttpTransfer(request(server.put("/x", b"12345"), store.limits)))) == b"12345"
     deadline = time.monotonic() + 10
     while connections(server) > 2:
         assert time.monotonic() < deadline
@@ -277,17 +277,17 @@ def test_an_object_in_ranges_needs_one_connection_only(server: ScriptedServer, s
 
 @pytest.mark.keeps("the log record of the failure has its frames")
 def test_a_loop_that_fails_gives_its_permits_back(server: ScriptedServer, store: Store) -> None:
-    incoming = Incoming(request(server.put("/a", BODY, stall_after=1), store.limits))
+    incoming = start(HttpTransfer(request(server.put("/a", BODY, stall_after=1), store.limits)))
     incoming.wait_for_head()
-    waiting = Incoming(request(server.put("/b", b"12345"), store.limits))
-    loop = transfers._current
-    assert loop is not None
-    loop.submit(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+    waiting = start(HttpTransfer(request(server.put("/b", b"12345"), store.limits)))
+    own = loop._current
+    assert own is not None
+    own.attend(None)  # type: ignore[arg-type]
     with pytest.raises(AttemptFailed, match="the client failed"):
         body_of(incoming)
     with pytest.raises(AttemptFailed, match="the client failed"):
         waiting.wait_for_head()
-    assert body_of(Incoming(request(server.put("/b", b"12345"), store.limits))) == b"12345"
+    assert body_of(start(HttpTransfer(request(server.put("/b", b"12345"), store.limits)))) == b"12345"
 
 
 class NotedSilence:
@@ -316,9 +316,9 @@ def test_the_wait_for_a_connection_is_no_silence_of_the_host(is_begun: bool, ser
     timer.start()
     with tracking_hosts(hosts, limits=limits), pytest.raises(errors.RemoteTimeout):
         if is_begun:
-            begun = http.begin(url, ready.set)
+            begun = http.start(url, ready.set)
             assert begun is not None
-            begun.fetch(MemorySink())
+            begun.into(MemorySink())
         else:
             http.fetch(url, MemorySink())
     timer.join()
@@ -366,7 +366,7 @@ def stalling(server: ScriptedServer, store: Store) -> Callable[[Line], None]:
     """What a process does that has the only connection, with a transfer under way."""
 
     def work(line: Line) -> None:
-        incoming = Incoming(request(server.put("/a", BODY, stall_after=1), store.limits))
+        incoming = start(HttpTransfer(request(server.put("/a", BODY, stall_after=1), store.limits)))
         incoming.wait_for_head()
         line.say("under way")
         line.hear()
@@ -379,7 +379,7 @@ def test_the_connection_of_a_killed_process_is_taken_over(server: ScriptedServer
     server.put("/a", BODY, stall_after=1)
     with talk_to(stalling(server, store)) as child:
         assert child.hear() == "under way"
-        incoming = Incoming(request(url, store.limits))
+        incoming = start(HttpTransfer(request(url, store.limits)))
         assert [each.path for each in server.requests] == ["/a"]
         child.signal(signal.SIGKILL)
         child.wait()
@@ -390,12 +390,12 @@ def test_the_connection_of_a_killed_process_is_taken_over(server: ScriptedServer
 def test_a_fork_while_transfers_are_under_way(server: ScriptedServer, store: Store) -> None:
     """The child neither has its parent's connection, nor lets go of it."""
     stalled, other = server.put("/a", BODY, stall_after=1), server.put("/b", b"12345")
-    first = Incoming(request(stalled, store.limits), limit=2 << 20)
+    first = start(HttpTransfer(request(stalled, store.limits), limit=2 << 20))
     first.wait_for_head()
-    second = Incoming(request(other, store.limits))
+    second = start(HttpTransfer(request(other, store.limits)))
 
     def work(line: Line) -> bytes:
-        incoming = Incoming(request(server.url + "/b", store.limits))
+        incoming = start(HttpTransfer(request(server.url + "/b", store.limits)))
         first.close()
         second.close()
         line.say("waits")
@@ -414,10 +414,10 @@ def test_a_fork_while_transfers_are_under_way(server: ScriptedServer, store: Sto
 
 def test_an_idle_connection_goes_when_another_process_wants_one(server: ScriptedServer, store: Store) -> None:
     url = server.put("/b", b"12345")
-    assert body_of(Incoming(request(url, store.limits))) == b"12345"
+    assert body_of(start(HttpTransfer(request(url, store.limits)))) == b"12345"
 
     def work(line: Line) -> bytes:
-        return body_of(Incoming(request(url, store.limits)))
+        return body_of(start(HttpTransfer(request(url, store.limits))))
 
     with talk_to(work) as child:
         assert child.result(1.5) == b"12345"  # before it would be closed anyway

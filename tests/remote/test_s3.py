@@ -482,6 +482,14 @@ def test_threads_find_the_region_at_once(regional: list[str], s3: S3Remote) -> N
         assert set(pool.map(lambda n: fetched(s3, f"s3://bucket/{n}"), range(8))) == {b"thirteen bytes"}
 
 
+def test_a_fetch_that_was_started_finds_the_region(regional: list[str], s3: S3Remote) -> None:
+    started, sink = s3.start("s3://bucket/a", lambda: None), MemorySink()
+    assert started is not None
+    assert started.into(sink).requests == 2
+    assert sink.data == b"thirteen bytes"
+    assert regional == ["us-east-1", "eu-west-1"]
+
+
 def test_a_bucket_in_another_region_is_found(regional: list[str], s3: S3Remote) -> None:
     assert fetched(s3, "s3://bucket/a") == b"thirteen bytes"
     assert fetched(s3, "s3://bucket/b") == b"thirteen bytes"

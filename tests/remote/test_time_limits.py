@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import queue
 import socket
 import threading
 import time
@@ -16,10 +17,12 @@ from forebay._engine.index import hosts
 from forebay._engine.index.hosts import SilentHosts
 from forebay._model import Span
 from forebay.remote import RemoteOptions, filesystems, tracking_hosts
-from forebay.remote.base import AttemptFailed
+from forebay.remote.base import AttemptFailed, Call, CallAborted
 from forebay.remote.filesystems import FilesystemRemote, helper
 from forebay.remote.http import HttpRemote
+from forebay.remote.http.requests import Exchange
 from forebay.testing import MemorySink, ScriptedServer
+from tests.processes import ended, forked
 from tests.servers.ports import free_port
 from tests.servers.raw import RawServer
 from tests.servers.raw import raw as raw
@@ -110,22 +113,72 @@ def test_tls_that_nobody_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - began < SOON
 
 
-def test_a_name_that_nobody_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No name server answers. Set as soon as one is asked."""
+    asked, done = threading.Event(), threading.Event()
 
-    def stuck(*args: object, **kwargs: object) -> list[object]:
-        ended.wait(60)
+    def look_up(*args: object, **kwargs: object) -> list[object]:
+        asked.set()
+        done.wait(60)
         return []
 
-    monkeypatch.setattr(socket, "getaddrinfo", stuck)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    yield asked
+    done.set()
+
+
+def test_a_name_that_nobody_resolves(stuck: threading.Event) -> None:
     began = time.monotonic()
-    try:
-        for options in (RemoteOptions(total_timeout=1), RemoteOptions(connect_timeout=1, attempts=1)):
-            with pytest.raises(errors.RemoteTimeout):
-                HttpRemote(options).stat("http://host.example/a")
-        assert time.monotonic() - began < SOON
-    finally:
-        ended.set()
+    for options in (RemoteOptions(total_timeout=1), RemoteOptions(connect_timeout=1, attempts=1)):
+        with pytest.raises(errors.RemoteTimeout):
+            HttpRemote(options).stat("http://host.example/a")
+    assert time.monotonic() - began < SOON
+
+
+def test_a_fetch_is_started_before_its_name_is_resolved(stuck: threading.Event) -> None:
+    ready = threading.Event()
+    with tracking_hosts(noted := Noted()):
+        started = HttpRemote(RemoteOptions(connect_timeout=1, attempts=1)).start("http://host.example/a", ready.set)
+        assert started is not None
+        assert not ready.is_set()
+        assert ready.wait(SOON)
+        assert not started.is_here(1 << 20)
+        with pytest.raises(errors.RemoteTimeout, match="nothing came for too long"):
+            started.into(MemorySink())
+    assert noted.told == ["silent http://host.example"]
+
+
+def test_a_child_that_resolves_no_name_has_the_same_limit(stuck: threading.Event) -> None:
+    def work() -> bool:
+        with pytest.raises(errors.RemoteTimeout):
+            HttpRemote(RemoteOptions(connect_timeout=1, attempts=1)).stat("http://host.example/a")
+        return True
+
+    started = HttpRemote().start("http://host.example/a", lambda: None)
+    assert started is not None
+    assert stuck.wait(60)
+    assert ended(forked(work)) == 0
+    started.close()
+
+
+def test_the_end_of_a_call_ends_its_wait_for_a_name(stuck: threading.Event) -> None:
+    """A name server that does not answer must not hold up a Ctrl-C."""
+    url, raised = "http://host.example/a", queue.SimpleQueue[BaseException]()
+    call = Call(url, RemoteOptions(connect_timeout=600))
+
+    def send() -> None:
+        try:
+            Exchange(call.options).send(call, "GET", url, {})
+        except CallAborted as error:
+            raised.put(error)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    assert stuck.wait(60)
+    call.abort()
+    assert raised.get(timeout=60)
+    sending.join()
 
 
 def test_a_dead_address_leaves_time_for_the_next(raw: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +191,18 @@ def test_a_dead_address_leaves_time_for_the_next(raw: RawServer, monkeypatch: py
     monkeypatch.setattr(socket, "getaddrinfo", two)
     raw.says("Content-Length: 5", body=b"12345")
     sink = MemorySink()
-    HttpRemote(RemoteOptions(connect_timeout=3, attempts=1, proxies=False)).fetch(raw.url.replace("127.0.0.1", "two.example") + "/a", sink)
+    remote, url = (
+        HttpRemote(RemoteOptions(connect_timeout=3, attempts=1, proxies=False)),
+        raw.url.replace("127.0.0.1", "two.example") + "/a",
+    )
+    remote.fetch(url, sink)
+    assert sink.data == b"12345"
+    ready, sink = threading.Event(), MemorySink()
+    started = remote.start(url, ready.set)
+    assert started is not None
+    assert ready.wait(60)
+    assert started.is_here(5)
+    started.into(sink)
     assert sink.data == b"12345"
 
 

@@ -98,26 +98,3 @@ def test_an_interrupt_of_the_caller_ends_the_helpers(call: Call) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_parts(iter([work] * 4), 3, call)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("forebay")]
-
-
-def test_who_still_connects_is_left_behind_and_works_no_more(call: Call) -> None:
-    """A name server that does not answer must not hold up a Ctrl-C."""
-    here, connecting, connected, wrote = threading.get_ident(), threading.Event(), threading.Event(), threading.Event()
-
-    def work() -> None:
-        if threading.get_ident() == here:
-            assert connecting.wait(60)
-            raise KeyboardInterrupt
-        with call.connecting():
-            connecting.set()
-            connected.wait(60)
-        call.check()
-        wrote.set()
-
-    with pytest.raises(KeyboardInterrupt):
-        run_parts(iter([work] * 9), 1, call)
-    left = [thread for thread in threading.enumerate() if thread.name.startswith("forebay")]
-    assert len(left) == 1
-    connected.set()
-    left[0].join()
-    assert not wrote.is_set()

@@ -17,7 +17,7 @@ GRACE = 1.0  # seconds
 
 def run_all(
     work: Iterable[Callable[[], object]], jobs: int, *, name: str, inline: bool = False, on_turn: Callable[[], None] | None = None,
-    stop: Callable[[], None] | None = None, grace: float = GRACE, may_leave: Callable[[threading.Thread], bool] | None = None,
+    stop: Callable[[], None] | None = None, grace: float = GRACE,
 ) -> None:  # fmt: skip
     """Call every function of ``work``, up to ``jobs`` at a time, in daemon threads called ``forebay-<name>-<n>``.
 
@@ -27,8 +27,8 @@ def run_all(
 
     The first error, in a function, ``work`` or ``on_turn``, or an interrupt of the calling thread, ends the call: nothing more is taken,
     and ``stop`` is called, perhaps more than once and from any thread, to make what still runs raise soon. The call waits for all threads
-    and raises that error as it is. A thread that has not ended ``grace`` seconds later is left behind, if ``may_leave`` (default: always)
-    allows it: it takes nothing more, and does not keep the process alive."""
+    and raises that error as it is. A thread that has not ended ``grace`` seconds later is left behind: it takes nothing more, and does not
+    keep the process alive."""
     if isinstance(work, (list, tuple)):
         jobs = min(jobs, len(work))
     run = _Run(work, stop)
@@ -47,7 +47,7 @@ def run_all(
         run.end()
         until = time.monotonic() + grace
         for thread in threads:
-            while thread.is_alive() and not (time.monotonic() >= until and (may_leave is None or may_leave(thread))):
+            while thread.is_alive() and time.monotonic() < until:
                 thread.join(0.05)
         raise
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from forebay import _model, errors
 from forebay._engine.locks.lease import Lease, in_place
 from forebay._kernel import waits
-from forebay._model import BegunFetch, Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, can_clone
+from forebay._model import Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, Started, can_clone
 from forebay.origin.request import FetchOptions, Target, is_expected, is_same_version, sha256_of
 from forebay.origin.spaces import URLS
 
@@ -60,13 +60,13 @@ class Job:
     has_entry: bool = False  # there is one, which must be validated or replaced
     has_partial: bool = True  # a fetch whose process died may have left one
     began: int = 0  # when the remote was asked, on the clock of the store
-    begun: BegunFetch | None = None  # the request, if it is under way
+    started: Started | None = None  # the request, if it is under way
     hold: KeyHold | None = None
     writing: Writing | None = None  # the whole object, in memory, to be published
     by_thread: bool = False  # a thread of a pipeline has it
     window: int = 0  # bytes of the pipeline's window that it takes
     ready: list[bool] = field(default_factory=lambda: [False, True])
-    # Popped when the request was begun, and when its response is ready: the second of them goes on.
+    # Popped when the request was started, and when its response is ready: the second of them goes on.
 
     def __post_init__(self) -> None:
         self.store = self.origin.store
@@ -264,9 +264,9 @@ class Job:
 
     def _ask(self, sink: Sink) -> Callable[[], _model.Transfer]:
         """A function that has the remote, or the request that is under way, send the object to a sink."""
-        target, begun, self.begun = self.target, self.begun, None
-        if begun is not None:
-            return lambda: begun.fetch(sink)
+        target, started, self.started = self.target, self.started, None
+        if started is not None:
+            return lambda: started.into(sink)
         return lambda: target.remote.fetch(target.url, sink, listed=self.options.listed)
 
     def settle(self, published: Entry | Lease | errors.CacheFault) -> None:
@@ -347,8 +347,8 @@ class Job:
 
     def give_up(self) -> None:
         """Let go of the request and the key."""
-        if self.begun is not None:
-            self.begun.close()
+        if self.started is not None:
+            self.started.close()
         self.release()
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from forebay import errors
 from forebay._engine.locks.lease import Lease
 from forebay._kernel.threads import Threads
-from forebay._model import can_begin, is_near
+from forebay._model import can_start, is_near
 from forebay.origin.job import AT_ONCE, NO_ENTRY, SMALL, Job, publish
 from forebay.remote.base import CallAborted, sent_together
 
@@ -256,14 +256,14 @@ class Pipeline:
         if not job.has_entry and not options.offline and self._origin.upstream is None:
             try:
                 remote = target.remote
-                if can_begin(remote):
+                if can_start(remote):
                     with self._origin.reaching(options):
-                        job.begun = remote.begin(target.url, partial(self._is_ready, job))
+                        job.started = remote.start(target.url, partial(self._is_ready, job))
             except errors.ForebayError as error:
                 job.error = error
                 self._events.put(partial(self._end, job))
                 return
-        if job.begun is None:
+        if job.started is None:
             self._give_to_thread(job)
         else:
             self._is_ready(job)
@@ -273,7 +273,7 @@ class Pipeline:
 
         A thread goes on with a large one at once: the caller's own thread may wait for something that needs the connection."""
         if not job.ready.pop():
-            if job.begun is not None and job.begun.is_here(SMALL):
+            if job.started is not None and job.started.is_here(SMALL):
                 self._events.put(partial(self._work_here, job))
             else:
                 self._hand_over(job)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 from forebay import _config, errors
 from forebay._kernel import host
@@ -21,9 +21,6 @@ from forebay._logs import logger
 from forebay._model import Span, Transfer
 from forebay.remote.urls import canonical
 
-if TYPE_CHECKING:
-    import socket
-
 log = logger("forebay.remote")
 T = TypeVar("T")
 
@@ -31,7 +28,6 @@ CHECK_TIMEOUT = 10.0
 MAX_PAUSE = 10.0
 MAX_RETRY_AFTER = 120.0
 WARN_ABOVE = 5.0  # seconds: a longer pause between two attempts is logged as a warning
-GRACE = 0.3  # seconds for threads that are still connecting when their call ends
 _SENDABLE = r"[\t\x20-\x7e\xa0-\xff]*\Z"
 
 
@@ -299,12 +295,6 @@ def wake_at_end(wake: Callable[[], None]) -> bool:
     return True
 
 
-class Abortable(Protocol):
-    """A response that is under way. `abort` wakes the thread that waits for it, soon; it does not wait itself."""
-
-    def abort(self) -> None: ...
-
-
 class CallAborted(Exception):
     """The call was aborted: another of its threads failed, or its caller was interrupted."""
 
@@ -312,7 +302,7 @@ class CallAborted(Exception):
 class Call:
     """One call of a remote: its deadline, its counters and its end. Shared by the threads that work for it.
 
-    Leaving the context (or `abort`) wakes all threads of the call that wait for a socket or between two attempts."""
+    Leaving the context (or `abort`) wakes all threads of the call that wait for a response or between two attempts."""
 
     def __init__(self, url: str, options: RemoteOptions) -> None:
         self._url, self.options = url, options
@@ -323,12 +313,14 @@ class Call:
         if options.total_timeout is not None:
             self.until = (_shared_start.get() or time.monotonic()) + options.total_timeout
         self._access = _host_access.get()
+        self.limits = None if self._access is None else self._access.limits
+        """What its transfers have to stay within."""
+        self.wait = None if self._access is None else self._access.wait
+        """How long its transfers may wait for connections; None: as long as the call may take."""
         self._asked_hosts: set[str] = set()
-        self._connecting: set[int] = set()  # thread idents; `add`, `discard` and `in` are atomic
         self._aborted = threading.Event()
-        self._lock = threading.Lock()  # guards _sockets, _responses and the counters
-        self._sockets: set[socket.socket] = set()
-        self._responses: set[Abortable] = set()
+        self._lock = threading.Lock()  # guards _on_abort and the counters
+        self._on_abort: set[Callable[[], None]] = set()
 
     @host.cached_property
     def url(self) -> str:
@@ -350,20 +342,11 @@ class Call:
 
     def abort(self) -> None:
         """End the work of all threads of this call. Idempotent."""
-        import socket
-
         with self._lock:
             self._aborted.set()
-            sockets, self._sockets = self._sockets, set()
-            responses, self._responses = self._responses, set()
-        for response in responses:
-            response.abort()
-        for sock in sockets:
-            try:
-                # not SSLSocket.shutdown(): it removes TLS under a reader, which would go on with bytes that are still encrypted
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
-            except OSError as error:
-                log.debug("a connection was closed already: %s", error)
+            functions, self._on_abort = self._on_abort, set()
+        for function in functions:
+            function()
 
     def check(self) -> None:
         """Raises `CallAborted` after `abort`, and `RemoteTimeout` after the deadline."""
@@ -385,19 +368,6 @@ class Call:
         """``seconds``, or the time until the deadline if that is less."""
         left = self.remaining()
         return seconds if left is None else min(seconds, left)
-
-    @contextmanager
-    def connecting(self) -> Iterator[None]:
-        """Around work that nothing can wake, such as resolving a name: `run_parts` does not wait for a thread in here."""
-        thread = threading.get_ident()
-        self._connecting.add(thread)
-        try:
-            yield
-        finally:
-            self._connecting.discard(thread)
-
-    def is_connecting(self, thread: threading.Thread) -> bool:
-        return thread.ident in self._connecting
 
     # -- hosts that do not answer ----------------------------------------------------------------------------------
 
@@ -423,16 +393,6 @@ class Call:
             self._access.hosts.silent(host, began, math.inf if unreachable else time.monotonic() - began)
 
     # -- the limits of the node ------------------------------------------------------------------------------------
-
-    @property
-    def limits(self) -> Limits | None:
-        """What its transfers have to stay within."""
-        return None if self._access is None else self._access.limits
-
-    @property
-    def wait(self) -> SharedLimit | None:
-        """How long its transfers may wait for connections; None: as long as the call may take."""
-        return None if self._access is None else self._access.wait
 
     @contextmanager
     def connection(self, host: str) -> Iterator[None]:
@@ -470,7 +430,7 @@ class Call:
             self.check()
             self._aborted.wait(min(delay, LONGEST_DELAY))
 
-    # -- counters, sockets, attempts -------------------------------------------------------------------------------
+    # -- counters, responses, attempts -----------------------------------------------------------------------------
 
     def count(self, *, requests: int = 0, received: int = 0, retries: int = 0) -> None:
         with self._lock:
@@ -478,27 +438,18 @@ class Call:
             self.transfer.received += received
             self.transfer.retries += retries
 
-    def add_socket(self, sock: socket.socket) -> None:
-        """`abort` shuts ``sock`` down from now on. Raises `CallAborted` after `abort`."""
+    def on_abort(self, function: Callable[[], None]) -> None:
+        """Have `abort` call ``function``, which wakes the thread that waits for a response; it must not wait itself. Raises
+        `CallAborted` after `abort`."""
         with self._lock:
             if self._aborted.is_set():
                 raise CallAborted
-            self._sockets.add(sock)
+            self._on_abort.add(function)
 
-    def remove_socket(self, sock: socket.socket) -> None:
+    def not_on_abort(self, function: Callable[[], None]) -> None:
+        """Undo `on_abort`."""
         with self._lock:
-            self._sockets.discard(sock)
-
-    def add_response(self, response: Abortable) -> None:
-        """`abort` ends ``response`` from now on. Raises `CallAborted` after `abort`."""
-        with self._lock:
-            if self._aborted.is_set():
-                raise CallAborted
-            self._responses.add(response)
-
-    def remove_response(self, response: Abortable) -> None:
-        with self._lock:
-            self._responses.discard(response)
+            self._on_abort.discard(function)
 
     def retry(self, attempt: Callable[[], T]) -> T:
         """``attempt()``, repeated after each `AttemptFailed` until it succeeds, no attempt is left, or the deadline is over."""
@@ -558,9 +509,8 @@ def run_parts(tasks: Iterator[Callable[[], None]], threads: int, call: Call) -> 
     """Run all ``tasks``, in the calling thread and in up to ``threads`` more, which end with this function. A task is taken from the
     iterator when a thread is free to run it.
 
-    The first error, or an interrupt of the calling thread, aborts ``call`` and is raised. Waits for every thread that may still write,
-    but only a moment for one that is connecting, which nothing can wake: that one is left behind and runs no further task."""
+    The first error, or an interrupt of the calling thread, aborts ``call`` and is raised, once no thread can write any more."""
     try:
-        run_all(tasks, threads + 1, name="range", inline=True, stop=call.abort, grace=GRACE, may_leave=call.is_connecting)
+        run_all(tasks, threads + 1, name="range", inline=True, stop=call.abort, grace=math.inf)
     except CallAborted:
         return  # the thread that aborted the call raises the reason

@@ -236,16 +236,20 @@ def channel(call: Call) -> Iterator[socket.socket]:
     """A new channel to the helper of this process. When it is closed, the helper gives up the call."""
     with helper_errors():
         sock = _helper.channel()
+
+    def shut_down() -> None:
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            log.debug("the helper closed its end before: %s", error)
+
     with sock:
-        call.add_socket(sock)
+        call.on_abort(shut_down)
         try:
             yield sock
         finally:
-            call.remove_socket(sock)
-            try:
-                sock.shutdown(socket.SHUT_RDWR)  # a forked child may hold it too: then the helper would not notice the close
-            except OSError as error:
-                log.debug("the helper closed its end before: %s", error)
+            call.not_on_abort(shut_down)
+            shut_down()  # a forked child may hold it too: then the helper would not notice the close
 
 
 class Process:

@@ -7,19 +7,16 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 from functools import partial
+from typing import TypeAlias
 
 from forebay import errors
 from forebay._logs import logger
 from forebay._model import Buffer, Content, ObjectInfo, Partial, Sink, Span, Transfer
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
-from forebay.remote.http.connections import Begun
-from forebay.remote.http.exchange import (
-    AmendHeaders,
-    Exchange,
-    ExplainRefusal,
-    Opened,
+from forebay.remote.http import loop
+from forebay.remote.http.requests import AmendHeaders, Exchange, ExplainRefusal, Sent, Sign
+from forebay.remote.http.responses import (
     Response,
-    Sign,
     content_length,
     content_range,
     ends_before,
@@ -29,6 +26,7 @@ from forebay.remote.http.exchange import (
     is_same_validator,
     is_shorter,
 )
+from forebay.remote.http.transfers import HttpTransfer
 from forebay.remote.urls import canonical
 
 log = logger("forebay.remote")
@@ -38,6 +36,7 @@ MAX_CHANGES = 2  # an object that changes more often during a fetch is given up
 LARGE, FIRST_BYTES = 1 << 20, 32 << 10
 """Of an object larger than LARGE, FIRST_BYTES have to arrive before its stated size is believed and space is reserved for it. Other ranges
 are requested only afterwards, so this is no more than what arrives at once."""
+Describe: TypeAlias = Callable[[ObjectInfo], ObjectInfo]
 _SECONDS = re.compile(r"[0-9]{1,11}\Z")
 
 
@@ -63,7 +62,6 @@ class HttpRemote:
         self.options = options or RemoteOptions()
         self._check_options = self.options.for_check()
         self._exchange = Exchange(self.options, sign, explain, amend, raw=raw)
-        self._first_headers = {"Range": f"bytes=0-{self.options.part - 1}"}
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`. Sends a HEAD request, or asks for one byte where the server refuses HEAD."""
@@ -89,34 +87,19 @@ class HttpRemote:
         with self._exchange.send(call, "GET", url, conditions, ok=(200, 304)) as response:  # empty: it has no first byte
             return None if response.status == 304 else info_of(url, response.headers, response.length)
 
-    def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
-        """See `Remote.fetch`. The fetch of an object that changes meanwhile starts over, the second time as one stream, which cannot mix
-        versions (an object behind several servers, each with an ETag of its own, seems to change all the time); then `RemoteChanged`."""
-        return self._fetch(Call(url, self.options), url, sink)
+    def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None, describe: Describe | None = None) -> Transfer:
+        """See `Remote.fetch`. ``describe``: see `HttpDownload`."""
+        return HttpDownload(self._exchange, url, describe).into(sink)
 
-    def _fetch(self, call: Call, url: str, sink: Sink, opened: Opened | None = None) -> Transfer:
-        previous = sink.partial
-        for changes in range(MAX_CHANGES + 1):
-            with call:
-                try:
-                    call.retry(_Download(self._exchange, call, url, sink, previous, opened, whole=changes == MAX_CHANGES))
-                    break
-                except errors.RemoteChanged:
-                    if changes == MAX_CHANGES:
-                        raise
-                    previous = opened = None
-            call = call.restarted()
-        return call.transfer
-
-    def begin(self, url: str, on_ready: Callable[[], None]) -> OpenedFetch | None:
-        """See `BeginningRemote.begin`."""
-        call = Call(url, self.options)
+    def start(self, url: str, on_ready: Callable[[], None], describe: Describe | None = None) -> HttpDownload | None:
+        """See `StartingRemote.start`. ``describe``: see `HttpDownload`."""
+        download = HttpDownload(self._exchange, url, describe)
         try:
-            opened = self._exchange.begin(call, url, self._first_headers, on_ready)
-        except (errors.RemoteError, AttemptFailed) as error:  # `fetch` meets it too
+            download.start(on_ready)
+        except (errors.RemoteError, AttemptFailed) as error:  # `fetch` raises it, after its other attempts
             log.debug("%s", error)
             return None
-        return None if opened is None else OpenedFetch(self, call, url, opened)
+        return download
 
     def read(
         self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None, exact: bool = False
@@ -238,74 +221,90 @@ def _cut_out(blocks: Iterator[Buffer], span: Span) -> bytes:
 # -- fetching ----------------------------------------------------------------------------------------------------------
 
 
-class OpenedFetch:
-    """A `BegunFetch`: the request for the first part of an object, under way."""
+class HttpDownload:
+    """A `Started`: one object on its way into a sink.
 
-    def __init__(self, remote: HttpRemote, call: Call, url: str, opened: Opened) -> None:
-        self._remote, self._call, self._url = remote, call, url
-        self._opened: Opened | None = opened
-        self._is_here = False
+    1. The first request asks for the first part, so that a small object costs one request. Status 206 gives size and
+       validator; 200 comes from a server that ignores Range: its one stream is read as it arrives.
+    2. With a strong validator the other parts are fetched in parallel, each under If-Match and compared with the first.
+       A part that is cut continues where it ended. Without a strong validator, ranges could mix two versions, so the
+       object is requested whole.
 
-    def is_here(self, most: int) -> bool:
-        """See `BegunFetch.is_here`."""
-        incoming = self._opened.begun.incoming if self._opened is not None else None
-        if incoming is None or not incoming.is_complete or incoming.waiting > most or "Content-Encoding" in incoming.headers:
-            return False
-        size = incoming.waiting
-        whole = f"bytes 0-{size - 1}/{size}"
-        self._is_here = incoming.status == 200 or (incoming.status == 206 and incoming.headers.get("Content-Range") == whole)
-        return self._is_here
+    If the object changes during the fetch, it is fetched again, the second time as one stream, which cannot mix versions:
+    an object behind several servers, each with its own ETag, seems to change all the time. Then raises `RemoteChanged`.
 
-    def fetch(self, sink: Sink) -> Transfer:
-        """See `BegunFetch.fetch`."""
-        opened, self._opened = self._opened, None
-        if opened is None:
-            return self._remote.fetch(self._url, sink)
-        if sink.partial is not None:  # another part is asked for
-            opened.begun.incoming.close()
-            opened = None
-        elif self._is_here:
-            return self._take(opened.begun, sink)
-        return self._remote._fetch(self._call, self._url, sink, opened)
+    ``describe``: takes the description in a response, and returns the one for the sink. May raise `RemoteError`."""
 
-    def _take(self, begun: Begun, sink: Sink) -> Transfer:
-        """The whole object, by one response: there is nothing to wait for, to repeat or to resume."""
-        call, incoming = self._call, begun.incoming
-        call.host_answered(begun.host)
-        data = incoming.read(incoming.waiting)
-        call.count(received=len(data))
-        call.transfer.info = info_of(self._url, incoming.headers, len(data))
-        if sink.begin(call.transfer.info):
-            sink.write(0, data)
-        return call.transfer
-
-    def close(self) -> None:
-        """See `BegunFetch.close`."""
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened.begun.incoming.close()
-
-
-class _Download:
-    """One version of one object, into one sink. Calling it is one attempt: it starts over unless it could resume by itself.
-
-    1. The first request asks for the first part, so that a small object costs one request. Status 206 gives size and validator;
-       200 comes from a server that ignores Range: its one stream is read as it arrives.
-    2. With a strong validator the other parts are fetched in parallel, each under If-Match and compared with the first; a part that is
-       cut continues where it ended. Without one, ranges could mix two versions: the object is requested whole.
-    """
-
-    def __init__(
-        self, exchange: Exchange, call: Call, url: str, sink: Sink, previous: Partial | None, opened: Opened | None = None, *,
-        whole: bool = False,
-    ) -> None:  # fmt: skip
-        self._exchange, self._call, self._url, self._sink, self._previous = exchange, call, url, sink, previous
-        self._opened = opened  # the request for the first part, sent already
-        self._whole = whole  # ask without Range
+    def __init__(self, exchange: Exchange, url: str, describe: Describe | None = None) -> None:
+        self._exchange, self._url, self._describe = exchange, url, describe
+        self._sink: Sink
+        self._call = Call(url, exchange.options)
+        self._sent: Sent | None = None
+        self._is_here = self._whole = False  # whole: ask without Range
+        self._previous: Partial | None = None
         self._info = ObjectInfo(url, None)
         self._spans: tuple[Span, ...] = ()  # what the sink asked for
 
-    def __call__(self) -> None:
+    def start(self, on_ready: Callable[[], None]) -> None:
+        """Send the first request."""
+        headers = {"Range": f"bytes=0-{self._call.options.part - 1}"}
+        self._sent = self._exchange.start(self._call, "GET", self._url, headers, on_ready=on_ready)
+
+    def is_here(self, most: int) -> bool:
+        """See `Started.is_here`."""
+        transfer = self._sent.transfer if self._sent is not None else None
+        if transfer is None or not transfer.is_complete or transfer.waiting > most or "Content-Encoding" in transfer.headers:
+            return False
+        size = transfer.waiting
+        whole = f"bytes 0-{size - 1}/{size}"
+        self._is_here = transfer.status == 200 or (transfer.status == 206 and transfer.headers.get("Content-Range") == whole)
+        return self._is_here
+
+    def close(self) -> None:
+        """See `Started.close`."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            sent.transfer.close()
+
+    def into(self, sink: Sink) -> Transfer:
+        """See `Started.into`."""
+        self._sink, self._previous = sink, sink.partial
+        try:
+            if self._previous is not None:  # another part is asked for
+                self.close()
+            if self._is_here and self._sent is not None:
+                return self._take_what_is_here(self._sent.transfer)
+            return self._take()
+        finally:
+            self.close()
+            del self._sink  # with the bytes that it holds
+
+    def _take(self) -> Transfer:
+        """The object, by as many requests as it takes."""
+        for changes in range(MAX_CHANGES + 1):
+            self._whole = changes == MAX_CHANGES
+            with self._call as call:
+                try:
+                    call.retry(self._attempt)
+                    break
+                except errors.RemoteChanged:
+                    if changes == MAX_CHANGES:
+                        raise
+                    self._previous = None
+            self._call = call.restarted()
+        return self._call.transfer
+
+    def _take_what_is_here(self, transfer: HttpTransfer) -> Transfer:
+        """The whole object, by one response: there is nothing to wait for, to repeat or to resume."""
+        self._call.host_answered(transfer.request.way)
+        data = transfer.read(transfer.waiting)
+        self._call.count(received=len(data))
+        if self._begin(info_of(self._url, transfer.headers, len(data))):
+            self._sink.write(0, data)
+        return self._call.transfer
+
+    def _attempt(self) -> None:
+        """Fetch one version of the object. Starts over unless it could resume by itself."""
         done = False
         while not done:
             first, headers = self._first_span(), {}
@@ -314,8 +313,8 @@ class _Download:
                 if self._previous is not None:
                     headers["If-Range"] = self._previous.validator
             ok = (200,) if first is None else (200, 206, 416)
-            opened, self._opened = self._opened, None
-            with self._exchange.send(self._call, "GET", self._url, headers, ok=ok, opened=opened) as response:
+            sent, self._sent = self._sent, None
+            with self._exchange.send(self._call, "GET", self._url, headers, ok=ok, sent=sent) as response:
                 if first is None or response.status == 200:
                     self._take_whole(response)
                     done = True
@@ -381,9 +380,11 @@ class _Download:
             self._write(at, block)
             at += len(block)
 
-    def _begin(self, info: ObjectInfo) -> None:
-        self._info = self._call.transfer.info = info
-        self._spans = self._sink.begin(info)
+    def _begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        self._info = info
+        described = self._call.transfer.info = info if self._describe is None else self._describe(info)
+        self._spans = self._sink.begin(described)
+        return self._spans
 
     def _write(self, at: int, block: Buffer) -> None:
         """Write to the sink the bytes that it asked for."""
@@ -404,7 +405,7 @@ class _Download:
         rest = [piece for span in self._spans for piece in _without(span, first)]
         first_is_missing = any(span.start < first.end and first.start < span.end for span in self._spans)
         needed = -(-sum(span.length for span in rest) // options.part)
-        threads = min(options.streams - 1, needed, self._exchange.connections.spare())
+        threads = min(options.streams - 1, needed, options.connections - loop.running())
         # Never touched: glibc keeps freed blocks of up to this size for the next ones. It would give each back to the kernel and have its
         # pages zeroed again, which takes a fifth of the CPU time of a large fetch.
         bytearray(2 * options.buffer)
@@ -423,8 +424,8 @@ class _Download:
 
         def attempt() -> None:
             nonlocal at, response
-            opened, response = response, None
-            with opened or self._open_range(Span(at, span.end - at)) as body:
+            current, response = response, None
+            with current or self._open_range(Span(at, span.end - at)) as body:
                 for block in body.blocks(span.end - at):
                     self._write(at, block)
                     at += len(block)

@@ -1,576 +1,588 @@
-"""HTTP transfers of one process, side by side in one thread: libcurl's multi interface, driven by epoll.
-
-`start` begins a transfer from any thread; a `Receiver` gets its response. Nothing here follows redirects, adds credentials, or tries again:
-that is up to the caller.
-
-One loop a process, started by the first transfer. libcurl keeps connections, for all transfers of the process. A forked child starts
-without any: it never uses, ends or shuts down a connection of its parent, not even one whose transfer is under way.
-"""
+"""One HTTP request and its response: what is asked, what comes back by one of libcurl's easy handles, and what each
+failure means."""
 
 from __future__ import annotations
 
-import atexit
-import ctypes
+import errno
 import os
-import select
-import socket
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import pycurl
 
-from forebay._logs import logger
-from forebay.errors import RemoteTimeout
-from forebay.remote.base import (
-    LONGEST_DELAY,
-    LOOK,
-    AttemptFailed,
-    CallAborted,
-    Limits,
-    NoPermit,
-    Permit,
-    PermitRequest,
-    wake_at_end,
-)
-from forebay.remote.http.handles import CurlHandle, Receiver, TransferRequest, too_late
+from forebay._kernel import host
+from forebay._kernel.waits import SharedLimit
+from forebay.errors import RemoteProtocolError, RemoteTimeout
+from forebay.remote.base import AttemptFailed, CallAborted, Limits, Permit
+from forebay.remote.urls import canonical
 
-log = logger("forebay.remote")
+MAX_HEAD = 256 << 10  # bytes of the headers of one response
+BUFFER = 256 << 10  # bytes read from a socket at once; a receiver gets them in pieces of at most 16 KiB
+UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH})
+"""The network has no route to a host."""
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_TARGET = re.compile(r"/[!-~]*|\*")
+_STATUS = re.compile(rb"HTTP/[0-9.]+ +([0-9]{3})(?: +([^\r\n]*))?")
+# Constants of libcurl for which PycURL has no name.
+_SUPPRESS_CONNECT_HEADERS, _E_WEIRD_SERVER_REPLY, _E_PROXY, _E_TOO_LARGE = 265, 8, 97, 100
+_STOP = -1  # what a callback returns to end its transfer
+LAST_MOMENT = 0.2  # seconds
+_NOBODY = 1 << 62  # bytes that no thread waits for: to notify none takes as long as to take a piece
+_LOOK = 1.0  # seconds of one wait: a signal that comes just before the kernel begins to wait is handled when the wait ends
 
-MAX_IDLE = 128  # connections that are kept
-SPARE_HANDLES = 64
-TURN = 0.1
-"""Seconds for which a permit may serve one transfer after the other while other processes wait for one."""
-KEEP = 2.0  # seconds: an idle connection and its permit are kept for so long, unless another process waits
-LOOK_IDLE = 0.02  # seconds between two looks whether another process waits for the permit of an idle connection
-_MASKS = {
-    pycurl.POLL_NONE: 0, pycurl.POLL_IN: select.EPOLLIN, pycurl.POLL_OUT: select.EPOLLOUT,
-    pycurl.POLL_INOUT: select.EPOLLIN | select.EPOLLOUT,
-}  # fmt: skip
+
+class Headers(Mapping[str, str]):
+    """The headers of a response, looked up in any case; the values of a repeated one are joined by commas."""
+
+    def __init__(self, lines: Iterable[bytes] = ()) -> None:
+        self._lines = lines
+
+    @host.cached_property
+    def _values(self) -> dict[str, tuple[str, str]]:
+        """Name in lower case -> name as sent, value. Of many responses no header is looked at."""
+        values: dict[str, tuple[str, str]] = {}
+        last = ""
+        for line in self._lines:
+            text = line.decode("latin-1")
+            if text[0] in " \t" and last:  # an obsolete continuation
+                values[last] = (values[last][0], f"{values[last][1]} {text.strip()}")
+                continue
+            name, _, value = text.partition(":")
+            name, value = name.strip(), value.strip()
+            last = name.lower()
+            if last in values:
+                name, value = values[last][0], f"{values[last][1]}, {value}"
+            values[last] = (name, value)
+        return values
+
+    def __getitem__(self, name: str) -> str:
+        return self._values[name.lower()][1]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.lower() in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self._values.values())
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class TransferRequest(NamedTuple):
+    """One request. ``origin``: ``https://host:port``; ``target``: path and query, sent as they are. ``proxy``: a URL, which
+    may contain a user and a password; None: no proxy, whatever the environment says. ``resolved``: ``host:port:address``,
+    what the name of the server or of its proxy stands for; None: libcurl resolves it.
+
+    ``connect_timeout``: seconds for resolving the name, connecting and TLS. ``read_timeout``: seconds for the whole head of
+    the response, then for each wait within the body; a wait of the receiver does not count. ``until``: the deadline by the
+    monotonic clock. ``limits``: what the transfer has to stay within; waiting for that counts for the deadline, and
+    ``wait``, only."""
+
+    method: str
+    origin: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes | None = None
+    proxy: str | None = None
+    resolved: str | None = None
+    connect_timeout: float = 10.0
+    read_timeout: float = 30.0
+    until: float | None = None
+    limits: Limits | None = None
+    wait: SharedLimit | None = None
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether a proxy is given the whole URL: not through a tunnel, and not by SOCKS."""
+        return self.proxy is not None and self.origin.startswith("http:") and self.proxy.startswith("http")
+
+    @property
+    def way(self) -> str:
+        """What its silence is remembered by, without secrets: a host that is silent behind a proxy may answer without it."""
+        return self.origin if self.proxy is None else f"{self.origin} by {canonical(self.proxy)}"
+
+    @property
+    def peer(self) -> str:
+        """What its connection leads to, without secrets: the server, or a proxy that relays to any number of servers."""
+        return self.proxy.rpartition("@")[2] if self.proxy is not None and self.is_relayed else self.origin
+
+
+_NOTHING = TransferRequest("GET", "", "", {})
 
 
 class HttpTransfer:
-    """A transfer that was begun. Callable from any thread."""
+    """One request and its response: the head first, then the body piece by piece. `loop.start` sends it.
 
-    def __init__(self, loop: _Loop, request: TransferRequest, receiver: Receiver) -> None:
-        self._loop, self.request, self.receiver = loop, request, receiver
-        self.submitted = time.monotonic()
-        self.ended = False
-        self.queued = 0.0
-        """Seconds for which it waited for a connection that the limits of the node allow; set when it begins."""
-        # in the thread of the loop only
-        self.handle: CurlHandle | None = None
-        self.queue: HostQueue | None = None
-        self.permit: Permit | None = None
+    One thread reads; any thread may `close` or `abort`. Unless all of the body is read, `close` has to be called. In a
+    forked child of the process that started it, `close` and `abort` do nothing, and nothing can be read.
 
-    def cancel(self) -> None:
-        """End it: its connection is closed unless its response is complete. Idempotent; returns at once. Does nothing in a process that
-        was forked meanwhile."""
-        self._loop.submit(lambda: self._loop.finish(self, CallAborted()))
-
-    def end_within(self, seconds: float) -> None:
-        """End it after ``seconds``, if no response has begun by then."""
-        until = time.monotonic() + seconds
-        self._loop.submit(lambda: self._loop.end_by(self, until))
-
-    def resume(self) -> None:
-        """Offer the receiver again what it refused."""
-        self._loop.submit(lambda: self._loop.resume(self))
-
-
-# -- the limits of the node --------------------------------------------------------------------------------------------
-# Which transfers wait for a connection, and which pause for the rate. All of it belongs to the thread of the loop, and none of it waits: a
-# transfer that may not begin yet stands in a queue, one that may not receive yet is paused, and the loop calls `run` whenever it is `due`.
-
-
-class HostQueue:
-    """The transfers of this process to one host that wait, and the permits that this process has for it."""
-
-    def __init__(self, limits: Limits, host: str) -> None:
-        self.limits, self.host = limits, host
-        self.waiting: deque[HttpTransfer] = deque()
-        self.idle: list[tuple[Permit, float]] = []  # with the time since when its connection is idle
-        self.permits = 0  # with those of running transfers
-        self._request: PermitRequest | None = None
-
-    def first(self) -> HttpTransfer | None:
-        """The transfer that is next."""
-        while self.waiting and self.waiting[0].ended:
-            self.waiting.popleft()
-        return self.waiting[0] if self.waiting else None
-
-    def take_permit(self) -> Permit | None:
-        """A permit for the next transfer; None: not yet."""
-        if self.idle and not self.idle[-1][0].is_wanted(TURN):
-            return self.idle.pop()[0]
-        if self._request is None:
-            self._request = self.limits.request(self.host)
-        permit = self._request.try_take()
-        if permit is not None:
-            self._request = None
-            self.permits += 1
-        return permit
-
-    def stop_waiting(self) -> None:
-        if self._request is not None:
-            self._request.cancel()
-            self._request = None
-
-
-class Admission:
-    """Begins transfers when the limit of connections to their hosts allows it. A permit is kept with its connection, which is closed before
-    the permit is released: so connections that are idle count too.
-
-    ``begin``: begins a transfer. ``close_idle``: closes idle connections to a host until at most so many are open, if any of them are idle;
-    False: it cannot tell yet which of them are. ``finish``: ends a transfer. ``due``: when `run` is to be called, by the monotonic clock;
-    None: never."""
+    ``limit``: bytes of the body to hold before the transfer pauses. ``on_ready`` is called once, by the thread of the
+    loop, when the transfer has ended or holds all that it may: it must not wait for anything. ``addresses``: those that
+    the name of the host stands for, in the form of `TransferRequest.resolved`; empty: libcurl resolves the name; None:
+    they are not known yet, and `resolved` or `fail` will be called."""
 
     def __init__(
-        self,
-        begin: Callable[[HttpTransfer], None],
-        close_idle: Callable[[str, int], bool],
-        finish: Callable[[HttpTransfer, Exception], None],
-    ) -> None:
-        self._begin, self._close_idle, self._finish = begin, close_idle, finish
-        self._queues: dict[tuple[Limits, str], HostQueue] = {}
-        self.due: float | None = None
-
-    def add(self, transfer: HttpTransfer, limits: Limits) -> None:
-        """Have it begun when a permit is free."""
-        host = transfer.request.peer
-        queue = transfer.queue = self._queues.setdefault((limits, host), HostQueue(limits, host))
-        queue.waiting.append(transfer)
-        if transfer.request.wait is not None:
-            transfer.request.wait.begin()
-        self.due = 0.0
-
-    def ended(self, transfer: HttpTransfer) -> None:
-        """Take its permit back."""
-        queue, permit, transfer.queue, transfer.permit = transfer.queue, transfer.permit, None, None
-        wait = transfer.request.wait
-        if wait is not None and permit is not None:
-            wait.release()
-        elif wait is not None:
-            wait.end(has_one=False)
-        if queue is not None and permit is not None:
-            queue.idle.append((permit, time.monotonic()))
-        self.due = 0.0
-
-    def waiting(self) -> list[HttpTransfer]:
-        """The transfers that have not begun."""
-        return [transfer for queue in self._queues.values() for transfer in queue.waiting if not transfer.ended]
-
-    def run(self, now: float) -> None:
-        """Begin what may begin, and release permits that other processes want, or that are not used any more."""
-        self.due = None
-        for key, queue in list(self._queues.items()):
-            self._begin_waiting(queue, now)
-            self._release_idle(queue, now)
-            if not (queue.waiting or queue.permits):
-                del self._queues[key]
-
-    def _begin_waiting(self, queue: HostQueue, now: float) -> None:
-        while (transfer := queue.first()) is not None:
-            before = queue.permits
-            transfer.permit = queue.take_permit()
-            if transfer.permit is None:
-                self._give_up_late(queue)
-                self._call_at(now + LOOK)
-                return
-            if transfer.request.wait is not None:
-                transfer.request.wait.end(has_one=True)
-            if queue.permits > before:
-                self._close_idle(queue.host, queue.permits)  # connections of a time without a limit
-            queue.waiting.popleft()
-            self._begin(transfer)
-        queue.stop_waiting()
-
-    def _give_up_late(self, queue: HostQueue) -> None:
-        """End the transfers whose calls may wait no longer."""
-        for transfer in [each for each in queue.waiting if each.request.wait is not None and not each.ended]:
-            wait = transfer.request.wait
-            if wait is not None and wait.is_over():
-                self._finish(transfer, NoPermit(queue.limits, queue.host, wait.waited()))
-
-    def _release_idle(self, queue: HostQueue, now: float) -> None:
-        is_limited = queue.limits.in_force()[1] > 0
-        for permit, since in queue.idle.copy():
-            if is_limited and now - since < KEEP and not permit.is_wanted():
-                self._call_at(now + LOOK_IDLE)
-            elif is_limited and not self._close_idle(queue.host, queue.permits - 1):
-                self._call_at(now + LOOK)
-            else:
-                queue.idle.remove((permit, since))
-                queue.permits -= 1
-                permit.release()
-
-    def _call_at(self, moment: float) -> None:
-        self.due = moment if self.due is None else min(self.due, moment)
-
-    def stop(self) -> None:
-        """Release all permits that are not in use."""
-        for queue in self._queues.values():
-            queue.stop_waiting()
-            for permit, _ in queue.idle:
-                permit.release()
-        self._queues.clear()
-        self.due = None
-
-
-class Throttle:
-    """Pauses transfers while the bytes a second of the node are used up, and resumes them in turn.
-
-    ``resume``: offers a receiver again what was not given to it. ``due``: as for `Admission`."""
-
-    def __init__(self, resume: Callable[[CurlHandle], None]) -> None:
-        self._resume = resume
-        self._paused: dict[Limits, deque[CurlHandle]] = {}
-        self.due: float | None = None
-
-    def pause(self, handle: CurlHandle) -> None:
-        """Resume it when more bytes may come."""
-        if handle.limits is not None:
-            self._paused.setdefault(handle.limits, deque()).append(handle)
-            self.due = 0.0
-
-    def forget(self, handle: CurlHandle) -> None:
-        """The transfer has ended."""
-        for handles in self._paused.values():
-            if handle in handles:
-                handles.remove(handle)
-
-    def run(self, now: float) -> None:
-        """Resume what was paused, each transfer in turn, as long as there are bytes."""
-        self.due = None
-        for limits, handles in list(self._paused.items()):
-            while handles and (delay := limits.delay()) <= 0:
-                handle = handles.popleft()
-                handle.throttled = False
-                self._resume(handle)  # it may be paused again at once, behind the others
-            if not handles:
-                del self._paused[limits]
-            else:
-                moment = now + min(delay, LONGEST_DELAY)
-                self.due = moment if self.due is None else min(self.due, moment)
-
-
-# -- the loop ----------------------------------------------------------------------------------------------------------
-
-
-class _Loop:
-    """The thread that runs all transfers of this process. `submit` is callable from any thread, all else in that of the loop only."""
-
-    def __init__(self) -> None:
+        self, request: TransferRequest, limit: int = 1 << 20, on_ready: Callable[[], None] | None = None, *,
+        addresses: Sequence[str] | None = (),
+    ) -> None:  # fmt: skip
+        self.request = request
+        self.addresses = None if addresses is None else list(addresses)
+        self.status, self.reason, self.headers = 0, "", Headers()
+        self.started = time.monotonic()
+        self._limit, self._wanted, self._size = limit, _NOBODY, 0
+        self._pieces: deque[bytes] = deque()
+        self._refused = self._has_head = self._ended = False
+        self._error: Exception | None = None
+        self._on_ready = on_ready
+        self._lock = threading.Lock()  # guards all of the above; a thread that is not in a forked child may hold it
+        self._changed = threading.Condition(self._lock)
         self._pid = os.getpid()
-        self._multi, self._epoll = pycurl.CurlMulti(), select.epoll()
-        self._watched: set[int] = set()
-        self._commands: deque[Callable[[], None]] = deque()
-        self._awake = False  # whether the loop will look at the commands without being woken. Only the loop sets it
-        self.sockets: dict[int, int] = {}  # descriptor -> inode of every socket that libcurl opened; it may have closed it since
-        self.peers: dict[int, str] = {}  # descriptor -> what it is connected to; without those that were closed here
-        self._admission = Admission(self._begin, self._close_idle, self.finish)
-        self._throttle = Throttle(self._offer_again)
-        self._looked_at_rates = 0.0
-        self._timer: float | None = None  # when libcurl wants to be called
-        self._next_check: float | None = None  # when the time of a transfer may be over
-        self._running: dict[pycurl.Curl, HttpTransfer] = {}
-        self._spare: list[CurlHandle] = []
-        self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._watch)
-        self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
-        self._multi.setopt(pycurl.M_MAXCONNECTS, MAX_IDLE)
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, daemon=True, name="http-transfers")
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        try:
-            self._epoll.register(self._wake, select.EPOLLIN)
-            self._thread.start()
-        except BaseException:
-            os.close(self._wake)
-            raise
+        # set by any thread; the loop looks at them when it attends to the transfer
+        self.attend: Callable[[HttpTransfer], None]
+        self.ended_by: Exception | None = None
+        self.head_until: float | None = None
+        # in the thread of the loop only
+        self.is_limited = self.is_done = False
+        self.submitted = 0.0  # when its addresses were known
+        self.queued = 0.0
+        """Seconds for which it waited for a connection that the limits of the node allow."""
+        self.connect_until: float | None = None
+        self.not_connected: NotConnected | None = None
+        self.handle: CurlHandle | None = None
+        self.permit: Permit | None = None
 
-    def submit(self, command: Callable[[], None]) -> None:
-        """Have the loop run ``command`` soon. Drops it in a process that was forked meanwhile, and after the end of the loop."""
-        if self._pid != os.getpid() or self._stopping:
-            return
-        self._commands.append(command)
-        if not (self._awake or wake_at_end(self._wake_up)):
-            self._wake_up()
+    # -- called by the loop --------------------------------------------------------------------------------------------
+    # They must not wait for anything, since all other transfers would wait too. An error that `head` or `data` raises
+    # ends the transfer, and is passed to `end`.
 
-    def _wake_up(self) -> None:
-        os.eventfd_write(self._wake, 1)
+    def head(self, status: int, reason: str, headers: Headers) -> None:
+        """The status line and the headers are complete."""
+        with self._lock:
+            self.status, self.reason, self.headers, self._has_head = status, reason, headers, True
+            self._changed.notify()
+
+    def data(self, piece: bytes) -> bool:
+        """The next bytes of the body, as sent. False: not now; the transfer pauses until `CurlHandle.resume`, which offers them
+        again."""
+        with self._lock:
+            if self._ended:
+                raise CallAborted
+            self._refused = self._size >= self._limit
+            if not self._refused:
+                self._pieces.append(piece)
+                self._size += len(piece)
+                if self._size >= self._wanted:
+                    self._changed.notify()
+                return True
+        self._report()
+        return False
+
+    def end(self, error: Exception | None) -> None:
+        """Called once, last. None: the response is complete. `AttemptFailed`: it is not, and why; `CallAborted`: it was
+        cancelled."""
+        with self._lock:
+            if not self._ended:
+                self._ended, self._error = True, error
+                self._changed.notify()
+        self._report()
+
+    def _report(self) -> None:
+        on_ready, self._on_ready = self._on_ready, None
+        if on_ready is not None:
+            on_ready()
+
+    # -- called by any other thread ------------------------------------------------------------------------------------
+
+    def resolved(self, addresses: Sequence[str]) -> None:
+        """Connect to one of these addresses."""
+        self.addresses = list(addresses)
+        self.attend(self)
+
+    def fail(self, error: Exception) -> None:
+        """End it with this error, unless it has ended: its connection is closed. Returns at once."""
+        self.ended_by = error
+        self.attend(self)
+
+    def wait_for_head(self) -> None:
+        """Raises `AttemptFailed` where none comes, and `CallAborted` after `close`."""
+        self._check_process()
+        with self._lock:
+            while not (self._has_head or self._ended):
+                self._changed.wait(_LOOK)
+            if not self._has_head and self._error is not None:
+                raise self._error
 
     @property
-    def size(self) -> int:
-        return len(self._running)
+    def is_complete(self) -> bool:
+        """Whether the whole response has come, and no error."""
+        with self._lock:
+            return self._ended and self._error is None
 
-    def is_of_this_process(self) -> bool:
-        return self._pid == os.getpid()
+    @property
+    def waiting(self) -> int:
+        """How many bytes of the body may be read at once."""
+        with self._lock:
+            return self._size
 
-    def usable(self) -> bool:
-        return self.is_of_this_process() and not self._stopping
+    def wait_for(self, size: int) -> int:
+        """Wait until ``size`` bytes of the body may be read at once, or as many as this holds, or the body has ended:
+        how many may be read then. Raises `AttemptFailed` where it is cut before, and `CallAborted` after `close`."""
+        self._check_process()
+        with self._lock:
+            wanted = self._wait_for(size)
+            if self._size < wanted and self._error is not None:
+                raise self._error
+            return self._size
 
-    def stop(self) -> None:
-        """At the exit of the process: end the thread, and all transfers."""
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise AttemptFailed("its response comes to the parent process")
+
+    def _wait_for(self, size: int) -> int:
+        """How many bytes there will be, unless the body ends before."""
+        wanted = min(size, self._limit)
+        while self._size < wanted and not self._ended:
+            self._wanted = wanted
+            self._changed.wait(_LOOK)
+        self._wanted = _NOBODY
+        return wanted
+
+    def read(self, size: int, at_least: int = 1) -> bytes:
+        """At most ``size`` bytes of the body; waits for ``at_least`` so many, or for its end. Empty: the body has ended.
+        Raises `AttemptFailed` where it is cut, after all bytes that came, and `CallAborted` after `close`."""
+        self._check_process()
+        with self._lock:
+            self._wait_for(min(at_least, size))
+            if self._ended and self._error is not None and not self._size:
+                raise self._error
+            pieces, count = [], 0
+            if self._size <= size:
+                pieces, count = list(self._pieces), self._size
+                self._pieces.clear()
+            while self._pieces and count + len(self._pieces[0]) <= size:
+                pieces.append(self._pieces.popleft())
+                count += len(pieces[-1])
+            if self._pieces and count < size:
+                rest, self._pieces[0] = self._pieces[0][: size - count], self._pieces[0][size - count :]
+                pieces.append(rest)
+                count += len(rest)
+            self._size -= count
+            resume, self._refused = self._refused, False
+        if resume:
+            self.attend(self)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        """End the transfer, and what waits for it in another thread. Its connection is closed unless its response is
+        complete. Idempotent; returns at once."""
         if self._pid != os.getpid():
             return
-        self.submit(self._stop)
-        self._thread.join(1.0)
+        with self._lock:
+            if self._ended:
+                return
+            self._ended, self._error = True, CallAborted()
+            self._pieces.clear()
+            self._size = 0
+            self._changed.notify_all()
+        self.fail(CallAborted())
 
-    def _stop(self) -> None:
-        self._stopping = True
-        for transfer in [*self._running.values(), *self._admission.waiting()]:
-            self.finish(transfer, CallAborted())
-        self._admission.stop()
-
-    def leave_to_parent(self) -> None:
-        """In a forked child: replace this process's copies of the parent's sockets, and keep libcurl's objects for ever.
-
-        To free them would send a TLS goodbye on the parent's connections, and wait for resolver threads that are not in this process. To
-        close their descriptors would let other files get those numbers, which libcurl still has. So /dev/null has the numbers."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
-        with open(os.devnull, "r+b", buffering=0) as nothing:
-            for descriptor, inode in self.sockets.items():
-                try:
-                    if os.fstat(descriptor).st_ino == inode:
-                        os.dup2(nothing.fileno(), descriptor, inheritable=False)
-                except OSError:
-                    continue  # libcurl had closed it
-        self._epoll.close()
-        os.close(self._wake)
-
-    # -- in the thread of the loop -------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                self._turn()
-        except Exception as error:
-            log.exception("the loop of HTTP transfers failed")
-            self._stopping = True
-            for transfer in [*self._running.values(), *self._admission.waiting()]:
-                transfer.receiver.end(AttemptFailed(f"the client failed: {type(error).__name__}"))
-                if transfer.permit is not None:
-                    transfer.permit.release()
-            self._admission.stop()
-        while self._commands:  # what was begun meanwhile ends at once, instead of waiting for a loop that is gone
-            self._commands.popleft()()
-
-    def _turn(self) -> None:
-        """Wait for something to happen, and let libcurl and the commands have it."""
-        self._awake = False
-        events = self._epoll.poll(0 if self._commands else self._until_next())
-        self._awake = True
-        for descriptor, event in events:
-            if descriptor == self._wake:
-                os.eventfd_read(self._wake)
-            elif descriptor in self._watched:
-                mask = (event & select.EPOLLIN and pycurl.CSELECT_IN) | (event & select.EPOLLOUT and pycurl.CSELECT_OUT)
-                mask |= pycurl.CSELECT_ERR if event & (select.EPOLLERR | select.EPOLLHUP) else 0
-                self._multi.socket_action(descriptor, mask)
-        while self._commands:
-            self._commands.popleft()()
-        now = time.monotonic()
-        if self._timer is not None and self._timer <= now:
-            self._timer = None
-            self._multi.socket_action(pycurl.SOCKET_TIMEOUT, 0)
-        self._collect()
-        if self._next_check is not None and self._next_check <= now:
-            self._check_limits(now)
-        if now - self._looked_at_rates >= LONGEST_DELAY:
-            self._looked_at_rates = now
-            for transfer in self._running.values():
-                if transfer.handle is not None:
-                    transfer.handle.look_at_rate()
-        if self._throttle.due is not None and self._throttle.due <= now:
-            self._throttle.run(now)
-        if self._admission.due is not None and self._admission.due <= now:
-            self._admission.run(now)
-
-    def _until_next(self) -> float | None:
-        """Seconds until a time limit, libcurl's timer, or a limit of the node may allow more."""
-        moments = self._timer, self._next_check, self._throttle.due, self._admission.due
-        due = min((each for each in moments if each is not None), default=None)
-        return None if due is None else max(0.0, due - time.monotonic())
-
-    def _watch(self, what: int, descriptor: int, multi: object, data: object) -> None:
-        """libcurl wants to know when a socket can be read or written."""
-        if what == pycurl.POLL_REMOVE:
-            if descriptor in self._watched:
-                self._watched.discard(descriptor)
-                self._epoll.unregister(descriptor)
-        elif descriptor in self._watched:
-            self._epoll.modify(descriptor, _MASKS[what])
+    def abort(self) -> None:
+        """As `close`; but a head that is due gets a moment to come, so that the server's work on it and the connection
+        are not wasted."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            has_head = self._has_head
+        if has_head:
+            self.close()
         else:
-            self._epoll.register(descriptor, _MASKS[what])
-            self._watched.add(descriptor)
+            self.head_until = time.monotonic() + LAST_MOMENT
+            self.attend(self)
 
-    def _set_timer(self, milliseconds: int) -> None:
-        self._timer = None if milliseconds < 0 else time.monotonic() + milliseconds / 1000
 
-    def begin(self, transfer: HttpTransfer) -> None:
-        if transfer.ended:
-            return
-        if self._stopping:
-            self.finish(transfer, CallAborted())
-            return
-        limits, until = transfer.request.limits, transfer.request.until
-        if limits is None or not limits.in_force()[1]:
-            self._begin(transfer)
-            return
-        self._admission.add(transfer, limits)
-        if until is not None:
-            self._check_at(until)
+class CurlHandle:
+    """One easy handle of libcurl, for one transfer after another. All of it belongs to the thread of the loop.
 
-    def _begin(self, transfer: HttpTransfer) -> None:
-        handle = self._spare.pop() if self._spare else CurlHandle(self.sockets, self.peers, self._throttle.pause)
+    ``began``, ``heard``: when the transfer began, and when it last made progress, by the monotonic clock. ``until``: its
+    deadline. ``error``: what ends it, if that is not libcurl's error. ``limits``: of the request, while they limit the
+    rate. ``throttled``: whether it is paused for that. ``sockets``, ``peers``: descriptor -> inode, and
+    `TransferRequest.peer`, of each socket of libcurl. ``throttle``: called when the rate allows no more for now; resumes
+    the transfer when it does."""
+
+    until: float | None
+    error: Exception | None
+    limits: Limits | None
+
+    def __init__(self, sockets: dict[int, int], peers: dict[int, str], throttle: Callable[[CurlHandle], None]) -> None:
+        self.curl = pycurl.Curl()
+        self._sockets, self._peers, self._throttle = sockets, peers, throttle
+        self._lines: list[bytes] = []
+        self._size = 0
+        self.request = _NOTHING
+        self._set_basics()
+
+    def _set_basics(self) -> None:
+        curl = self.curl
+        for option, value in _BASICS:
+            curl.setopt(option, value)
+        curl.setopt(pycurl.HEADERFUNCTION, self._head_line)
+        curl.setopt(pycurl.WRITEFUNCTION, self._data)
+        curl.setopt(pycurl.SOCKOPTFUNCTION, self._note_socket)
+        self._is_basic = True
+        self.transfer: HttpTransfer | None = None
+
+    def prepare(self, request: TransferRequest, transfer: HttpTransfer) -> None:
+        """Set all that the request wants. Raises `ValueError` or `pycurl.error` if it cannot be sent."""
+        self.request, self.transfer, curl, proxy = request, transfer, self.curl, request.proxy or ""
+        self.began = self.heard = time.monotonic()
+        self.until, self.error = request.until, None
+        self.connected = self.answered = self.has_head = self.paused = self.throttled = False
+        self.look_at_rate()
+        self._size = self._sent = 0
+        self._lines.clear()
+        if not _TARGET.fullmatch(request.target):
+            raise ValueError("a target that cannot be sent")
+        curl.setopt(pycurl.URL, f"{request.origin}/")
+        curl.setopt(pycurl.REQUEST_TARGET, request.origin + request.target if request.is_relayed else request.target)
+        curl.setopt(pycurl.CONNECTTIMEOUT_MS, max(1, int(request.connect_timeout * 1000)))
+        curl.setopt(pycurl.PROXY, proxy)  # "": none, not that of the environment
+        if request.origin.startswith("https:") or proxy.startswith("https:"):
+            _trust(curl)
+        curl.setopt(pycurl.HTTPHEADER, _header_lines(tuple(request.headers.items())))
+        if request.resolved is not None:
+            self._is_basic = False
+            curl.setopt(pycurl.RESOLVE, [f"+{request.resolved}"])
+        if request.method == "HEAD":
+            self._is_basic = False
+            curl.setopt(pycurl.NOBODY, 1)
+        elif request.method != "GET" or request.body is not None:
+            self._is_basic = False
+            if request.body is not None or request.method in ("POST", "PUT"):  # whose length is stated even if there is no body
+                curl.setopt(pycurl.POSTFIELDS, request.body or b"")
+            curl.setopt(pycurl.CUSTOMREQUEST, request.method)
+
+    def look_at_rate(self) -> None:
+        """Notice that the rate is limited now, or no longer."""
+        limits = self.request.limits
+        self.limits = limits if limits is not None and limits.in_force()[0] else None
+
+    def release(self) -> None:
+        """After a transfer: keep nothing of it."""
+        self.request, self.transfer, self.limits, self.error = _NOTHING, None, None, None
+        if not self._is_basic:
+            self.curl.reset()
+            self._set_basics()
+
+    def failure(self, code: int, text: str) -> Exception | None:
+        """Why the transfer that libcurl has ended failed; None: its response is complete."""
+        if self.error is None and code:
+            return _failure(self, code, text)
+        if self.error is None and not self.has_head:
+            return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
+        return self.error
+
+    def due(self, now: float) -> float:
+        """When the transfer fails unless it makes progress; not before then, this has to be asked again. libcurl counts whole seconds, and
+        a head that comes byte by byte as progress."""
+        request, limit = self.request, now + self.request.read_timeout
+        if not self.has_head:
+            self._note_progress(now)
+        if not self.connected:  # libcurl has the limit of connecting
+            limit = now + min(1.0, request.read_timeout, request.connect_timeout)
+        elif not self.paused:
+            limit = self.heard + request.read_timeout
+        return limit if self.until is None else min(limit, self.until)
+
+    def _note_progress(self, now: float) -> None:
+        """Until the head of the response: whether the request is being sent, and how much of it."""
+        if not self.connected:
+            seconds = self.curl.getinfo(pycurl.PRETRANSFER_TIME)
+            self.connected = seconds > 0
+            self.heard = min(now, self.began + seconds)
+        if self.request.body is not None and (sent := int(self.curl.getinfo(pycurl.SIZE_UPLOAD_T))) > self._sent:
+            self._sent, self.heard = sent, now
+
+    def _note_socket(self, descriptor: int, purpose: int) -> int:
+        self._sockets[descriptor], self._peers[descriptor] = os.fstat(descriptor).st_ino, self.request.peer
+        return int(pycurl.SOCKOPT_OK)
+
+    def _head_line(self, line: bytes) -> int | None:
+        if self.transfer is None:
+            return _STOP
+        if self.has_head:  # a trailer
+            return None
+        self.connected = self.answered = True
+        self._size += len(line)
+        if self._size > MAX_HEAD:
+            self.error = AttemptFailed("headers of more than a response may have", RemoteProtocolError)
+            return _STOP
+        if line not in (b"\r\n", b"\n"):
+            self._lines.append(line)
+            return None
+        first, *rest = self._lines or [b""]
+        self._lines.clear()
+        match = _STATUS.match(first)
+        status = int(match[1]) if match else 0
+        if match is None or 100 <= status < 200:  # an interim response: the final one follows
+            return None
+        self.has_head, self.heard = True, time.monotonic()
         try:
-            handle.prepare(transfer.request, transfer.receiver)
-        except (pycurl.error, TypeError, ValueError) as error:
-            handle.curl.close()
-            self.finish(transfer, AttemptFailed(f"a request that cannot be sent: {type(error).__name__}", retryable=False))
-            return
-        transfer.queued = handle.began - transfer.submitted
-        transfer.handle = handle
-        self._running[handle.curl] = transfer
-        self._multi.add_handle(handle.curl)
-        self._check_at(handle.due(handle.began))
+            self.transfer.head(status, (match[2] or b"").decode("latin-1").strip(), Headers(rest))
+        except Exception as error:  # noqa: BLE001 (passed to the transfer's end)
+            self.error = error
+            return _STOP
+        return None
 
-    def end_by(self, transfer: HttpTransfer, until: float) -> None:
-        if transfer.handle is None:  # it has not begun
-            self.finish(transfer, CallAborted())
-        elif not transfer.handle.has_head:
-            transfer.handle.until = until
-            self._check_at(until)
-
-    def resume(self, transfer: HttpTransfer) -> None:
-        handle = transfer.handle
-        if handle is not None:
-            try:
-                handle.resume()
-            except pycurl.error as error:  # the receiver raised when it was offered the rest, or the transfer failed meanwhile
-                self.finish(transfer, handle.failure(*error.args))
-
-    def _offer_again(self, handle: CurlHandle) -> None:
-        self.resume(self._running[handle.curl])
-
-    def finish(self, transfer: HttpTransfer, error: Exception | None) -> None:
-        """Take a transfer out of the loop, and tell its receiver."""
-        if transfer.ended:
-            return
-        transfer.ended = True
-        handle, transfer.handle = transfer.handle, None
-        if handle is not None:
-            del self._running[handle.curl]
-            self._multi.remove_handle(handle.curl)
-            if handle.throttled:
-                self._throttle.forget(handle)
-            handle.release()
-            if len(self._spare) < SPARE_HANDLES:
-                self._spare.append(handle)
-            else:
-                handle.curl.close()
-        if transfer.queue is not None:
-            self._admission.ended(transfer)
-        transfer.receiver.end(error)
-
-    def _collect(self) -> None:
-        """Finish what libcurl has done."""
-        left = 1
-        while left:
-            left, done, failed = self._multi.info_read()
-            for curl, code, text in [*((curl, 0, "") for curl in done), *failed]:
-                transfer = self._running[curl]
-                if transfer.handle is not None:
-                    self.finish(transfer, transfer.handle.failure(code, text))
-
-    def _check_limits(self, now: float) -> None:
-        """Finish transfers whose time is over."""
-        self._next_check = None
-        for transfer in list(self._running.values()):
-            if transfer.handle is not None:
-                due = transfer.handle.due(now)
-                if due > now:
-                    self._check_at(due)
-                else:
-                    self.finish(transfer, too_late(transfer.handle))
-        for transfer in self._admission.waiting():
-            until = transfer.request.until
-            if until is not None and until <= now:
-                self.finish(transfer, AttemptFailed("the limit of connections allowed none in time", RemoteTimeout))
-            elif until is not None:
-                self._check_at(until)
-
-    def _close_idle(self, peer: str, keep: int) -> bool:
-        """Close idle connections until at most ``keep`` to ``peer`` are open, if any are idle. False: it cannot be told yet which are."""
-        there = [descriptor for descriptor, other in self.peers.items() if other == peer and self._is_open(descriptor)]
-        busy = [each.handle.curl for each in self._running.values() if each.handle is not None and each.request.peer == peer]
-        used = {int(curl.getinfo(pycurl.ACTIVESOCKET)) for curl in busy} if len(there) > keep else set()
-        if pycurl.SOCKET_BAD in used:
-            return False
-        for descriptor in [each for each in there if each not in used][: max(0, len(there) - keep)]:
-            del self.peers[descriptor]
-            # libcurl notices it as if the server had closed the connection
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-        return True
-
-    def _is_open(self, descriptor: int) -> bool:
+    def _data(self, piece: bytes) -> int | None:
+        if self.transfer is None:
+            return _STOP
+        self.heard = time.monotonic()
+        if self.limits is not None and self.limits.delay() > 0:
+            self.paused = self.throttled = True
+            self._throttle(self)
+            return int(pycurl.WRITEFUNC_PAUSE)
         try:
-            return os.fstat(descriptor).st_ino == self.sockets[descriptor]
-        except OSError:
-            return False
+            taken = self.transfer.data(piece)
+        except Exception as error:  # noqa: BLE001 (passed to the transfer's end)
+            self.error = error
+            return _STOP
+        if taken:
+            if self.limits is not None:
+                self.limits.count(len(piece))
+            return None
+        self.paused = True
+        return int(pycurl.WRITEFUNC_PAUSE)
 
-    def _check_at(self, moment: float) -> None:
-        self._next_check = moment if self._next_check is None else min(self._next_check, moment)
-
-
-_current: _Loop | None = None
-_lock = threading.Lock()  # guards the start of a loop
-
-
-def start(request: TransferRequest, receiver: Receiver) -> HttpTransfer:
-    """Begin a transfer. Returns at once; callable from any thread, also from a receiver."""
-    loop = _loop()
-    transfer = HttpTransfer(loop, request, receiver)
-    loop.submit(lambda: loop.begin(transfer))
-    return transfer
+    def resume(self) -> None:
+        """Offer the transfer again what it refused, unless the transfer is throttled."""
+        if self.paused and not self.throttled:
+            self.paused, self.heard = False, time.monotonic()
+            self.curl.pause(pycurl.PAUSE_CONT)
 
 
-def running() -> int:
-    """How many transfers of this process are under way."""
-    loop = _current
-    return 0 if loop is None or not loop.usable() else loop.size
+_UNWANTED = {name: b"%s:" % name.encode() for name in ("accept", "expect", "content-type", "user-agent", "accept-encoding")}
+"""Headers that libcurl would add by itself."""
+_BASICS: tuple[tuple[int, int | str], ...] = (
+    (pycurl.NOSIGNAL, 1),
+    (pycurl.PATH_AS_IS, 1),
+    (pycurl.HTTP_VERSION, pycurl.CURL_HTTP_VERSION_1_1),
+    (pycurl.BUFFERSIZE, BUFFER),
+    (_SUPPRESS_CONNECT_HEADERS, 1),
+    (pycurl.SSLVERSION, pycurl.SSLVERSION_TLSv1_2),
+    (pycurl.NOPROXY, ""),  # whether a request goes through a proxy is decided before
+    (pycurl.TCP_KEEPALIVE, 1),
+)
 
 
-def _loop() -> _Loop:
-    global _current
-    loop = _current
-    if loop is not None and loop.usable():
-        return loop
-    with _lock:
-        loop = _current
-        if loop is None or not loop.usable():
-            if loop is not None:
-                atexit.unregister(loop.stop)
-                if not loop.is_of_this_process():  # forked by C code, which runs no fork hook
-                    loop.leave_to_parent()
-            try:
-                loop = _Loop()
-            except (OSError, RuntimeError, pycurl.error) as error:  # no more descriptors, or threads, for this process
-                raise AttemptFailed(f"this process cannot begin a request: {error}") from error
-            atexit.register(loop.stop)
-            _current = loop
-    return loop
+@lru_cache(maxsize=64)
+def _header_lines(headers: tuple[tuple[str, str], ...]) -> list[bytes]:
+    """Those of many requests are the same. Raises `ValueError`, as `_header_line`."""
+    given = {name.lower() for name, _ in headers}
+    lines = [_header_line(name, value) for name, value in headers]
+    return lines + [line for name, line in _UNWANTED.items() if name not in given]
 
 
-def _leave_to_parent() -> None:
-    global _current, _lock
-    loop, _current, _lock = _current, None, threading.Lock()
-    if loop is not None:
-        atexit.unregister(loop.stop)
-        loop.leave_to_parent()
+def _header_line(name: str, value: str) -> bytes:
+    """As libcurl wants it. Raises `ValueError` for a header that would begin another one."""
+    if not _NAME.fullmatch(name) or any(each in value for each in "\r\n\0"):
+        raise ValueError("a header that cannot be sent")
+    return f"{name}: {value}".encode("latin-1") if value.strip() else f"{name};".encode("latin-1")
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+def _trust(curl: pycurl.Curl) -> None:
+    """Set whom to trust. libcurl's own default is that of the machine where it was built."""
+    bundle = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
+    file, folder = (bundle, None) if bundle else _default_trust(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+    if file:
+        curl.setopt(pycurl.CAINFO, file)
+    if folder:
+        curl.setopt(pycurl.CAPATH, folder)
+    elif file:
+        curl.unsetopt(pycurl.CAPATH)
+
+
+@lru_cache(maxsize=16)
+def _default_trust(file: str | None, folder: str | None) -> tuple[str | None, str | None]:
+    """The file and the directory of certificates that Python trusts, which these variables may replace."""
+    import ssl
+
+    paths = ssl.get_default_verify_paths()
+    return paths.cafile, paths.capath
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+_TUNNEL = re.compile(r"response (\d{3})")
+_CERTIFICATE = re.compile(r"SSL certificate [^:]*: (.*?)(?: \(\d+\))?\Z")
+_MISSING = re.compile(r"(\d+) bytes (?:remaining|missing)")
+
+
+class NotConnected(AttemptFailed):
+    """No connection to the server, or to its proxy, came about: another address may be tried."""
+
+
+def _failure(handle: CurlHandle, code: int, text: str) -> AttemptFailed:
+    """In our words: libcurl's text may name the whole URL, secrets included."""
+    curl, proxied, no_answer = handle.curl, handle.request.proxy is not None, not handle.answered
+    number = curl.getinfo(pycurl.OS_ERRNO)
+    reason = f"the connection failed: {os.strerror(number) if number else f'CURLE {code}'}"
+    if code == pycurl.E_PEER_FAILED_VERIFICATION:
+        match = _CERTIFICATE.search(text)
+        why = match[1] if match else "it is for another host" if "subject name" in text else "it cannot be verified"
+        return AttemptFailed(f"its certificate is not trusted: {why}", retryable=False)
+    if code == pycurl.E_SSL_CACERT_BADFILE:
+        return AttemptFailed("the file of trusted certificates cannot be read", retryable=False)
+    if code == pycurl.E_URL_MALFORMAT:
+        return AttemptFailed("a host that cannot be", retryable=False)
+    if code == pycurl.E_COULDNT_RESOLVE_PROXY:
+        return AttemptFailed(_NO_PROXY)
+    if code == pycurl.E_COULDNT_RESOLVE_HOST:
+        return AttemptFailed(NO_NAME)
+    if code == pycurl.E_OPERATION_TIMEDOUT:
+        if curl.getinfo(pycurl.CONNECT_TIME):
+            return AttemptFailed(SILENCE, RemoteTimeout, no_answer=no_answer)
+        return NotConnected(_NO_PROXY if proxied else SILENCE, RemoteTimeout, no_answer=no_answer)
+    if proxied and not handle.has_head and (refused := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
+        return AttemptFailed(f"its proxy answers {refused}", retryable=refused >= 500)
+    answer = int(curl.getinfo(pycurl.PROXY_ERROR)) if code == _E_PROXY else 0
+    if answer in _REFUSED_BY_SOCKS:
+        return AttemptFailed(_REFUSED_BY_SOCKS[answer], retryable=answer not in _FOR_GOOD)
+    if code in (pycurl.E_COULDNT_CONNECT, _E_PROXY):
+        unreachable = number in UNREACHABLE
+        return NotConnected(_NO_PROXY if proxied else reason, no_answer=unreachable, unreachable=unreachable)
+    if code in (pycurl.E_SSL_CONNECT_ERROR, pycurl.E_SSL_CIPHER):
+        return AttemptFailed("TLS failed")
+    if code == pycurl.E_PARTIAL_FILE:
+        match = _MISSING.search(text)
+        return AttemptFailed(_CUT + (f" {int(match[1]):,} bytes before the end" if match else ""))
+    if code in (pycurl.E_GOT_NOTHING, pycurl.E_RECV_ERROR, pycurl.E_SEND_ERROR):
+        return AttemptFailed(_CUT)
+    if code in (pycurl.E_UNSUPPORTED_PROTOCOL, _E_WEIRD_SERVER_REPLY, pycurl.E_BAD_CONTENT_ENCODING, _E_TOO_LARGE):
+        return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
+    return AttemptFailed(reason)
+
+
+# libcurl's CURLproxycode of a proxy that was reached, but does not connect
+_FOR_GOOD = frozenset({12, 23, 33})
+_REFUSED_BY_SOCKS = dict.fromkeys((12, 33), "its proxy accepts no such user and password") | {
+    19: "its proxy cannot connect to it: it refuses",
+    20: "its proxy cannot connect to it",
+    21: "its proxy cannot connect to it: it cannot be reached",
+    22: "its proxy cannot connect to it: its network cannot be reached",
+    23: "its proxy may not connect to it",
+    24: "its proxy cannot connect to it: it is too far away",
+    26: "its proxy cannot connect to it",
+    27: "its host name cannot be resolved",
+}
+SILENCE, _CUT = "nothing came for too long", "the connection was cut"
+_NO_PROXY, NO_NAME = "its proxy cannot be reached", "its host name cannot be resolved"
+
+
+def too_late(handle: CurlHandle) -> AttemptFailed:
+    """The failure of a transfer that made no progress until it was `CurlHandle.due`."""
+    return AttemptFailed(SILENCE, RemoteTimeout, no_answer=not handle.answered)

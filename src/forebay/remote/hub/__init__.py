@@ -13,16 +13,17 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from forebay import errors
-from forebay._model import BegunFetch, Buffer, Content, ObjectInfo, Remote, Sink, Span, Transfer
+from forebay._model import Content, ObjectInfo, Remote, Sink, Span, Started, Transfer
 from forebay.remote.base import Call, RemoteOptions, max_age_here, shared_time_limit
 from forebay.remote.http import HttpRemote, SmallResponse
-from forebay.remote.http.connections import endpoint_of
-from forebay.remote.http.exchange import MAX_SIZE, REDIRECTS, is_same_validator
-from forebay.remote.http.handles import Headers
+from forebay.remote.http.requests import REDIRECTS, endpoint_of
+from forebay.remote.http.responses import MAX_SIZE, is_same_validator
+from forebay.remote.http.transfers import Headers
 from forebay.remote.hub.names import KINDS, HubName, token_from
 from forebay.remote.realm import PUBLIC_HUB, other_endpoint
 from forebay.remote.urls import canonical, scheme
@@ -46,13 +47,6 @@ _turns: dict[tuple[str, str, str, str], threading.Lock] = {}  # held while a rev
 os.register_at_fork(after_in_child=_turns.clear)
 
 
-class _Commit(NamedTuple):
-    """The commit of a revision. ``at``: when the hub was asked, by the monotonic clock."""
-
-    sha: str
-    at: float
-
-
 class HubRemote:
     """A `Remote` for the Hugging Face Hub, and for what answers as it does (``HF_ENDPOINT``). Callable from any thread and after a fork.
 
@@ -64,7 +58,8 @@ class HubRemote:
         self._endpoint = (other_endpoint("hf") if endpoint is None else endpoint) or PUBLIC_HUB
         self._check_options = self.options.for_check()
         self._http = HttpRemote(self.options, self._sign, self._explain, self._amend)
-        self._commits: dict[tuple[str, str, str], _Commit] = {}
+        self._commits: dict[tuple[str, str, str], tuple[str, float]] = {}
+        """Revision -> commit, and when the hub was asked for it, by the monotonic clock."""
         self._known: dict[str, ObjectInfo] = {}  # by URL with a commit: such a file never changes
 
     # -- objects -----------------------------------------------------------------------------------------------------
@@ -82,17 +77,16 @@ class HubRemote:
         spent = Transfer()
         with shared_time_limit():
             info = self._described(url, spent, self.options)
-            transfer = self._http.fetch(info.url, _DescribedSink(sink, info))
-        transfer.requests, transfer.info = transfer.requests + spent.requests, info._replace(url=url)
+            transfer = self._http.fetch(info.url, sink, describe=partial(_as_described, info._replace(url=url)))
+        transfer.requests += spent.requests
         return transfer
 
-    def begin(self, url: str, on_ready: Callable[[], None]) -> BegunFetch | None:
-        """See `BeginningRemote.begin`."""
+    def start(self, url: str, on_ready: Callable[[], None]) -> Started | None:
+        """See `StartingRemote.start`."""
         name = _file_of(url)
         commit = name.revision if name.is_pinned else self._fresh_commit(name)
         info = self._known.get(name.at(commit).url) if commit is not None else None
-        begun = self._http.begin(info.url, on_ready) if info is not None else None
-        return None if begun is None or info is None else _BegunDescribed(begun, info._replace(url=url))
+        return None if info is None else self._http.start(info.url, on_ready, partial(_as_described, info._replace(url=url)))
 
     def read(
         self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None, exact: bool = False
@@ -144,9 +138,8 @@ class HubRemote:
 
     def _fresh_commit(self, name: HubName) -> str | None:
         """The commit of a revision, if the hub was asked recently enough."""
-        commit = self._commits.get((name.kind, name.repo, name.revision))
-        is_fresh = commit is not None and time.monotonic() - commit.at <= min(max_age_here(), LONGEST_AGE)
-        return commit.sha if commit is not None and is_fresh else None
+        commit, at = self._commits.get((name.kind, name.repo, name.revision), (None, 0.0))
+        return commit if time.monotonic() - at <= min(max_age_here(), LONGEST_AGE) else None
 
     def _commit(self, name: HubName, url: str, spent: Transfer, options: RemoteOptions) -> str:
         if name.is_pinned:
@@ -157,7 +150,7 @@ class HubRemote:
             if commit is None:
                 at = time.monotonic()
                 commit = _sha_in(url, self._ask("GET", url, name.commit_query, spent, options))
-                self._commits[key] = _Commit(commit, at)
+                self._commits[key] = commit, at
         return commit
 
     def _described(self, url: str, spent: Transfer, options: RemoteOptions) -> ObjectInfo:
@@ -269,40 +262,6 @@ class HubRemote:
         return None
 
 
-class _DescribedSink:
-    """Passes an object on to a sink, with the description that the hub gave of it."""
-
-    def __init__(self, sink: Sink, info: ObjectInfo) -> None:
-        self._sink, self._info = sink, info
-        self.partial = sink.partial
-        self.most: Callable[[], int] | None = getattr(sink, "most", None)  # see `BufferSink`
-
-    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
-        """See `Sink.begin`."""
-        if None not in (info.size, self._info.size) and info.size != self._info.size:
-            message = f"{self._info.url}: {info.size:,} bytes come where the hub says {self._info.size:,}"
-            raise errors.RemoteProtocolError(message, url=self._info.url)
-        return self._sink.begin(self._info._replace(size=info.size))
-
-    def write(self, offset: int, data: Buffer) -> None:
-        """See `Sink.write`."""
-        self._sink.write(offset, data)
-
-
-class _BegunDescribed:
-    """A fetch that was begun, of an object that the hub had described by then."""
-
-    def __init__(self, begun: BegunFetch, info: ObjectInfo) -> None:
-        self._begun, self._info = begun, info
-        self.is_here, self.close = begun.is_here, begun.close
-
-    def fetch(self, sink: Sink) -> Transfer:
-        """See `BegunFetch.fetch`."""
-        transfer = self._begun.fetch(_DescribedSink(sink, self._info))
-        transfer.info = self._info
-        return transfer
-
-
 # -- answers of the hub ------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +271,14 @@ def _file_of(url: str) -> HubName:
     if not name.path:
         raise errors.ConfigError(f"{canonical(url)} names no file: write hf://owner/name/path, or use Cache.directory")
     return name
+
+
+def _as_described(by_hub: ObjectInfo, info: ObjectInfo) -> ObjectInfo:
+    """The hub's description of an object that comes as ``info``. Raises `RemoteProtocolError` for another size."""
+    if None not in (info.size, by_hub.size) and info.size != by_hub.size:
+        url = canonical(by_hub.url)
+        raise errors.RemoteProtocolError(f"{url}: {info.size:,} bytes come where the hub says {by_hub.size:,}", url=url)
+    return by_hub._replace(size=info.size)
 
 
 def _is_on(url: str, endpoint: str) -> bool:

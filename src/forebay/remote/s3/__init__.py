@@ -10,22 +10,22 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Self
 from urllib.parse import quote, unquote_plus, urlencode
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from forebay import errors
 from forebay._logs import escaped, logger
-from forebay._model import BegunFetch, Content, ObjectInfo, Sink, Span, Transfer
-from forebay.remote.base import AttemptFailed, Call, RemoteOptions, run_parts, shared_time_limit
+from forebay._model import Content, ObjectInfo, Sink, Span, Started, Transfer
+from forebay.remote.base import AttemptFailed, Call, RemoteOptions, run_parts
 from forebay.remote.http import HttpRemote, SmallResponse
-from forebay.remote.http.exchange import MAX_SIZE
+from forebay.remote.http.requests import SendAgain
+from forebay.remote.http.responses import MAX_SIZE
 from forebay.remote.s3.aws import BODY_HASH, Account, sign
 from forebay.remote.urls import canonical, scheme
 
 log = logger("forebay.remote.s3")
-T = TypeVar("T")
 
 QUERY = ":query"
 """Name under which the query of the URL stands among the headers of our own requests until they are signed."""
@@ -70,10 +70,6 @@ def _checked(url: str) -> str:
     return url
 
 
-class _OtherRegion(errors.RemoteProtocolError):
-    """The bucket lies in another region than the request was sent to; that region is known now."""
-
-
 class S3Remote:
     """A `Remote` for S3 and compatible servers. Callable from any thread; a forked child has connections and credentials of its own.
 
@@ -89,22 +85,21 @@ class S3Remote:
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`."""
-        return _in_its_region(lambda: self._http.stat(_checked(url), known=known))
+        return self._http.stat(_checked(url), known=known)
 
     def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
         """See `Remote.fetch`."""
-        return _in_its_region(lambda: self._http.fetch(_checked(url), sink))
+        return self._http.fetch(_checked(url), sink)
 
-    def begin(self, url: str, on_ready: Callable[[], None]) -> BegunFetch | None:
-        """See `BeginningRemote.begin`."""
-        begun = self._http.begin(_checked(url), on_ready)
-        return None if begun is None else _BegunInItsRegion(begun)
+    def start(self, url: str, on_ready: Callable[[], None]) -> Started | None:
+        """See `StartingRemote.start`."""
+        return self._http.start(_checked(url), on_ready)
 
     def read(
         self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None, exact: bool = False
     ) -> bytes:  # fmt: skip
         """See `Remote.read`."""
-        return _in_its_region(lambda: self._http.read(_checked(url), span, validator=validator, info=info, exact=exact))
+        return self._http.read(_checked(url), span, validator=validator, info=info, exact=exact)
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See `Remote.list`. Sends one request for each 1,000 objects, when the iterator reaches them."""
@@ -126,7 +121,7 @@ class S3Remote:
         """See `Remote.write`. A large object is sent in parallel parts; it appears whole or not at all.
 
         Some servers ignore conditions when an upload in parts completes: there they are checked at its beginning only."""
-        return _ObjectUpload(self.request, self.options, _checked(url), if_none_match, if_match, on_sent, resume).run(source)
+        return _ObjectUpload(self, _checked(url), if_none_match, if_match, on_sent, resume).run(source)
 
     def delete(self, url: str) -> None:
         """See `Remote.delete`."""
@@ -143,7 +138,7 @@ class S3Remote:
         unsigned = {**(headers or {}), QUERY: urlencode(query, quote_via=quote, safe="-_.~")}
         if body is not None:
             unsigned[BODY_HASH] = hashlib.sha256(body).hexdigest()
-        return _in_its_region(lambda: self._http.request(method, url, unsigned, body, ok=(200, 204), call=call))
+        return self._http.request(method, url, unsigned, body, ok=(200, 204), call=call)
 
     # -- what makes S3 of HTTP -------------------------------------------------------------------------------------
 
@@ -175,7 +170,7 @@ class S3Remote:
         region = headers.get("x-amz-bucket-region") or _text_in(body, "Region")
         if region and (status in (301, 307) or code == "AuthorizationHeaderMalformed"):
             self._regions[bucket] = region
-            return _OtherRegion(f"{shown}: its bucket lies in the region {region}", url=shown, status=status)
+            return SendAgain(f"{shown}: its bucket lies in the region {region}", url=shown, status=status)
         if code in ("RequestTimeout", "ConditionalRequestConflict", "OperationAborted"):
             return AttemptFailed(f"S3 answers {code}", status=status)
         if status == 412:
@@ -194,27 +189,6 @@ class S3Remote:
         if self._account.keys() is None:
             return "no AWS credentials were found, and it is not public: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
         return _HINTS.get(code, "check that these credentials may read it")
-
-
-class _BegunInItsRegion:
-    """A fetch that was begun, in the region that was known for the bucket by then."""
-
-    def __init__(self, begun: BegunFetch) -> None:
-        self._begun = begun
-        self.is_here, self.close = begun.is_here, begun.close
-
-    def fetch(self, sink: Sink) -> Transfer:
-        """See `BegunFetch.fetch`."""
-        return _in_its_region(lambda: self._begun.fetch(sink))
-
-
-def _in_its_region(request: Callable[[], T]) -> T:
-    """``request()``; once more if the first answer named the region that the bucket lies in."""
-    with shared_time_limit():
-        try:
-            return request()
-        except _OtherRegion:
-            return request()
 
 
 def _conflict(url: str, status: int | None = None) -> errors.Conflict:
@@ -298,35 +272,16 @@ def _text_in(body: bytes, tag: str) -> str:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-class _RequestFunction(Protocol):
-    def __call__(
-        self,
-        method: str,
-        url: str,
-        *,
-        query: Mapping[str, str],
-        headers: Mapping[str, str] = ...,
-        body: bytes | None = ...,
-        call: Call = ...,
-    ) -> SmallResponse: ...
-
-
-class _MultipartUpload(NamedTuple):
-    """An upload in parts that was begun. ``parts``: MD5 sums, in hex, of the parts that the server has."""
-
-    id: str
-    parts: Mapping[int, str] = {}
-
-
 class _ObjectUpload:
-    """One object to be written. ``request``: sends a request to S3. ``resume``: parts stay when the upload fails, and the next one uses
-    them."""
+    """One object to be written. ``resume``: parts stay when the upload fails, and the next one uses them.
+
+    The parts of an upload that the server has are a dictionary: number -> MD5 sum, in hex."""
 
     def __init__(
-        self, request: _RequestFunction, options: RemoteOptions, url: str, if_none_match: str | None, if_match: str | None,
-        on_sent: Callable[[int], None] | None = None, resume: bool = False,
+        self, remote: S3Remote, url: str, if_none_match: str | None, if_match: str | None, on_sent: Callable[[int], None] | None,
+        resume: bool,
     ) -> None:  # fmt: skip
-        self._request, self._options, self._url, self._on_sent, self._resume = request, options, url, on_sent, resume
+        self._request, self._options, self._url, self._on_sent, self._resume = remote.request, remote.options, url, on_sent, resume
         # without the quotes of an ETag: Ceph compares the text as it is, and the others accept both
         self._if_none_match, self._if_match = if_none_match, if_match.strip('"') if if_match else None
         conditions = {"If-None-Match": self._if_none_match, "If-Match": self._if_match}
@@ -374,31 +329,31 @@ class _ObjectUpload:
 
     def _send_in_parts(self, call: Call, bodies: Iterator[bytes], count: int) -> str | None:
         self._check_conditions(call)
-        upload = self._unfinished(call) if self._resume else None
-        if upload is not None and any(number > count for number in upload.parts):
-            self._abort(upload.id)  # of a larger object: Ceph's gateway refuses to complete an upload without all of its parts
-            upload = None
-        if upload is None:
-            begun = _xml_of(self._url, self._request("POST", self._url, query={"uploads": ""}, body=b"", call=call))
-            upload = _MultipartUpload(begun.findtext("{*}UploadId", ""))
+        upload_id, parts = self._unfinished(call) if self._resume else ("", {})
+        if any(number > count for number in parts):
+            self._abort(upload_id)  # of a larger object: Ceph's gateway refuses to complete an upload without all of its parts
+            upload_id, parts = "", {}
+        if not upload_id:
+            started = _xml_of(self._url, self._request("POST", self._url, query={"uploads": ""}, body=b"", call=call))
+            upload_id = started.findtext("{*}UploadId", "")
         try:
-            return self._complete(call, upload.id, self._send_parts(call, upload, bodies))
+            return self._complete(call, upload_id, self._send_parts(call, upload_id, parts, bodies))
         except BaseException as error:
             if not self._resume or isinstance(error, (errors.Conflict, errors.SourceChanged)):
-                self._abort(upload.id)
+                self._abort(upload_id)
             raise
 
-    def _unfinished(self, call: Call) -> _MultipartUpload | None:
-        """The latest upload of this object that an earlier write began and did not complete."""
+    def _unfinished(self, call: Call) -> tuple[str, dict[int, str]]:
+        """The latest upload of this object that an earlier write started and did not complete, and its parts; "" if there is none."""
         bucket, _, key = self._url.partition("://")[2].partition("/")
         query = {"uploads": "", "encoding-type": "url", "prefix": key}
         try:
             uploads = _xml_of(self._url, self._request("GET", f"s3://{bucket}/", query=query, call=call)).iterfind("{*}Upload")
             ours = [(e.findtext("{*}Initiated", ""), e.findtext("{*}UploadId", "")) for e in uploads if _key_in(e) == key]
-            return _MultipartUpload(max(ours)[1], self._parts_of(call, max(ours)[1])) if ours else None
+            return (max(ours)[1], self._parts_of(call, max(ours)[1])) if ours else ("", {})
         except (errors.AccessDenied, errors.NotFound, errors.Unsupported) as error:
             log.debug("%s: parts of an earlier upload cannot be listed: %s", canonical(self._url), error)
-            return None
+            return "", {}
 
     def _parts_of(self, call: Call, upload_id: str) -> dict[int, str]:
         parts: dict[int, str] = {}
@@ -411,12 +366,12 @@ class _ObjectUpload:
                 return parts
             pages.check(page.findtext("{*}Part/{*}PartNumber"), query["part-number-marker"])
 
-    def _send_parts(self, call: Call, upload: _MultipartUpload, bodies: Iterator[bytes]) -> dict[int, str]:
+    def _send_parts(self, call: Call, upload_id: str, parts: Mapping[int, str], bodies: Iterator[bytes]) -> dict[int, str]:
         etags: dict[int, str] = {}
 
         def send(number: int, body: bytes) -> None:
-            query = {"partNumber": str(number), "uploadId": upload.id}
-            known = upload.parts.get(number)
+            query = {"partNumber": str(number), "uploadId": upload_id}
+            known = parts.get(number)
             if known is not None and known == hashlib.md5(body, usedforsecurity=False).hexdigest():
                 etags[number] = f'"{known}"'
             else:

@@ -1,0 +1,383 @@
+"""All HTTP transfers of one process, in one thread: libcurl's multi interface, driven by epoll.
+
+`start` sends a request from any thread. Nothing here follows redirects, adds credentials, or tries again: that is up to
+the caller.
+
+A process has one loop, which its first transfer starts. libcurl keeps connections for all transfers of the process. A
+forked child starts without any: it never uses, ends or shuts down a connection of its parent, not even one whose
+transfer is under way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+
+import pycurl
+
+from forebay._logs import logger
+from forebay.errors import RemoteTimeout
+from forebay.remote.base import LONGEST_DELAY, AttemptFailed, CallAborted, wake_at_end
+from forebay.remote.http.limits import Admission, Throttle
+from forebay.remote.http.transfers import SILENCE, CurlHandle, HttpTransfer, NotConnected, too_late
+
+log = logger("forebay.remote")
+
+MAX_IDLE = 128  # connections that are kept
+SPARE_HANDLES = 64
+_MASKS = {
+    pycurl.POLL_NONE: 0, pycurl.POLL_IN: select.EPOLLIN, pycurl.POLL_OUT: select.EPOLLOUT,
+    pycurl.POLL_INOUT: select.EPOLLIN | select.EPOLLOUT,
+}  # fmt: skip
+
+
+class _Loop:
+    """The thread that runs all transfers of this process. Any thread may call `attend` and `stop`; everything else is
+    called by the thread of the loop only."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._multi, self._epoll = pycurl.CurlMulti(), select.epoll()
+        self._watched: set[int] = set()
+        self._changed: deque[HttpTransfer] = deque()
+        self._awake = False  # whether the loop will look at what changed without being woken. Only the loop sets it
+        self.sockets: dict[int, int] = {}  # descriptor -> inode of every socket that libcurl opened; it may have closed it since
+        self.peers: dict[int, str] = {}  # descriptor -> what it is connected to; without those that were closed here
+        self._admission = Admission(self._begin, self._close_idle, self.finish)
+        self._throttle = Throttle(self._resume)
+        self._looked_at_rates = 0.0
+        self._timer: float | None = None  # when libcurl wants to be called
+        self._next_check: float | None = None  # when the time of a transfer may be over
+        self._running: dict[pycurl.Curl, HttpTransfer] = {}
+        self._resolving: set[HttpTransfer] = set()  # those of hosts whose addresses are not known yet
+        self._spare: list[CurlHandle] = []
+        self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._watch)
+        self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
+        self._multi.setopt(pycurl.M_MAXCONNECTS, MAX_IDLE)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="http-transfers")
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._epoll.register(self._wake, select.EPOLLIN)
+            self._thread.start()
+        except BaseException:
+            os.close(self._wake)
+            raise
+
+    def attend(self, transfer: HttpTransfer) -> None:
+        """Have the loop look at a transfer that is new, or has changed. Does nothing in a forked child, and after the end
+        of the loop."""
+        if self.usable():
+            self._changed.append(transfer)
+            if not (self._awake or wake_at_end(self._wake_up)):
+                self._wake_up()
+
+    def _wake_up(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    def usable(self) -> bool:
+        return self.pid == os.getpid() and not self._stopping
+
+    def stop(self) -> None:
+        """At the exit of the process: end the thread, and all transfers."""
+        if self.usable():
+            self._stopping = True
+            self._wake_up()
+            self._thread.join(1.0)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: replace this process's copies of the parent's sockets, and keep libcurl's objects for ever.
+
+        Freeing them would send a TLS goodbye on the parent's connections, and wait for threads that are not in this
+        process. If their descriptors were closed, other files would get these numbers, which libcurl still uses. So
+        /dev/null gets them."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        with open(os.devnull, "r+b", buffering=0) as nothing:
+            for descriptor, inode in self.sockets.items():
+                try:
+                    if os.fstat(descriptor).st_ino == inode:
+                        os.dup2(nothing.fileno(), descriptor, inheritable=False)
+                except OSError:
+                    continue  # libcurl had closed it
+        self._epoll.close()
+        os.close(self._wake)
+
+    # -- in the thread of the loop -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+            for transfer in self._unfinished():
+                self.finish(transfer, CallAborted())
+        except Exception as error:
+            log.exception("the loop of HTTP transfers failed")
+            self._stopping = True
+            for transfer in self._unfinished():
+                transfer.is_done = True
+                transfer.end(AttemptFailed(f"the client failed: {type(error).__name__}"))
+                if transfer.permit is not None:
+                    transfer.permit.release()
+        self._admission.stop()
+        while self._changed:  # what was started since ends at once, instead of waiting for a loop that is gone
+            self._look_after(self._changed.popleft())
+
+    def _unfinished(self) -> list[HttpTransfer]:
+        return [*self._running.values(), *self._admission.waiting(), *self._resolving]
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and act on it."""
+        self._awake = False
+        events = self._epoll.poll(0 if self._changed else self._until_next())
+        self._awake = True
+        for descriptor, event in events:
+            if descriptor == self._wake:
+                os.eventfd_read(self._wake)
+            elif descriptor in self._watched:
+                mask = (event & select.EPOLLIN and pycurl.CSELECT_IN) | (event & select.EPOLLOUT and pycurl.CSELECT_OUT)
+                mask |= pycurl.CSELECT_ERR if event & (select.EPOLLERR | select.EPOLLHUP) else 0
+                self._multi.socket_action(descriptor, mask)
+        while self._changed:
+            self._look_after(self._changed.popleft())
+        now = time.monotonic()
+        if self._timer is not None and self._timer <= now:
+            self._timer = None
+            self._multi.socket_action(pycurl.SOCKET_TIMEOUT, 0)
+        self._collect()
+        if self._next_check is not None and self._next_check <= now:
+            self._check_limits(now)
+        if now - self._looked_at_rates >= LONGEST_DELAY:
+            self._looked_at_rates = now
+            for transfer in self._running.values():
+                if transfer.handle is not None:
+                    transfer.handle.look_at_rate()
+        if self._throttle.due is not None and self._throttle.due <= now:
+            self._throttle.run(now)
+        if self._admission.due is not None and self._admission.due <= now:
+            self._admission.run(now)
+
+    def _until_next(self) -> float | None:
+        """Seconds until a time limit, libcurl's timer, or a limit of the node may allow more."""
+        moments = self._timer, self._next_check, self._throttle.due, self._admission.due
+        due = min((each for each in moments if each is not None), default=None)
+        return None if due is None else max(0.0, due - time.monotonic())
+
+    def _watch(self, what: int, descriptor: int, multi: object, data: object) -> None:
+        """libcurl wants to know when a socket can be read or written."""
+        if what == pycurl.POLL_REMOVE:
+            if descriptor in self._watched:
+                self._watched.discard(descriptor)
+                self._epoll.unregister(descriptor)
+        elif descriptor in self._watched:
+            self._epoll.modify(descriptor, _MASKS[what])
+        else:
+            self._epoll.register(descriptor, _MASKS[what])
+            self._watched.add(descriptor)
+
+    def _set_timer(self, milliseconds: int) -> None:
+        self._timer = None if milliseconds < 0 else time.monotonic() + milliseconds / 1000
+
+    def _look_after(self, transfer: HttpTransfer) -> None:
+        """Do what another thread wants of a transfer."""
+        if transfer.is_done:
+            return
+        if transfer.ended_by is not None or self._stopping:
+            self.finish(transfer, transfer.ended_by or CallAborted())
+        elif transfer.handle is None and transfer.head_until is not None:  # it has not begun
+            self.finish(transfer, CallAborted())
+        elif not transfer.submitted:
+            self._admit(transfer)
+        elif transfer.handle is not None:
+            if transfer.head_until is not None and not transfer.handle.has_head:
+                transfer.handle.until = transfer.head_until
+                self._check_at(transfer.head_until)
+            self._resume(transfer.handle)
+
+    def _admit(self, transfer: HttpTransfer) -> None:
+        """Begin a transfer, once the addresses of its host are known, as soon as the limits of the node allow it."""
+        request = transfer.request
+        if transfer.addresses is None:
+            self._resolving.add(transfer)
+            self._check_at(transfer.started + request.connect_timeout)
+            return
+        self._resolving.discard(transfer)
+        transfer.submitted = time.monotonic()
+        if request.limits is None or not request.limits.in_force()[1]:
+            self._begin(transfer)
+            return
+        transfer.is_limited = True
+        self._admission.add(transfer, request.limits)
+        if request.until is not None:
+            self._check_at(request.until)
+
+    def _begin(self, transfer: HttpTransfer) -> None:
+        """Connect to the next address of its host, or by a connection that is kept, and send the request."""
+        request, now = transfer.request, time.monotonic()
+        if transfer.connect_until is None:
+            transfer.queued = now - transfer.submitted
+            # the time for connecting covers resolving the name, but not a wait for a connection
+            transfer.connect_until = now + request.connect_timeout - (transfer.submitted - transfer.started)
+        if transfer.addresses:
+            # an address that does not answer must not take the time of those after it
+            seconds = max(0.001, transfer.connect_until - now) / len(transfer.addresses)
+            request = request._replace(resolved=transfer.addresses.pop(0), connect_timeout=seconds)
+        handle = self._spare.pop() if self._spare else CurlHandle(self.sockets, self.peers, self._throttle.pause)
+        try:
+            handle.prepare(request, transfer)
+        except (pycurl.error, TypeError, ValueError) as error:
+            handle.curl.close()
+            self.finish(transfer, AttemptFailed(f"a request that cannot be sent: {type(error).__name__}", retryable=False))
+            return
+        transfer.handle = handle
+        self._running[handle.curl] = transfer
+        self._multi.add_handle(handle.curl)
+        self._check_at(handle.due(handle.began))
+
+    def _resume(self, handle: CurlHandle) -> None:
+        """Offer the transfer what it refused, if it is paused."""
+        try:
+            handle.resume()
+        except pycurl.error as error:  # the receiver raised when it was offered the rest, or the transfer failed meanwhile
+            self.finish(self._running[handle.curl], handle.failure(*error.args))
+
+    def finish(self, transfer: HttpTransfer, error: Exception | None) -> None:
+        """Take a transfer out of the loop, and tell it so; unless its host has another address to connect to."""
+        if transfer.is_done:
+            return
+        handle, transfer.handle = transfer.handle, None
+        if handle is not None:
+            del self._running[handle.curl]
+            self._multi.remove_handle(handle.curl)
+            if handle.throttled:
+                self._throttle.forget(handle)
+            handle.release()
+            if len(self._spare) < SPARE_HANDLES:
+                self._spare.append(handle)
+            else:
+                handle.curl.close()
+        if isinstance(error, NotConnected):
+            # an address without a route says nothing about a host that another address leads to
+            if transfer.not_connected is None or transfer.not_connected.unreachable:
+                transfer.not_connected = error
+            if transfer.addresses:
+                self._begin(transfer)
+                return
+            error = transfer.not_connected
+        transfer.is_done = True
+        self._resolving.discard(transfer)
+        if transfer.is_limited:
+            self._admission.ended(transfer)
+        transfer.end(error)
+
+    def _collect(self) -> None:
+        """Finish what libcurl has done."""
+        left = 1
+        while left:
+            left, done, failed = self._multi.info_read()
+            for curl, code, text in [*((curl, 0, "") for curl in done), *failed]:
+                transfer = self._running[curl]
+                if transfer.handle is not None:
+                    self.finish(transfer, transfer.handle.failure(code, text))
+
+    def _check_limits(self, now: float) -> None:
+        """Finish transfers whose time is over."""
+        self._next_check = None
+        for transfer in list(self._running.values()):
+            if transfer.handle is not None:
+                due = transfer.handle.due(now)
+                if due > now:
+                    self._check_at(due)
+                else:
+                    self.finish(transfer, too_late(transfer.handle))
+        for transfer in self._admission.waiting():
+            until = transfer.request.until
+            if until is not None and until <= now:
+                self.finish(transfer, AttemptFailed("the limit of connections allowed none in time", RemoteTimeout))
+            elif until is not None:
+                self._check_at(until)
+        for transfer in list(self._resolving):
+            due = transfer.started + transfer.request.connect_timeout
+            if due > now:
+                self._check_at(due)
+            else:
+                self.finish(transfer, AttemptFailed(SILENCE, RemoteTimeout, no_answer=True))
+
+    def _close_idle(self, peer: str, keep: int) -> bool:
+        """Close idle connections until at most ``keep`` to ``peer`` are open, if any are idle. False: it cannot be told yet which are."""
+        there = [descriptor for descriptor, other in self.peers.items() if other == peer and self._is_open(descriptor)]
+        busy = [each.handle.curl for each in self._running.values() if each.handle is not None and each.request.peer == peer]
+        used = {int(curl.getinfo(pycurl.ACTIVESOCKET)) for curl in busy} if len(there) > keep else set()
+        if pycurl.SOCKET_BAD in used:
+            return False
+        for descriptor in [each for each in there if each not in used][: max(0, len(there) - keep)]:
+            del self.peers[descriptor]
+            # libcurl notices it as if the server had closed the connection
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _is_open(self, descriptor: int) -> bool:
+        try:
+            return os.fstat(descriptor).st_ino == self.sockets[descriptor]
+        except OSError:
+            return False
+
+    def _check_at(self, moment: float) -> None:
+        self._next_check = moment if self._next_check is None else min(self._next_check, moment)
+
+
+_current: _Loop | None = None
+_lock = threading.Lock()  # guards the start of a loop
+
+
+def start(transfer: HttpTransfer) -> HttpTransfer:
+    """Send a request, and return its transfer. Returns at once; callable from any thread, also from a receiver. Raises
+    `AttemptFailed` where this process can start no loop."""
+    transfer.attend = _loop().attend
+    transfer.attend(transfer)
+    return transfer
+
+
+def running() -> int:
+    """How many transfers of this process are under way."""
+    loop = _current
+    return 0 if loop is None or not loop.usable() else len(loop._running)
+
+
+def _loop() -> _Loop:
+    global _current
+    loop = _current
+    if loop is not None and loop.usable():
+        return loop
+    with _lock:
+        loop = _current
+        if loop is None or not loop.usable():
+            if loop is not None:
+                atexit.unregister(loop.stop)
+                if loop.pid != os.getpid():  # forked by C code, which runs no fork hook
+                    loop.leave_to_parent()
+            try:
+                loop = _Loop()
+            except (OSError, RuntimeError, pycurl.error) as error:  # no more descriptors, or threads, for this process
+                raise AttemptFailed(f"this process cannot begin a request: {error}") from error
+            atexit.register(loop.stop)
+            _current = loop
+    return loop
+
+
+def _leave_to_parent() -> None:
+    global _current, _lock
+    loop, _current, _lock = _current, None, threading.Lock()
+    if loop is not None:
+        atexit.unregister(loop.stop)
+        loop.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,350 @@
+"""How a request reaches its server: credentials, signatures, proxies, addresses, redirects; and what silence means."""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import netrc
+import os
+import re
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Container, Mapping
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+from forebay import errors
+from forebay._logs import logger
+from forebay.remote.base import AttemptFailed, Call, RemoteOptions
+from forebay.remote.http import loop
+from forebay.remote.http.responses import Response, error_for_status
+from forebay.remote.http.transfers import NO_NAME, HttpTransfer, NotConnected, TransferRequest
+
+log = logger("forebay.remote")
+
+OWN_HEADERS = {"User-Agent": "forebay", "Accept-Encoding": "identity"}
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+MAX_REDIRECTS = 10
+PORTS = {"http": 80, "https": 443}
+PROXY_PORTS = PORTS | dict.fromkeys(("socks4", "socks4a", "socks5", "socks5h"), 1080)
+MAX_NAMES = 1000  # whose addresses are remembered
+KEEP_ADDRESSES = 60.0  # seconds
+_HOST = re.compile(r"[a-z0-9._~!$&'()*+,;=-]+|[0-9a-f:.]+|[0-9a-f.]*:[0-9a-f:.]*%[A-Za-z0-9._~-]+")
+_ZONE = re.compile(r"%[^]]*(?=])")
+_URL = re.compile(r"(\w+)://([^/?#]*)([^#]*)")
+_TO_QUOTE = re.compile(r"[^A-Za-z0-9._~!$&'()*+,;=:@/?%-]+|%(?![0-9A-Fa-f]{2})")
+
+Sign: TypeAlias = Callable[[str, str, Mapping[str, str]], tuple[str, Mapping[str, str]]]
+"""(method, URL, headers) -> the URL to send the request to, and its headers. Called for every request, also after a
+redirect; may turn a URL of another scheme into an HTTP one."""
+
+ExplainRefusal: TypeAlias = Callable[[str, int, Mapping[str, str], bytes], Exception | None]
+"""(URL, status, headers, beginning of the body) of a refusal -> the error to raise (`AttemptFailed`: after another
+attempt; `SendAgain`: unless the request succeeds when it is signed again at once); None: as in plain HTTP."""
+
+AmendHeaders: TypeAlias = Callable[[str, Mapping[str, str]], Mapping[str, str]]
+"""(URL, headers of a response that is accepted) -> the headers as the protocol means them. The URL of such a protocol
+always names the same bytes, so that the address to which it redirects serves all requests of a call."""
+
+
+class SendAgain(errors.RemoteProtocolError):
+    """A request would go elsewhere, or be signed in another way, if it was sent now."""
+
+
+class Endpoint(NamedTuple):
+    """A server to connect to. ``host``: an IPv6 address may have a zone: ``fe80::1%eth0``. ``name``: host and port as in a URL, without
+    a default port."""
+
+    scheme: str
+    host: str
+    port: int
+    name: str
+
+    @property
+    def host_header(self) -> str:
+        """The name without a zone, which names an interface of this machine."""
+        return _ZONE.sub("", self.name)
+
+
+@lru_cache(maxsize=1024)
+def endpoint_of(scheme: str, netloc: str) -> Endpoint:
+    """Raises `ValueError` if ``netloc`` names no host, or no valid port."""
+    parts = urlsplit(f"{scheme}://{netloc}")
+    host, port, usual = (parts.hostname or "").encode("idna").decode(), parts.port, PORTS.get(scheme)
+    if not _HOST.fullmatch(host) or not usual or port == 0:
+        raise ValueError("no host, or no valid port")
+    name = f"[{host}]" if ":" in host else host
+    return Endpoint(scheme, host, port or usual, name if port in (None, usual) else f"{name}:{port}")
+
+
+class Sent(NamedTuple):
+    """A request that was sent: to which address and endpoint, and for which user."""
+
+    address: str
+    endpoint: Endpoint
+    user: str
+    transfer: HttpTransfer
+
+
+class Exchange:
+    """Sends requests over kept connections. Callable from any thread; usable after a fork."""
+
+    def __init__(
+        self, options: RemoteOptions, sign: Sign | None = None, explain: ExplainRefusal | None = None, amend: AmendHeaders | None = None, *,
+        raw: bool = False,
+    ) -> None:  # fmt: skip
+        self.options = options
+        self._sign, self._explain, self._amend, self._raw = sign, explain, amend, raw
+        self._keeps_redirects = sign is None or amend is not None
+        self._proxies: dict[Endpoint, str | None] = {}  # as the environment is at the first request to an endpoint
+        self._addresses: dict[str, tuple[float, list[str]]] = {}
+        """`TransferRequest.way` -> addresses, and the time until which they are believed."""
+        self._defaults: dict[tuple[Endpoint, str, bool, bool], dict[str, str]] = {}
+
+    def send(
+        self, call: Call, method: str, url: str, headers: Mapping[str, str], *, ok: Container[int] = (200,), body: bytes | None = None,
+        sent: Sent | None = None,
+    ) -> Response:  # fmt: skip
+        """The response, if its status is in ``ok``. Follows redirects; sends the user's credentials to no other scheme,
+        host or port. ``sent``: this request, if `start` has sent it. Raises `RemoteError`, or `AttemptFailed` if another
+        attempt may succeed."""
+        target = call.redirects.get(url) if method == "GET" and sent is None else None
+        if target is not None:
+            # the request for the URL itself is not sent, since it is known where that leads
+            first = _parsed(call, url if self._sign is None else self._sign(method, url, {})[0])[:2]
+            try:
+                there = self.start(call, method, target, headers, body, first=first)
+                return self._follow(call, method, url, headers, ok, body, there, first)
+            except (errors.AccessDenied, errors.NotFound):  # such as a signature that has expired
+                call.redirects.pop(url, None)
+        sent = sent or self.start(call, method, url, headers, body)
+        return self._follow(call, method, url, headers, ok, body, sent, None)
+
+    def start(
+        self, call: Call, method: str, target: str, headers: Mapping[str, str], body: bytes | None = None, *,
+        on_ready: Callable[[], None] | None = None, first: tuple[Endpoint, str] | None = None,
+    ) -> Sent:  # fmt: skip
+        """Send a request, without waiting for anything; `send` waits for its response. ``on_ready``: see `HttpTransfer`.
+        ``first``: endpoint and user of the first request for the URL, if that redirects to ``target``. Raises
+        `RemoteTimeout` for a host that did not respond recently, and `AttemptFailed` if this process can send nothing."""
+        address, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
+        endpoint, user, path = _parsed(call, address)
+        first_endpoint, first_user = first or (endpoint, user)
+        defaults = self._default_headers(endpoint, user or (first_user if endpoint == first_endpoint else ""), first_endpoint)
+        call.count(requests=1)
+        options = self.options
+        if endpoint not in self._proxies:
+            self._proxies[endpoint] = _proxy_of(endpoint) if options.proxies else None
+        proxy = self._proxies[endpoint]
+        request = TransferRequest(
+            method, f"{endpoint.scheme}://{endpoint.name}", _TO_QUOTE.sub(_quoted, path), {**defaults, **signed}, body, proxy,
+            connect_timeout=call.timeout(options.connect_timeout), read_timeout=options.read_timeout, until=call.until,
+            limits=call.limits, wait=call.wait,
+        )  # fmt: skip
+        call.check_host(way := request.way)
+        host, port = (endpoint.host, endpoint.port) if proxy is None else _address_of(proxy)
+        until, addresses = self._addresses.get(way, (0.0, None))
+        if until < time.monotonic():
+            addresses = [] if _is_address(host) else None
+        transfer = loop.start(HttpTransfer(request, options.buffer, on_ready, addresses=addresses))
+        if addresses is None:
+            try:
+                threading.Thread(target=self._resolve, args=(transfer, host, port), daemon=True, name="resolver").start()
+            except RuntimeError:  # this process cannot start another thread, so nothing ends the resolver
+                self._resolve(transfer, host, port)
+        return Sent(address, endpoint, user, transfer)
+
+    def _wait_for_head(self, call: Call, transfer: HttpTransfer) -> None:
+        """The end of the call ends the response too. Raises `AttemptFailed`, and `CallAborted` after the end of the call."""
+        way = transfer.request.way
+        try:
+            call.on_abort(transfer.abort)
+            transfer.wait_for_head()
+        except BaseException as error:
+            transfer.close()
+            call.not_on_abort(transfer.abort)
+            if isinstance(error, AttemptFailed) and error.no_answer:
+                call.host_silent(way, transfer.started + transfer.queued, unreachable=error.unreachable)
+            if isinstance(error, NotConnected):
+                self._addresses.pop(way, None)
+            raise
+        call.host_answered(way)
+
+    def _follow(
+        self, call: Call, method: str, url: str, headers: Mapping[str, str], ok: Container[int], body: bytes | None, sent: Sent,
+        first: tuple[Endpoint, str] | None,
+    ) -> Response:  # fmt: skip
+        """Wait for the response to a request for ``url``, and send it again to wherever that redirects."""
+        is_redirected, may_repeat = False, True
+        for _ in range(MAX_REDIRECTS):
+            first = first or (sent.endpoint, sent.user)
+            self._wait_for_head(call, sent.transfer)
+            response = Response(sent.transfer, call, has_body=method != "HEAD", raw=self._raw)
+            if response.status in ok:
+                if is_redirected and self._keeps_redirects:
+                    call.redirects[url] = sent.address
+                if self._amend is not None:
+                    response.headers = self._amend(url, response.headers)
+                return response
+            with response:
+                if response.status in REDIRECTS and "Location" in response.headers:
+                    response.drain()
+                    target, is_redirected = self._redirect_target(call, sent.address, response.headers["Location"]), True
+                else:
+                    refusal = self._refusal(call, url, response)
+                    if not (isinstance(refusal, SendAgain) and may_repeat):
+                        raise refusal
+                    target, is_redirected, may_repeat, first = url, False, False, None
+            if response.status == 303 and method != "HEAD":
+                method, body = "GET", None
+            sent = self.start(call, method, target, headers, body, first=first)
+        raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_REDIRECTS} times", url=call.url)
+
+    def _redirect_target(self, call: Call, url: str, location: str) -> str:
+        try:
+            target = urljoin(url, location)
+            scheme, _ = endpoint_of(*urlsplit(target)[:2])[:2]
+        except ValueError:
+            raise errors.RemoteProtocolError(f"{call.url} redirects to a URL that is not HTTP", url=call.url) from None
+        if scheme == "http" and urlsplit(url).scheme.lower() == "https" and not self.options.allow_downgrade:
+            reason = f"{call.url} redirects to http://, where others can read and replace what is sent"
+            raise errors.RemoteProtocolError(f"{reason}: to follow it, pass RemoteOptions(allow_downgrade=True)", url=call.url)
+        return target
+
+    def _default_headers(self, endpoint: Endpoint, user: str, first: Endpoint) -> dict[str, str]:
+        """The headers of every request to an endpoint: ours and the user's; after a redirect to another endpoint than the first, only
+        the credentials that netrc has for that host."""
+        may_use_netrc = endpoint == first or _may_use_netrc(endpoint, first)
+        key = (endpoint, user, endpoint == first, may_use_netrc)
+        headers = self._defaults.get(key)
+        if headers is None:
+            if len(self._defaults) > 1000:
+                self._defaults.clear()
+            given = dict(self.options.headers) if endpoint == first else {}
+            names = {name.lower() for name in given}
+            own = OWN_HEADERS if self._sign else {"Host": endpoint.host_header, **OWN_HEADERS}  # a signature covers the host
+            headers = {name: value for name, value in own.items() if name.lower() not in names}
+            if self._sign is None and "authorization" not in names:
+                headers |= self._credentials(endpoint, user, endpoint == first, may_use_netrc)
+            headers = self._defaults[key] = headers | given
+        return headers
+
+    def _credentials(self, endpoint: Endpoint, user: str, is_first: bool, may_use_netrc: bool) -> dict[str, str]:
+        if is_first and self.options.token:
+            return {"Authorization": f"Bearer {self.options.token}"}
+        if user:
+            name, _, password = user.partition(":")
+            return {"Authorization": basic_auth(unquote(name), unquote(password))}
+        login = _netrc_login(endpoint.host) if self.options.netrc and may_use_netrc else None
+        return {"Authorization": basic_auth(*login)} if login else {}
+
+    def _refusal(self, call: Call, url: str, response: Response) -> Exception:
+        body = response.drain()
+        if response.status == 401:
+            self._defaults.clear()  # the user may have written a netrc file by the next call
+        explained = self._explain(url, response.status, response.headers, body) if self._explain else None
+        return explained or error_for_status(call.url, response.status, response.reason, response.headers)
+
+    def _resolve(self, transfer: HttpTransfer, host: str, port: int) -> None:
+        """Tell a transfer the addresses of its host. Nothing can end a resolver: the loop ends a transfer that has waited
+        for its whole time for connecting."""
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except Exception as error:  # noqa: BLE001 (passed to the thread that waits for the transfer, whatever it is)
+            # a name server that gives no answer takes as long as a silent host; a refusal comes at once
+            failed = AttemptFailed(NO_NAME, no_answer=getattr(error, "errno", None) == socket.EAI_AGAIN)
+            failed.__cause__ = error
+            transfer.fail(failed)
+            return
+        names = dict.fromkeys(str(info[4][0]) for info in found)
+        addresses = [f"{host}:{port}:{f'[{name}]' if ':' in name else name}" for name in names]
+        if len(self._addresses) >= MAX_NAMES:
+            self._addresses.clear()
+        self._addresses[transfer.request.way] = (time.monotonic() + KEEP_ADDRESSES, addresses)
+        transfer.resolved(addresses)
+
+
+# -- endpoints, proxies, credentials ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _quoted(match: re.Match[str]) -> str:
+    return quote(match[0], safe="", errors="surrogatepass")
+
+
+def _proxy_of(endpoint: Endpoint) -> str | None:
+    proxies = urllib.request.getproxies_environment()
+    if urllib.request.proxy_bypass_environment(f"{endpoint.host}:{endpoint.port}", proxies):  # type: ignore[attr-defined]
+        return None
+    proxy = proxies.get(endpoint.scheme) or proxies.get("all")
+    if not proxy:
+        return None
+    proxy = proxy if "://" in proxy else f"http://{proxy}"
+    kind = proxy.partition("://")[0].lower()
+    if kind not in PROXY_PORTS:
+        message = (
+            f"the environment names a {kind}:// proxy for {endpoint.scheme}:// URLs: name an http:// or socks5h:// one, or set NO_PROXY"
+        )
+        raise errors.ConfigError(message)
+    parts = urlsplit(proxy)
+    user, at, _ = parts.netloc.rpartition("@")
+    host, port = _address_of(proxy)
+    return f"{kind}://{user}{at}{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _address_of(proxy: str) -> tuple[str, int]:
+    """Host and port of a proxy's URL. Raises `ConfigError`."""
+    try:
+        parts = urlsplit(proxy)
+        host, port = parts.hostname, parts.port or PROXY_PORTS.get(parts.scheme.lower())
+    except ValueError:  # its text may quote the URL
+        host, port = None, None
+    if not host or not port:
+        raise errors.ConfigError("the environment names a proxy without a host: write http://host:port")
+    return host, port
+
+
+def basic_auth(user: str, password: str) -> str:
+    """The value of an ``Authorization`` header."""
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+def _may_use_netrc(endpoint: Endpoint, first: Endpoint) -> bool:
+    """Whether an endpoint that a redirect leads to may receive the credentials that netrc has for its host. netrc names hosts only: so
+    not another port or scheme of the first host, and nothing goes unencrypted that an unencrypted request did not lead to."""
+    usual_port = endpoint.port in (first.port, PORTS[endpoint.scheme])
+    return endpoint.host != first.host and usual_port and (endpoint.scheme == "https" or first.scheme == "http")
+
+
+def _parsed(call: Call, url: str) -> tuple[Endpoint, str, str]:
+    """(endpoint, user info, path and query)"""
+    parts = _URL.match(url)
+    try:
+        scheme, netloc, target = parts.groups() if parts else ("", "", "")
+        endpoint = endpoint_of(scheme.lower(), netloc)
+    except ValueError:  # its text may quote the URL
+        raise errors.ConfigError(f"{call.url} names no host: write https://host/path", url=call.url) from None
+    return endpoint, netloc.rpartition("@")[0], target if target.startswith("/") else f"/{target}"
+
+
+def _netrc_login(host: str) -> tuple[str, str] | None:
+    path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
+    try:
+        login = netrc.netrc(path).authenticators(host)
+    except FileNotFoundError:
+        return None
+    except (OSError, netrc.NetrcParseError, UnicodeDecodeError) as error:  # the text of a parse error may quote a password
+        log.warning("%s cannot be used: %s", path, type(error).__name__)
+        return None
+    return (login[0], login[2] or "") if login and login[0] else None
