@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 MOST_NODES = 20_000
 """Prefixes that are told apart; further ones count for those above them."""
+MOST_CELLS = 24
 _DEEPEST = 8
+
+
+class Cell(NamedTuple):
+    """A part of a space: a prefix of names, its bytes and its entries."""
+
+    name: str
+    bytes: int
+    entries: int
 
 
 class PrefixNode:
@@ -49,6 +59,22 @@ def tree_of(entries: Iterable[tuple[str, int]]) -> PrefixNode:
 def _parts(name: str) -> list[str]:
     """The directories of a name, with their slashes; the host of a URL is the first one."""
     scheme, found, rest = name.partition("://")
-    parts = (rest if found else name).split("/")[:-1][:_DEEPEST]
-    parts = [part + "/" for part in parts]
+    parts = [part + "/" for part in (rest if found else name).split("/")[:-1][:_DEEPEST]]
     return [f"{scheme}://{parts[0]}", *parts[1:]] if found and parts else parts
+
+
+def cells_of(entries: Iterable[tuple[str, int]]) -> list[Cell]:
+    """The largest prefixes of the names of entries, which come with their bytes, the largest first. Together they are all entries."""
+    cells: list[Cell] = []
+    nodes = [tree_of(entries)]
+    while nodes:  # split the largest one
+        node = max(nodes, key=lambda one: one.bytes)
+        nodes.remove(node)
+        children = list(node.children.values())
+        if len(cells) + len(nodes) + len(children) + 1 > MOST_CELLS:
+            children = []
+        nodes += children
+        own = node.entries - sum(child.entries for child in children)
+        if own:
+            cells.append(Cell(node.name, node.bytes - sum(child.bytes for child in children), own))
+    return sorted(cells, key=lambda cell: -cell.bytes)

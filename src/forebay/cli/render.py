@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from forebay._model import Entry, Problem, Report, Strays, Victim
     from forebay.claims import ClaimInfo
     from forebay.cli.prefixes import PrefixNode
-    from forebay.reports import Stats
+    from forebay.reports import HistoryPoint, Stats
 
 T = TypeVar("T")
 PAGE_ROWS = 1000
@@ -367,6 +367,15 @@ def _ago(now: float, moment: float) -> str:
 def count(number: int, one: str, many: str) -> str:
     """A number with its noun."""
     return f"{number:,} {one if number == 1 else many}"
+
+
+def length_of(points: Sequence[HistoryPoint]) -> str:
+    """How long a history is, as words."""
+    seconds = points[-1].end - points[0].start if points else 0.0
+    for one, many, unit in (("day", "days", 86_400), ("hour", "hours", 3600), ("minute", "minutes", 60)):
+        if seconds >= 2 * unit:
+            return count(round(seconds / unit), one, many)
+    return count(round(seconds), "second", "seconds")
 
 
 def _entries_and_strays(entries: int, strays: int) -> str:
