@@ -31,12 +31,14 @@ from forebay.cli.options import (
     verb,
 )
 from forebay.cli.prefixes import tree_of
-from forebay.cli.render import Output, entry_record, print_error, shown, shown_name
+from forebay.cli.render import Output, ago, entry_record, print_error, shown, shown_name
 from forebay.errors import ConfigError, NotCached
 
 if TYPE_CHECKING:
     from forebay._model import Entry
     from forebay.cache import Cache
+
+MOST_PIDS = 4  # of a claim
 
 
 @verb("forebay ls --sort size --limit 10", "forebay ls --filter 'used>30d'", "forebay ls --tree")
@@ -87,7 +89,11 @@ def ls(
             ordered = listing.sorted_by(attrgetter(sort), backwards=not reverse)
         entries = (e for e in matching(cache, ordered, names) if (not filters or passes(e)) and (e.leased or not leased))
         if tree:
-            output.tree(islice(tree_of((entry.name, entry.size) for entry in entries).lines(), limit))
+            lines = list(islice(tree_of((entry.name, entry.size) for entry in entries).lines(), limit))
+            output.document([{"prefix": one.name, "bytes": one.bytes, "entries": one.entries, "depth": depth} for depth, _, one in lines])
+            rows = [(format_size(one.bytes), f"{one.entries:,}", "  " * depth + label) for depth, label, one in lines]
+            if rows:
+                output.table(("SIZE>", "ENTRIES>", "PREFIX"), rows)
         else:
             output.entries(islice(entries, limit), names_only=quiet)
 
@@ -172,7 +178,17 @@ def du(root: Path | None, as_json: bool) -> None:
         "strays": strays,
         "spaces": {name: {"entries": count, "bytes": size} for name, (count, size) in usage.spaces.items()},
     })  # fmt: skip
-    output.usage(usage, free, overhead)
+    spaces = [(name, count, format_size(size)) for name, (count, size) in sorted(usage.spaces.items())]
+    output.table(("SPACE", "ENTRIES>", "BYTES>"), spaces)
+    reserved = f", {format_size(usage.bytes_reserved)} reserved for fetches" if usage.bytes_reserved else ""
+    used = f"{format_size(usage.bytes_used)} used{reserved} of a budget of {format_size(usage.budget)}"
+    output.line(f"{used}; {format_size(free)} free on the disk")
+    limits = [f"{format_size(usage.max_rate)} a second"] if usage.max_rate else []
+    limits += [f"{usage.max_connections:,} connections to a host"] if usage.max_connections else []
+    if limits:
+        output.line(f"transfers are limited to {' and '.join(limits)}, for all processes together")
+    parts = ", ".join(f"{name} {format_size(size)}" for name, size in overhead.items())
+    output.line(f"{format_size(sum(overhead.values()))} outside the budget: {parts}")
     output.strays(strays, "`forebay prune` removes them")
 
 
@@ -248,4 +264,13 @@ def claims(as_json: bool) -> None:
     ]
     output = Output(as_json)
     output.document(listed)
-    output.claims(listed)
+    now = time.time()
+    rows = []
+    for claim in listed:
+        pids = [str(pid) for pid in claim.pids]
+        processes = " ".join(pids if len(pids) <= MOST_PIDS else [*pids[: MOST_PIDS - 1], f"+{len(pids) - MOST_PIDS + 1}"]) or "-"
+        memory = "-" if claim.bytes is None else format_size(claim.bytes)
+        state, directories = "live" if claim.live else "dead", " ".join(claim.directories) or "damaged"
+        rows.append((f"{claim.prefix:06}", state, ago(now, claim.started), claim.user, processes, memory, claim.job or "-", directories))
+    if rows:
+        output.table(("PREFIX", "STATE", "AGE>", "USER", "PROCESSES", "MEMORY>", "JOB", "DIRECTORIES"), rows)

@@ -48,7 +48,7 @@ TASKS = {
         "prune": "removing",
         "clear": "removing",
     },
-    "Check": {"config": "settings", "doctor": "checking", "verify": "checking"},
+    "Check": {"config": "settings", "doctor": "checkup", "verify": "checkup"},
     "Begin": {"help": "main", "completion": "main", "demo": "demo"},
 }
 """The verbs by task, in the order of the help, and the module of each."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ from forebay.cli.options import (
     verb,
     yes_option,
 )
-from forebay.cli.render import Output, confirmed, note, print_error
+from forebay.cli.render import Output, ago, confirmed, count, note, print_error
 from forebay.errors import ConfigError, ForebayError, NotCached
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _remove(cache: Cache, entries: list[Entry], missing: dict[str, NotCached], o
         freed=sum(r.freed for r in reports),
     )
     output.document(report)
-    output.report(report, pinned=[entry.name for entry in entries if entry.life == "pinned"])
+    _show_report(report, output, pinned=[entry.name for entry in entries if entry.life == "pinned"])
     return report
 
 
@@ -132,7 +133,10 @@ def prune(
             raise NotFreed(f"{what} {state}; the rest is pinned, in use, or reserved for fetches")
         return
     dead = _dead_claims(dry_run=dry_run)
-    output.dead_claims(dead, "would be freed" if dry_run else "freed")
+    for claim in dead:
+        memory = f", {format_size(claim.bytes)} of shared memory" if claim.bytes else ""
+        what = f"claim {claim.prefix:06} of a dead job{memory} {'would be freed' if dry_run else 'freed'}"
+        output.line(f"{what}: {', '.join(claim.directories) or 'damaged'}")
     try:
         with opened(root, change=not dry_run) as cache:
             strays = cache.strays()
@@ -190,17 +194,38 @@ def _carry_out(
     extra = {name: value for name, value in (("claims", claims), ("strays", strays), ("pinned", pinned)) if value is not None}
     if dry_run:
         output.document({"victims": plan.victims, "frees": plan.frees, **extra})
-        output.victims(plan.victims, plan.frees, strays)
-        output.pinned(pinned or ())
+        _show_victims(plan, strays, output)
+        for name in pinned or ():
+            output.line(f"pinned, kept: {name}", style="yellow")
         return None
     if (plan.victims or (strays and strays.files)) and not yes:
-        output.victims(plan.victims, plan.frees, strays)
+        _show_victims(plan, strays, output)
         if not confirmed("Remove them?"):
             raise click.exceptions.Exit(FAILED)
     report = plan.execute()
     output.document({**report._asdict(), **extra})
-    output.report(report)
+    _show_report(report, output)
     return report
+
+
+def _show_victims(plan: Plan, strays: Strays | None, output: Output) -> None:
+    now = time.time()
+    if plan.victims:
+        output.table(("SIZE>", "USED>", "NAME"), ((format_size(v.size), ago(now, v.used), v.name) for v in plan.victims))
+    what = _entries_and_strays(len(plan.victims), strays.files if strays else 0)
+    output.line(f"{what} would be removed, {format_size(plan.frees + (strays.bytes if strays else 0))}")
+
+
+def _show_report(report: Report, output: Output, *, pinned: Sequence[str] = ()) -> None:
+    """Print what was removed, and the names of entries that stay; ``pinned``: those that stay because they are pinned."""
+    output.line(f"{_entries_and_strays(len(report.removed), report.stray_files)} removed, {format_size(report.freed)} freed")
+    for name in report.spared:
+        output.line(f"{'pinned' if name in pinned else 'in use'}, kept: {name}", style="yellow")
+
+
+def _entries_and_strays(entries: int, strays: int) -> str:
+    what = count(entries, "entry", "entries")
+    return f"{what} and {count(strays, 'stray file', 'stray files')}" if strays else what
 
 
 # -- pins --------------------------------------------------------------------------------------------------------------
