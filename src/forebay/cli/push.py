@@ -17,7 +17,6 @@ from forebay.cli.options import dry_run_option, filled, jobs_option, json_option
 from forebay.cli.render import Output, count, note, shown_name
 
 if TYPE_CHECKING:
-    from forebay.directories.uploading import Tell, Uploaded
     from forebay.origin import Origin
 
 
@@ -44,16 +43,23 @@ class Pushed:
 def push(directory: Path, url: str, delete: bool, keep: bool, jobs: int, dry_run: bool, root: Path | None, as_json: bool) -> None:
     """Upload a directory, such as a checkpoint: only missing files are sent, and readers never see an incomplete upload."""
     from forebay.cli.bars import Bars
+    from forebay.directories import uploading
+    from forebay.directories.location import locate
+    from forebay.reports import Progress
 
     began = time.monotonic()
     with _origin(root, keep=keep and not dry_run) as origin, Bars(1, quiet=as_json) as bars:
 
         def tell(state: str, done: int, total: int) -> None:
-            from forebay.reports import Progress
-
             bars.update(Progress(url, done, total, state))
 
-        done = _push(origin, directory, url, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell)
+        try:
+            done = uploading.push(
+                origin, locate(origin, url), directory, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            note("what was sent stays, invisible to readers: the same command resumes there")
+            raise
         bars.finished(url, "sent" if done.sent else "already there")
     output = Output(as_json)
     output.document(Pushed(shown_name(url), done.sent, done.removed, done.bytes, time.monotonic() - began))
@@ -62,21 +68,6 @@ def push(directory: Path, url: str, delete: bool, keep: bool, jobs: int, dry_run
             for name in names:
                 output.line(f"{verb}: {name}")
         output.line(f"{count(len(done.sent), 'file', 'files')}, {format_size(done.bytes)} to send; {len(done.removed):,} to remove")
-
-
-def _push(
-    origin: Origin, directory: Path, url: str, *, delete: bool, keep: bool, dry_run: bool, jobs: int, tell: Tell
-) -> Uploaded:  # fmt: skip
-    from forebay.directories import uploading
-    from forebay.directories.location import locate
-
-    try:
-        return uploading.push(
-            origin, locate(origin, url), directory, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell
-        )  # fmt: skip
-    except KeyboardInterrupt:
-        note("what was sent stays, invisible to readers: the same command resumes there")
-        raise
 
 
 @contextmanager

@@ -43,7 +43,10 @@ DEFAULTS = {
 def budget(size: str | None, dry_run: bool, yes: bool, root: Path | None, as_json: bool) -> None:
     """Show the budget of the cache, or change it for all processes. Lowering it evicts the least recently used entries at once, after
     asking. No other verb changes it; FOREBAY_BUDGET applies only when a cache is created."""
-    from forebay._kernel import host  # here, so that `forebay --help` need not load it
+    from forebay._engine.store import Settings  # here, so that `forebay --help` need not load it
+    from forebay._kernel import host
+    from forebay.cache import origin_of
+    from forebay.cli.checkup import unused_setting
 
     output = Output(as_json)
     with opened(root, change=size is not None and not dry_run) as cache:
@@ -56,7 +59,12 @@ def budget(size: str | None, dry_run: bool, yes: bool, root: Path | None, as_jso
             if over > 0 and not (dry_run or yes or confirmed("Lower the budget?")):
                 raise click.exceptions.Exit(FAILED)
             if not dry_run:
-                _set_budget(cache, after)
+                store = origin_of(cache).store
+                assert store.keeps  # else the cache could not be opened
+                if store.root.read_only:
+                    raise ReadOnly.of(path)
+                if not store.configure(Settings(budget=after)):
+                    raise CacheFault(f"{store.root.settings} cannot be written now: the budget is not changed")
         usage = cache.stats()
     output.document({"path": path, "budget": usage.budget, "before": before, "used": usage.bytes_used, "reserved": usage.bytes_reserved})
     if size is not None and not dry_run:
@@ -64,35 +72,15 @@ def budget(size: str | None, dry_run: bool, yes: bool, root: Path | None, as_jso
         return
     output.line(f"{format_size(usage.budget)} for all processes; {format_size(usage.bytes_used + usage.bytes_reserved)} used")
     if size is None:
-        _note_unused(path, usage.budget, disk.total)
+        with suppress(ConfigError):  # `config` and `doctor` report it
+            message = unused_setting(path, usage.budget, disk.total)
+            if message:
+                note(message)
 
 
 def _used(cache: Cache) -> int:
     usage = cache.stats()
     return usage.bytes_used + usage.bytes_reserved
-
-
-def _set_budget(cache: Cache, size: int) -> None:
-    """Set the budget of the root. Raises `ReadOnly`, `CacheFault`."""
-    from forebay._engine.store import Settings
-    from forebay.cache import origin_of
-
-    store = origin_of(cache).store
-    assert store.keeps  # else the cache could not be opened
-    if store.root.read_only:
-        raise ReadOnly.of(cache.path)
-    if not store.configure(Settings(budget=size)):
-        raise CacheFault(f"{store.root.settings} cannot be written now: the budget is not changed")
-
-
-def _note_unused(path: Path, size: int, disk: int) -> None:
-    """Tell of a budget in a variable or the user's file that differs."""
-    from forebay.cli.checkup import unused_setting  # here: other verbs need not load it
-
-    with suppress(ConfigError):  # `config` and `doctor` report it
-        message = unused_setting(path, size, disk)
-        if message:
-            note(message)
 
 
 # -- config ------------------------------------------------------------------------------------------------------------
