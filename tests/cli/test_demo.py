@@ -8,6 +8,7 @@ import signal
 import socket
 import tarfile
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_objects_differ_and_have_the_size_that_was_asked_for() -> None:
 def test_a_worker_that_ends_by_itself_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "foreign").touch()
-    with pytest.raises(DemoFailed, match="ended unexpectedly"), Workers(tmp_path / "cache", "http://127.0.0.1:1", 1) as workers:
+    with closing(Workers(tmp_path / "cache", "http://127.0.0.1:1", 1)) as workers, pytest.raises(DemoFailed, match="ended unexpectedly"):
         workers.receive()
     assert "foreign" in capfd.readouterr().err
 

@@ -31,7 +31,7 @@ from forebay._config import (
 )
 from forebay._kernel import host, mappings
 from forebay.cli.hints import FAILED, NoCache
-from forebay.cli.options import existing, json_option, opened, root_option, root_path, verb
+from forebay.cli.options import existing, opened, root_path, store_of, verb
 from forebay.cli.render import Output, count, styled
 
 if TYPE_CHECKING:
@@ -46,11 +46,9 @@ FULL_INDEX = 0.75  # it is replaced by a larger one at 0.625
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|KEY|HEADER")
 
 
-@verb("forebay verify", "forebay verify --repair")
+@verb("forebay verify", "forebay verify --repair", options="root json")
 @click.option("--repair", is_flag=True, help="Repair what is wrong; damaged entries are removed, and fetched again when needed.")
 @click.option("--quick", is_flag=True, help="Do not read the stored bytes: check names, sizes and sums only.")
-@root_option
-@json_option
 def verify(repair: bool, quick: bool, root: Path | None, as_json: bool) -> None:
     """Check the whole cache: every stored byte against its checksum, the catalog against the files, the sums against the budget."""
     output = Output(as_json)
@@ -69,9 +67,7 @@ def verify(repair: bool, quick: bool, root: Path | None, as_json: bool) -> None:
         raise click.exceptions.Exit(FAILED)
 
 
-@verb("forebay doctor")
-@root_option
-@json_option
+@verb("forebay doctor", options="root json")
 def doctor(root: Path | None, as_json: bool) -> None:
     """Find what is wrong or slow on this machine and in this cache, and say what to do. Changes nothing."""
     try:
@@ -255,11 +251,9 @@ def _catalog(path: Path) -> Iterator[Finding]:
 def _content(path: Path) -> Iterator[Finding]:
     if not (path / "FORMAT").exists():
         return
-    from forebay.cache import origin_of
 
     with opened(path) as cache:
-        store = origin_of(cache).store
-        assert store.keeps  # else the cache could not be opened
+        store = store_of(cache)
         stats, problems, index = cache.stats(), cache.check(), store.seeing.index_use()
         standings = store.seeing.usage().standings
     disk = host.disk(path)

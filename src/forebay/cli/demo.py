@@ -21,14 +21,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from forebay._config import format_size, parse_size
 from forebay.cli.hints import FAILED
-from forebay.cli.options import json_option, verb
+from forebay.cli.options import verb
 from forebay.cli.render import Output, console, wants_bars
 from forebay.errors import ConfigError, ForebayError
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from forebay.cache import Cache
-    from forebay.testing import Request, ScriptedServer
+    from forebay.testing import ScriptedServer
 
 SHARDS = 32
 SERVED = 10  # shards of --serve
@@ -68,13 +67,12 @@ class Epoch:
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
 
 
-@verb("forebay demo", "forebay demo --serve")
+@verb("forebay demo", "forebay demo --serve", options="json")
 @click.option("--size", metavar="SIZE", default="64MB", show_default=True, help="How much data.")
 @click.option("--rate", metavar="SIZE", default="4MB", show_default=True, help="What the server sends a second.")
 @click.option("--workers", type=click.IntRange(1, 64), default=4, show_default=True, help="Processes that read.")
 @click.option("--serve", is_flag=True, help="Only serve the data, on this machine, until Ctrl-C: a remote to try the cache on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8930, show_default=True, help="Where --serve listens.")
-@json_option
 def demo(size: str, rate: str, workers: int, serve: bool, port: int, as_json: bool) -> None:
     """Show the cache at work: offline, in about half a minute. Worker processes read real data over HTTP twice, loading ahead; one is
     killed. Then three epochs over objects of which half fit.
@@ -104,9 +102,6 @@ def _serve(total: int, rate: int, port: int) -> None:
         output.line(text)
         sys.stdout.flush()
 
-    def say_request(request: Request) -> None:
-        say(f"{request.method} {request.path}")
-
     output = Output()
     try:
         server = ScriptedServer(port)
@@ -114,7 +109,7 @@ def _serve(total: int, rate: int, port: int) -> None:
         todo = "end the other `forebay demo --serve`, or pass --port"
         raise ConfigError(f"port {port}: {error.strerror}", name="--port", value=str(port), todo=todo) from error
     with server:
-        server.rate, server.on_request = rate, say_request
+        server.rate, server.on_request = rate, lambda request: say(f"{request.method} {request.path}")
         for name, data in pack(total, SERVED).items():
             say(f"{server.put(f'/{name}', data, latency=LATENCY)}  {format_size(len(data))}")
         say(f"{format_size(rate)}/s for all together; press Ctrl-C to quit")
@@ -181,7 +176,7 @@ def work(root: Path, url: str, pipe: Connection) -> None:
 
 
 class Workers:
-    """Worker processes that share the cache in ``root``, and the bytes that it takes on disk. A context manager, for one thread.
+    """Worker processes that share the cache in ``root``, and the bytes that it takes on disk. For one thread.
 
     ``killed``: the process id of the worker that was killed, or 0. ``peak``: the most bytes on disk in any of ``samples``; ``on_disk``:
     in the last one."""
@@ -192,10 +187,8 @@ class Workers:
         self._measured = time.monotonic()
         self._workers = [self._start() for _ in range(count)]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Kill all workers."""
         for process, pipe in self._workers:
             process.kill()
             process.join()
@@ -276,7 +269,7 @@ def _play(size: int, rate: int, count: int, *, quiet: bool) -> dict[str, Any]:
             server.put(f"/{name}", content, latency=LATENCY)
         data = sum(map(len, shards.values()))
         budget, halved = data * 3 // 2, data // 2
-        with Cache(root, budget=budget) as cache, Workers(root, server.url, count) as workers:
+        with Cache(root, budget=budget) as cache, contextlib.closing(Workers(root, server.url, count)) as workers:
             pace = f"{format_size(rate)}/s after {LATENCY * 1000:.0f} ms"
             screen.print(f"{count} workers, {format_size(data)} behind a server that sends {pace}")
             for _ in range(count):

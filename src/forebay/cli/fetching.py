@@ -21,17 +21,7 @@ from forebay._config import format_size
 from forebay._logs import logger
 from forebay.cli.braces import expand, expand_all
 from forebay.cli.hints import OK, is_expected, shared_code
-from forebay.cli.options import (
-    complete_names,
-    dry_run_option,
-    filled,
-    jobs_option,
-    json_option,
-    looked_into,
-    refresh_option,
-    root_option,
-    verb,
-)
+from forebay.cli.options import complete_names, filled, jobs_option, looked_into, verb
 from forebay.cli.render import Output, count, note, print_error, shown_name, wants_bars
 from forebay.cli.streams import copy_to_output
 from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound, Offline, RemoteError
@@ -203,7 +193,11 @@ def _results(urls: Sequence[str], jobs: int, *, quiet: bool) -> Iterator[Results
 # -- pull --------------------------------------------------------------------------------------------------------------
 
 
-@verb("forebay pull https://host/shard-000.tar", "forebay pull https://host/model/ --include '*.json' --to model/")
+@verb(
+    "forebay pull https://host/shard-000.tar",
+    "forebay pull https://host/model/ --include '*.json' --to model/",
+    options="refresh dry-run root json",
+)
 @click.argument("urls", nargs=-1, required=True, metavar="URL...")
 @click.option("--to", metavar="PATH", help="Also copy to this file, or into this directory.")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Of directories, only files that match, such as 'model-*'.")
@@ -211,11 +205,7 @@ def _results(urls: Sequence[str], jobs: int, *, quiet: bool) -> Iterator[Results
 @click.option("--overwrite", is_flag=True, help="Replace existing files where --to copies to.")
 @jobs_option(4)
 @click.option("--sha256", metavar="HEX", help="The expected SHA-256 (for one URL).")
-@refresh_option
 @click.option("--pin", is_flag=True, help="Exclude the objects from eviction, as `forebay pin` does.")
-@dry_run_option
-@root_option
-@json_option
 def pull(
     urls: Sequence[str], to: str | None, include: tuple[str, ...], exclude: tuple[str, ...], overwrite: bool, jobs: int,
     sha256: str | None, refresh: bool, pin: bool, dry_run: bool, root: Path | None, as_json: bool,
@@ -443,10 +433,8 @@ def _pull_directory(
 # -- cat ---------------------------------------------------------------------------------------------------------------
 
 
-@verb("forebay cat https://host/shard-000.tar | tar -t")
+@verb("forebay cat https://host/shard-000.tar | tar -t", options="refresh root")
 @click.argument("urls", nargs=-1, required=True, metavar="URL...", shell_complete=complete_names)
-@refresh_option
-@root_option
 def cat(urls: Sequence[str], refresh: bool, root: Path | None) -> None:
     """Write objects to standard output, one after another, for piping. Objects that are not in the cache are fetched first. Stops at the
     first failure; `set -o pipefail` passes it on to the shell. Braces expand as in bash: 'shard-{000..127}.tar'."""
@@ -463,12 +451,9 @@ def cat(urls: Sequence[str], refresh: bool, root: Path | None) -> None:
 # -- warm --------------------------------------------------------------------------------------------------------------
 
 
-@verb("forebay warm urls.txt --jobs 32", "forebay warm 'https://host/shard-{000..003}.tar' --dry-run")
+@verb("forebay warm urls.txt --jobs 32", "forebay warm 'https://host/shard-{000..003}.tar' --dry-run", options="dry-run root json")
 @click.argument("sources", nargs=-1, required=True, metavar="FILE|URL...")
 @jobs_option(16)
-@dry_run_option
-@root_option
-@json_option
 def warm(sources: Sequence[str], jobs: int, dry_run: bool, root: Path | None, as_json: bool) -> None:
     """Fill the cache before a job, from lists of URLs, or with all objects that share a URL prefix. FILE has one URL per line ('-':
     standard input). URL is a prefix, one HTTP object, or, with braces, several objects: 's3://bucket/shard-{000..127}.tar'. Objects in

@@ -13,23 +13,10 @@ import click
 
 from forebay._config import format_size, parse_size
 from forebay._model import Entry, Report
-from forebay.cli.filters import parse_filters
 from forebay.cli.hints import ABSENT, FAILED, NoCache, NotFreed
-from forebay.cli.options import (
-    check_space,
-    complete_names,
-    dry_run_option,
-    filter_option,
-    find_each,
-    json_option,
-    names_argument,
-    opened,
-    root_option,
-    space_option,
-    verb,
-    yes_option,
-)
-from forebay.cli.render import Output, ago, confirmed, count, note, print_error
+from forebay.cli.options import complete_names, names_argument, opened, verb
+from forebay.cli.render import Output, ago, confirmed, count, note
+from forebay.cli.selecting import check_space, end_if_missing, find_each, parse_filters
 from forebay.errors import ConfigError, ForebayError, NotCached
 
 if TYPE_CHECKING:
@@ -39,13 +26,8 @@ if TYPE_CHECKING:
     from forebay.reports import Plan
 
 
-@verb("forebay rm https://host/shard-000.tar", "forebay rm --filter 'used>30d' --dry-run")
+@verb("forebay rm https://host/shard-000.tar", "forebay rm --filter 'used>30d' --dry-run", options="filter dry-run yes root json")
 @click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete_names)
-@filter_option
-@dry_run_option
-@yes_option
-@root_option
-@json_option
 def rm(names: tuple[str, ...], filters: tuple[str, ...], dry_run: bool, yes: bool, root: Path | None, as_json: bool) -> None:
     """Remove entries by name, or by filter after asking. Entries that are in use or pinned stay, and are listed."""
     if bool(names) == bool(filters):
@@ -61,12 +43,9 @@ def rm(names: tuple[str, ...], filters: tuple[str, ...], dry_run: bool, yes: boo
             passes = (lambda entry: entry.id in ids) if names else parse_filters(filters)
             pinned = [entry.name for entry in entries if entry.life == "pinned"] if names else None
             report = _carry_out(cache.plan(where=passes), output, dry_run=dry_run, yes=yes, pinned=pinned)
-    for error in missing.values():
-        print_error(error)
+    end_if_missing(missing, FAILED if report is not None and report.spared else ABSENT)
     if report is not None and report.spared:
         raise click.exceptions.Exit(FAILED)
-    if missing:
-        raise click.exceptions.Exit(ABSENT)
 
 
 def _ids_of_blocks(cache: Cache, entries: list[Entry], missing: dict[str, NotCached]) -> set[int]:
@@ -101,14 +80,8 @@ def _remove(cache: Cache, entries: list[Entry], missing: dict[str, NotCached], o
     return report
 
 
-@verb("forebay prune", "forebay prune --free 20GB --dry-run")
+@verb("forebay prune", "forebay prune --free 20GB --dry-run", options="filter space dry-run yes root json")
 @click.option("--free", metavar="SIZE", help="Make room for SIZE more bytes, least recently used first.")
-@filter_option
-@space_option
-@dry_run_option
-@yes_option
-@root_option
-@json_option
 def prune(
     free: str | None, filters: tuple[str, ...], space: str | None, dry_run: bool, yes: bool, root: Path | None, as_json: bool
 ) -> None:
@@ -170,12 +143,7 @@ def _dead_claims(*, dry_run: bool) -> list[ClaimInfo]:
         return []
 
 
-@verb("forebay clear --space urls --dry-run")
-@space_option
-@dry_run_option
-@yes_option
-@root_option
-@json_option
+@verb("forebay clear --space urls --dry-run", options="space dry-run yes root json")
 def clear(space: str | None, dry_run: bool, yes: bool, root: Path | None, as_json: bool) -> None:
     """Remove everything, or one space, after asking. Entries that are pinned or in use stay."""
     with opened(root, change=not dry_run) as cache:
@@ -231,20 +199,16 @@ def _entries_and_strays(entries: int, strays: int) -> str:
 # -- pins --------------------------------------------------------------------------------------------------------------
 
 
-@verb("forebay pin https://host/shard-000.tar")
+@verb("forebay pin https://host/shard-000.tar", options="root json")
 @names_argument
-@root_option
-@json_option
 def pin(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
     """Exclude entries from eviction until `forebay unpin`. They still count against the budget."""
     with opened(root, change=True) as cache:
         _each_name(cache, names, cache.pin, done="pinned", as_json=as_json)
 
 
-@verb("forebay unpin https://host/shard-000.tar")
+@verb("forebay unpin https://host/shard-000.tar", options="root json")
 @names_argument
-@root_option
-@json_option
 def unpin(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
     """Allow pinned entries to be evicted again."""
     with opened(root, change=True) as cache:
@@ -265,7 +229,4 @@ def _each_name(cache: Cache, names: Sequence[str], act: Callable[[Entry], object
             present.append(entry.name)
             output.line(f"{done}: {entry.name}")
     output.document({done: present, "missing": [absent.key for absent in missing.values()]})
-    for absent in missing.values():
-        print_error(absent)
-    if missing:
-        raise click.exceptions.Exit(ABSENT)
+    end_if_missing(missing)

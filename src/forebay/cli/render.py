@@ -207,7 +207,12 @@ class Output:
     def entries(self, entries: Iterable[Entry], *, names_only: bool = False) -> None:
         """Print any number of entries without keeping them in memory."""
         if self.as_json:
-            self._stream("[", (json.dumps(entry_record(entry)) for entry in entries), "]")
+            sys.stdout.write("[")
+            comma = ""
+            for entry in entries:
+                sys.stdout.write(f"{comma}\n  {json.dumps(entry_record(entry))}")
+                comma = ","
+            sys.stdout.write("\n]\n" if comma else "]\n")
         elif names_only:
             self.names(entry.name for entry in entries)
         else:
@@ -226,15 +231,6 @@ class Output:
         for page in _pages(names):
             text = "\n".join(page)
             self.raw(text if text.replace("\n", "").isprintable() and text.count("\n") == len(page) - 1 else "\n".join(map(plain, page)))
-
-    def _stream(self, before: str, items: Iterable[str], after: str) -> None:
-        """Print a JSON list, one item a line."""
-        sys.stdout.write(before)
-        comma = ""
-        for item in items:
-            sys.stdout.write(f"{comma}\n  {item}")
-            comma = ","
-        sys.stdout.write(f"\n{after}\n" if comma else f"{after}\n")
 
     def strays(self, strays: Strays, todo: str = "") -> None:
         """Print the files that belong to no entry, if there are any."""

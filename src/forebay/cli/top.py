@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from forebay._config import format_age, format_size
-from forebay.cli.options import json_option, opened, root_option, verb
+from forebay.cli.options import opened, verb
 from forebay.cli.render import Output, console, count, plain, rich_table
 
 if TYPE_CHECKING:
@@ -44,13 +44,11 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """Columns, those whose names end with ``>`` aligned to the right, and rows."""
 
 
-@verb("forebay top", "forebay top --once --json")
+@verb("forebay top", "forebay top --once --json", options="root json")
 @click.option("--once", is_flag=True, help="Print one sample and exit.")
 @click.option(
     "--interval", "-i", type=click.FloatRange(min=0.05), default=1.0, show_default=True, metavar="SECONDS", help="Seconds between updates."
 )
-@root_option
-@json_option
 def top(once: bool, interval: float, root: Path | None, as_json: bool) -> None:
     """Watch what all processes on the node do with this cache: hits, bytes per second, fetches, waits, evictions. Press q to quit."""
     if not math.isfinite(interval):

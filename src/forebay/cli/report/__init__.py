@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from forebay._config import format_size
-from forebay.cli.options import json_option, opened, root_option, verb
+from forebay.cli.options import opened, verb
 from forebay.cli.render import Output, count, length_of
 from forebay.cli.streams import write_whole
 
@@ -15,10 +15,8 @@ LARGEST = 12
 """Prefixes of a space that the report in a terminal has."""
 
 
-@verb("forebay report", "forebay report --html report.html")
+@verb("forebay report", "forebay report --html report.html", options="root json")
 @click.option("--html", "file", metavar="FILE", help="Write one self-contained HTML page; - is standard output.")
-@root_option
-@json_option
 def report(file: str | None, root: Path | None, as_json: bool) -> None:
     """Show what occupies the cache, what it did in the last day and month, and what happens now: as text, HTML or JSON."""
     from forebay.cli.report.content import gather

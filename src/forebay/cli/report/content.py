@@ -11,8 +11,8 @@ from forebay import __version__
 from forebay._engine.seeing import Now
 from forebay.cache import Cache, origin_of
 from forebay.claims import ClaimInfo, list_claims
-from forebay.cli.prefixes import Cell, cells_of
 from forebay.cli.render import plain, shown, shown_name
+from forebay.cli.selecting import Cell, cells_of
 from forebay.reports import HistoryPoint, Stats
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from forebay._config import format_size
-from forebay.cli.prefixes import Cell
 from forebay.cli.render import count
+from forebay.cli.selecting import Cell
 from forebay.reports import HistoryPoint
 
 # -- charts: a line of steps for each series, since each value holds for a period --------------------------------------
