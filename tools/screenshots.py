@@ -21,7 +21,7 @@ from forebay._engine.seeing import Failure, Fetch, Now
 from forebay.claims import ClaimInfo
 from forebay.cli.report.content import Content
 from forebay.cli.report.page import page
-from forebay.cli.report.treemap import Cell
+from forebay.cli.selecting import Cell
 from forebay.reports import HistoryPoint, Stats
 
 REPO = Path(__file__).parents[1]

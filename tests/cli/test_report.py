@@ -18,11 +18,11 @@ import pytest
 from forebay import Cache
 from forebay._engine.seeing import Failure, Fetch, Now
 from forebay.claims import ClaimInfo
-from forebay.cli import prefixes
-from forebay.cli.report import charts, treemap
+from forebay.cli import selecting
 from forebay.cli.report.content import gather
+from forebay.cli.report.drawing import HINT, Rect, Series, chart, squarify, treemap
 from forebay.cli.report.page import page as html_of
-from forebay.cli.report.treemap import Cell, Rect, cells_of, squarify
+from forebay.cli.selecting import Cell, cells_of
 from forebay.reports import HistoryPoint
 from forebay.testing import ScriptedServer
 
@@ -64,7 +64,7 @@ def test_the_example_of_the_paper_has_its_layout() -> None:
 def test_nothing_and_no_room_are_drawn_too() -> None:
     assert squarify([], Rect(0.0, 0.0, 1.0, 1.0)) == []
     assert squarify([3, 2], Rect(0.0, 0.0, 0.0, 5.0)) == [Rect(0.0, 0.0, 0.0, 0.0)] * 2
-    assert "<svg" in treemap.draw([("empty", [Cell("a", 0, 3)])], 100, 100, "wide")
+    assert "<svg" in treemap([("empty", [Cell("a", 0, 3)])], 100, 100, "wide")
 
 
 def test_cells_are_prefixes_that_together_are_all_entries() -> None:
@@ -72,7 +72,7 @@ def test_cells_are_prefixes_that_together_are_all_entries() -> None:
     names = [f"https://host{rng.randrange(3)}/a{rng.randrange(5)}/b{rng.randrange(4)}/{n}" for n in range(1000)]
     entries = [(name, rng.randrange(1, 1000)) for name in [*names, "plain", "https://host0/top"]]
     cells = cells_of(iter(entries))
-    assert 5 < len(cells) <= treemap.MOST_CELLS
+    assert 5 < len(cells) <= selecting.MOST_CELLS
     assert sum(cell.bytes for cell in cells) == sum(size for _, size in entries)
     assert sum(cell.entries for cell in cells) == len(entries)
     assert [cell.bytes for cell in cells] == sorted((cell.bytes for cell in cells), reverse=True)
@@ -80,14 +80,14 @@ def test_cells_are_prefixes_that_together_are_all_entries() -> None:
 
 
 def test_a_million_prefixes_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "MOST_NODES", 10)
+    monkeypatch.setattr(selecting, "MOST_NODES", 10)
     cells = cells_of((f"s3://bucket/{number}/x", 1) for number in range(1000))
     assert sum(cell.entries for cell in cells) == 1000
 
 
 def test_a_chart_draws_steps_and_leaves_gaps() -> None:
     points = [HistoryPoint(0, 60, hits=1), HistoryPoint(60, 120), HistoryPoint(120, 180, hits=1, misses=1)]
-    svg = charts.draw("Hit rate", points, [charts.Series("", lambda point: point.hit_rate)], lambda value: f"{value:.0%}", "none", top=1.0)
+    svg = chart("Hit rate", points, [("", lambda point: point.hit_rate)], lambda value: f"{value:.0%}", "none", top=1.0)
     line = re.search(r'class="line line0" d="([^"]*)"', svg)
     assert line is not None
     assert line[1].count("M") == 2
@@ -97,9 +97,9 @@ def test_a_chart_draws_steps_and_leaves_gaps() -> None:
 def test_a_chart_without_data_is_a_sentence() -> None:
     def drawn(**counts: int) -> str:
         points = [HistoryPoint(0, 60, **counts), HistoryPoint(60, 120)]
-        fallbacks = charts.Series("", lambda point: point.fallbacks)
-        rate = charts.Series("", lambda point: point.hit_rate)
-        return charts.draw("F", points, [fallbacks], str, "None & none.") + charts.draw("R", points, [rate], str, "No calls.", top=1.0)
+        fallbacks: Series = ("", lambda point: point.fallbacks)
+        rate: Series = ("", lambda point: point.hit_rate)
+        return chart("F", points, [fallbacks], str, "None & none.") + chart("R", points, [rate], str, "No calls.", top=1.0)
 
     assert re.findall(r"<svg|None &amp; none|No calls", drawn()) == ["None &amp; none", "No calls"]
     assert re.findall(r"<svg|None &amp; none|No calls", drawn(misses=1)) == ["None &amp; none", "<svg"]  # a rate of 0% is one
@@ -108,18 +108,18 @@ def test_a_chart_without_data_is_a_sentence() -> None:
 
 @pytest.mark.parametrize("seconds", [90, 960, 86_400, 2 * 86_400, 7 * 86_400, 30 * 86_400])
 def test_no_two_times_of_an_axis_are_the_same(seconds: int) -> None:
-    svg = charts.draw("", [HistoryPoint(0, seconds, hits=1)], [charts.Series("", lambda point: point.hits)], str, "")
+    svg = chart("", [HistoryPoint(0, seconds, hits=1)], [("", lambda point: point.hits)], str, "")
     times = re.findall(r'y="145"[^>]*>([^<]*)<', svg)
     assert len(times) >= 3
     assert len(set(times)) == len(times) - (seconds == 86_400)  # midnight and midnight
-    highest = charts.draw("", [HistoryPoint(0, 1, waits=1)], [charts.Series("", lambda point: point.waits / 300)], str, "")
+    highest = chart("", [HistoryPoint(0, 1, waits=1)], [("", lambda point: point.waits / 300)], str, "")
     assert "0.005" in highest  # small values reach above half of their axis
 
 
 def test_a_name_without_room_has_the_number_of_its_row_and_each_is_whole_below() -> None:
     spaces = [("urls", [Cell("s3://b/" + "x" * 80, 10**9, 7), Cell("s3://b/small/", 10**7, 2), Cell("dot", 10**4, 1), Cell("none", 0, 1)]),
               ("other", [Cell("y/", 2 * 10**8, 1)])]  # fmt: skip
-    svg = treemap.draw(spaces, 380, 460, "narrow")
+    svg = treemap(spaces, 380, 460, "narrow")
     labels = re.findall(r'class="name"[^>]*>([^<]*)<', svg)
     assert re.fullmatch("1 …x+", labels[0])
     assert "y/" in labels
@@ -127,7 +127,7 @@ def test_a_name_without_room_has_the_number_of_its_row_and_each_is_whole_below()
         f"1. 1 GB in 7 entries of urls: s3://b/{'x' * 80}", "2. 10 MB in 2 entries of urls: s3://b/small/",
         "3. 10 kB in 1 entry of urls: dot", "5. 200 MB in 1 entry of other: y/",
     ]  # fmt: skip
-    assert treemap.HINT in svg
+    assert HINT in svg
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

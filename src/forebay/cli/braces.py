@@ -6,7 +6,6 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from forebay.errors import ConfigError
 
@@ -16,14 +15,6 @@ MOST = 1_000_000
 _RANGE = re.compile(r"(?:(-?\d{1,18})\.\.(-?\d{1,18})|([A-Za-z])\.\.([A-Za-z]))(?:\.\.-?(\d{1,18}))?", re.ASCII)
 _PADDED = re.compile(r"-?0\d")
 _ESCAPED = re.compile(r"\\([{},])")
-
-
-class _Group(NamedTuple):
-    """A pair of braces: the text before it, what it stands for, the text behind it."""
-
-    before: str
-    inside: Sequence[str]
-    behind: str
 
 
 def expand_all(texts: Sequence[str]) -> list[str]:
@@ -54,9 +45,9 @@ def _expanded(text: str) -> Iterator[str]:
     if group is None:
         yield text
         return
-    before, inside, behind = group
+    before, parts, behind = group
     tails = list(_expanded(behind))
-    for part in inside:
+    for part in parts:
         for middle in _expanded(part):
             for tail in tails:
                 yield f"{before}{middle}{tail}"
@@ -65,44 +56,38 @@ def _expanded(text: str) -> Iterator[str]:
 def _count(text: str) -> int:
     """The number of texts, which may be too large to make them."""
     group = _first_group(text)
-    return 1 if group is None else sum(map(_count, group.inside)) * _count(group.behind)
+    return 1 if group is None else sum(map(_count, group[1])) * _count(group[2])
 
 
-def _first_group(text: str) -> _Group | None:
-    for start, sign in _signs(text):
-        end = _partner(text, start) if sign == "{" and text[start - 1 : start] != "$" else -1
-        inside = _parts(text[start + 1 : end]) if end > 0 else []
-        if inside:
-            return _Group(text[:start], inside, text[end + 1 :])
+def _first_group(text: str) -> tuple[str, Sequence[str], str] | None:
+    """The first pair of braces: the text before it, what it stands for, the text behind it."""
+    for start, sign in _signs(text, 0):
+        if sign == "{" and text[start - 1 : start] != "$":
+            parts, end = _parts(text, start)
+            if parts:
+                return text[:start], parts, text[end + 1 :]
     return None
 
 
-def _signs(text: str, start: int = 0) -> Iterator[tuple[int, str]]:
+def _signs(text: str, start: int) -> Iterator[tuple[int, str]]:
     """Where braces and commas without a backslash stand."""
     return ((at, text[at]) for at in range(start, len(text)) if text[at] in "{,}" and text[at - 1 : at] != "\\")
 
 
-def _partner(text: str, start: int) -> int:
-    """Where the brace that closes the one at ``start`` stands; -1 if there is none."""
-    depth = 0
+def _parts(text: str, start: int) -> tuple[Sequence[str], int]:
+    """What the braces at ``start`` stand for, and where they close; nothing if they do not, or hold neither a list nor a range."""
+    depth, cuts = 0, [start]
     for at, sign in _signs(text, start):
         depth += {"{": 1, "}": -1}.get(sign, 0)
+        if sign == "," and depth == 1:
+            cuts.append(at)
         if not depth:
-            return at
-    return -1
-
-
-def _parts(inside: str) -> Sequence[str]:
-    """What the text between two braces stands for; nothing if it is neither a list nor a range."""
-    match = _RANGE.fullmatch(inside)
-    if match is not None:
-        return _range(match)
-    depth, commas = 0, []
-    for at, sign in _signs(inside):
-        depth += {"{": 1, "}": -1}.get(sign, 0)
-        if sign == "," and not depth:
-            commas.append(at)
-    return [inside[begin + 1 : end] for begin, end in itertools.pairwise([-1, *commas, len(inside)])] if commas else []
+            match = _RANGE.fullmatch(text, start + 1, at)
+            if match is not None:
+                return _range(match), at
+            cuts.append(at)
+            return [text[begin + 1 : end] for begin, end in itertools.pairwise(cuts)] if len(cuts) > 2 else [], at
+    return [], -1
 
 
 def _range(match: re.Match[str]) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The checks of `doctor`: each is a function that yields findings, and changes nothing."""
+"""The verbs that look for faults: `verify`, and `doctor`, whose checks are functions that yield findings and change nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import re
 import resource
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import click
 
 import forebay
 from forebay import errors
@@ -28,8 +30,9 @@ from forebay._config import (
     unused_budget,
 )
 from forebay._kernel import host, mappings
-from forebay.cli.options import opened
-from forebay.cli.render import count
+from forebay.cli.hints import FAILED, NoCache
+from forebay.cli.options import existing, opened, root_path, store_of, verb
+from forebay.cli.render import Output, count, styled
 
 if TYPE_CHECKING:
     from forebay._engine.index.ghosts import Standing
@@ -43,6 +46,46 @@ FULL_INDEX = 0.75  # it is replaced by a larger one at 0.625
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|KEY|HEADER")
 
 
+@verb("forebay verify", "forebay verify --repair", options="root json")
+@click.option("--repair", is_flag=True, help="Repair what is wrong; damaged entries are removed, and fetched again when needed.")
+@click.option("--quick", is_flag=True, help="Do not read the stored bytes: check names, sizes and sums only.")
+def verify(repair: bool, quick: bool, root: Path | None, as_json: bool) -> None:
+    """Check the whole cache: every stored byte against its checksum, the catalog against the files, the sums against the budget."""
+    output = Output(as_json)
+    with opened(root, change=repair) as cache:
+        mended = cache.repair(deep=not quick) if repair else []
+        remaining, entries = cache.check(deep=not quick), cache.stats().entries
+    output.document({"mended": mended, "problems": remaining})
+    for problems, what in ((mended, "repaired"), (remaining, "left" if repair else "found")):
+        for problem in problems:
+            output.line(f"{problem}" + (f" ({problem.key})" if problem.key else ""))
+        if problems:
+            output.line(f"{count(len(problems), 'problem', 'problems')} {what}")
+    if not remaining:
+        output.line(f"no problems found ({count(entries, 'entry', 'entries')})")
+    if remaining or any(problem.kind == "catalog" for problem in mended):  # repaired, but the entries it listed are lost
+        raise click.exceptions.Exit(FAILED)
+
+
+@verb("forebay doctor", options="root json")
+def doctor(root: Path | None, as_json: bool) -> None:
+    """Find what is wrong or slow on this machine and in this cache, and say what to do. Changes nothing."""
+    try:
+        path = existing(root)
+    except NoCache:
+        path = root_path(root)
+    findings = list(check_up(path))
+    output = Output(as_json)
+    output.document(findings)
+    style = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
+    output.table(("", "CHECK", "FOUND"), [(styled((f.state, style[f.state])), f.name, f.found) for f in findings])
+    for finding in findings:
+        if finding.todo:
+            output.line(f"{finding.name}: {finding.todo}")
+    if any(finding.state == "wrong" for finding in findings):
+        raise click.exceptions.Exit(FAILED)
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """``state``: ``ok``, ``slow`` (works, but could be better) or ``wrong``. ``todo``: what would help."""
@@ -53,22 +96,23 @@ class Finding:
     todo: str = ""
 
 
+def _finding(name: str, found: str, todo: str = "", state: str = "slow") -> Finding:
+    """A finding that is ok if there is nothing to do."""
+    return Finding(name, state if todo else "ok", found, todo)
+
+
 def check_up(path: Path) -> Iterator[Finding]:
     """Yield all findings about this machine and the cache at ``path``, which need not exist."""
     for check in (_versions, _extras, _settings, _file_system, _disk, _limits, _kernel_facts, _permissions, _catalog, _content, _claims):
-        yield from _safely(check, path)
-
-
-def _safely(check: Callable[[Path], Iterator[Finding]], path: Path) -> Iterator[Finding]:
-    try:
-        yield from check(path)
-    except (OSError, errors.ForebayError) as error:
-        name = check.__name__.strip("_").replace("_", " ")
-        if isinstance(error, errors.WriterBusy):
-            yield Finding(name, "slow", f"it could not be read: {error}", "run it again when other processes write less")
-            return
-        todo = "`forebay verify --repair`" if isinstance(error, errors.CacheFault) else "see the message"
-        yield Finding(name, "wrong", str(error), todo)
+        try:
+            yield from check(path)
+        except (OSError, errors.ForebayError) as error:
+            name = check.__name__.strip("_").replace("_", " ")
+            if isinstance(error, errors.WriterBusy):
+                yield _finding(name, f"it could not be read: {error}", "run it again when other processes write less")
+            else:
+                todo = "`forebay verify --repair`" if isinstance(error, errors.CacheFault) else "see the message"
+                yield _finding(name, str(error), todo, "wrong")
 
 
 def _existing(path: Path) -> Path:
@@ -79,13 +123,13 @@ def _existing(path: Path) -> Path:
 def _versions(path: Path) -> Iterator[Finding]:
     parts = [f"forebay {forebay.__version__}", *(f"{name} {metadata.version(name)}" for name in ("pycurl", "xxhash", "click", "rich"))]
     parts += [f"Python {platform.python_version()}", f"SQLite {sqlite3.sqlite_version}", f"Linux {platform.release()}"]
-    yield Finding("versions", "ok", ", ".join(parts))
+    yield _finding("versions", ", ".join(parts))
 
 
 def _extras(path: Path) -> Iterator[Finding]:
     missing = [extra for extra, packages in errors.EXTRAS.items() if not all(map(_is_installed, packages))]
     present = [extra for extra in errors.EXTRAS if extra not in missing]
-    yield Finding("extras", "ok", f"installed: {', '.join(present) or 'none'}; not installed: {', '.join(missing) or 'none'}")
+    yield _finding("extras", f"installed: {', '.join(present) or 'none'}; not installed: {', '.join(missing) or 'none'}")
 
 
 def _is_installed(package: str) -> bool:
@@ -99,12 +143,12 @@ def _settings(path: Path) -> Iterator[Finding]:
     names = sorted(name for name in os.environ if name.startswith("FOREBAY_"))
     known = [name for name in names if name.removeprefix("FOREBAY_") in KNOWN]
     shown = [f"{name}={'(set)' if _SECRET.search(name) else os.environ[name]}" if name in known else name for name in names]
-    yield Finding("environment", "ok", " ".join(shown) or "no FOREBAY_ variable is set")
+    yield _finding("environment", " ".join(shown) or "no FOREBAY_ variable is set")
     for fault in setting_faults():
-        yield Finding(str(fault.facts["name"]), "wrong", str(fault), "correct or unset it: until then no job can open a cache")
+        yield _finding(str(fault.facts["name"]), str(fault), "correct or unset it: until then no job can open a cache", "wrong")
     proxies = sorted(name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"))
     if proxies:
-        yield Finding("proxies", "ok", "in use: " + ", ".join(proxies))  # only the names: a proxy's URL may hold a password
+        yield _finding("proxies", "in use: " + ", ".join(proxies))  # only the names: a proxy's URL may hold a password
 
 
 def setting_faults() -> list[errors.ConfigError]:
@@ -116,15 +160,11 @@ def setting_faults() -> list[errors.ConfigError]:
 
 def _file_system(path: Path) -> Iterator[Finding]:
     kind = host.fs_kind(_existing(path))
-    if not host.is_local(kind):
-        todo = "its locks and mappings are unreliable: set FOREBAY_HOME to a local directory"
-        yield Finding("file system", "wrong", f"{path} is on {kind}", todo)
-    elif kind in ("tmpfs", "ramfs"):
-        yield Finding("file system", "ok", f"{path} is on {kind}: entries take memory, and are lost at a restart")
-    else:
-        yield Finding("file system", "ok", f"{path} is on {kind}")
+    todo = "" if host.is_local(kind) else "its locks and mappings are unreliable: set FOREBAY_HOME to a local directory"
+    lost = ": entries take memory, and are lost at a restart" if kind in ("tmpfs", "ramfs") else ""
+    yield _finding("file system", f"{path} is on {kind}{lost}", todo, "wrong")
     if _is_rotating(_existing(path)):
-        yield Finding("disk", "slow", "a rotating disk", "a directory on an SSD, or in memory, serves many processes faster")
+        yield _finding("disk", "a rotating disk", "a directory on an SSD, or in memory, serves many processes faster")
 
 
 def _is_rotating(path: Path) -> bool:
@@ -142,32 +182,32 @@ def _disk(path: Path) -> Iterator[Finding]:
     disk = host.disk(_existing(path))
     share = disk.free / disk.total if disk.total else 0.0
     todo = "" if share > 0.05 else "the cache keeps 5 % of the disk free: make room, or use another disk"
-    yield Finding("free space", "slow" if todo else "ok", f"{format_size(disk.free)} of {format_size(disk.total)} ({share:.0%})", todo)
+    yield _finding("free space", f"{format_size(disk.free)} of {format_size(disk.total)} ({share:.0%})", todo)
     few = disk.inodes_free < ENOUGH_INODES
     todo = "each object takes one, and objects are evicted to free some: store larger ones, or use another disk" if few else ""
     free = "no limit" if disk.inodes_free == host.UNCOUNTED else f"{disk.inodes_free:,}"
-    yield Finding("free inodes", "slow" if few else "ok", free, todo)
+    yield _finding("free inodes", free, todo)
 
 
 def _limits(path: Path) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES
     todo = f"`ulimit -n {ENOUGH_FILES}` before the job" if few else ""
-    yield Finding("open files", "slow" if few else "ok", f"{soft} (at most {hard})", todo)
+    yield _finding("open files", f"{soft} (at most {hard})", todo)
     maps = mappings.max_maps()
     few = maps < ENOUGH_MAPS
     todo = f"`sysctl vm.max_map_count={ENOUGH_MAPS}`: each process maps entries, up to a quarter of this limit" if few else ""
-    yield Finding("memory maps", "slow" if few else "ok", f"vm.max_map_count = {maps}", todo)
+    yield _finding("memory maps", f"vm.max_map_count = {maps}", todo)
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if largest != resource.RLIM_INFINITY:
-        yield Finding("file size", "slow", f"no file may exceed {format_size(largest)}", "`ulimit -f unlimited` before the job")
+        yield _finding("file size", f"no file may exceed {format_size(largest)}", "`ulimit -f unlimited` before the job")
 
 
 def _kernel_facts(path: Path) -> Iterator[Finding]:
     readable = os.access("/proc/self/fdinfo", os.R_OK)
     todo = "" if readable else "mount /proc: without it messages cannot name the process that others wait for"
-    yield Finding("/proc", "ok" if readable else "slow", "readable" if readable else "not readable", todo)
-    yield Finding("boot id", "ok", host.boot_id())
+    yield _finding("/proc", "readable" if readable else "not readable", todo)
+    yield _finding("boot id", host.boot_id())
 
 
 def _permissions(path: Path) -> Iterator[Finding]:
@@ -176,16 +216,16 @@ def _permissions(path: Path) -> Iterator[Finding]:
         writable = os.access(parent, os.W_OK | os.X_OK)
         todo = "" if writable else f"{parent} is not writable: choose another directory with --root or FOREBAY_HOME"
         group = f": it will be one of group {_group(os.getegid())}" if writable and EnvironmentSettings.with_faults()[0].shared else ""
-        yield Finding("root", "ok" if writable else "wrong", f"no cache at {path} yet{group}", todo)
+        yield _finding("root", f"no cache at {path} yet{group}", todo, "wrong")
         return
     status = path.stat()
     if status.st_mode & 0o002:
-        yield Finding("root", "wrong", f"every user may write to it (mode {status.st_mode & 0o7777:o})", f"`chmod o-w {path}`")
+        yield _finding("root", f"every user may write to it (mode {status.st_mode & 0o7777:o})", f"`chmod o-w {path}`", "wrong")
     owner = "yours" if status.st_uid == os.geteuid() else f"of user {status.st_uid}"
     writable = os.access(path, os.W_OK)
-    yield Finding("root", "ok", f"{path}, {owner}, mode {status.st_mode & 0o7777:o}{'' if writable else ', read-only for you'}")
+    yield _finding("root", f"{path}, {owner}, mode {status.st_mode & 0o7777:o}{'' if writable else ', read-only for you'}")
     if status.st_mode & 0o020:
-        yield Finding("root", "ok", f"members of group {_group(status.st_gid)} may read, write and remove everything in it")
+        yield _finding("root", f"members of group {_group(status.st_gid)} may read, write and remove everything in it")
 
 
 def _group(gid: int) -> str:
@@ -201,23 +241,19 @@ def _catalog(path: Path) -> Iterator[Finding]:
         return
     wal, shm = Path(f"{catalog}-wal"), Path(f"{catalog}-shm")
     if wal.exists() and not shm.exists() and not os.access(path, os.W_OK):
-        yield Finding(
-            "catalog", "wrong", "it has a -wal without a -shm, which you may not create: nothing can be looked up",
-            f"its owner runs `forebay ls --root {path}` once",
-        )  # fmt: skip
+        found = "it has a -wal without a -shm, which you may not create: nothing can be looked up"
+        yield _finding("catalog", found, f"its owner runs `forebay ls --root {path}` once", "wrong")
         return
     size = sum(p.stat().st_size for p in (catalog, wal) if p.exists())
-    yield Finding("catalog", "ok", format_size(size))
+    yield _finding("catalog", format_size(size))
 
 
 def _content(path: Path) -> Iterator[Finding]:
     if not (path / "FORMAT").exists():
         return
-    from forebay.cache import origin_of
 
     with opened(path) as cache:
-        store = origin_of(cache).store
-        assert store.keeps  # else the cache could not be opened
+        store = store_of(cache)
         stats, problems, index = cache.stats(), cache.check(), store.seeing.index_use()
         standings = store.seeing.usage().standings
     disk = host.disk(path)
@@ -226,21 +262,21 @@ def _content(path: Path) -> Iterator[Finding]:
     facts = f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}, {entries}, hit rate {stats.hit_rate:.0%}"
     short = stats.budget - stats.bytes_used > disk.free
     todo = "the disk is full before the budget is: lower the budget, or make room" if short else ""
-    yield Finding("content", "slow" if short else "ok", facts, todo)
+    yield _finding("content", facts, todo)
     yield from _index(index, path / "index")
     yield from _policies(standings)
     if stats.fallbacks:
         calls = count(stats.fallbacks, "call", "calls")
-        yield Finding("fallbacks", "slow", f"{calls} bypassed the cache", "the logs of those jobs say why")
+        yield _finding("fallbacks", f"{calls} bypassed the cache", "the logs of those jobs say why")
     if stats.store_failures:
         values = count(stats.store_failures, "value", "values")
-        yield Finding("lost stores", "slow", f"{values} could not be stored", "the logs of those jobs say why")
+        yield _finding("lost stores", f"{values} could not be stored", "the logs of those jobs say why")
     for name, some, todo in (
         ("soundness", [p for p in problems if p.kind != "foreign"], "`forebay verify --repair`"),
         ("foreign files", [p for p in problems if p.kind == "foreign"], "not created by Forebay, not in the budget: move them out"),
     ):
         if some:
-            yield Finding(name, "wrong", "; ".join(map(str, some[:3])), todo)
+            yield _finding(name, "; ".join(map(str, some[:3])), todo, "wrong")
 
 
 def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:
@@ -250,11 +286,11 @@ def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:
     name = "index of keys"
     if not use.is_there:
         todo = "the next process that may write to the root creates it" if use.sampled else ""
-        yield Finding(name, "slow" if todo else "ok", "there is none yet: each first read asks the catalog", todo)
+        yield _finding(name, "there is none yet: each first read asks the catalog", todo)
         return
     if not use.buckets:
         found = f"{folder / 'table'} is damaged, or another root's: each first read asks the catalog"
-        yield Finding(name, "slow", found, "the next processes that store entries replace it")
+        yield _finding(name, found, "the next processes that store entries replace it")
         return
     full = use.used / use.buckets
     found = f"{format_size(use.size)}, {full:.0%} full, last grown {format_age(time.time() - use.changed)} ago"
@@ -264,7 +300,7 @@ def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:
         todo = "it could not be replaced by a larger one: make room on the disk"
     elif use.led < use.sampled / 2:
         todo = "nothing to do: it learns an entry when a process stores it, or reads it for the first time since the machine booted"
-    yield Finding(name, "slow" if todo else "ok", found, todo)
+    yield _finding(name, found, todo)
 
 
 def _policies(standings: Mapping[str, Standing | None]) -> Iterator[Finding]:
@@ -275,22 +311,22 @@ def _policies(standings: Mapping[str, Standing | None]) -> Iterator[Finding]:
             (lru, bimodal), uses, share = standing.hits, standing.uses, standing.share
             sample = f"the last {uses:,} uses of 1 in {share:,} keys" if share > 1 else f"the last {uses:,} uses"
             found = f"{standing.leader}: of {sample}, lru would have hit {lru:,}, bimodal insertion {bimodal:,}"
-        yield Finding(f"eviction of {name}", "ok", found)
+        yield _finding(f"eviction of {name}", found)
 
 
 def _budget(path: Path, budget: int, disk: int) -> Iterator[Finding]:
     how = "`forebay budget SIZE` changes it for all processes"
     if budget < LEAST_BUDGET:
-        yield Finding("budget", "slow", f"{format_size(budget)} holds almost nothing", how)
+        yield _finding("budget", f"{format_size(budget)} holds almost nothing", how)
     elif budget > disk:
-        yield Finding("budget", "slow", f"{format_size(budget)} is more than the whole disk, {format_size(disk)}", how)
+        yield _finding("budget", f"{format_size(budget)} is more than the whole disk, {format_size(disk)}", how)
     try:
         unused = unused_setting(path, budget, disk)
     except errors.ConfigError as error:  # a share that is invalid for this disk
-        yield Finding("budget", "wrong", str(error), "until then no job can open the cache")
+        yield _finding("budget", str(error), "until then no job can open the cache", "wrong")
         return
     if unused:
-        yield Finding("budget", "ok", unused)
+        yield _finding("budget", unused)
 
 
 def unused_setting(path: Path, budget: int, disk: int) -> str:
@@ -308,20 +344,19 @@ def _claims(_: Path) -> Iterator[Finding]:
 
     registry = default()
     if not os.path.lexists(registry):
-        yield Finding("claims", "ok", f"none yet; the first one creates {registry}")
+        yield _finding("claims", f"none yet; the first one creates {registry}")
         return
     claims, free = list_claims(), host.disk(registry).free
     dead = [claim for claim in claims if not claim.live]
     memory = format_size(sum(claim.bytes or 0 for claim in claims))
     what = f"{len(claims) - len(dead)} live, {len(dead)} dead; {memory} of shared memory, {format_size(free)} free in {registry}"
+    owners = {os.lstat(path).st_uid for path in (registry, registry / LOCK) if os.path.lexists(path)}
     if free < ENOUGH_SHARED:
         todo = "jobs have their shared memory there: enlarge it (a container's with --shm-size), or set FOREBAY_CLAIMS"
-        yield Finding("claims", "slow", what, todo)
-        return
-    owners = {os.lstat(path).st_uid for path in (registry, registry / LOCK) if os.path.lexists(path)}
-    if not owners <= {0, os.geteuid()}:
+        yield _finding("claims", what, todo)
+    elif not owners <= {0, os.geteuid()}:
         todo = "that user can remove the claims of others: have root create the registry at boot, see docs/use/claims.md"
-        yield Finding("claims", "slow", f"{what}, which belongs to another user", todo)
-        return
-    mine = any(claim.uid == os.geteuid() for claim in dead)
-    yield Finding("claims", "ok", what, "`forebay prune` frees your dead ones now, as your next claim will" if mine else "")
+        yield _finding("claims", f"{what}, which belongs to another user", todo)
+    else:
+        mine = any(claim.uid == os.geteuid() for claim in dead)
+        yield Finding("claims", "ok", what, "`forebay prune` frees your dead ones now, as your next claim will" if mine else "")

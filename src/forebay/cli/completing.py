@@ -113,14 +113,10 @@ def _names(store: Store, prefix: str) -> Iterator[str]:
             yield head + rest
         after = rest
         while keys := store.seeing.key_page(space, after):
-            for key in keys:
-                if not key.startswith(rest):
-                    break
-                yield head + key
-            else:
-                after = keys[-1]
-                continue
-            break
+            yield from (head + key for key in keys if key.startswith(rest))
+            after = keys[-1]
+            if not after.startswith(rest):
+                break
 
 
 def _groups(store: Store, prefix: str) -> Iterator[str]:

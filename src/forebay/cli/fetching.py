@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import sys
 import threading
 import time
@@ -20,17 +21,7 @@ from forebay._config import format_size
 from forebay._logs import logger
 from forebay.cli.braces import expand, expand_all
 from forebay.cli.hints import OK, is_expected, shared_code
-from forebay.cli.options import (
-    complete_names,
-    dry_run_option,
-    filled,
-    jobs_option,
-    json_option,
-    looked_into,
-    refresh_option,
-    root_option,
-    verb,
-)
+from forebay.cli.options import complete_names, filled, jobs_option, looked_into, verb
 from forebay.cli.render import Output, count, note, print_error, shown_name, wants_bars
 from forebay.cli.streams import copy_to_output
 from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound, Offline, RemoteError
@@ -44,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logger("forebay.cli")
 TURN = 0.1  # seconds
+BLOCK = 1 << 20
 _STATES = {
     "fetched": "fetched", "kept": "in the cache already", "past": "copied but not stored: no room", "failed": "failed", "fetch": "to fetch",
 }  # fmt: skip
@@ -69,55 +61,55 @@ class Results:
 
     def __init__(self, bars: Bars, jobs: int) -> None:
         """``jobs``: calls at a time."""
-        from forebay._kernel.threads import Threads  # here, so that `forebay --help` need not load it
-
-        self.bars, self._began = bars, time.monotonic()
+        self.bars, self._began, self._jobs = bars, time.monotonic(), jobs
         self.outcomes: list[Outcome] = []
-        self._jobs, self._free = jobs, threading.Semaphore(jobs)
-        self._threads = Threads[tuple[str, Callable[[], Outcome]]](self._add_result, jobs, name="pull")
+        self._free = threading.Semaphore(jobs)
 
     def add(self, outcome: Outcome) -> None:
         """Take the outcome of a URL that no call works on any more."""
-        url, error = outcome.url, outcome.error
-        if error is None:
-            log.debug("%s: %s after %.3f s", shown_name(url), _STATES[outcome.state], outcome.seconds)
-        else:
-            log.debug("%s: %s", shown_name(url), outcome.state, exc_info=None if is_expected(error) else error)
-        self.bars.finished(url, outcome.state)
+        error = outcome.error
+        log.debug(
+            "%s: %s after %.3f s", shown_name(outcome.url), _STATES[outcome.state], outcome.seconds,
+            exc_info=None if error is None or is_expected(error) else error,
+        )  # fmt: skip
+        self.bars.finished(outcome.url, outcome.state)
         self.outcomes.append(outcome)
 
     def call(self, url: str, call: Callable[[], Outcome]) -> None:
         """Have a thread add the outcome that a call returns, or what it raises. Waits while ``jobs`` others are under way."""
+
+        def run() -> None:
+            began = time.monotonic()
+            try:
+                outcome = call()
+            except Exception as error:  # noqa: BLE001 (the result for this URL)
+                outcome = Outcome(url, "failed", seconds=time.monotonic() - began, error=error)
+            self.add(outcome)
+            self._free.release()
+
         self._wait_for_one()
-        self._threads.submit((url, call))
+        threading.Thread(target=run, name="forebay-pull", daemon=True).start()
 
     def wait(self) -> None:
         """Wait for all calls. Ctrl-C ends the wait at once; the threads are daemons and end with the process."""
         for _ in range(self._jobs):
             self._wait_for_one()
-        self._threads.close()
-
-    def summary(self) -> str:
-        """All outcomes in one line."""
-        states = [one.state for one in self.outcomes]
-        parts = [f"{states.count(state):,} {text}" for state, text in _STATES.items() if state in states]
-        fetched = sum(one.size or 0 for one in self.outcomes if one.state in ("fetched", "past"))
-        amount = f"; {format_size(fetched)} in {time.monotonic() - self._began:.1f} s" if fetched else ""
-        return f"{count(len(states), 'URL', 'URLs')}: {', '.join(parts)}{amount}"
 
     def _wait_for_one(self) -> None:
         while not self._free.acquire(timeout=TURN):  # another thread may have got the signal of Ctrl-C: nothing would wake this one
             pass
 
-    def _add_result(self, url_call: tuple[str, Callable[[], Outcome]]) -> None:
-        url, call = url_call
-        began = time.monotonic()
-        try:
-            outcome = call()
-        except Exception as error:  # noqa: BLE001 (the result for this URL)
-            outcome = Outcome(url, "failed", seconds=time.monotonic() - began, error=error)
-        self.add(outcome)
-        self._free.release()
+    def conclude(self, output: Output) -> None:
+        """Print the outcomes as JSON if requested, else a summary where no bars have shown it; list the errors, and exit with their code
+        if there are any."""
+        states = [outcome.state for outcome in self.outcomes]
+        if not (output.as_json or wants_bars() or states == ["failed"] * len(states)):
+            parts = ", ".join(f"{states.count(state):,} {text}" for state, text in _STATES.items() if state in states)
+            fetched = sum(outcome.size or 0 for outcome in self.outcomes if outcome.state in ("fetched", "past"))
+            amount = f"; {format_size(fetched)} in {time.monotonic() - self._began:.1f} s" if fetched else ""
+            note(f"{count(len(states), 'URL', 'URLs')}: {parts}{amount}")
+        print_outcomes(self.outcomes, output)
+        end(self.outcomes)
 
 
 class _Watch:
@@ -170,29 +162,42 @@ def fetch_each(
             yield watch.outcome(None if lease is None else lease.entry.size, error), lease
 
 
-def conclude(results: Results, output: Output) -> None:
-    """Print the outcomes as JSON if requested, else a summary where no bars have shown it; list the errors, and exit with their code if
-    there are any."""
-    outcomes = results.outcomes
-    if not (output.as_json or wants_bars() or all(outcome.state == "failed" for outcome in outcomes)):
-        note(results.summary())
+def print_outcomes(outcomes: Iterable[Outcome], output: Output) -> None:
+    """Print the outcomes if JSON is requested."""
     output.document([replace(outcome, url=shown_name(outcome.url)) for outcome in outcomes])
-    end([(outcome.url, outcome.error) for outcome in outcomes if outcome.error is not None])
 
 
-def end(failed: Sequence[tuple[str, Exception]]) -> None:
+def end(outcomes: Iterable[Outcome]) -> None:
     """List the errors by URL, and exit with their code if there are any."""
-    for url, error in failed:
+    errors = {outcome.url: outcome.error for outcome in outcomes if outcome.error is not None}
+    for url, error in errors.items():
         print_error(error, about=shown_name(url))
-    code = shared_code([error for _, error in failed])
+    code = shared_code(list(errors.values()))
     if code != OK:
         raise click.exceptions.Exit(code)
+
+
+@contextlib.contextmanager
+def _results(urls: Sequence[str], jobs: int, *, quiet: bool) -> Iterator[Results]:
+    """The results for these URLs, with a bar for each unless ``quiet``."""
+    from forebay.cli.bars import Bars  # here, so that `forebay --help` need not load it
+
+    try:
+        with Bars(len(urls), quiet=quiet) as bars:
+            yield Results(bars, jobs)
+    except KeyboardInterrupt:  # after the bars, which would be drawn over the note
+        note("what was fetched is kept: the same command resumes there")
+        raise
 
 
 # -- pull --------------------------------------------------------------------------------------------------------------
 
 
-@verb("forebay pull https://host/shard-000.tar", "forebay pull https://host/model/ --include '*.json' --to model/")
+@verb(
+    "forebay pull https://host/shard-000.tar",
+    "forebay pull https://host/model/ --include '*.json' --to model/",
+    options="refresh dry-run root json",
+)
 @click.argument("urls", nargs=-1, required=True, metavar="URL...")
 @click.option("--to", metavar="PATH", help="Also copy to this file, or into this directory.")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Of directories, only files that match, such as 'model-*'.")
@@ -200,53 +205,77 @@ def end(failed: Sequence[tuple[str, Exception]]) -> None:
 @click.option("--overwrite", is_flag=True, help="Replace existing files where --to copies to.")
 @jobs_option(4)
 @click.option("--sha256", metavar="HEX", help="The expected SHA-256 (for one URL).")
-@refresh_option
 @click.option("--pin", is_flag=True, help="Exclude the objects from eviction, as `forebay pin` does.")
-@dry_run_option
-@root_option
-@json_option
 def pull(
-    urls: Sequence[str],
-    to: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    overwrite: bool,
-    jobs: int,
-    sha256: str | None,
-    refresh: bool,
-    pin: bool,
-    dry_run: bool,
-    root: Path | None,
-    as_json: bool,
-) -> None:
+    urls: Sequence[str], to: str | None, include: tuple[str, ...], exclude: tuple[str, ...], overwrite: bool, jobs: int,
+    sha256: str | None, refresh: bool, pin: bool, dry_run: bool, root: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Fetch objects and directories into the cache, each once for the whole node. The URL of a directory ends with a slash. If another
     process is already fetching one, wait for it and show its progress. Braces expand as in bash: 'shard-{000..127}.tar'."""
     urls = expand_all(urls)
     folders = [url for url in urls if _is_directory(url)]
-    if sha256 is not None and (len(urls) > 1 or folders or not _is_sha256(sha256)):
+    is_sha256 = sha256 is not None and len(sha256) == 64 and set(sha256.lower()) <= set("0123456789abcdef")
+    if sha256 is not None and (len(urls) > 1 or folders or not is_sha256):
         raise ConfigError("--sha256 takes 64 hexadecimal digits, and the URL of one object", name="--sha256", value=sha256)
     if not folders and (include or exclude):
         message = "--include and --exclude are for directories, whose URLs end with a slash"
         raise ConfigError(message, name="--include", value=str([*include, *exclude]))
     if overwrite and to is None:
         raise ConfigError("--overwrite requires --to", name="--overwrite", value="")
-    targets = _targets(urls, to) if to is not None else {}
-    for url, target in targets.items():
-        _check_writable(target, directory=_is_directory(url))
+    targets = {} if to is None else _targets(urls, to)
     part: dict[str, Any] = {"include": include or None, "exclude": exclude or None}
     if dry_run:
         _show_what_would_be_fetched(dict.fromkeys(urls), root, Output(as_json), jobs=jobs, refresh=refresh, **part)
         return
     with filled(root) as cache, _results(urls, jobs, quiet=as_json) as results:
         objects = [url for url in urls if url not in folders]
-        options: dict[str, Any] = {"refresh": refresh, "sha256": sha256, "pin": pin}
-        rest = _pull_objects(cache, objects, targets, results, jobs=jobs, overwrite=overwrite, **options)
-        pull_directory = functools.partial(_pull_directory, cache, bars=results.bars, refresh=refresh, pin=pin, overwrite=overwrite, **part)
-        rest |= {url: functools.partial(pull_directory, url, targets.get(url)) for url in folders}
-        for url, call in rest.items():
+        fetching = fetch_each(cache, objects, results.bars, jobs=jobs, refresh=refresh, sha256=sha256, pin=pin)
+        later = _pull_objects(cache, fetching, targets, results, overwrite=overwrite, sha256=sha256, pin=pin)
+        for url in folders:
+            options: dict[str, Any] = {"refresh": refresh, "pin": pin, "overwrite": overwrite, **part}
+            later[url] = functools.partial(_pull_directory, cache, url, targets.get(url), _Watch(url, results.bars), **options)
+        for url, call in later.items():
             results.call(url, call)
         results.wait()
-    conclude(results, Output(as_json))
+    results.conclude(Output(as_json))
+
+
+def _is_directory(url: str) -> bool:
+    return url.partition("#")[0].partition("?")[0].endswith("/")
+
+
+def _is_local_directory(url: str) -> bool:
+    from forebay.remote import local_path  # here, so that `forebay --help` need not load it
+
+    path = local_path(url)
+    return path is not None and os.path.isdir(path)
+
+
+def _targets(urls: Sequence[str], to: str) -> dict[str, Path]:
+    """Return the file that each object, and the directory that each directory, is copied to. Raises `ConfigError` for unusable ones,
+    before anything is fetched."""
+    if len(urls) == 1 and (_is_directory(urls[0]) or not (to.endswith("/") or os.path.isdir(to))):
+        targets = {urls[0]: Path(to)}
+    else:
+        targets = {url: Path(to) / _file_name(url) for url in urls}
+    if len(set(targets.values())) < len(urls):
+        raise ConfigError("two of the URLs end in the same name: one directory cannot hold both", name="--to", value=to)
+    for url, target in targets.items():
+        below = target.absolute() / "x" if _is_directory(url) else target.absolute()
+        parent = next(path for path in below.parents if path.exists())
+        fault = "" if parent.is_dir() and os.access(parent, os.W_OK | os.X_OK) else f"no file can be created in {parent}"
+        if not _is_directory(url) and target.exists() and not target.is_file():
+            fault = f"{target} is {'a directory' if target.is_dir() else 'not a regular file'}"
+        if fault:
+            raise ConfigError(f"--to {target}: {fault}", name="--to", value=str(target))
+    return targets
+
+
+def _file_name(url: str) -> str:
+    name = unquote(urlsplit(url).path.rstrip("/").rsplit("/", 1)[-1])
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ConfigError(f"{url} does not end in a file name: pass a file to --to", name="--to", value=url)
+    return name
 
 
 def _show_what_would_be_fetched(sizes: Mapping[str, int | None], root: Path | None, output: Output, *, jobs: int, **options: Any) -> None:
@@ -261,14 +290,14 @@ def _show_what_would_be_fetched(sizes: Mapping[str, int | None], root: Path | No
         results.wait()
     by_url = {outcome.url: outcome for outcome in results.outcomes}
     planned = [by_url[url] for url in sizes]
-    output.document([replace(one, url=shown_name(one.url)) for one in planned])
+    print_outcomes(planned, output)
     rows = [("?" if one.size is None else format_size(one.size), _STATES[one.state], shown_name(one.url)) for one in planned]
     output.table(("SIZE>", "STATE", "URL"), rows)
     to_fetch = [one for one in planned if one.state == "fetch"]
     unknown = sum(one.size is None for one in to_fetch)
     what = f"{count(len(to_fetch), 'URL', 'URLs')} would be fetched, {format_size(sum(one.size or 0 for one in to_fetch))}"
     output.line(what + (f" and {unknown:,} of unknown size" if unknown else ""))
-    end([(one.url, one.error) for one in planned if one.error is not None])
+    end(planned)
 
 
 def _planned(cache: Cache, url: str, size: int | None, *, include: Any = None, exclude: Any = None, refresh: bool = False) -> Outcome:
@@ -300,76 +329,97 @@ def _planned(cache: Cache, url: str, size: int | None, *, include: Any = None, e
 
 
 def _pull_objects(
-    cache: Cache, urls: Sequence[str], targets: Mapping[str, Path], results: Results, *, jobs: int, overwrite: bool, refresh: bool,
-    sha256: str | None, pin: bool,
+    cache: Cache, fetching: Generator[tuple[Outcome, Lease | None], None, None], targets: Mapping[str, Path], results: Results, *,
+    overwrite: bool, sha256: str | None, pin: bool,
 ) -> dict[str, Callable[[], Outcome]]:  # fmt: skip
     """Fetch objects, and copy them to their targets. Returns, by URL, calls that get the outcomes of those that need more, which must not
     be called before this ends: copies past the cache, and questions whether a directory was meant."""
     from forebay.origin.files import opened  # here, so that `forebay --help` need not load it
 
-    rest: dict[str, Callable[[], Outcome]] = {}
-    fetching = fetch_each(cache, urls, results.bars, jobs=jobs, refresh=refresh, sha256=sha256, pin=pin)
+    later: dict[str, Callable[[], Outcome]] = {}
     with contextlib.closing(fetching) as fetched:
         for outcome, lease in fetched:
             url, target, error = outcome.url, targets.get(outcome.url), outcome.error
             if lease is not None and target is not None:
                 results.call(url, functools.partial(_copied, outcome, functools.partial(opened, lease), target, overwrite=overwrite))
-            elif lease is not None:
-                lease.close()
-                results.add(outcome)
             elif outcome.state == "past" and target is not None and not pin:
                 open_past = functools.partial(cache.open, url, sha256=sha256)
-                rest[url] = functools.partial(_copied, outcome, open_past, target, overwrite=overwrite)
+                later[url] = functools.partial(_copied, outcome, open_past, target, overwrite=overwrite)
             elif isinstance(error, NotFound) or (isinstance(error, RemoteError) and _is_local_directory(url)):
-                rest[url] = functools.partial(_explained, cache, outcome)
+                later[url] = functools.partial(_explained, cache, outcome)
             else:
+                if lease is not None:
+                    lease.close()
                 results.add(outcome)
-    return rest
+    return later
 
 
 def _explained(cache: Cache, outcome: Outcome) -> Outcome:
-    """The outcome of an object that does not exist. Raises `NotFound` that tells so, if there is a directory of this name."""
-    url = outcome.url
-    if not _exists_as_directory(cache, url):
-        return outcome
-    message = f"{shown_name(url)}: there is no such object, but a directory"
-    raise NotFound(message, url=shown_name(url), todo="put a slash at the end of the URL to fetch the directory") from outcome.error
-
-
-def _is_directory(url: str) -> bool:
-    return url.partition("#")[0].partition("?")[0].endswith("/")
-
-
-def _is_local_directory(url: str) -> bool:
-    from forebay.remote import local_path  # here, so that `forebay --help` need not load it
-
-    path = local_path(url)
-    return path is not None and os.path.isdir(path)
-
-
-def _exists_as_directory(cache: Cache, url: str) -> bool:
-    """Whether there is a directory of this name, whose slash was left out."""
+    """The outcome of an object that does not exist. Raises `NotFound` that tells so, if there is a directory of this name, whose slash was
+    left out."""
     from forebay.cache import origin_of
     from forebay.directories.location import locate
     from forebay.directories.manifests import MARK
 
-    head, mark, query = url.partition("?")
+    head, mark, query = outcome.url.partition("?")
     try:
         location = locate(origin_of(cache), f"{head}/{mark}{query}")
         if location.key.startswith(("http://", "https://")):
-            return location.remote.stat(location.object(MARK)) is not None
-        return next(location.list(), None) is not None
+            exists = location.remote.stat(location.object(MARK)) is not None
+        else:
+            exists = next(location.list(), None) is not None
     except (ForebayError, OSError):
+        exists = False
+    if not exists:
+        return outcome
+    url = shown_name(outcome.url)
+    todo = "put a slash at the end of the URL to fetch the directory"
+    raise NotFound(f"{url}: there is no such object, but a directory", url=url, todo=todo) from outcome.error
+
+
+def _copied(outcome: Outcome, opened: Callable[[], BinaryIO], target: Path, *, overwrite: bool) -> Outcome:
+    """Copy an object so that ``target`` is complete at any time. Raises `Foreign` if a file with other bytes exists."""
+    from forebay.remote.local import staged  # here, so that `forebay --help` need not load it
+
+    foreign = Foreign(f"{target} exists with other bytes: nothing was written", path=str(target))
+    if os.path.lexists(target) and not overwrite:
+        with opened() as source:
+            if not _holds(target, source):
+                raise foreign
+        return replace(outcome, error=None)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with staged(target) as (part, fd), open(fd, "wb", closefd=False) as copy:
+        with opened() as source:
+            shutil.copyfileobj(source, copy, BLOCK)
+        copy.flush()
+        try:
+            (os.replace if overwrite else os.link)(part, target)
+        except OSError as error:
+            if overwrite:
+                raise
+            if os.path.lexists(target):  # created during the copy
+                raise foreign from error
+            os.replace(part, target)  # this file system has no links
+    return replace(outcome, error=None)
+
+
+def _holds(target: Path, source: BinaryIO) -> bool:
+    """Whether a file has exactly these bytes."""
+    try:
+        with open(target, "rb") as file:
+            while expected := source.read(BLOCK):
+                if file.read(BLOCK) != expected:
+                    return False
+            return not file.read(1)
+    except FileNotFoundError:  # a dangling link
         return False
 
 
 def _pull_directory(
-    cache: Cache, url: str, target: Path | None, *, bars: Bars, refresh: bool, pin: bool, overwrite: bool, **part: Any
+    cache: Cache, url: str, target: Path | None, watch: _Watch, *, refresh: bool, pin: bool, overwrite: bool, **part: Any
 ) -> Outcome:  # fmt: skip
-    watch = _Watch(url, bars)
     try:
-        lease = cache.directory(url, force=True, refresh=refresh, pin=pin, on_progress=watch, **part)
-        with lease:
+        with cache.directory(url, force=True, refresh=refresh, pin=pin, on_progress=watch, **part):
             if target is not None:
                 cache.copy_directory(url, target, force=True, overwrite=overwrite, **part)
             return watch.outcome(watch.size)  # the size of its files, not of the tree of links
@@ -380,94 +430,11 @@ def _pull_directory(
     return replace(watch.outcome(None), state="past")
 
 
-def _is_sha256(text: str) -> bool:
-    return len(text) == 64 and all(c in "0123456789abcdef" for c in text.lower())
-
-
-def _targets(urls: Sequence[str], to: str) -> dict[str, Path]:
-    """Return the file that each object, and the directory that each directory, is copied to."""
-    if len(urls) == 1 and (_is_directory(urls[0]) or not (to.endswith("/") or os.path.isdir(to))):
-        return {urls[0]: Path(to)}
-    targets = {url: Path(to) / _file_name(url) for url in urls}
-    if len(set(targets.values())) < len(urls):
-        raise ConfigError("two of the URLs end in the same name: one directory cannot hold both", name="--to", value=to)
-    return targets
-
-
-def _check_writable(target: Path, *, directory: bool) -> None:
-    """Raise `ConfigError` for an unusable target before anything is fetched."""
-    parent = next(path for path in (target.absolute() / "x" if directory else target.absolute()).parents if path.exists())
-    fault = "" if parent.is_dir() and os.access(parent, os.W_OK | os.X_OK) else f"no file can be created in {parent}"
-    if not directory and target.exists() and not target.is_file():
-        fault = f"{target} is {'a directory' if target.is_dir() else 'not a regular file'}"
-    if fault:
-        raise ConfigError(f"--to {target}: {fault}", name="--to", value=str(target))
-
-
-def _file_name(url: str) -> str:
-    name = unquote(urlsplit(url).path.rstrip("/").rsplit("/", 1)[-1])
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise ConfigError(f"{url} does not end in a file name: pass a file to --to", name="--to", value=url)
-    return name
-
-
-def _copied(outcome: Outcome, opened: Callable[[], BinaryIO], target: Path, *, overwrite: bool) -> Outcome:
-    """Copy an object so that ``target`` is complete at any time. Raises `Foreign` if a file with other bytes exists."""
-    import shutil
-
-    from forebay.remote.local import staged  # here, so that `forebay --help` need not load it
-
-    done = replace(outcome, error=None)
-    if os.path.lexists(target) and not overwrite:
-        with opened() as source:
-            _check_same(source, target)
-        return done
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with staged(target) as (part, fd), open(fd, "wb", closefd=False) as copy:
-        with opened() as source:
-            shutil.copyfileobj(source, copy, 1 << 20)
-        copy.flush()
-        _put_in_place(part, target, overwrite=overwrite)
-    return done
-
-
-def _put_in_place(part: str, target: Path, *, overwrite: bool) -> None:
-    if not overwrite:
-        try:
-            os.link(part, target)
-            return
-        except FileExistsError as error:  # created during the copy
-            raise _foreign(target) from error
-        except OSError:  # this file system has no links
-            if os.path.lexists(target):
-                raise _foreign(target) from None
-    os.replace(part, target)
-
-
-def _check_same(source: BinaryIO, target: Path) -> None:
-    try:
-        with open(target, "rb") as file:
-            while True:
-                expected, actual = source.read(1 << 20), file.read(1 << 20)
-                if expected != actual:
-                    raise _foreign(target)
-                if not expected:
-                    return
-    except FileNotFoundError as error:  # a dangling link
-        raise _foreign(target) from error
-
-
-def _foreign(target: Path) -> Foreign:
-    return Foreign(f"{target} exists with other bytes: nothing was written", path=str(target))
-
-
 # -- cat ---------------------------------------------------------------------------------------------------------------
 
 
-@verb("forebay cat https://host/shard-000.tar | tar -t")
+@verb("forebay cat https://host/shard-000.tar | tar -t", options="refresh root")
 @click.argument("urls", nargs=-1, required=True, metavar="URL...", shell_complete=complete_names)
-@refresh_option
-@root_option
 def cat(urls: Sequence[str], refresh: bool, root: Path | None) -> None:
     """Write objects to standard output, one after another, for piping. Objects that are not in the cache are fetched first. Stops at the
     first failure; `set -o pipefail` passes it on to the shell. Braces expand as in bash: 'shard-{000..127}.tar'."""
@@ -484,20 +451,20 @@ def cat(urls: Sequence[str], refresh: bool, root: Path | None) -> None:
 # -- warm --------------------------------------------------------------------------------------------------------------
 
 
-@verb("forebay warm urls.txt --jobs 32", "forebay warm 'https://host/shard-{000..003}.tar' --dry-run")
+@verb("forebay warm urls.txt --jobs 32", "forebay warm 'https://host/shard-{000..003}.tar' --dry-run", options="dry-run root json")
 @click.argument("sources", nargs=-1, required=True, metavar="FILE|URL...")
 @jobs_option(16)
-@dry_run_option
-@root_option
-@json_option
 def warm(sources: Sequence[str], jobs: int, dry_run: bool, root: Path | None, as_json: bool) -> None:
     """Fill the cache before a job, from lists of URLs, or with all objects that share a URL prefix. FILE has one URL per line ('-':
     standard input). URL is a prefix, one HTTP object, or, with braces, several objects: 's3://bucket/shard-{000..127}.tar'. Objects in
     the cache are skipped, so the same command resumes after an interruption."""
     sizes: dict[str, int | None] = {}
     for source in sources:
-        for url, size in _expanded(source):
-            sizes.setdefault(url, size)
+        several = expand(source)
+        for one in several:
+            is_object = several != [source] and "://" in one and not _is_directory(one)
+            for url, size in [(one, None)] if is_object else _urls(one):
+                sizes.setdefault(url, size)
     if dry_run:
         _show_what_would_be_fetched(sizes, root, Output(as_json), jobs=jobs)
         return
@@ -511,32 +478,13 @@ def warm(sources: Sequence[str], jobs: int, dry_run: bool, root: Path | None, as
     failed = sum(outcome.error is not None for outcome in results.outcomes)
     if failed:
         note(f"{failed:,} of {len(urls):,} failed; the same command tries these again")
-    conclude(results, Output(as_json))
-
-
-@contextlib.contextmanager
-def _results(urls: Sequence[str], jobs: int, *, quiet: bool) -> Iterator[Results]:
-    """The results for these URLs, with a bar for each unless ``quiet``."""
-    from forebay.cli.bars import Bars  # here, so that `forebay --help` need not load it
-
-    try:
-        with Bars(len(urls), quiet=quiet) as bars:
-            yield Results(bars, jobs)
-    except KeyboardInterrupt:  # after the bars, which would be drawn over the note
-        note("what was fetched is kept: the same command resumes there")
-        raise
-
-
-def _expanded(source: str) -> Iterable[tuple[str, int | None]]:
-    """The URLs that an argument stands for, with sizes where a listing has them; with braces it names objects, or, if it ends with a
-    slash, prefixes."""
-    several = expand(source)
-    if several == [source]:
-        return _urls(source)
-    return (pair for one in several for pair in ([(one, None)] if "://" in one and not _is_directory(one) else _urls(one)))
+    results.conclude(Output(as_json))
 
 
 def _urls(source: str) -> Iterable[tuple[str, int | None]]:
+    """The URLs that a source without braces stands for, with sizes where a listing has them."""
+    from forebay import remote  # here, so that `forebay --help` need not load it
+
     if source == "-":
         return _lines(sys.stdin)
     if source.lower().startswith(("http://", "https://")):
@@ -545,7 +493,10 @@ def _urls(source: str) -> Iterable[tuple[str, int | None]]:
         message = f"{source}: HTTP servers list no objects: pass their URLs, or a file of URLs"
         raise ConfigError(message, name="FILE|URL", value=source)
     if source and ("://" in source or Path(source).is_dir()):
-        return _listing(source)
+        listed = [(info.url, info.size) for info in remote.resolve(source, remote.RemoteOptions.from_environment()).list(source)]
+        if not listed:
+            raise ConfigError(f"no object's URL begins with {source}", name="FILE|URL", value=source)
+        return listed
     if not source or not Path(source).exists():
         raise ConfigError(f"{source!r} is neither a file of URLs nor the URL of a prefix", name="FILE|URL", value=source)
     try:
@@ -558,12 +509,3 @@ def _urls(source: str) -> Iterable[tuple[str, int | None]]:
 def _lines(file: Iterable[str]) -> list[tuple[str, None]]:
     """Return the URLs of a text, without blank lines and those that begin with #."""
     return [(text, None) for line in file if (text := line.strip()) and not text.startswith("#")]
-
-
-def _listing(prefix: str) -> list[tuple[str, int | None]]:
-    from forebay import remote  # here, so that `forebay --help` need not load it
-
-    listed = [(info.url, info.size) for info in remote.resolve(prefix, remote.RemoteOptions.from_environment()).list(prefix)]
-    if not listed:
-        raise ConfigError(f"no object's URL begins with {prefix}", name="FILE|URL", value=prefix)
-    return listed

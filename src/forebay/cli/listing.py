@@ -14,32 +14,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forebay._config import format_age, format_size
-from forebay.cli.filters import parse_filters
-from forebay.cli.hints import ABSENT
-from forebay.cli.options import (
-    check_space,
-    complete_names,
-    existing,
-    filter_option,
-    find_each,
-    json_option,
-    matching,
-    names_argument,
-    opened,
-    root_option,
-    space_option,
-    verb,
-)
-from forebay.cli.prefixes import tree_of
-from forebay.cli.render import Output, entry_record, print_error, shown, shown_name
+from forebay.cli.options import complete_names, existing, names_argument, opened, store_of, verb
+from forebay.cli.render import Output, ago, entry_record, shown, shown_name
+from forebay.cli.selecting import check_space, end_if_missing, find_each, matching, parse_filters, tree_of
 from forebay.errors import ConfigError, NotCached
 
 if TYPE_CHECKING:
     from forebay._model import Entry
     from forebay.cache import Cache
 
+MOST_PIDS = 4  # of a claim
 
-@verb("forebay ls --sort size --limit 10", "forebay ls --filter 'used>30d'", "forebay ls --tree")
+
+@verb("forebay ls --sort size --limit 10", "forebay ls --filter 'used>30d'", "forebay ls --tree", options="filter space root json")
 @click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete_names)
 @click.option(
     "--sort", "-s", type=click.Choice(["name", "size", "used", "created"]), default="name", show_default=True,
@@ -47,26 +34,13 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--reverse", "-r", is_flag=True, help="Reverse the order.")
 @click.option("--leased", is_flag=True, help="Show only entries that a process is using.")
-@filter_option
-@space_option
 @click.option("--tree", is_flag=True, help="Show sums by prefix instead of entries, the largest first.")
 @click.option("--limit", "-n", type=click.IntRange(min=1), metavar="N", help="Show at most N lines.")
 @click.option("--quiet", "-q", is_flag=True, help="Show only names, one per line.")
-@root_option
-@json_option
 def ls(
-    names: tuple[str, ...],
-    sort: str,
-    reverse: bool,
-    leased: bool,
-    filters: tuple[str, ...],
-    space: str | None,
-    tree: bool,
-    limit: int | None,
-    quiet: bool,
-    root: Path | None,
-    as_json: bool,
-) -> None:
+    names: tuple[str, ...], sort: str, reverse: bool, leased: bool, filters: tuple[str, ...], space: str | None, tree: bool,
+    limit: int | None, quiet: bool, root: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """List what the cache holds: all, or entries whose names begin with NAME."""
     if tree and (quiet or sort != "name" or reverse):
         raise click.UsageError("--tree has an order of its own, and no names of entries: leave out --sort, --reverse and --quiet")
@@ -87,15 +61,17 @@ def ls(
             ordered = listing.sorted_by(attrgetter(sort), backwards=not reverse)
         entries = (e for e in matching(cache, ordered, names) if (not filters or passes(e)) and (e.leased or not leased))
         if tree:
-            output.tree(islice(tree_of((entry.name, entry.size) for entry in entries).lines(), limit))
+            lines = list(islice(tree_of((entry.name, entry.size) for entry in entries).lines(), limit))
+            output.document([{"prefix": one.name, "bytes": one.bytes, "entries": one.entries, "depth": depth} for depth, _, one in lines])
+            rows = [(format_size(one.bytes), f"{one.entries:,}", "  " * depth + label) for depth, label, one in lines]
+            if rows:
+                output.table(("SIZE>", "ENTRIES>", "PREFIX"), rows)
         else:
             output.entries(islice(entries, limit), names_only=quiet)
 
 
-@verb("forebay which https://host/shard-000.tar")
+@verb("forebay which https://host/shard-000.tar", options="root json")
 @names_argument
-@root_option
-@json_option
 def which(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
     """Show all that the cache knows of objects: file, size, age, validator, whether it is pinned, and which processes use it."""
     output = Output(as_json)
@@ -110,19 +86,13 @@ def which(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
     output.document(found)
     for facts in found:
         output.facts(_readable(facts))
-    for error in missing.values():
-        print_error(error)
-    if missing:
-        raise click.exceptions.Exit(ABSENT)
+    end_if_missing(missing)
 
 
 def _facts_of(cache: Cache, entry: Entry) -> dict[str, Any]:
     """What `which` says of an entry."""
-    from forebay.cache import origin_of
 
-    store = origin_of(cache).store
-    assert store.keeps  # else the cache could not be opened
-    leased_by = store.seeing.leased_by(entry)  # before this process holds the entry itself
+    leased_by = store_of(cache).seeing.leased_by(entry)  # before this process holds the entry itself
     return entry_record(entry) | {"path": _path_of(cache, entry), "leased_by": leased_by}
 
 
@@ -150,9 +120,7 @@ def _readable(facts: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-@verb("forebay du")
-@root_option
-@json_option
+@verb("forebay du", options="root json")
 def du(root: Path | None, as_json: bool) -> None:
     """Show the bytes in each space, and how much of the budget and the disk is free."""
     with opened(root) as cache:
@@ -172,19 +140,27 @@ def du(root: Path | None, as_json: bool) -> None:
         "strays": strays,
         "spaces": {name: {"entries": count, "bytes": size} for name, (count, size) in usage.spaces.items()},
     })  # fmt: skip
-    output.usage(usage, free, overhead)
+    spaces = [(name, count, format_size(size)) for name, (count, size) in sorted(usage.spaces.items())]
+    output.table(("SPACE", "ENTRIES>", "BYTES>"), spaces)
+    reserved = f", {format_size(usage.bytes_reserved)} reserved for fetches" if usage.bytes_reserved else ""
+    used = f"{format_size(usage.bytes_used)} used{reserved} of a budget of {format_size(usage.budget)}"
+    output.line(f"{used}; {format_size(free)} free on the disk")
+    limits = [f"{format_size(usage.max_rate)} a second"] if usage.max_rate else []
+    limits += [f"{usage.max_connections:,} connections to a host"] if usage.max_connections else []
+    if limits:
+        output.line(f"transfers are limited to {' and '.join(limits)}, for all processes together")
+    parts = ", ".join(f"{name} {format_size(size)}" for name, size in overhead.items())
+    output.line(f"{format_size(sum(overhead.values()))} outside the budget: {parts}")
     output.strays(strays, "`forebay prune` removes them")
 
 
-@verb("forebay stats", "forebay stats --format prometheus")
+@verb("forebay stats", "forebay stats --format prometheus", options="root json")
 @click.option("--zero", "-z", is_flag=True, help="Set the counters to zero after showing them.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "prometheus"]), help="How to print them.  [default: text]")
 @click.option(
     "--textfile", metavar="DIR", type=click.Path(path_type=Path),
     help="Write them in the format of Prometheus to a file in DIR, for node_exporter's textfile collector.",
 )  # fmt: skip
-@root_option
-@json_option
 def stats(zero: bool, form: str | None, textfile: Path | None, root: Path | None, as_json: bool) -> None:
     """Show what all processes on the node did with this cache: hits, misses, bytes, waits, evictions."""
     if as_json and form not in (None, "json"):
@@ -209,10 +185,8 @@ def stats(zero: bool, form: str | None, textfile: Path | None, root: Path | None
     output.facts(counters.as_text())
 
 
-@verb('tar -tf "$(forebay path https://host/shard-000.tar)"')
+@verb('tar -tf "$(forebay path https://host/shard-000.tar)"', options="root json")
 @click.argument("name", required=False, metavar="[NAME]", shell_complete=complete_names)
-@root_option
-@json_option
 def path(name: str | None, root: Path | None, as_json: bool) -> None:
     """Show the path of an entry's file, or without NAME the cache's directory. Fetches nothing. The file may be evicted when no process
     uses it; `forebay pin` prevents that."""
@@ -237,8 +211,7 @@ def path(name: str | None, root: Path | None, as_json: bool) -> None:
     output.path(file)
 
 
-@verb("forebay claims")
-@json_option
+@verb("forebay claims", options="json")
 def claims(as_json: bool) -> None:
     """List the claims on this node, those of dead jobs too: which job has which directories, and how much shared memory."""
     from forebay.claims import list_claims  # here, so that `forebay --help` need not load them
@@ -248,4 +221,13 @@ def claims(as_json: bool) -> None:
     ]
     output = Output(as_json)
     output.document(listed)
-    output.claims(listed)
+    now = time.time()
+    rows = []
+    for claim in listed:
+        pids = [str(pid) for pid in claim.pids]
+        processes = " ".join(pids if len(pids) <= MOST_PIDS else [*pids[: MOST_PIDS - 1], f"+{len(pids) - MOST_PIDS + 1}"]) or "-"
+        memory = "-" if claim.bytes is None else format_size(claim.bytes)
+        state, directories = "live" if claim.live else "dead", " ".join(claim.directories) or "damaged"
+        rows.append((f"{claim.prefix:06}", state, ago(now, claim.started), claim.user, processes, memory, claim.job or "-", directories))
+    if rows:
+        output.table(("PREFIX", "STATE", "AGE>", "USER", "PROCESSES", "MEMORY>", "JOB", "DIRECTORIES"), rows)

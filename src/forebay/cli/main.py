@@ -17,7 +17,7 @@ from forebay._config import EnvironmentSettings
 from forebay._logs import logger
 from forebay.cli import streams
 from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, command, hint_for, is_expected, set_verb
-from forebay.cli.options import json_option, root_option, verb
+from forebay.cli.options import OPTIONS, verb
 from forebay.cli.render import LOG_LINES, Output, argument_of_verbosity, note, print_error, print_two_lines
 
 log = logger("forebay.cli")
@@ -48,7 +48,7 @@ TASKS = {
         "prune": "removing",
         "clear": "removing",
     },
-    "Check": {"config": "settings", "doctor": "checking", "verify": "checking"},
+    "Check": {"config": "settings", "doctor": "checkup", "verify": "checkup"},
     "Begin": {"help": "main", "completion": "main", "demo": "demo"},
 }
 """The verbs by task, in the order of the help, and the module of each."""
@@ -56,9 +56,8 @@ TASKS = {
 VERBS = {name: module for verbs in TASKS.values() for name, module in verbs.items()}
 
 
-@verb('eval "$(forebay completion bash)"')
+@verb('eval "$(forebay completion bash)"', options="json")
 @click.argument("shell", metavar="bash|zsh|fish", type=click.Choice(["bash", "zsh", "fish"]))
-@json_option
 def completion(shell: str, as_json: bool) -> None:
     """Print a script that completes verbs, options, and names of entries and spaces: `eval "$(forebay completion bash)"`."""
     from click.shell_completion import get_completion_class
@@ -125,7 +124,6 @@ class _Verbs(click.Group):
 
 
 @click.command(cls=_Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@root_option
 @click.option("--quiet", "-q", is_flag=True, help="Show errors only: no warnings, no notes, no progress bars.")
 @click.option("--verbose", "-v", count=True, help="Show more of the log; -vv shows all of it.")
 @click.option("--version", is_flag=True, help="Show the version and exit.")
@@ -142,21 +140,20 @@ def top(context: click.Context, root: Path | None, quiet: bool, verbose: int, ve
     _log_to_stderr(context.invoked_subcommand)
 
 
+top.params.insert(0, OPTIONS["root"])
 top.add_command(show_help)
 
 
 def _log_to_stderr(verb: str) -> None:
+    """Show the log as the settings say. Raises `ConfigError` for invalid ones; limits count only for verbs that apply them."""
     if LOG_LINES not in package_log.handlers:
         package_log.addHandler(LOG_LINES)
-    verbosity, argument = _settings_for(verb).verbosity, argument_of_verbosity()
-    package_log.setLevel(argument[1].upper() if argument else verbosity or logging.WARNING)
-
-
-def _settings_for(verb: str) -> EnvironmentSettings:
-    """Return the environment's settings for a verb. Raises `ConfigError` for invalid ones; limits count only for verbs that apply them."""
     if verb in ("config", "doctor", "help"):  # they report invalid settings, or need none
-        return EnvironmentSettings.with_faults()[0]
-    return EnvironmentSettings.from_environment(limits=verb not in LOOKING)
+        settings = EnvironmentSettings.with_faults()[0]
+    else:
+        settings = EnvironmentSettings.from_environment(limits=verb not in LOOKING)
+    argument = argument_of_verbosity()
+    package_log.setLevel(argument[1].upper() if argument else settings.verbosity or logging.WARNING)
 
 
 def run(arguments: list[str] | None = None) -> int:
@@ -178,7 +175,12 @@ def _run(arguments: list[str] | None) -> int:
             completing.prepare()
             package_log.addHandler(logging.NullHandler())  # no warning on the terminal on which someone types
             top.main(arguments, prog_name="forebay", complete_var=COMPLETE)  # prints what completes the line, and exits
-        code = _invoke(sys.argv[1:] if arguments is None else list(arguments))
+        code = OK
+        try:  # not by `top.main`, which ends the process where the reader of the output has closed the pipe
+            with top.make_context("forebay", sys.argv[1:] if arguments is None else list(arguments)) as context:
+                top.invoke(context)
+        except click.exceptions.Exit as ending:
+            code = ending.exit_code
         sys.stdout.flush()
     except click.UsageError as error:
         _print_usage(error)
@@ -188,19 +190,13 @@ def _run(arguments: list[str] | None) -> int:
         note("interrupted")
     except BrokenPipeError:
         raise
-    except Exception as error:  # noqa: BLE001 - the top: every error becomes two lines and a code, the log has the rest
-        return _print_failure(error)
+    except Exception as error:
+        if not is_expected(error):
+            log.debug("unexpected error", exc_info=error)
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        print_error(error)
+        return hint_for(error).code
     return code
-
-
-def _invoke(arguments: list[str]) -> int:
-    # Not by `main`, which ends the process where the reader of the output has closed the pipe.
-    try:
-        with top.make_context("forebay", arguments) as context:
-            top.invoke(context)
-    except click.exceptions.Exit as ending:
-        return ending.exit_code
-    return OK
 
 
 def _print_usage(error: click.UsageError) -> None:
@@ -210,14 +206,6 @@ def _print_usage(error: click.UsageError) -> None:
     if isinstance(error, click.NoSuchOption) and error.option_name in ("-q", "--quiet", "-v", "-vv", "--verbose"):
         todo = f"it stands before the verb: `forebay {error.option_name} {path.rpartition(' ')[2]}`"
     print_two_lines(" ".join(error.format_message().split()), todo)
-
-
-def _print_failure(error: Exception) -> int:
-    if not is_expected(error):
-        log.debug("unexpected error", exc_info=error)
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    print_error(error)
-    return hint_for(error).code
 
 
 def main() -> NoReturn:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from forebay.cli.streams import write_whole
@@ -36,53 +37,32 @@ GAUGES = {
 _LONGEST = 120  # characters of the part of a file's name that tells the root
 
 
-class _Collector:
-    """Yields the metrics of one root."""
-
-    def __init__(self, path: Path, stats: Stats, metrics: Any) -> None:
-        self._path, self._stats, self._metrics = str(path), stats, metrics
-
-    def collect(self) -> Iterator[Any]:
-        stats, metrics = self._stats, self._metrics
-        for name, text in COUNTERS.items():
-            yield self._one(metrics.CounterMetricFamily, name, text, getattr(stats, name))
-        waits = metrics.CounterMetricFamily("forebay_wait_seconds", "Seconds spent waiting.", labels=("root", "cause"))
-        for cause in ("remote", "lock", "space"):
-            waits.add_metric((self._path, cause), getattr(stats, f"wait_ns_{cause}") / 1e9)
-        yield waits
-        for name, text in GAUGES.items():
-            yield self._one(metrics.GaugeMetricFamily, name, text, getattr(stats, name))
-        yield self._one(metrics.GaugeMetricFamily, "budget_bytes", "Bytes that all processes together may store.", stats.budget)
-        for name, text, at in (("space_entries", "Entries of a space.", 0), ("space_bytes", "Bytes of a space.", 1)):
-            family = metrics.GaugeMetricFamily(f"forebay_{name}", text, labels=("root", "space"))
-            for space, usage in sorted(stats.spaces.items()):
-                family.add_metric((self._path, space), usage[at])
-            yield family
-
-    def _one(self, family: Any, name: str, text: str, value: float) -> Any:
-        metric = family(f"forebay_{name}", text, labels=("root",))
-        metric.add_metric((self._path,), value)
-        return metric
-
-
-def _registry(path: Path, stats: Stats) -> tuple[Any, Any]:
-    """The package prometheus-client, and a registry of it that has the metrics. Raises `MissingExtra`."""
-    try:
-        import prometheus_client
-        from prometheus_client.core import CollectorRegistry
-    except ImportError as error:
-        raise MissingExtra.of("the format of Prometheus", "prometheus") from error
-    from prometheus_client import metrics_core
-
-    registry = CollectorRegistry()
-    registry.register(_Collector(path, stats, metrics_core))
-    return prometheus_client, registry
-
-
 def as_text(path: Path, stats: Stats) -> str:
     """The metrics of the root at ``path``. Raises `MissingExtra`."""
-    client, registry = _registry(path, stats)
-    text: bytes = client.generate_latest(registry)
+    try:
+        from prometheus_client import generate_latest
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+    except ImportError as error:
+        raise MissingExtra.of("the format of Prometheus", "prometheus") from error
+
+    def family(kind: Any, name: str, text: str, values: Mapping[str, float], *labels: str) -> Any:
+        metric = kind(f"forebay_{name}", text, labels=("root", *labels))
+        for label, value in values.items():
+            metric.add_metric((str(path), label)[: 1 + len(labels)], value)
+        return metric
+
+    waits = {cause: getattr(stats, f"wait_ns_{cause}") / 1e9 for cause in ("remote", "lock", "space")}
+    entries, sizes = ({space: usage[at] for space, usage in sorted(stats.spaces.items())} for at in (0, 1))
+    families = [
+        *(family(CounterMetricFamily, name, text, {"": getattr(stats, name)}) for name, text in COUNTERS.items()),
+        family(CounterMetricFamily, "wait_seconds", "Seconds spent waiting.", waits, "cause"),
+        *(family(GaugeMetricFamily, name, text, {"": getattr(stats, name)}) for name, text in GAUGES.items()),
+        family(GaugeMetricFamily, "budget_bytes", "Bytes that all processes together may store.", {"": stats.budget}),
+        family(GaugeMetricFamily, "space_entries", "Entries of a space.", entries, "space"),
+        family(GaugeMetricFamily, "space_bytes", "Bytes of a space.", sizes, "space"),
+    ]
+    registry: Any = SimpleNamespace(collect=lambda: families)
+    text: bytes = generate_latest(registry)
     return text.decode()
 
 

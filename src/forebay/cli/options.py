@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,26 +13,14 @@ from typing import TYPE_CHECKING
 import click
 
 from forebay._config import EnvironmentSettings, default_root, without_limits
-from forebay.cli.hints import NoCache, NoSuchSpace
-from forebay.cli.render import shown_name
-from forebay.errors import CacheFault, ConfigError, NotCached
+from forebay.cli.hints import NoCache
+from forebay.errors import CacheFault
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from forebay._model import Entry
+    from forebay._engine.store import Store
     from forebay.cache import Cache
-
-
-def verb(*examples: str) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a verb of a function; the first sentence of its docstring stands in the list of verbs, ``examples`` at the end of its help."""
-
-    def make(function: Callable[..., None]) -> click.Command:
-        first = " ".join((function.__doc__ or "").split()).split(". ")[0].rstrip(".") + "."
-        epilog = "\n".join(["\b", f"{'Example' if len(examples) == 1 else 'Examples'}:", *(f"  {example}" for example in examples)])
-        return click.command(function.__name__, short_help=first, epilog=epilog)(function)  # else the first line of the help is cut
-
-    return make
 
 
 def complete_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
@@ -66,19 +54,36 @@ def _path_or_none(context: click.Context, option: click.Parameter, text: str | P
     return Path(text) if text else None
 
 
-root_option = click.option(
-    "--root", "-C", metavar="DIR", callback=_path_or_none, shell_complete=complete_directories,
-    help="The cache's directory (default: $FOREBAY_HOME, else ~/.cache/forebay).",
-)  # fmt: skip
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
-refresh_option = click.option("--refresh", is_flag=True, help="Ask the source now, even if the copy is fresh.")
-yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
-dry_run_option = click.option("--dry-run", "-n", is_flag=True, help="Only show what would be done.")
-space_option = click.option("--space", metavar="SPACE", shell_complete=complete_spaces, help="Only this space.")
-filter_option = click.option(
-    "--filter", "-f", "filters", multiple=True, metavar="TERM", help="Such as 'size>1GB', 'used>30d', 'space=urls'; all must match."
-)
+OPTIONS = {
+    "root": click.Option(
+        ["--root", "-C"], metavar="DIR", callback=_path_or_none, shell_complete=complete_directories,
+        help="The cache's directory (default: $FOREBAY_HOME, else ~/.cache/forebay).",
+    ),
+    "json": click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON document on standard output."),
+    "refresh": click.Option(["--refresh"], is_flag=True, help="Ask the source now, even if the copy is fresh."),
+    "yes": click.Option(["--yes", "-y"], is_flag=True, help="Do not ask for confirmation."),
+    "dry-run": click.Option(["--dry-run", "-n"], is_flag=True, help="Only show what would be done."),
+    "space": click.Option(["--space"], metavar="SPACE", shell_complete=complete_spaces, help="Only this space."),
+    "filter": click.Option(
+        ["--filter", "-f", "filters"], multiple=True, metavar="TERM", help="Such as 'size>1GB', 'used>30d', 'space=urls'; all must match."
+    ),
+}  # fmt: skip
+"""Options that several verbs have."""
 names_argument = click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=complete_names)
+
+
+def verb(*examples: str, options: str = "") -> Callable[[Callable[..., None]], click.Command]:
+    """Make a verb of a function; the first sentence of its docstring stands in the list of verbs, ``examples`` at the end of its help.
+    ``options``: names of `OPTIONS`, after its own."""
+
+    def make(function: Callable[..., None]) -> click.Command:
+        first = " ".join((function.__doc__ or "").split()).split(". ")[0].rstrip(".") + "."
+        epilog = "\n".join(["\b", f"{'Example' if len(examples) == 1 else 'Examples'}:", *(f"  {example}" for example in examples)])
+        command = click.command(function.__name__, short_help=first, epilog=epilog)(function)  # else the first line of the help is cut
+        command.params += [OPTIONS[name] for name in options.split()]
+        return command
+
+    return make
 
 
 def jobs_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -128,7 +133,7 @@ def opened(root: Path | None, *, change: bool = False) -> Iterator[Cache]:
 
 
 @contextmanager
-def looked_into(root: Path | None) -> Iterator[Cache]:
+def looked_into(root: Path | None, *, change: bool = False) -> Iterator[Cache]:
     """As `opened`; where there is no cache yet, one that keeps nothing."""
     from forebay.cache import Cache
 
@@ -138,7 +143,7 @@ def looked_into(root: Path | None) -> Iterator[Cache]:
         with Cache(enabled=False) as cache:
             yield cache
         return
-    with opened(root) as cache:
+    with opened(root, change=change) as cache:
         yield cache
 
 
@@ -151,40 +156,10 @@ def filled(root: Path | None) -> Iterator[Cache]:
         yield cache
 
 
-def check_space(cache: Cache, name: str | None) -> None:
-    """Raise `NoSuchSpace` for an unknown name: a mistyped name must not look like an empty space."""
-    if name is not None and name not in (spaces := sorted(cache.stats().spaces)):
-        raise NoSuchSpace.of(name, spaces)
-
-
-def matching(cache: Cache, entries: Iterable[Entry], names: Sequence[str]) -> Iterator[Entry]:
-    """Yield the entries whose names begin with one of ``names``, or whose key is one; all if ``names`` is empty."""
-    from forebay import remote
+def store_of(cache: Cache) -> Store:
+    """The store of a cache that is `opened`."""
     from forebay.cache import origin_of
 
-    heads = list(names)
-    for name in names:
-        with suppress(ConfigError, UnicodeError):
-            heads.append(remote.canonical(name, origin_of(cache).naming))  # as it is stored: a query as its hash, a path as a URL
-    values = {f"values:{name}" for name in names}
-    prefixes = tuple(heads)
-
-    def is_named(name: str) -> bool:
-        return name.startswith(prefixes) or name in values or remote.without_user(name).startswith(prefixes)
-
-    return (entry for entry in entries if not names or is_named(entry.name))
-
-
-def find_each(cache: Cache, names: Sequence[str]) -> tuple[list[Entry], dict[str, NotCached]]:
-    """Return the entries of these names, each once, and an error for each name with no entry, or several."""
-    entries: dict[int, Entry] = {}
-    missing: dict[str, NotCached] = {}
-    for name in dict.fromkeys(names):
-        try:
-            entry = cache.entry(name)
-            if entry is None:
-                raise NotCached.of(shown_name(name))
-            entries[entry.id] = entry
-        except NotCached as error:
-            missing[name] = error
-    return list(entries.values()), missing
+    store = origin_of(cache).store
+    assert store.keeps  # else the cache could not be opened
+    return store

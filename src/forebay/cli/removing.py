@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,23 +13,10 @@ import click
 
 from forebay._config import format_size, parse_size
 from forebay._model import Entry, Report
-from forebay.cli.filters import parse_filters
 from forebay.cli.hints import ABSENT, FAILED, NoCache, NotFreed
-from forebay.cli.options import (
-    check_space,
-    complete_names,
-    dry_run_option,
-    filter_option,
-    find_each,
-    json_option,
-    names_argument,
-    opened,
-    root_option,
-    space_option,
-    verb,
-    yes_option,
-)
-from forebay.cli.render import Output, confirmed, note, print_error
+from forebay.cli.options import complete_names, names_argument, opened, verb
+from forebay.cli.render import Output, ago, confirmed, count, note
+from forebay.cli.selecting import check_space, end_if_missing, find_each, parse_filters
 from forebay.errors import ConfigError, ForebayError, NotCached
 
 if TYPE_CHECKING:
@@ -38,13 +26,8 @@ if TYPE_CHECKING:
     from forebay.reports import Plan
 
 
-@verb("forebay rm https://host/shard-000.tar", "forebay rm --filter 'used>30d' --dry-run")
+@verb("forebay rm https://host/shard-000.tar", "forebay rm --filter 'used>30d' --dry-run", options="filter dry-run yes root json")
 @click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete_names)
-@filter_option
-@dry_run_option
-@yes_option
-@root_option
-@json_option
 def rm(names: tuple[str, ...], filters: tuple[str, ...], dry_run: bool, yes: bool, root: Path | None, as_json: bool) -> None:
     """Remove entries by name, or by filter after asking. Entries that are in use or pinned stay, and are listed."""
     if bool(names) == bool(filters):
@@ -60,12 +43,9 @@ def rm(names: tuple[str, ...], filters: tuple[str, ...], dry_run: bool, yes: boo
             passes = (lambda entry: entry.id in ids) if names else parse_filters(filters)
             pinned = [entry.name for entry in entries if entry.life == "pinned"] if names else None
             report = _carry_out(cache.plan(where=passes), output, dry_run=dry_run, yes=yes, pinned=pinned)
-    for error in missing.values():
-        print_error(error)
+    end_if_missing(missing, FAILED if report is not None and report.spared else ABSENT)
     if report is not None and report.spared:
         raise click.exceptions.Exit(FAILED)
-    if missing:
-        raise click.exceptions.Exit(ABSENT)
 
 
 def _ids_of_blocks(cache: Cache, entries: list[Entry], missing: dict[str, NotCached]) -> set[int]:
@@ -96,18 +76,12 @@ def _remove(cache: Cache, entries: list[Entry], missing: dict[str, NotCached], o
         freed=sum(r.freed for r in reports),
     )
     output.document(report)
-    output.report(report, pinned=[entry.name for entry in entries if entry.life == "pinned"])
+    _show_report(report, output, pinned=[entry.name for entry in entries if entry.life == "pinned"])
     return report
 
 
-@verb("forebay prune", "forebay prune --free 20GB --dry-run")
+@verb("forebay prune", "forebay prune --free 20GB --dry-run", options="filter space dry-run yes root json")
 @click.option("--free", metavar="SIZE", help="Make room for SIZE more bytes, least recently used first.")
-@filter_option
-@space_option
-@dry_run_option
-@yes_option
-@root_option
-@json_option
 def prune(
     free: str | None, filters: tuple[str, ...], space: str | None, dry_run: bool, yes: bool, root: Path | None, as_json: bool
 ) -> None:
@@ -132,7 +106,10 @@ def prune(
             raise NotFreed(f"{what} {state}; the rest is pinned, in use, or reserved for fetches")
         return
     dead = _dead_claims(dry_run=dry_run)
-    output.dead_claims(dead, "would be freed" if dry_run else "freed")
+    for claim in dead:
+        memory = f", {format_size(claim.bytes)} of shared memory" if claim.bytes else ""
+        what = f"claim {claim.prefix:06} of a dead job{memory} {'would be freed' if dry_run else 'freed'}"
+        output.line(f"{what}: {', '.join(claim.directories) or 'damaged'}")
     try:
         with opened(root, change=not dry_run) as cache:
             strays = cache.strays()
@@ -166,12 +143,7 @@ def _dead_claims(*, dry_run: bool) -> list[ClaimInfo]:
         return []
 
 
-@verb("forebay clear --space urls --dry-run")
-@space_option
-@dry_run_option
-@yes_option
-@root_option
-@json_option
+@verb("forebay clear --space urls --dry-run", options="space dry-run yes root json")
 def clear(space: str | None, dry_run: bool, yes: bool, root: Path | None, as_json: bool) -> None:
     """Remove everything, or one space, after asking. Entries that are pinned or in use stay."""
     with opened(root, change=not dry_run) as cache:
@@ -190,36 +162,53 @@ def _carry_out(
     extra = {name: value for name, value in (("claims", claims), ("strays", strays), ("pinned", pinned)) if value is not None}
     if dry_run:
         output.document({"victims": plan.victims, "frees": plan.frees, **extra})
-        output.victims(plan.victims, plan.frees, strays)
-        output.pinned(pinned or ())
+        _show_victims(plan, strays, output)
+        for name in pinned or ():
+            output.line(f"pinned, kept: {name}", style="yellow")
         return None
     if (plan.victims or (strays and strays.files)) and not yes:
-        output.victims(plan.victims, plan.frees, strays)
+        _show_victims(plan, strays, output)
         if not confirmed("Remove them?"):
             raise click.exceptions.Exit(FAILED)
     report = plan.execute()
     output.document({**report._asdict(), **extra})
-    output.report(report)
+    _show_report(report, output)
     return report
+
+
+def _show_victims(plan: Plan, strays: Strays | None, output: Output) -> None:
+    now = time.time()
+    if plan.victims:
+        output.table(("SIZE>", "USED>", "NAME"), ((format_size(v.size), ago(now, v.used), v.name) for v in plan.victims))
+    what = _entries_and_strays(len(plan.victims), strays.files if strays else 0)
+    output.line(f"{what} would be removed, {format_size(plan.frees + (strays.bytes if strays else 0))}")
+
+
+def _show_report(report: Report, output: Output, *, pinned: Sequence[str] = ()) -> None:
+    """Print what was removed, and the names of entries that stay; ``pinned``: those that stay because they are pinned."""
+    output.line(f"{_entries_and_strays(len(report.removed), report.stray_files)} removed, {format_size(report.freed)} freed")
+    for name in report.spared:
+        output.line(f"{'pinned' if name in pinned else 'in use'}, kept: {name}", style="yellow")
+
+
+def _entries_and_strays(entries: int, strays: int) -> str:
+    what = count(entries, "entry", "entries")
+    return f"{what} and {count(strays, 'stray file', 'stray files')}" if strays else what
 
 
 # -- pins --------------------------------------------------------------------------------------------------------------
 
 
-@verb("forebay pin https://host/shard-000.tar")
+@verb("forebay pin https://host/shard-000.tar", options="root json")
 @names_argument
-@root_option
-@json_option
 def pin(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
     """Exclude entries from eviction until `forebay unpin`. They still count against the budget."""
     with opened(root, change=True) as cache:
         _each_name(cache, names, cache.pin, done="pinned", as_json=as_json)
 
 
-@verb("forebay unpin https://host/shard-000.tar")
+@verb("forebay unpin https://host/shard-000.tar", options="root json")
 @names_argument
-@root_option
-@json_option
 def unpin(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
     """Allow pinned entries to be evicted again."""
     with opened(root, change=True) as cache:
@@ -240,7 +229,4 @@ def _each_name(cache: Cache, names: Sequence[str], act: Callable[[Entry], object
             present.append(entry.name)
             output.line(f"{done}: {entry.name}")
     output.document({done: present, "missing": [absent.key for absent in missing.values()]})
-    for absent in missing.values():
-        print_error(absent)
-    if missing:
-        raise click.exceptions.Exit(ABSENT)
+    end_if_missing(missing)

@@ -10,9 +10,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -22,19 +22,17 @@ from forebay.cli.hints import hint_for
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
     from forebay._engine.seeing import Facts
-    from forebay._model import Entry, Problem, Report, Strays, Victim
-    from forebay.claims import ClaimInfo
-    from forebay.cli.prefixes import PrefixNode
-    from forebay.reports import Stats
+    from forebay._model import Entry, Strays
+    from forebay.reports import HistoryPoint
 
 T = TypeVar("T")
 PAGE_ROWS = 1000
 """Rows in memory at once; they determine the widths of a longer table's columns."""
 UNLIMITED = 100_000  # columns without a terminal: nothing is cut or folded in a pipe
-MOST_PIDS = 4  # of a claim, in a table
 
 
 # rich is imported where something is drawn: a list in a pipe needs none of it.
@@ -120,6 +118,20 @@ def note(text: str) -> None:
     console(stderr=True).print(styled(plain(shown(text))), soft_wrap=True)
 
 
+def rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Return a table for a console; columns whose names end with ``>`` are aligned to the right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), show_header=any(columns))
+    for name in columns:
+        right = name.endswith(">")
+        table.add_column(name.rstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(plain(cell)) for cell in row))
+    return table
+
+
 class LogLines(logging.Handler):
     """The log as lines on standard error, above any bars."""
 
@@ -190,21 +202,17 @@ class Output:
                 lines, widths = _aligned(columns, page, widths)
                 self.raw("\n".join(lines))
             return
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), show_header=any(columns))
-        for name in columns:
-            right = name.endswith(">")
-            table.add_column(name.rstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
-        for row in rows:
-            table.add_row(*(cell if isinstance(cell, Text) else Text(plain(cell)) for cell in row))
-        self._out.print(table)
+        self._out.print(rich_table(columns, rows))
 
     def entries(self, entries: Iterable[Entry], *, names_only: bool = False) -> None:
         """Print any number of entries without keeping them in memory."""
         if self.as_json:
-            self._stream("[", (json.dumps(entry_record(entry)) for entry in entries), "]")
+            sys.stdout.write("[")
+            comma = ""
+            for entry in entries:
+                sys.stdout.write(f"{comma}\n  {json.dumps(entry_record(entry))}")
+                comma = ","
+            sys.stdout.write("\n]\n" if comma else "]\n")
         elif names_only:
             self.names(entry.name for entry in entries)
         else:
@@ -218,42 +226,11 @@ class Output:
         if first is not None:
             self.table(("SIZE>", "USED>", "CREATED>", "STATE", "NAME"), chain([first], rows))
 
-    def tree(self, lines: Iterable[tuple[int, str, PrefixNode]]) -> None:
-        """Print prefixes and their sums: depth, label and prefix of each."""
-        if self.as_json:
-            self.document([{"prefix": one.name, "bytes": one.bytes, "entries": one.entries, "depth": depth} for depth, _, one in lines])
-            return
-        rows = [(format_size(one.bytes), f"{one.entries:,}", "  " * depth + label) for depth, label, one in lines]
-        if rows:
-            self.table(("SIZE>", "ENTRIES>", "PREFIX"), rows)
-
     def names(self, names: Iterable[str]) -> None:
         """Print names, one a line."""
         for page in _pages(names):
             text = "\n".join(page)
             self.raw(text if text.replace("\n", "").isprintable() and text.count("\n") == len(page) - 1 else "\n".join(map(plain, page)))
-
-    def _stream(self, before: str, items: Iterable[str], after: str) -> None:
-        """Print a JSON list, one item a line."""
-        sys.stdout.write(before)
-        comma = ""
-        for item in items:
-            sys.stdout.write(f"{comma}\n  {item}")
-            comma = ","
-        sys.stdout.write(f"\n{after}\n" if comma else f"{after}\n")
-
-    def usage(self, stats: Stats, disk_free: int, overhead: Mapping[str, int]) -> None:
-        spaces = [(name, count, format_size(size)) for name, (count, size) in sorted(stats.spaces.items())]
-        self.table(("SPACE", "ENTRIES>", "BYTES>"), spaces)
-        reserved = f", {format_size(stats.bytes_reserved)} reserved for fetches" if stats.bytes_reserved else ""
-        used = f"{format_size(stats.bytes_used)} used{reserved} of a budget of {format_size(stats.budget)}"
-        self.line(f"{used}; {format_size(disk_free)} free on the disk")
-        limits = [f"{format_size(stats.max_rate)} a second"] if stats.max_rate else []
-        limits += [f"{stats.max_connections:,} connections to a host"] if stats.max_connections else []
-        if limits:
-            self.line(f"transfers are limited to {' and '.join(limits)}, for all processes together")
-        parts = ", ".join(f"{name} {format_size(size)}" for name, size in overhead.items())
-        self.line(f"{format_size(sum(overhead.values()))} outside the budget: {parts}")
 
     def strays(self, strays: Strays, todo: str = "") -> None:
         """Print the files that belong to no entry, if there are any."""
@@ -266,49 +243,6 @@ class Output:
     def facts(self, facts: Mapping[str, object]) -> None:
         """Print names and values, one a line."""
         self.table(("", ""), facts.items())
-
-    def victims(self, victims: Sequence[Victim], frees: int, strays: Strays | None = None) -> None:
-        now = time.time()
-        if victims:
-            self.table(("SIZE>", "USED>", "NAME"), ((format_size(v.size), _ago(now, v.used), v.name) for v in victims))
-        what = _entries_and_strays(len(victims), strays.files if strays else 0)
-        self.line(f"{what} would be removed, {format_size(frees + (strays.bytes if strays else 0))}")
-
-    def pinned(self, names: Iterable[str]) -> None:
-        """Print the names that were given, and stay because they are pinned."""
-        for name in names:
-            self.line(f"pinned, kept: {name}", style="yellow")
-
-    def report(self, report: Report, *, pinned: Collection[str] = ()) -> None:
-        """Print what was removed, and the names of entries that stay; ``pinned``: those that stay because they are pinned."""
-        self.line(f"{_entries_and_strays(len(report.removed), report.stray_files)} removed, {format_size(report.freed)} freed")
-        for name in report.spared:
-            self.line(f"{'pinned' if name in pinned else 'in use'}, kept: {name}", style="yellow")
-
-    def claims(self, claims: Sequence[ClaimInfo]) -> None:
-        now = time.time()
-        if claims:
-            columns = ("PREFIX", "STATE", "AGE>", "USER", "PROCESSES", "MEMORY>", "JOB", "DIRECTORIES")
-            self.table(columns, (_claim_row(claim, now) for claim in claims))
-
-    def dead_claims(self, claims: Sequence[ClaimInfo], what: str) -> None:
-        for claim in claims:
-            memory = f", {format_size(claim.bytes)} of shared memory" if claim.bytes else ""
-            self.line(f"claim {claim.prefix:06} of a dead job{memory} {what}: {', '.join(claim.directories) or 'damaged'}")
-
-    def problems(self, problems: Sequence[Problem], *, verb: str) -> None:
-        for problem in problems:
-            self.line(f"{problem}" + (f" ({problem.key})" if problem.key else ""))
-        self.line(f"{count(len(problems), 'problem', 'problems')} {verb}")
-
-    def findings(self, findings: Sequence[Any]) -> None:
-        """Print the findings of `doctor`: each with ``state``, ``name``, ``found`` and ``todo``."""
-        style = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
-        rows = [(styled((f.state, style[f.state])), f.name, f.found) for f in findings]
-        self.table(("", "CHECK", "FOUND"), rows)
-        for f in findings:
-            if f.todo:
-                self.line(f"{f.name}: {f.todo}")
 
 
 def _pages(items: Iterable[T]) -> Iterator[list[T]]:
@@ -345,22 +279,14 @@ def _entry_row(facts: Facts, now: float) -> tuple[object, ...]:
     state = "leased" if leased else ""
     if life != "cached":
         state = f"{life} {state}".rstrip()
-    return _size(size), _ago(now, used), _ago(now, created), state, name
-
-
-def _claim_row(claim: ClaimInfo, now: float) -> tuple[object, ...]:
-    pids = [str(pid) for pid in claim.pids]
-    processes = " ".join(pids if len(pids) <= MOST_PIDS else [*pids[: MOST_PIDS - 1], f"+{len(pids) - MOST_PIDS + 1}"]) or "-"
-    memory = "-" if claim.bytes is None else format_size(claim.bytes)
-    age, state = _ago(now, claim.started), "live" if claim.live else "dead"
-    directories = " ".join(claim.directories) or "damaged"
-    return f"{claim.prefix:06}", state, age, claim.user, processes, memory, claim.job or "-", directories
+    return _size(size), ago(now, used), ago(now, created), state, name
 
 
 _size, _age = functools.lru_cache(4096)(format_size), functools.lru_cache(4096)(format_age)  # many entries have the same values
 
 
-def _ago(now: float, moment: float) -> str:
+def ago(now: float, moment: float) -> str:
+    """How long ago something was; a dash if it never was."""
     return _age(int(now - moment)) if moment > 0 else "-"
 
 
@@ -369,9 +295,13 @@ def count(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
 
 
-def _entries_and_strays(entries: int, strays: int) -> str:
-    what = count(entries, "entry", "entries")
-    return f"{what} and {count(strays, 'stray file', 'stray files')}" if strays else what
+def length_of(points: Sequence[HistoryPoint]) -> str:
+    """How long a history is, as words."""
+    seconds = points[-1].end - points[0].start if points else 0.0
+    for one, many, unit in (("day", "days", 86_400), ("hour", "hours", 3600), ("minute", "minutes", 60)):
+        if seconds >= 2 * unit:
+            return count(round(seconds / unit), one, many)
+    return count(round(seconds), "second", "seconds")
 
 
 def _jsonable(value: object) -> object:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from forebay import _config_file
-from forebay._config import REMOTE, GivenSetting, format_size, given_by_file, given_by_variables, parse_budget
+from forebay._config import REMOTE, format_size, given_by_file, given_by_variables, parse_budget
 from forebay.cli.hints import FAILED, NoCache
-from forebay.cli.options import dry_run_option, json_option, opened, root_option, root_path, verb, yes_option
+from forebay.cli.options import opened, root_path, store_of, verb
 from forebay.cli.render import Output, argument_of_verbosity, confirmed, note, print_error
 from forebay.errors import CacheFault, ConfigError, ForebayError, ReadOnly
 
@@ -34,16 +34,14 @@ DEFAULTS = {
 # -- budget ------------------------------------------------------------------------------------------------------------
 
 
-@verb("forebay budget", "forebay budget 500GB")
+@verb("forebay budget", "forebay budget 500GB", options="dry-run yes root json")
 @click.argument("size", required=False, metavar="[SIZE]")
-@dry_run_option
-@yes_option
-@root_option
-@json_option
 def budget(size: str | None, dry_run: bool, yes: bool, root: Path | None, as_json: bool) -> None:
     """Show the budget of the cache, or change it for all processes. Lowering it evicts the least recently used entries at once, after
     asking. No other verb changes it; FOREBAY_BUDGET applies only when a cache is created."""
-    from forebay._kernel import host  # here, so that `forebay --help` need not load it
+    from forebay._engine.store import Settings  # here, so that `forebay --help` need not load it
+    from forebay._kernel import host
+    from forebay.cli.checkup import unused_setting
 
     output = Output(as_json)
     with opened(root, change=size is not None and not dry_run) as cache:
@@ -56,7 +54,11 @@ def budget(size: str | None, dry_run: bool, yes: bool, root: Path | None, as_jso
             if over > 0 and not (dry_run or yes or confirmed("Lower the budget?")):
                 raise click.exceptions.Exit(FAILED)
             if not dry_run:
-                _set_budget(cache, after)
+                store = store_of(cache)
+                if store.root.read_only:
+                    raise ReadOnly.of(path)
+                if not store.configure(Settings(budget=after)):
+                    raise CacheFault(f"{store.root.settings} cannot be written now: the budget is not changed")
         usage = cache.stats()
     output.document({"path": path, "budget": usage.budget, "before": before, "used": usage.bytes_used, "reserved": usage.bytes_reserved})
     if size is not None and not dry_run:
@@ -64,35 +66,15 @@ def budget(size: str | None, dry_run: bool, yes: bool, root: Path | None, as_jso
         return
     output.line(f"{format_size(usage.budget)} for all processes; {format_size(usage.bytes_used + usage.bytes_reserved)} used")
     if size is None:
-        _note_unused(path, usage.budget, disk.total)
+        with suppress(ConfigError):  # `config` and `doctor` report it
+            message = unused_setting(path, usage.budget, disk.total)
+            if message:
+                note(message)
 
 
 def _used(cache: Cache) -> int:
     usage = cache.stats()
     return usage.bytes_used + usage.bytes_reserved
-
-
-def _set_budget(cache: Cache, size: int) -> None:
-    """Set the budget of the root. Raises `ReadOnly`, `CacheFault`."""
-    from forebay._engine.store import Settings
-    from forebay.cache import origin_of
-
-    store = origin_of(cache).store
-    assert store.keeps  # else the cache could not be opened
-    if store.root.read_only:
-        raise ReadOnly.of(cache.path)
-    if not store.configure(Settings(budget=size)):
-        raise CacheFault(f"{store.root.settings} cannot be written now: the budget is not changed")
-
-
-def _note_unused(path: Path, size: int, disk: int) -> None:
-    """Tell of a budget in a variable or the user's file that differs."""
-    from forebay.cli.checkup import unused_setting  # here: other verbs need not load it
-
-    with suppress(ConfigError):  # `config` and `doctor` report it
-        message = unused_setting(path, size, disk)
-        if message:
-            note(message)
 
 
 # -- config ------------------------------------------------------------------------------------------------------------
@@ -110,9 +92,7 @@ class Setting:
     unused: tuple[str, ...] = ()
 
 
-@verb("forebay config")
-@root_option
-@json_option
+@verb("forebay config", options="root json")
 def config(root: Path | None, as_json: bool) -> None:
     """Show all settings, their values, and what set each: an argument, a variable, your forebay.toml or the cache. Creates nothing."""
     from forebay.cli.checkup import setting_faults  # here: other verbs need not load it
@@ -150,7 +130,7 @@ def _settings(root: Path | None) -> Iterator[Setting]:
     if verbosity:
         arguments["verbosity"] = Setting("verbosity", verbosity[1], "argument", verbosity[0])
     for name in ("home", *OF_ROOT, *OTHERS):
-        sources = [Setting(name, own[name].text, source, _where(own[name])) for source, own in given if name in own]
+        sources = [Setting(name, own[name].text, source, own[name].name.partition(": ")[0]) for source, own in given if name in own]
         kept = [Setting(name, limits[name], "cache", path)] if name in limits else []
         sources = kept + sources if name == "budget" else sources + kept  # a budget that is given is for a cache that is created
         default = path if name == "home" else DEFAULTS.get(name, "no limit")
@@ -159,19 +139,12 @@ def _settings(root: Path | None) -> Iterator[Setting]:
         yield replace(first, value=path if name == "home" else first.value, unused=unused)
 
 
-def _where(given: GivenSetting) -> str:
-    return given.name.partition(": ")[0]  # of a file without the key
-
-
 def _limits_of_root(root: Path | None) -> tuple[str, dict[str, str]]:
     """The cache's directory, and the limits that it keeps, as they are shown; none if there is no cache, or it cannot be read."""
-    from forebay.cache import origin_of
 
     try:
         with opened(root) as cache:
-            store = origin_of(cache).store
-            assert store.keeps  # else the cache could not be opened
-            limits = {name: value for name, value in store.spaces.root_limits().items() if value is not None}
+            limits = {name: value for name, value in store_of(cache).spaces.root_limits().items() if value is not None}
             return str(cache.path), {name: _shown(name, value) for name, value in limits.items()}
     except NoCache as error:
         return str(error.path), {}

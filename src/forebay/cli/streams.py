@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from forebay.cli.hints import OutputFailed
 
 COPIED = 1 << 20
-"""Bytes that `OutputStream.copy` holds at a time."""
+"""Bytes that `copy_to_output` holds at a time."""
 
 
 class OutputStream:
@@ -28,7 +28,7 @@ class OutputStream:
 
     def write(self, text: str) -> int:
         try:
-            return self._call(lambda: self._stream.write(text)) or len(text)
+            return self.call(lambda: self._stream.write(text)) or len(text)
         except UnicodeEncodeError as error:
             return self._write_bytes(text, error.encoding)
 
@@ -39,20 +39,14 @@ class OutputStream:
         except UnicodeEncodeError:
             data = text.encode(encoding, "backslashreplace")
         self.flush()
-        self._call(lambda: self._stream.buffer.write(data))
+        self.call(lambda: self._stream.buffer.write(data))
         return len(text)
 
-    def copy(self, file: BinaryIO) -> None:
-        """Write all bytes of a file, as they are."""
-        self.flush()
-        while data := file.read(COPIED):
-            self._call(functools.partial(self._stream.buffer.write, data))
-        self.flush()
-
     def flush(self) -> None:
-        self._call(self._stream.flush)
+        self.call(self._stream.flush)
 
-    def _call(self, call: Callable[[], Any]) -> Any:
+    def call(self, call: Callable[[], Any]) -> Any:
+        """Call what writes to the stream. Raises `OutputFailed`, BrokenPipeError."""
         if self._failed is not None:  # click probes streams, and ignores errors
             raise self._failed
         try:
@@ -69,8 +63,12 @@ class OutputStream:
 
 def copy_to_output(file: BinaryIO) -> None:
     """Write all bytes of a file to standard output, which is an `OutputStream`."""
-    assert isinstance(sys.stdout, OutputStream)
-    sys.stdout.copy(file)
+    out = sys.stdout
+    assert isinstance(out, OutputStream)
+    out.flush()
+    while data := file.read(COPIED):
+        out.call(functools.partial(out.buffer.write, data))
+    out.flush()
 
 
 @contextlib.contextmanager

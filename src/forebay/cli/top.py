@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from forebay._config import format_age, format_size
-from forebay.cli.options import json_option, opened, root_option, verb
-from forebay.cli.render import Output, console, count, plain
+from forebay.cli.options import opened, verb
+from forebay.cli.render import Output, console, count, plain, rich_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from forebay._engine.seeing import Fetch, Now
-    from forebay.cache import Cache
     from forebay.reports import Stats
 
 MOST_ROWS = 20
@@ -41,20 +40,15 @@ class Look(NamedTuple):
     now: Now
 
 
-class Table(NamedTuple):
-    """A table of the screen; columns whose names end with ``>`` are aligned to the right."""
-
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Columns, those whose names end with ``>`` aligned to the right, and rows."""
 
 
-@verb("forebay top", "forebay top --once --json")
+@verb("forebay top", "forebay top --once --json", options="root json")
 @click.option("--once", is_flag=True, help="Print one sample and exit.")
 @click.option(
     "--interval", "-i", type=click.FloatRange(min=0.05), default=1.0, show_default=True, metavar="SECONDS", help="Seconds between updates."
 )
-@root_option
-@json_option
 def top(once: bool, interval: float, root: Path | None, as_json: bool) -> None:
     """Watch what all processes on the node do with this cache: hits, bytes per second, fetches, waits, evictions. Press q to quit."""
     if not math.isfinite(interval):
@@ -75,14 +69,10 @@ def top(once: bool, interval: float, root: Path | None, as_json: bool) -> None:
 
 
 def _look(root: Path | None) -> Look:
-    with opened(root) as cache:
-        return _seen(cache)
-
-
-def _seen(cache: Cache) -> Look:
     from forebay.cli.report.content import activity
 
-    return Look(time.monotonic(), str(cache.path), cache.stats(), activity(cache))
+    with opened(root) as cache:
+        return Look(time.monotonic(), str(cache.path), cache.stats(), activity(cache))
 
 
 def _watch(before: Look, root: Path | None, interval: float) -> None:
@@ -130,9 +120,9 @@ def _print_once(before: Look, after: Look, as_json: bool) -> None:
         "fetches": fetches, "waiters": after.now.waiters, "leased": after.now.leased,
     })  # fmt: skip
     output.facts(_facts(before, after))
-    for table in _tables(before, after):
+    for columns, rows in _tables(before, after):
         output.line("")
-        output.table(table.columns, table.rows)
+        output.table(columns, rows)
 
 
 def _print_lines(before: Look, after: Look) -> Look:
@@ -181,12 +171,12 @@ def _tables(before: Look, after: Look) -> list[Table]:
     spaces = [(plain(name), f"{count:,}", format_size(size)) for name, (count, size) in sorted(after.stats.spaces.items())]
     fetches = [_fetch_row(one, before, after) for one in after.now.fetches[:MOST_ROWS]]
     waiters = [(_since(one.since), one.process, one.key, one.holder) for one in after.now.waiters[:MOST_ROWS]]
-    tables = [
-        Table(("SPACE", "ENTRIES>", "BYTES>"), spaces),
-        Table(("DONE>", "OF>", "SPEED>", "FOR>", "PROCESS", "FETCHES"), fetches),
-        Table(("FOR>", "PROCESS", "WAITS FOR", "WHICH HAS"), waiters),
+    tables: list[Table] = [
+        (("SPACE", "ENTRIES>", "BYTES>"), spaces),
+        (("DONE>", "OF>", "SPEED>", "FOR>", "PROCESS", "FETCHES"), fetches),
+        (("FOR>", "PROCESS", "WAITS FOR", "WHICH HAS"), waiters),
     ]
-    return [table for table in tables if table.rows]
+    return [(columns, rows) for columns, rows in tables if rows]
 
 
 def _fetch_row(one: Fetch, before: Look, after: Look) -> tuple[str, ...]:
@@ -214,26 +204,19 @@ def _identity(one: Fetch) -> tuple[str, str, float]:
 
 
 def _screen(before: Look, after: Look) -> RenderableType:
-    from rich import table as tables
     from rich.console import Group
     from rich.text import Text
 
-    facts = tables.Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, text in _facts(before, after).items():
-        facts.add_row(Text(name, style="bold"), Text.assemble(_bar(after.stats), text) if name == "budget" else Text(plain(text)))
-    parts: list[RenderableType] = [facts]
-    for each in _tables(before, after):
-        table = tables.Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-        for name in each.columns:
-            right = name.endswith(">")
-            table.add_column(name.rstrip(">"), justify="right" if right else "left", no_wrap=right)  # of others rich makes narrower ones
-        for row in each.rows:
-            table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in row))
-        parts += [Text(""), table]
+    stats = after.stats
+    full = round(_BAR * min((stats.bytes_used + stats.bytes_reserved) / stats.budget, 1.0)) if stats.budget else 0
+    bar = "█" * full + "░" * (_BAR - full) + " "
+    facts = [
+        (Text(name, style="bold"), Text((bar if name == "budget" else "") + plain(text))) for name, text in _facts(before, after).items()
+    ]
+    parts: list[RenderableType] = [rich_table(("", ""), facts)]
+    for columns, rows in _tables(before, after):
+        # rich makes the other columns narrower than their cells
+        cells = [[Text(cell, no_wrap=True, overflow="ellipsis") for cell in row] for row in rows]
+        parts += [Text(""), rich_table(columns, cells)]
     parts.append(Text("\nPress q to quit", style="dim"))
     return Group(*parts)
-
-
-def _bar(stats: Stats) -> str:
-    full = round(_BAR * min((stats.bytes_used + stats.bytes_reserved) / stats.budget, 1.0)) if stats.budget else 0
-    return "█" * full + "░" * (_BAR - full) + " "

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from forebay._config import format_age, format_size
-from forebay.cli.render import count
-from forebay.cli.report import charts, treemap
-from forebay.cli.report.charts import Series
-from forebay.cli.report.content import Content, history_of, length_of
+from forebay.cli.render import count, length_of
+from forebay.cli.report.content import Content
+from forebay.cli.report.drawing import NO_PREFIX, Series, bytes_of, chart, treemap
 from forebay.reports import HistoryPoint
 
 _ROWS = 48  # of the table of hours, or of minutes
@@ -98,11 +97,11 @@ def _budget(content: Content) -> str:
 def _occupied(content: Content) -> str:
     if not content.prefixes:
         return "<p>The cache is empty.</p>"
-    spaces = sorted(content.prefixes.items(), key=lambda one: -treemap.bytes_of(one[1]))
-    drawn = [treemap.draw(spaces, width, height, css) for width, height, css in ((960, 420, "wide"), (380, 460, "narrow"))]
+    spaces = sorted(content.prefixes.items(), key=lambda one: -bytes_of(one[1]))
+    drawn = [treemap(spaces, width, height, css) for width, height, css in ((960, 420, "wide"), (380, 460, "narrow"))]
     cells = [(name, cell) for name, of_space in spaces for cell in of_space]
     rows = [
-        (f"{number}", name, cell.name or treemap.NO_PREFIX, format_size(cell.bytes), count(cell.entries, "entry", "entries"))
+        (f"{number}", name, cell.name or NO_PREFIX, format_size(cell.bytes), count(cell.entries, "entry", "entries"))
         for number, (name, cell) in enumerate(cells, 1)
     ]
     table = _table(("row>", "space", "prefix", "bytes>", "entries>"), rows)
@@ -110,7 +109,7 @@ def _occupied(content: Content) -> str:
 
 
 def _over_time(content: Content) -> str:
-    parts, (minutes, hours) = [], history_of(content)
+    parts, (minutes, hours) = [], content.history()
     if not minutes and not hours:
         return "<p>There is no history yet: it begins when a process has used the cache for a second.</p>"
     for by, points, none in (
@@ -124,7 +123,8 @@ def _over_time(content: Content) -> str:
             parts.append(f'<p class="soft">{none}</p>')
     rows = [
         (_moment(p.start), "-" if p.hit_rate is None else f"{p.hit_rate:.0%}", format_size(p.bytes_hit), format_size(p.bytes_remote),
-         count(p.evictions, "entry", "entries"), count(p.fallbacks, "call", "calls"), f"{_waited(p):,.1f} s")
+         count(p.evictions, "entry", "entries"), count(p.fallbacks, "call", "calls"),
+         f"{(p.wait_ns_remote + p.wait_ns_lock + p.wait_ns_space) / 1e9:,.1f} s")
         for p in reversed((hours or minutes)[-_ROWS:])
     ]  # fmt: skip
     columns = ("from", "hit rate>", "from the cache>", "from remotes>", "evicted>", "fallbacks>", "waited>")
@@ -134,41 +134,40 @@ def _over_time(content: Content) -> str:
 
 def _charts(points: Sequence[HistoryPoint]) -> list[str]:
     def per(seconds: float, name: str, field: str) -> Series:
-        return Series(name, lambda point: getattr(point, field) * seconds / point.seconds)
+        return name, lambda point: getattr(point, field) * seconds / point.seconds
 
-    use = [Series("used", lambda point: point.bytes_used if point.budget else None), Series("budget", lambda point: point.budget or None)]
+    use: list[Series] = [
+        ("used", lambda point: point.bytes_used if point.budget else None), ("budget", lambda point: point.budget or None)
+    ]  # fmt: skip
     rates = [per(1, "from the cache", "bytes_hit"), per(1, "from remotes", "bytes_remote")]
     events = [per(60, "evictions", "evictions"), per(60, "fallbacks", "fallbacks")]
     waits = [per(1e-9, "for remotes", "wait_ns_remote"), per(1e-9, "for processes", "wait_ns_lock"), per(1e-9, "for room", "wait_ns_space")]
     return [
-        charts.draw("Bytes on the disk:", points, use, format_size, "Bytes on the disk: no process has written yet."),
-        charts.draw("Hit rate", points, [Series("", lambda point: point.hit_rate)], lambda value: f"{value:.0%}",
-                    "Hit rate: no call asked for bytes.", top=1.0),
-        charts.draw("Bytes a second:", points, rates, lambda value: f"{format_size(value)}/s", "Bytes a second: none was read."),
-        charts.draw("Events a minute:", points, events, lambda value: f"{value:,g}/min",
-                    "Evictions and fallbacks: there were none."),
-        charts.draw("Waits at a time, on average:", points, waits, lambda value: f"{value:,g} {'wait' if value == 1 else 'waits'}",
-                    "Waits: no process or thread waited."),
+        chart("Bytes on the disk:", points, use, format_size, "Bytes on the disk: no process has written yet."),
+        chart("Hit rate", points, [("", lambda point: point.hit_rate)], lambda value: f"{value:.0%}",
+              "Hit rate: no call asked for bytes.", top=1.0),
+        chart("Bytes a second:", points, rates, lambda value: f"{format_size(value)}/s", "Bytes a second: none was read."),
+        chart("Events a minute:", points, events, lambda value: f"{value:,g}/min",
+              "Evictions and fallbacks: there were none."),
+        chart("Waits at a time, on average:", points, waits, lambda value: f"{value:,g} {'wait' if value == 1 else 'waits'}",
+              "Waits: no process or thread waited."),
     ]  # fmt: skip
-
-
-def _waited(point: HistoryPoint) -> float:
-    return (point.wait_ns_remote + point.wait_ns_lock + point.wait_ns_space) / 1e9
 
 
 def _now(content: Content) -> str:
+    def since(moment: float) -> str:
+        return format_age(max(int(content.time - moment), 0))
+
+    now = content.now
     fetches = [
-        (one.space, one.key, format_size(one.done), "?" if one.total is None else format_size(one.total), one.process,
-         format_age(max(int(content.time - one.since), 0)))
-        for one in content.now.fetches
-    ]  # fmt: skip
-    waiters = [
-        (one.process, one.key, one.holder, format_age(max(int(content.time - one.since), 0))) for one in content.now.waiters
-    ]  # fmt: skip
-    parts = [_table(("space", "fetches", "done>", "of>", "process", "for>"), fetches) if fetches else "<p>Nothing is being fetched.</p>"]
-    if waiters:
-        parts.append(_table(("process", "waits for", "which has", "for>"), waiters))
-    return "\n".join(parts)
+        (f.space, f.key, format_size(f.done), "?" if f.total is None else format_size(f.total), f.process, since(f.since))
+        for f in now.fetches
+    ]
+    waiters = [(waiter.process, waiter.key, waiter.holder, since(waiter.since)) for waiter in now.waiters]
+    return "\n".join([
+        _table(("space", "fetches", "done>", "of>", "process", "for>"), fetches, "Nothing is being fetched."),
+        _table(("process", "waits for", "which has", "for>"), waiters),
+    ])  # fmt: skip
 
 
 def _claims(content: Content) -> str:
@@ -177,20 +176,22 @@ def _claims(content: Content) -> str:
          "-" if claim.bytes is None else format_size(claim.bytes), " ".join(claim.directories) or "damaged")
         for claim in content.claims
     ]  # fmt: skip
-    return _table(("state", "user", "job", "processes>", "memory>", "directories"), rows) if rows else "<p>There are none.</p>"
+    return _table(("state", "user", "job", "processes>", "memory>", "directories"), rows, "There are none.")
 
 
 def _failures(content: Content) -> str:
     rows = [(_moment(one.at), one.space, one.key, one.error) for one in content.now.failures]
-    return _table(("at", "space", "what", "error"), rows) if rows else "<p>None since the machine started.</p>"
+    return _table(("at", "space", "what", "error"), rows, "None since the machine started.")
 
 
 def _details(summary: str, inside: str) -> str:
     return f"<details><summary>{html.escape(summary)}</summary>{inside}</details>"
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; columns whose names end with ``>`` are aligned to the right."""
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], none: str = "") -> str:
+    """A table; columns whose names end with ``>`` are aligned to the right. ``none``: the sentence in place of a table without rows."""
+    if not rows:
+        return none and f"<p>{none}</p>"
     css = [' class="n"' if name.endswith(">") else "" for name in columns]
     head = "".join(f'<th scope="col"{kind}>{html.escape(name.rstrip(">"))}</th>' for name, kind in zip(columns, css, strict=True))
     body = "\n".join(
