@@ -96,7 +96,7 @@ def test_objects_make_way_for_their_second_names_if_a_pool_may_fill_the_cache(ro
         if "5%" in options.values():
             assert {entry.used > 0 for entry in cache.entries("urls")} == {True}
         else:
-            assert {entry.used for entry in cache.entries("urls")} == {0.0}
+            assert {entry.used for entry in cache.entries("urls")} <= {0.0}
 
 
 def test_links_are_made_in_groups(cache: forebay.Cache, real: Nginx, on_step: Any) -> None:

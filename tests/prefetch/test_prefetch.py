@@ -1122,7 +1122,7 @@ def test_until_it_is_published_it_is_served_from_memory(cache: forebay.Cache, so
         other.say("go on")
         until(lambda: pool.count == 10)
     assert sorted(source.reads) == sorted(KEYS[:10])
-    assert set(commits) == {"forebay-prefetch-writer"}
+    assert all(name.startswith("forebay-prefetch") for name in commits)
     assert len(commits) < 2 * 9  # each would be one that asks for room, and one that keeps it
 
 

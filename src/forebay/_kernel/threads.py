@@ -105,6 +105,11 @@ class Threads(Generic[T]):
                 self._items.put(None)
         return left
 
+    def join(self) -> None:
+        """After `close`: wait for the threads, which are at work no more."""
+        for thread in self._threads:
+            thread.join(GRACE)
+
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
             self._work(item)

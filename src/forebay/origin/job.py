@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,8 @@ class Job:
     hold: KeyHold | None = None
     writing: Writing | None = None  # the whole object, in memory, to be published
     by_thread: bool = False  # a thread of a pipeline has it
-    window: int = 0  # bytes of the pipeline's window that it takes
+    window: int = 0  # what it takes of the pipeline's window
+    turn: list[bool] = field(default_factory=list)  # not empty while a thread may begin to make it
     ready: list[bool] = field(default_factory=lambda: [False, True])
     # Popped when the request was started, and when its response is ready: the second of them goes on.
 
@@ -344,6 +346,12 @@ class Job:
         hold, self.hold = self.hold, None
         if hold is not None:
             hold.release()
+
+    def take_turn(self) -> bool:
+        """Whether the calling thread is the one that makes it. Callable from any thread."""
+        with contextlib.suppress(IndexError):
+            return self.turn.pop()
+        return False
 
     def give_up(self) -> None:
         """Let go of the request and the key."""

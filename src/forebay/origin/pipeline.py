@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 TURN = 0.1  # seconds
 QUIET_PERIOD = 0.002  # seconds
 """What has arrived is published when nothing more arrives for so long: responses to what was sent together come one after the other."""
+STALE = 1.0
+"""Seconds without a free reader after which jobs that were begun are left: other processes may need their keys."""
 GROUP = 16
 """Objects that are looked up together, and published together at most."""
 WINDOW = 2 * AT_ONCE
@@ -43,22 +45,28 @@ class Pipeline:
     ``side_by_side``: jobs under way at a time (default: as many as the process may have connections). ``waits``: for objects that other
     calls are fetching; else their jobs come back with ``is_busy``. ``on_turn`` is called about ten times a second, and at the end;
     ``meanwhile`` once, as soon as requests have been sent: what need not be done before. ``made`` returns jobs that other threads have
-    fetched, to be published here; `wake` has it called. ``name``: of the threads."""
+    fetched, to be published here; `wake` has it called. ``readers``: all jobs are made by this many threads, which are to be kept busy:
+    jobs are begun before one of them is free, one more thread publishes, and `most_in_memory` jobs are made and not published at most.
+    ``name``: of the threads."""
 
     def __init__(
         self, origin: Origin, *, side_by_side: int | None = None, waits: bool = True, on_turn: Callable[[], None] | None = None,
-        meanwhile: Callable[[], None] | None = None, made: Callable[[], Iterable[Job]] = tuple, name: str = "bulk",
+        meanwhile: Callable[[], None] | None = None, made: Callable[[], Iterable[Job]] = tuple, readers: int = 0, name: str = "bulk",
     ) -> None:  # fmt: skip
         self._origin, self._store, self._waits, self._on_turn, self._meanwhile = origin, origin.store, waits, on_turn, meanwhile
         self._made = made
         self._most = origin.options.connections if side_by_side is None else max(side_by_side, 1)
-        self._threads = Threads(self._work_in_thread, self._most, name=name)
+        self._readers, self.most_in_memory = readers, 2 * readers
+        self._threads = Threads(self._work_in_thread, readers + 1 if readers else self._most, name=name)
+        self._together = max(readers // 2, 1) if readers else GROUP  # jobs that are published together
+        self._publishing: Sequence[Job] = ()
+        self._handed_at = time.monotonic()
         self._events: queue.SimpleQueue[Callable[[], Iterable[Job]]] = queue.SimpleQueue()
         self._under_way: set[Job] = set()
         self._collected: list[Job] = []  # have arrived, and are to be published
         self._collected_bytes = 0
         self._held_back: deque[Job] = deque()  # until the window has room
-        self._window = 0  # bytes
+        self._window = 0  # bytes; with readers, the number of those that are busy
         self._waiting: list[Job] = []  # for other processes
         self._is_quiet = False  # nothing arrived for `QUIET_PERIOD`
         self._left: int | None = None  # jobs that were not taken yet; None: their number is not known
@@ -86,10 +94,14 @@ class Pipeline:
                     yield self._wait_for(self._waiting.pop(0))
         finally:
             self._given_up = True  # before anything is looked at: a thread that ends later releases its key itself
-            left = set(self._threads.close())
+            left = {id(job) for job in self._threads.close()}
             for job in list(self._under_way):
-                if job in left or not job.by_thread:
+                if id(job) in left or not job.by_thread:
                     job.give_up()
+
+    def join(self) -> None:
+        """Wait for the end of the threads. Caller: has all results."""
+        self._threads.join()
 
     def wake(self) -> None:
         """There may be more jobs. Callable from any thread."""
@@ -119,8 +131,8 @@ class Pipeline:
             if meanwhile is not None:
                 with self._store.locks.working():
                     meanwhile()
-            is_group_full = len(self._collected) >= GROUP or self._collected_bytes >= AT_ONCE
-            if self._collected and (is_group_full or self._may_publish()):
+            is_group_full = len(self._collected) >= self._together or self._collected_bytes >= AT_ONCE
+            if self._collected and not self._publishing and (is_group_full or self._may_publish()):
                 yield from self._publish()
             elif self._under_way or more or not self._events.empty():
                 yield from self._next_event()
@@ -132,14 +144,16 @@ class Pipeline:
 
     def _turn(self) -> None:
         self._turn_at = time.monotonic() + TURN
+        if self._readers and self._held_back and time.monotonic() - self._handed_at > STALE:
+            self._leave_held_back()
         if self._on_turn is not None:
             with self._store.locks.working():
                 self._on_turn()
 
     def _places(self) -> int:
         """How many jobs may be begun now. Several at once, for one query, as long as there is something else to do."""
-        places = self._most - len(self._under_way) + len(self._collected)
-        enough = min(GROUP, max(self._most // 2, 1), self._left or GROUP)
+        places = self._most - len(self._under_way) + len(self._collected) + len(self._publishing)
+        enough = min(GROUP, max((self._readers or self._most) // 2, 1), self._left or GROUP)
         return places if places >= enough or (places > 0 and self._may_publish()) else 0
 
     def _next_event(self) -> Iterable[Job]:
@@ -167,7 +181,8 @@ class Pipeline:
             elif wanted.setdefault(job.target.key, job) is not job:
                 self._leave(job)  # it is a hit by then
         try:
-            yield from self._look(space, wanted)
+            if not self._readers:  # else few of them are there
+                yield from self._look(space, wanted)
             self._hold(wanted)
             # P1 and P2 see no entry / P1 holds the key, fetches, releases / P2 holds the key: without a second look it fetches again.
             for job in list(self._look(space, wanted)):
@@ -175,7 +190,8 @@ class Pipeline:
             for job in self._failed_meanwhile(wanted.values()):
                 yield from self._end(wanted.pop(job.target.key))
             began = self._store.now(exact=True) if wanted else 0
-            partials = self._store.locks.with_remains(space, wanted) if wanted else set()
+            may_resume = any(job.has_partial for job in wanted.values())
+            partials = self._store.locks.with_remains(space, wanted) if may_resume else set()
         except (errors.CacheFault, errors.Closed) as error:
             for job in wanted.values():
                 self._bypass(job, error)
@@ -280,19 +296,59 @@ class Pipeline:
 
     def _give_to_thread(self, job: Job) -> None:
         self._under_way.add(job)
-        size = _window_share(job) - job.window
-        if self._has_room(size):
-            self._submit(job, size)
+        if self._readers:
+            job.turn.append(True)
+        share = self._share_of(job)
+        if self._has_room(share):
+            self._submit(job, share)
         else:
             self._held_back.append(job)
 
-    def _submit(self, job: Job, size: int) -> None:
-        self._window += size
-        job.window += size
+    def _submit(self, job: Job, share: int) -> None:
+        if self._readers and not job.take_turn():
+            return  # the caller that needs it has it
+        self._window, job.window, self._handed_at = self._window + share, job.window + share, time.monotonic()
         self._hand_over(job)
 
-    def _has_room(self, size: int) -> bool:
-        return not size or not self._window or self._window + size <= WINDOW
+    def _share_of(self, job: Job) -> int:
+        """How much of the window a job takes, beside what it has."""
+        listed = job.options.listed
+        size = (listed.size or 0) if listed is not None and not self._readers else 0
+        is_near_and_large = SMALL < size <= AT_ONCE and is_near(job.target.remote, job.target.url)
+        return (1 if self._readers else size if is_near_and_large else 0) - job.window
+
+    def _has_room(self, share: int) -> bool:
+        if not self._readers:
+            return not share or not self._window or self._window + share <= WINDOW
+        in_memory = self._window + len(self._collected) + len(self._publishing)
+        return self._window < self._readers and in_memory < self.most_in_memory
+
+    def _leave_window(self, job: Job) -> None:
+        self._window, job.window = self._window - job.window, 0
+        while self._held_back and self._has_room(share := self._share_of(self._held_back[0])):
+            self._submit(self._held_back.popleft(), share)
+
+    def _leave_held_back(self) -> None:
+        """All readers wait for a source that stalls: other processes may need these keys."""
+        held_back, self._held_back = self._held_back, deque()
+        for job in held_back:
+            if job.take_turn():
+                job.is_busy = True
+                self._events.put(partial(self._end, job))
+
+    def work_now(self, job: Job) -> bool:
+        """Make a job in the calling thread, if no reader has begun to. Callable from any thread."""
+        if not job.take_turn():
+            return False
+        job.by_thread = True
+        try:
+            job.attempt()
+        except BaseException:
+            job.is_busy = True
+            raise
+        finally:
+            self._made_by_thread(job)
+        return True
 
     def _hand_over(self, job: Job) -> None:
         """Have a thread do it. Where none can be started the caller's own does, in turn."""
@@ -304,11 +360,17 @@ class Pipeline:
             else:
                 self._events.put(partial(self._work_here, job))
 
-    def _work_in_thread(self, job: Job) -> None:
+    def _work_in_thread(self, job: Job | list[Job]) -> None:
+        if isinstance(job, list):
+            self._events.put(partial(self._published, list(self._published_of(job))))
+            return
         try:
             job.attempt()
         except BaseException as error:  # noqa: BLE001 (SystemExit of a source: this thread goes on, and the caller raises it)
             job.fail(error)
+        self._made_by_thread(job)
+
+    def _made_by_thread(self, job: Job) -> None:
         if job.writing is None:
             job.release()
         else:
@@ -326,6 +388,8 @@ class Pipeline:
             return self._end(job)
         self._collected.append(job)
         self._collected_bytes += job.collected.total
+        if self._readers:
+            self._leave_window(job)
         return ()
 
     def _bypass(self, job: Job, error: errors.ForebayError) -> None:
@@ -343,23 +407,26 @@ class Pipeline:
 
     def _publish(self) -> Iterator[Job]:
         group, self._collected, self._collected_bytes, self._is_quiet = self._collected, [], 0, False
+        if self._readers and self._threads.submit(group):
+            self._publishing = group
+            return
+        for job in self._published_of(group):
+            yield from self._end(job)
+
+    def _published_of(self, group: Sequence[Job]) -> Iterator[Job]:
         for space in {job.target.space: None for job in group}:
-            for job in publish([job for job in group if job.target.space == space]):
-                yield from self._end(job)
+            yield from publish([job for job in group if job.target.space == space])
+
+    def _published(self, group: Sequence[Job]) -> Iterator[Job]:
+        self._publishing = ()
+        for job in group:
+            yield from self._end(job)
 
     def _end(self, job: Job) -> Iterator[Job]:
         self._under_way.discard(job)
         job.release()
-        self._window, job.window = self._window - job.window, 0
-        while self._held_back and self._has_room(size := _window_share(self._held_back[0])):
-            self._submit(self._held_back.popleft(), size)
+        self._leave_window(job)
         yield job
-
-
-def _window_share(job: Job) -> int:
-    listed = job.options.listed
-    size = (listed.size or 0) if listed is not None else 0
-    return size if SMALL < size <= AT_ONCE and is_near(job.target.remote, job.target.url) else 0
 
 
 def _taking(jobs: Iterable[Job]) -> Callable[[int], Sequence[Job] | None]:

@@ -199,7 +199,7 @@ class Prefetcher(Pool[Item_co]):
     def _discard(self, lease: Lease) -> None:
         """Remove the bytes of a spilled object. Callable from a finalizer: nothing here waits."""
         lease.close()
-        self._loader.discard(lease.entry)
+        self._loader.news.discard(lease.entry)
 
     def warm(self, keys: Iterable[str], on_progress: OnProgress | None = None) -> WarmReport:
         """Load items into the cache without holding them. ``on_progress`` is called for each item that is in the cache.

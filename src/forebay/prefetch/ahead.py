@@ -514,7 +514,7 @@ class Lookahead(Iterator[memoryview]):
             if self._orders is not None:
                 self._orders.close()
         if self._loader is not None:
-            self._loader.close(gives_up=True) if gives_up else self._loader.abandon()
+            self._loader.close(gives_up=True) if gives_up else abandon(weakref.ref(self._loader))
 
     def __enter__(self) -> Self:
         return self

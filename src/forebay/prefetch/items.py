@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,6 +42,8 @@ class Items(Protocol):
     links: bool
     full_until: float
     """Until then (seconds of the monotonic clock) nothing is read ahead: the space evicts nothing for it."""
+    closed: bool
+    """Whether nothing more is to be read ahead."""
     on_read: Callable[[Load, Buffer], None]
     """Called with the bytes that a source returned for a load."""
 
@@ -50,8 +53,8 @@ class Items(Protocol):
     def stored_job(self, ref: LoadRef, number: int, data: Buffer) -> Job:
         """The job that stores these bytes of an item in ``space``."""
 
-    def waits(self) -> bool:
-        """Whether an item without room waits until there is some."""
+    def may_wait(self, space: str, size: int) -> bool:
+        """Whether an item of ``size`` bytes, for which ``space`` has no room, waits until there is some."""
 
     def read(self, key: str) -> Buffer:
         """The bytes of an item, for a caller, where they are not stored for it. Raises what the source raises."""
@@ -77,7 +80,7 @@ class _Stored:
         """``pool``: the space whose policy applies; None: an item without room waits."""
         self.origin, self.space, self.keep, self._pool, self._session = origin, space, keep, pool, session
         self.on_read: Callable[[Load, Buffer], None] = lambda load, data: None
-        self.full_until = 0.0
+        self.full_until, self.closed = 0.0, False
 
     def _target(self, ref: LoadRef, fetch: Callable[[Sink], Transfer]) -> tuple[Target, FetchOptions]:
         remote = cast(Remote, FunctionRemote(fetch))
@@ -91,9 +94,12 @@ class _Stored:
 
         return Job(self.origin, *self._target(ref, give), number, leased=True, in_memory=True, has_partial=False)
 
-    def waits(self) -> bool:
+    def may_wait(self, space: str, size: int) -> bool:
         store = self.origin.store
-        return self._pool is None or (store.keeps and store.spaces.limits(self._pool).policy == Policy.WAIT)
+        with contextlib.suppress(errors.CacheFault):
+            if store.keeps and size <= store.spaces.largest(self.space):
+                return space != self.space or self._pool is None or store.spaces.limits(self._pool).policy == Policy.WAIT
+        return False
 
     def link(self, links: Sequence[Link]) -> list[Lease | errors.CacheFault]:
         store, life = self.origin.store, "cached" if self.keep else "held"
@@ -102,8 +108,9 @@ class _Stored:
             found = store.take_many(self.space, [link.ref.name for link in links])  # which other processes have linked
             new = [(link.ref.name, link.lease, self.validator(link.ref)) for link in links if link.ref.name not in found]
             made = store.publish_links(self.space, new, life=life) if new else []
-        except errors.CacheFault as error:
-            return [error.with_traceback(None)] if len(links) == 1 else [one for link in links for one in self.link([link])]
+        except Exception as error:  # noqa: BLE001  # whatever it is: without the thread that links nothing would be loaded any more
+            fault = error if isinstance(error, errors.CacheFault) else errors.CacheFault(f"{links[0].ref.name}: {error}")
+            return [fault.with_traceback(None)] if len(links) == 1 else [one for link in links for one in self.link([link])]
         found |= {name: lease for (name, _, _), lease in zip(new, made, strict=True)}
         if 2 * store.spaces.largest(self.space) > store.seeing.usage().budget:  # else all that it links would be charged twice
             store.prefetching.never_used([link.lease.entry for link in links])
@@ -157,8 +164,8 @@ class Objects(_Stored):
         return False
 
 
-class KeptElsewhere(errors.CacheFault):
-    """The cache has an item as a part of something else, so it is not stored. Its bytes are in the load, if they were read."""
+class NotStored(errors.CacheFault):
+    """An item need not be stored: the cache has it as a part of something else, or nobody needs it any more."""
 
 
 class SourceItems(_Stored):
@@ -198,8 +205,8 @@ class SourceItems(_Stored):
 
     def _bring(self, ref: LoadRef, sink: Sink) -> Transfer:
         """Read an item into a sink, unless it will not be stored."""
-        if self.is_kept(ref.key):
-            raise KeptElsewhere(f"the cache has {ref.key}", key=ref.key)
+        if self.closed or ref() is None or self.is_kept(ref.key):
+            raise NotStored(f"{ref.key} need not be read", key=ref.key)
         limit, size = self._store.spaces.largest(self.space), self._size(ref.key)
         if not limit or (size is not None and size > limit):
             raise too_large(ref.key, size or 0, limit)
@@ -211,7 +218,7 @@ class SourceItems(_Stored):
             self.on_read(load, data)
         del load
         if self.is_kept(ref.key):  # by this very read
-            raise KeptElsewhere(f"the cache has {ref.key}", key=ref.key)
+            raise NotStored(f"the cache has {ref.key}", key=ref.key)
         _give(sink, data, self.validator(ref))
         return self._transfer(data)
 

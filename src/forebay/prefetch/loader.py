@@ -16,11 +16,11 @@ from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._logs import logger
-from forebay._model import Buffer, Entry, Noted
+from forebay._model import Buffer, Noted
 from forebay.origin.job import Job
 from forebay.origin.pipeline import GROUP, Pipeline
 from forebay.origin.spaces import URLS
-from forebay.prefetch.items import Items, KeptElsewhere, Link
+from forebay.prefetch.items import Items, Link, NotStored
 from forebay.prefetch.loads import Load, LoadRef, News, State, live
 from forebay.remote.base import CallAborted
 
@@ -33,7 +33,9 @@ AT_EXIT = 1.0
 WATCH = 0.1
 """Seconds until the thread looks again for what other processes fetch, and for room."""
 STORE_WAIT = 0.25
-"""Seconds that a caller that reads items itself, faster than the disk takes them, waits before its item is not stored."""
+"""Seconds that a caller that reads faster than the disk takes it waits before its item is not stored."""
+BEGUN_AHEAD = 3
+"""Items for each thread that reads, whose keys are held: some are looked up together before a thread is free."""
 _close_at_exit: weakref.WeakSet[Loader] = weakref.WeakSet()
 
 
@@ -56,6 +58,7 @@ class Loader:
     def __init__(self, items: Items, store: Store | PassThrough, workers: int, *, in_turn: bool = False) -> None:
         """``in_turn``: callers take the loads in their order, so that what will never have room waits in memory too."""
         self._origin, self._items, self._store, self._workers, self._in_turn = items.origin, items, store, workers, in_turn
+        self._readers = 0 if items.space == URLS or items.links else workers
         self.news = News()
         self.closed = self._reported_too_large = False
         items.on_read = self._has_read
@@ -114,6 +117,8 @@ class Loader:
         while True:
             left = REPORT_AFTER if until is None else min(REPORT_AFTER, until - time.monotonic())
             state, data, lease = self._wait(load, left)
+            if state is State.LOADING and self._read_begun(load):
+                continue
             if state is State.LOADING and (until is None or time.monotonic() < until):
                 log.warning("waiting for %s, which this process is reading", load.key)
                 continue
@@ -132,13 +137,9 @@ class Loader:
             if data is not None:
                 return data
 
-    def read(self, key: str, *, stores: bool = True) -> Buffer:
-        """The bytes of an item, as a call without a prefetcher gets them; from the source, if they are not to be stored. Raises what the
-        source raises."""
-        if stores:
-            return self._items.read(key)
-        self._store.count("misses")
-        return self._items.direct(key)
+    def read(self, key: str) -> Buffer:
+        """The bytes of an item, as a call without a prefetcher gets them. Raises what the source raises."""
+        return self._items.read(key)
 
     def wait_until_stored(self, load: Load) -> errors.ForebayError | None:
         """Wait until an item is stored, or will not be. Returns why it is not."""
@@ -165,7 +166,7 @@ class Loader:
         until = time.monotonic() + seconds
         with self._lock:
             with load.awaited():
-                while load.state is State.LOADING and (left := until - time.monotonic()) > 0:
+                while load.state is State.LOADING and not (load.job and load.job.turn) and (left := until - time.monotonic()) > 0:
                     self._settled.wait(left)
             state = load.state
             if state is State.QUEUED:
@@ -185,6 +186,16 @@ class Loader:
         is_noted = data is not None and lease.entry.meta and lease.entry.space == self._items.space != URLS
         return Noted.of(data, lease.entry.meta) if data is not None and is_noted else data
 
+    def _read_begun(self, load: Load) -> bool:
+        """Read an item that waits for a free thread in the one that needs it. False: a thread reads it."""
+        with self._lock:
+            job, pipeline = load.job, self._pipeline
+            load.waiters += 1  # so that the bytes stay, whatever becomes of them
+        try:
+            return job is not None and pipeline is not None and pipeline.work_now(job)
+        finally:
+            self._awaited_no_more(load)
+
     def _read_now(self, load: Load) -> Buffer | None:
         """Read a queued item in the thread that needs it; the thread stores it, if it is small. None: look again."""
         self.start()  # in a child of a fork there is no thread, and others may be queued
@@ -192,8 +203,11 @@ class Loader:
             load.waiters += 1  # so that the bytes stay, whatever becomes of them
         try:
             if self.closed or not load.stores:
-                data = self.read(load.key, stores=load.stores)
-                self._set_loading(load, State.DROPPED)
+                if not load.stores:
+                    self._store.count("misses")
+                data = self._items.read(load.key) if load.stores else self._items.direct(load.key)
+                with self._lock:
+                    self._set(load, State.DROPPED)
                 return data
             job = self._items.job(load)
             try:
@@ -205,7 +219,7 @@ class Loader:
             else:
                 self._came(load.ref, job)
         except Exception as error:
-            self._set_loading(load, State.FAILED, error=error)
+            self._fail_load(load, error)
             raise
         except BaseException:
             with self._lock:
@@ -215,9 +229,12 @@ class Loader:
             self.news.wake()
             raise
         finally:
-            with self._lock:
-                load.waiters -= 1
+            self._awaited_no_more(load)
         return None
+
+    def _awaited_no_more(self, load: Load) -> None:
+        with self._lock:
+            load.waiters -= 1
 
     def _hand_over(self, load: Load, job: Job) -> None:
         """Have the thread publish what a caller has read. Where it is behind, the item is not stored."""
@@ -275,8 +292,10 @@ class Loader:
         return WATCH if self._stalled else None
 
     def _load(self) -> None:
+        most = BEGUN_AHEAD * self._readers or self._workers
         pipeline = Pipeline(
-            self._origin, side_by_side=self._workers, waits=False, on_turn=self._look_again, made=self._next_made, name="prefetch"
+            self._origin, side_by_side=most, waits=False, on_turn=self._look_again, made=self._next_made, readers=self._readers,
+            name="prefetch",
         )  # fmt: skip
         with self._lock:
             self._pipeline = pipeline
@@ -287,6 +306,7 @@ class Loader:
                     ref = self._under_way.pop(job.number)
                 self._came(ref, job)
             self._link()
+            pipeline.join()
         except CallAborted:
             self._drop(self._under_way.values(), "the prefetcher was closed")
         except Exception as error:
@@ -321,9 +341,10 @@ class Loader:
                 del self._under_way[number]
                 continue
             try:
-                jobs.append(self._items.job(load, number))
+                load.job = self._items.job(load, number)
+                jobs.append(load.job)
             except errors.ForebayError as error:
-                self._set_loading(load, State.FAILED, error=error)
+                self._fail_load(load, error)
                 del self._under_way[number]
         return jobs if jobs or self._under_way else None
 
@@ -360,9 +381,9 @@ class Loader:
 
     def _places(self) -> int:
         """How many items may be read now: few are in memory without being stored."""
-        alive = [load for ref in self._under_way.values() if (load := ref()) is not None]
-        reading = len(self._under_way) - sum(load.data is not None for load in alive)
-        return min(self._workers - reading, 2 * self._workers - len(self._under_way)) - len(self._stalled)
+        if self._readers and len(self._stalled) < self._workers:
+            return BEGUN_AHEAD * self._workers - len(self._under_way)
+        return self._workers - len(self._under_way) - len(self._stalled)
 
     def _came(self, ref: LoadRef, job: Job) -> None:
         """A job has its result."""
@@ -373,8 +394,9 @@ class Loader:
         is_fault = isinstance(error, errors.CacheFault | errors.WaitTimeout) and not isinstance(error, errors.RemoteError)
         load = ref()
         data = job.data if load is None or load.data is None else load.data
-        is_kept = isinstance(error, KeptElsewhere)
-        may_wait = isinstance(error, errors.NoSpace) and data is not None and job.stores and self._may_have_room(job, len(data))
+        is_needless = isinstance(error, NotStored)
+        has_no_room = isinstance(error, errors.NoSpace) and data is not None and job.stores
+        may_wait = has_no_room and self._items.may_wait(job.target.space, len(data or b""))
         with self._lock:
             if lease is not None:
                 self._links.append(Link(ref, lease))
@@ -395,21 +417,16 @@ class Loader:
                 self._set(load, State.LOADED, data=data, error=error if is_final else None)
                 if ref not in self._stalled:
                     self._stalled.append(ref)
+                if self._pipeline is not None and self._readers:
+                    self._pipeline.most_in_memory = max(2 * self._workers - len(self._stalled), 0)
                 self._retries |= job.target.space != self._items.space  # of `urls` there is no room, but there may be in the pool
             elif is_fault:
-                load.reason = "" if is_kept or isinstance(error, errors.NoSpace) else str(error)
+                load.reason = "" if is_needless or isinstance(error, errors.NoSpace) else str(error)
                 self._set(load, State.DROPPED, data=data if load.waiters else None, error=error)
             else:
                 self._set(load, State.FAILED, error=error)
-        if error is not None and is_fault and not may_wait and not is_kept:
+        if error is not None and is_fault and not may_wait and not is_needless:
             self._report(ref, job, error)
-
-    def _may_have_room(self, job: Job, size: int) -> bool:
-        """Whether an item that has no room now is to wait for some."""
-        with contextlib.suppress(errors.CacheFault):
-            if self._store.keeps and size <= self._store.spaces.largest(self._items.space):
-                return self._items.waits() or self._items.space != job.target.space
-        return False
 
     def _report(self, ref: LoadRef, job: Job, error: BaseException) -> None:
         """An item is not stored: count it, unless it is too large for its space, which is said once."""
@@ -466,12 +483,7 @@ class Loader:
         """Give the files of objects their second names, up to sixteen in one transaction."""
         while self._links:
             links = [self._links.popleft() for _ in range(min(GROUP, len(self._links)))]
-            try:
-                made = self._items.link(links)
-            except Exception as error:
-                self._drop([link.ref for link in links], str(error))
-                raise
-            for link, result in zip(links, made, strict=True):
+            for link, result in zip(links, self._items.link(links), strict=True):
                 if isinstance(result, Lease):
                     self._keep(link.ref, result)
                     link.lease.close()
@@ -481,11 +493,10 @@ class Loader:
     def _not_linked(self, link: Link, error: errors.CacheFault) -> None:
         """There is no room for two names: the bytes wait in memory, so that the object can make way; or the item is not stored."""
         data: bytes | None = None
-        may_wait = isinstance(error, errors.NoSpace) and self._items.waits()
         with contextlib.suppress(errors.CacheFault):
             view = self._store.bytes_leased(link.lease)
             data = None if view is None else bytes(view)
-        may_wait = may_wait and data is not None and len(data) <= self._store.spaces.largest(self._items.space)
+        may_wait = isinstance(error, errors.NoSpace) and data is not None and self._items.may_wait(self._items.space, len(data))
         with self._lock:
             load = link.ref()
             if load is not None and load.state is State.LOADED:
@@ -519,31 +530,22 @@ class Loader:
     def _set(
         self, load: Load, state: State, *, data: Buffer | None = None, leased: Lease | None = None, error: BaseException | None = None
     ) -> None:
-        load.state, load.data, load.leased, load.error = state, data, leased, error
+        load.state, load.data, load.leased, load.error, load.job = state, data, leased, error, None
         if state is not State.LOADING and load.waiters:
             self._settled.notify_all()
 
-    def _set_loading(self, load: Load, state: State, *, error: BaseException | None = None) -> None:
+    def _fail_load(self, load: Load, error: Exception) -> None:
         with self._lock:
             if load.state is State.LOADING:
-                self._set(load, state, error=error)
+                self._set(load, State.FAILED, error=error)
 
     # -- the end ---------------------------------------------------------------------------------------------------
-
-    def discard(self, entry: Entry) -> None:
-        """Remove an entry that no caller in this process needs any more. Callable from a finalizer."""
-        self.news.discard(entry)
-
-    def abandon(self) -> None:
-        """Have the thread end: nothing refers to this prefetcher any more. Callable from a finalizer."""
-        self.closed = True
-        self.news.wake()
 
     def close(self, timeout: float | None = None, *, gives_up: bool = False) -> None:
         """Drop what is queued and wait for what runs, at most ``timeout`` seconds. What was handed out stays good. ``gives_up``: what runs
         too; what has come of it can be resumed."""
         with self._lock:
-            self.closed = True
+            self.closed = self._items.closed = True
             for load in live(list(self._refs.values())):
                 if load.state is State.QUEUED:
                     self._set(load, State.DROPPED)
@@ -583,9 +585,9 @@ class Loader:
 
 def abandon(loader: weakref.ref[Loader]) -> None:
     """Nothing refers to the prefetcher of this loader any more. Called by the garbage collector: nothing here waits."""
-    alive = loader()
-    if alive is not None:
-        alive.abandon()
+    if (alive := loader()) is not None:
+        alive.closed = True
+        alive.news.wake()
 
 
 def _close_all() -> None:

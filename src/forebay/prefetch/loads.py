@@ -14,6 +14,7 @@ from typing import Self
 from forebay import errors
 from forebay._engine.locks.lease import Lease
 from forebay._model import Buffer, Entry
+from forebay.origin.job import Job
 
 
 class State(enum.Enum):
@@ -41,7 +42,7 @@ class Load:
     is leased; not, if it is only to be there."""
 
     __slots__ = (
-        "__weakref__", "bound", "busy_since", "data", "error", "holds", "key", "leased", "name", "reason", "ref", "state", "stores",
+        "__weakref__", "bound", "busy_since", "data", "error", "holds", "job", "key", "leased", "name", "reason", "ref", "state", "stores",
         "waiters",
     )  # fmt: skip
 
@@ -60,6 +61,8 @@ class Load:
         """How many threads wait for it now."""
         self.busy_since: int | None = None
         """Since when another process works on it, in nanoseconds of the monotonic clock."""
+        self.job: Job | None = None
+        """While it is LOADING by the thread of its loader."""
         self.ref = LoadRef(self, on_gone)
 
     def may_serve(self, holds: bool) -> bool:
