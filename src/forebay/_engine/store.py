@@ -349,6 +349,10 @@ class Store:
 
         return entries.members(self.engine.parts.catalog, tree.id)
 
+    def is_own_file(self, lease: Lease) -> bool:
+        """Whether what is leased is one file of this root, which `publish_links` can give a second name."""
+        return self.engine.parts.leases.is_own_file(lease)
+
     @recover_and_retry
     def put_held(self, space: str, key: str, data: Buffer) -> Lease:
         """Store bytes for as long as the returned lease, or a copy of it after a fork, is held. Raises `CacheFault`."""

@@ -64,6 +64,7 @@ class Job:
     started: Started | None = None  # the request, if it is under way
     hold: KeyHold | None = None
     writing: Writing | None = None  # the whole object, in memory, to be published
+    is_here: bool = False  # its bytes are in memory before it is made
     by_thread: bool = False  # a thread of a pipeline has it
     window: int = 0  # what it takes of the pipeline's window
     turn: list[bool] = field(default_factory=list)  # not empty while a thread may begin to make it

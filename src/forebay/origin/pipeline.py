@@ -315,10 +315,10 @@ class Pipeline:
         listed = job.options.listed
         size = (listed.size or 0) if listed is not None and not self._readers else 0
         is_near_and_large = SMALL < size <= AT_ONCE and is_near(job.target.remote, job.target.url)
-        return (1 if self._readers else size if is_near_and_large else 0) - job.window
+        return (int(not job.is_here) if self._readers else size if is_near_and_large else 0) - job.window
 
     def _has_room(self, share: int) -> bool:
-        if not self._readers:
+        if not self._readers or not share:
             return not share or not self._window or self._window + share <= WINDOW
         in_memory = self._window + len(self._collected) + len(self._publishing)
         return self._window < self._readers and in_memory < self.most_in_memory
@@ -332,9 +332,15 @@ class Pipeline:
         """All readers wait for a source that stalls: other processes may need these keys."""
         held_back, self._held_back = self._held_back, deque()
         for job in held_back:
-            if job.take_turn():
-                job.is_busy = True
-                self._events.put(partial(self._end, job))
+            self.leave(job)
+
+    def leave(self, job: Job) -> bool:
+        """Give up a job that no reader has begun to make; it comes back with ``is_busy``. Callable from any thread."""
+        is_left = job.take_turn()
+        if is_left:
+            job.is_busy = True
+            self._events.put(partial(self._end, job))
+        return is_left
 
     def work_now(self, job: Job) -> bool:
         """Make a job in the calling thread, if no reader has begun to. Callable from any thread."""

@@ -82,7 +82,8 @@ class Prefetcher(Pool[Item_co]):
                 )  # fmt: skip
             else:
                 maker, size = self._maker, getattr(self.source, "size", None) if self._maker.knows_sizes else None
-                items = SourceItems(origin, self.name, keep, maker.make, maker.is_kept, size, session, counts=self._counts and maker.is_raw)
+                counts = self._counts and maker.is_raw
+                items = SourceItems(origin, self.name, keep, maker.make, maker.is_kept, size, maker.lease, session, counts=counts)
         self._loader = Loader(items, self._store, self._options["workers"])
         self._hit = self._store.hot_lookup(self._space)
         # Weakly: an error that a caller keeps holds its frames, these hold a lazy, and a lazy holds this object.
@@ -323,6 +324,8 @@ class _Maker:
         self.knows_sizes: bool = self.is_raw and is_local is not False
         self.objects: UrlSource | None = self._inner if self.is_raw and type(self._inner) is UrlSource and not is_local else None
         """The source, if its items have the bytes of objects of a remote."""
+        self._lease: Callable[[str], Lease | None] | None = getattr(self._inner, "lease", None) if self.is_raw and not is_local else None
+        self._read = getattr(self._inner, "fetch", self._inner.__getitem__) if self._lease is not None else self._inner.__getitem__
         self._part: Callable[..., Buffer | None] | None = getattr(self._inner, "kept", None) if self.is_raw and options["keep"] else None
         self.takes_parts = False
         """Whether items may be parts of other entries, which no limit of the prefetcher binds."""
@@ -338,9 +341,18 @@ class _Maker:
         """Whether `kept` has it."""
         return self._part is not None and self.takes_parts and self._part(key, only_whether=True) is not None
 
+    def lease(self, key: str) -> Lease | None:
+        """A lease on a file of this cache that has the bytes of an item, where the source knows one."""
+        lease: Lease | None = None
+        try:
+            lease = self._lease(key) if self._lease is not None else None
+        except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
+            log.debug("whether the cache has %s is not known: %s", key, str(error))
+        return lease if isinstance(lease, Lease) and self._store.is_own_file(lease) else None
+
     def make(self, key: str) -> Buffer:
         """Read an item. Returns its bytes as they are stored."""
-        item = self._inner[key]
+        item = self._read(key)
         return _as_bytes(item, self._source, key) if self.is_raw else b"".join(self.codec.encode(item))
 
     def value(self, key: str, data: Buffer) -> Any:

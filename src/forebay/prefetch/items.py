@@ -22,6 +22,9 @@ from forebay.prefetch.loads import Load, LoadRef
 
 log = logger("forebay.prefetch")
 
+FULL = 0.1
+"""Seconds for which nothing is read for a space that evicts nothing for it."""
+
 
 class Link(NamedTuple):
     """An object in `urls`, leased, that is to get a second name."""
@@ -65,6 +68,10 @@ class Items(Protocol):
     def is_kept(self, key: str) -> bool:
         """Whether the cache has the item as a part of something else: then it is not stored once more."""
 
+    def report(self, ref: LoadRef, space: str, size: int, error: BaseException) -> None:
+        """An item of ``size`` bytes (0: it was not read) is not stored in ``space``. It is counted, but for one that is too large, which is
+        said once."""
+
     def link(self, links: Sequence[Link]) -> list[Lease | errors.CacheFault]:
         """Give the files of objects second names in ``space``, in one transaction where there is room for all. Returns a lease on each, or
         why it has none."""
@@ -80,7 +87,7 @@ class _Stored:
         """``pool``: the space whose policy applies; None: an item without room waits."""
         self.origin, self.space, self.keep, self._pool, self._session = origin, space, keep, pool, session
         self.on_read: Callable[[Load, Buffer], None] = lambda load, data: None
-        self.full_until, self.closed = 0.0, False
+        self.full_until, self.closed, self._reported_too_large = 0.0, False, False
 
     def _target(self, ref: LoadRef, fetch: Callable[[Sink], Transfer]) -> tuple[Target, FetchOptions]:
         remote = cast(Remote, FunctionRemote(fetch))
@@ -92,14 +99,33 @@ class _Stored:
             _give(sink, data, self.validator(ref))
             return Transfer()
 
-        return Job(self.origin, *self._target(ref, give), number, leased=True, in_memory=True, has_partial=False)
+        return Job(self.origin, *self._target(ref, give), number, leased=True, in_memory=True, has_partial=False, is_here=True)
 
     def may_wait(self, space: str, size: int) -> bool:
         store = self.origin.store
         with contextlib.suppress(errors.CacheFault):
-            if store.keeps and size <= store.spaces.largest(self.space):
+            if store.keeps and size <= self._largest():
                 return space != self.space or self._pool is None or store.spaces.limits(self._pool).policy == Policy.WAIT
         return False
+
+    def report(self, ref: LoadRef, space: str, size: int, error: BaseException) -> None:
+        if isinstance(error, errors.NoSpace) and space != URLS:
+            limit = self._largest()
+            if error.hopeless or size > limit:
+                if not self._reported_too_large:
+                    self._reported_too_large = True
+                    message = str(too_large(ref.key, size, limit) if size else error)
+                    log.warning("%s: it bypasses the cache, like everything else that is too large", message)
+                return
+            self.full_until = time.monotonic() + FULL
+        if isinstance(error, Exception):
+            self.origin.fall_back(error, ref.name)
+
+    def _largest(self) -> int:
+        store = self.origin.store
+        with contextlib.suppress(errors.CacheFault):
+            return store.spaces.largest(self.space) if store.keeps else 0
+        return 0
 
     def link(self, links: Sequence[Link]) -> list[Lease | errors.CacheFault]:
         store, life = self.origin.store, "cached" if self.keep else "held"
@@ -165,7 +191,10 @@ class Objects(_Stored):
 
 
 class NotStored(errors.CacheFault):
-    """An item need not be stored: the cache has it as a part of something else, or nobody needs it any more."""
+    """An item need not be stored: the cache has it as a part of something else, or nobody needs it any more. ``lease``: on a file that
+    has its bytes, and is to get a second name."""
+
+    lease: Lease | None = None
 
 
 class SourceItems(_Stored):
@@ -175,14 +204,15 @@ class SourceItems(_Stored):
 
     def __init__(
         self, origin: Origin, space: str, keep: bool, make: Callable[[str], Buffer], is_kept: Callable[[str], bool],
-        size_of: Callable[[str], int | None] | None, session: Lease | None, *, counts: bool,
+        size_of: Callable[[str], int | None] | None, lease_of: Callable[[str], Lease | None], session: Lease | None, *, counts: bool,
     ) -> None:  # fmt: skip
-        """``make``: reads an item, as it is stored. ``size_of``: where the source knows sizes. ``counts``: whether its reads are to be
+        """``make``: reads an item, as it is stored. ``lease_of``: a lease on a file of this cache that has its bytes, if the source knows
+        one. ``size_of``: where the source knows sizes. ``counts``: whether its reads are to be
         counted as requests."""
         super().__init__(origin, space, space, keep, session)
         assert origin.store.keeps
         self._store: Store = origin.store
-        self._make, self._is_kept, self._size_of, self._counts = make, is_kept, size_of, counts
+        self._make, self._is_kept, self._size_of, self._lease_of, self._counts = make, is_kept, size_of, lease_of, counts
 
     def job(self, load: Load, number: int = 0) -> Job:
         target, options = self._target(load.ref, partial(self._bring, load.ref))
@@ -210,6 +240,10 @@ class SourceItems(_Stored):
         limit, size = self._store.spaces.largest(self.space), self._size(ref.key)
         if not limit or (size is not None and size > limit):
             raise too_large(ref.key, size or 0, limit)
+        if (lease := self._lease_of(ref.key)) is not None:
+            error = NotStored(f"the cache has the bytes of {ref.key}", key=ref.key)
+            error.lease = lease
+            raise error
         if time.monotonic() < self.full_until:
             raise errors.NoSpace(f"the space {self.space!r} is full", key=ref.key, need=size or 0, free=0, budget=limit)
         data = self._make(ref.key)

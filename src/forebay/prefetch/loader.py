@@ -60,7 +60,7 @@ class Loader:
         self._origin, self._items, self._store, self._workers, self._in_turn = items.origin, items, store, workers, in_turn
         self._readers = 0 if items.space == URLS or items.links else workers
         self.news = News()
-        self.closed = self._reported_too_large = False
+        self.closed = False
         items.on_read = self._has_read
         self._reset()
         host.at_fork(self)
@@ -209,6 +209,10 @@ class Loader:
                 with self._lock:
                     self._set(load, State.DROPPED)
                 return data
+            if self._items.links and (there := self._store.take(self._items.space, load.name)) is not None:
+                self._store.count_hit(there.entry.size)
+                self._keep(load.ref, there)
+                return None
             job = self._items.job(load)
             try:
                 job.run(publishes=self._thread is None)
@@ -325,7 +329,7 @@ class Loader:
         self._link()
         jobs: list[Job] = []
         with self._lock:
-            retried = self._next_stalled() if self._retries else None
+            retried = self._next_stalled() if self._retries and not self.closed else None
             self._retries = False
             loads = self._next_queued(min(most, self._places()))
         if retried is not None and retried.data is not None:
@@ -391,6 +395,8 @@ class Loader:
         if lease is not None and job.target.space == self._items.space:
             self._keep(ref, lease)
             return
+        if isinstance(error, NotStored):
+            lease, error.lease = error.lease, None  # its frames hold it
         is_fault = isinstance(error, errors.CacheFault | errors.WaitTimeout) and not isinstance(error, errors.RemoteError)
         load = ref()
         data = job.data if load is None or load.data is None else load.data
@@ -426,18 +432,7 @@ class Loader:
             else:
                 self._set(load, State.FAILED, error=error)
         if error is not None and is_fault and not may_wait and not is_needless:
-            self._report(ref, job, error)
-
-    def _report(self, ref: LoadRef, job: Job, error: BaseException) -> None:
-        """An item is not stored: count it, unless it is too large for its space, which is said once."""
-        if isinstance(error, errors.NoSpace) and error.hopeless and job.target.space != URLS:
-            if not self._reported_too_large:
-                self._reported_too_large = True
-                log.warning("%s: it bypasses the cache, like everything else that is too large", str(error))
-        elif isinstance(error, Exception):
-            if isinstance(error, errors.NoSpace):
-                self._items.full_until = time.monotonic() + WATCH
-            self._origin.fall_back(error, ref.name)
+            self._items.report(ref, job.target.space, len(data or b""), error)
 
     def _keep(self, ref: LoadRef, lease: Lease) -> None:
         """The item is in the cache: every caller that asked for it holds its lease."""
@@ -547,7 +542,8 @@ class Loader:
         with self._lock:
             self.closed = self._items.closed = True
             for load in live(list(self._refs.values())):
-                if load.state is State.QUEUED:
+                is_begun = load.job is not None and self._pipeline is not None and self._pipeline.leave(load.job)
+                if load.state is State.QUEUED or is_begun:
                     self._set(load, State.DROPPED)
             self._queued.clear()
             self._elsewhere.clear()
