@@ -72,15 +72,21 @@ class FilesystemRemote:
         self, filesystem: Any = None, options: RemoteOptions | None = None, *, storage_options: Mapping[str, Any] | None = None
     ) -> None:
         self._options = options or RemoteOptions()
-        settings = dict(storage_options or {})
-        self._fixed = None if filesystem is None else _access_to(filesystem)
-        self._scheme = "" if filesystem is None else re.sub(r"[^\w+.-]", "", protocols_of(filesystem)[0])
-        self._in_process = InProcess(None, settings)
-        self._in_helper = helper.InHelper(pickle.dumps((None, settings)))
+        self._fixed: Access | None = None
+        if filesystem is not None:
+            self._fixed = _access_to(filesystem)
+            self._scheme = re.sub(r"[^\w+.-]", "", protocols_of(filesystem)[0])
+        else:
+            settings = dict(storage_options or {})
+            self._by_url = InProcess(None, settings), helper.InHelper(pickle.dumps((None, settings)))
+            self._scheme = ""
 
     def _access(self, url: str) -> Access:
+        if self._fixed is not None:
+            return self._fixed
         schemes = {link.partition("://")[0] for link in url.split("::")}
-        return self._fixed or (self._in_process if schemes <= IN_PROCESS | WRAPPERS else self._in_helper)
+        in_process, in_helper = self._by_url
+        return in_process if schemes <= IN_PROCESS | WRAPPERS else in_helper
 
     def _call(self, url: str, options: RemoteOptions | None = None) -> Call:
         return Call(url if "://" in url else f"{self._scheme}://{url}", options or self._options)
