@@ -17,7 +17,8 @@ import pytest
 from forebay import errors, remote
 from forebay._model import ObjectInfo, Partial, Span, is_near
 from forebay.remote import RemoteOptions
-from forebay.remote.filesystems import FilesystemRemote, HelperClient, InProcessClient
+from forebay.remote.filesystems import FilesystemRemote, InProcess
+from forebay.remote.filesystems.helper import InHelper
 from forebay.testing import MemorySink, ScriptedServer
 from tests.processes import fork, in_child
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
@@ -352,24 +353,24 @@ def test_which_filesystems_are_asked_in_this_process(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow.fs")
     pytest.importorskip("aiohttp")
     by_url = FilesystemRemote()
-    assert isinstance(by_url._access("memory://a"), InProcessClient)
-    assert isinstance(by_url._access("zip://a::memory://b"), InProcessClient)
-    assert isinstance(by_url._access("gs://a/b"), HelperClient)
-    assert isinstance(by_url._access("zip://a::gs://b/c"), HelperClient)
+    assert isinstance(by_url._access("memory://a"), InProcess)
+    assert isinstance(by_url._access("zip://a::memory://b"), InProcess)
+    assert isinstance(by_url._access("gs://a/b"), InHelper)
+    assert isinstance(by_url._access("zip://a::gs://b/c"), InHelper)
     local = fsspec.filesystem("file")
     for made, way in [
-        (local, InProcessClient),
-        (fsspec.filesystem("dir", path="/", fs=local), InProcessClient),
-        (fsspec.filesystem("http"), HelperClient),
-        (fsspec.filesystem("dir", path="http://a", fs=fsspec.filesystem("http")), HelperClient),
-        (arrow.LocalFileSystem(), InProcessClient),
-        (arrow.SubTreeFileSystem("/tmp", arrow.LocalFileSystem()), InProcessClient),
-        (arrow.PyFileSystem(arrow.FSSpecHandler(local)), InProcessClient),
-        (arrow.PyFileSystem(arrow.FSSpecHandler(fsspec.filesystem("http"))), HelperClient),
-        (arrow.S3FileSystem(anonymous=True, region="us-east-1"), HelperClient),
+        (local, InProcess),
+        (fsspec.filesystem("dir", path="/", fs=local), InProcess),
+        (fsspec.filesystem("http"), InHelper),
+        (fsspec.filesystem("dir", path="http://a", fs=fsspec.filesystem("http")), InHelper),
+        (arrow.LocalFileSystem(), InProcess),
+        (arrow.SubTreeFileSystem("/tmp", arrow.LocalFileSystem()), InProcess),
+        (arrow.PyFileSystem(arrow.FSSpecHandler(local)), InProcess),
+        (arrow.PyFileSystem(arrow.FSSpecHandler(fsspec.filesystem("http"))), InHelper),
+        (arrow.S3FileSystem(anonymous=True, region="us-east-1"), InHelper),
     ]:
         assert isinstance(FilesystemRemote(made)._access("a/b"), way), made
-        assert is_near(FilesystemRemote(made), "a/b") == (way is InProcessClient), made
+        assert is_near(FilesystemRemote(made), "a/b") == (way is InProcess), made
     assert not is_near(remote.resolve("https://a/b"), "https://a/b")
 
 
@@ -468,13 +469,14 @@ class Mine(fsspec.AbstractFileSystem):
 
 MAIN = """
 import json
-from forebay.remote.filesystems import FilesystemRemote, HelperClient
+from forebay.remote.filesystems import FilesystemRemote
+from forebay.remote.filesystems.helper import InHelper
 from forebay._model import Span
 from mine import Mine
 
 if __name__ == "__main__":
     remote = FilesystemRemote(Mine())
-    print(json.dumps([isinstance(remote._fixed, HelperClient), remote.read("mine://a", Span(1, 3)).decode(), remote.stat("mine://a").validator]))
+    print(json.dumps([isinstance(remote._fixed, InHelper), remote.read("mine://a", Span(1, 3)).decode(), remote.stat("mine://a").validator]))
 """
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay.remote.filesystems import FilesystemRemote, HelperClient, pickled
+from forebay.remote.filesystems import FilesystemRemote, pickled
 from forebay.remote.filesystems.clients import memory_limits
+from forebay.remote.filesystems.helper import InHelper
 from tests.processes import fork
 from tests.remote.test_filesystems import BODY, OPTIONS, PART, PLACES, Place, fetched, fsspec_dir, pyarrow_local, pyarrow_s3, s3fs_object
 from tests.servers.rgw import rgw_server  # noqa: F401 (a fixture)
@@ -127,7 +128,7 @@ def test_a_file_that_grows_while_it_is_written(request: pytest.FixtureRequest, t
 
 def in_the_helper(filesystem: Any) -> FilesystemRemote:
     made = FilesystemRemote(filesystem, OPTIONS)
-    made._fixed = HelperClient(pickled((filesystem, {})))
+    made._fixed = InHelper(pickled((filesystem, {})))
     return made
 
 

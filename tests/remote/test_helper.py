@@ -299,18 +299,18 @@ def test_ctrl_c_is_prompt(server: ScriptedServer) -> None:
 
 def test_messages_are_whole_or_an_error() -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs:
+    with ours, theirs, ours.makefile("rb") as file:
         big = bytes(range(256)) * 4000
         sender = threading.Thread(target=helper.send, args=(theirs, helper.DATA, big))
         sender.start()
-        assert helper.receive(ours) == (helper.DATA, big)
+        assert helper.receive(file) == (helper.DATA, big)
         sender.join()
         helper.send(theirs, helper.END)
-        assert helper.receive(ours) == (helper.END, b"")
+        assert helper.receive(file) == (helper.END, b"")
         theirs.sendall(helper.HEADER.pack(helper.DATA, 10) + b"short")
         theirs.shutdown(socket.SHUT_WR)
         with pytest.raises(EOFError):
-            helper.receive(ours)
+            helper.receive(file)
 
 
 class Foreign(Exception):

@@ -1,7 +1,7 @@
 """Remotes, from which bytes are read: `resolve` returns the `Remote` of a URL. Independent of the engine.
 
 - `urls`: keys, suffixes, local paths, texts without secrets
-- `realm`: what else than a URL decides which bytes it leads to
+- `realm`: what decides, besides a URL, which bytes it leads to
 - `base`: options, one call with its retries, parallel ranges of one object
 - `http`: one object over HTTP
 - `s3`: the same data plane, with AWS credentials and signatures
@@ -68,8 +68,8 @@ class Resolvers:
         self._by_scheme: dict[str, Callable[[], Remote]] = {}
 
     def of(self, url: str) -> Callable[[], Remote]:
-        """Return a function that returns the remote of ``url``. Those for HTTP, S3 and the hub, and the options, are imported by its first
-        call, so that a hit does not wait for them. For any other scheme the remote is created now: raises what `resolve` raises."""
+        """Return a function that returns the remote of ``url``. Its first call imports the remotes for HTTP, S3 and the hub, and the
+        options, so a hit does not wait for them. For any other scheme the remote is created now: raises what `resolve` raises."""
         kind = scheme(url)
         known = self._by_scheme.get(kind)
         if known is not None:
@@ -89,7 +89,7 @@ class FilesystemObject(NamedTuple):
     remote: Remote
 
     def key(self, path: str, naming: UrlNaming | None) -> str:
-        """The key of one of its paths: it contains the settings as a hash only. None: a text to be shown."""
+        """The key of one of its paths, which contains the settings as a hash only. ``naming`` None: a text to be shown."""
         if is_url(path) and scheme(path) in ("http", "https"):
             path = canonical(path, naming)  # other schemes have no secrets in their paths
         hashed = MASK if naming is None else naming.hashed(f"{self.identity} {naming.realm(self.kind)}")
@@ -97,7 +97,7 @@ class FilesystemObject(NamedTuple):
 
 
 def on_filesystem(filesystem: Any, options: RemoteOptions | None = None) -> FilesystemObject:
-    """A filesystem object of fsspec or pyarrow, as remotes are used. It costs a pickle."""
+    """The remote of a filesystem object of fsspec or pyarrow. Pickles the object to identify it."""
     from forebay.remote.filesystems import FilesystemRemote, identity, protocols_of
 
     kind = next(iter(protocols_of(filesystem)), "filesystem")

@@ -9,7 +9,6 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 from forebay import errors
 from forebay._kernel import host, locks
@@ -34,8 +33,8 @@ def is_unfinished(name: str) -> bool:
 
 
 def sweep(folder: str) -> None:
-    """Remove the unfinished files below a directory whose writers died: those that nothing has locked, and nothing has written to for an
-    hour by this host's clock."""
+    """Remove the unfinished files below a directory whose writers died: those that no process has locked, and that have not been written
+    to for an hour by this host's clock."""
     oldest = time.time() - STALE
     for directory, _, names in os.walk(folder):
         for path in (os.path.join(directory, name) for name in names if is_unfinished(name)):
@@ -76,29 +75,30 @@ class LocalRemote:
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`."""
-        fd = _open(url)
-        try:
-            info = _info(url, fd)
-        finally:
-            os.close(fd)
+        with _reading(url) as fd:
+            info = _info(url, os.fstat(fd))
         return None if info.validator == known else info
 
     def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
-        """See `Remote.fetch`. Raises `RemoteChanged` if the file is written to meanwhile."""
-        fd = _open(url)
-        try:
-            info = _info(url, fd)
+        """See `Remote.fetch`. Raises `RemoteChanged` if the file is written to while it is read."""
+        with _reading(url) as fd:
+            info = _info(url, os.fstat(fd))
             transfer = Transfer(info=info)
             spans = sink.begin(info)
             transfer.resumed = (info.size or 0) - sum(span.length for span in spans)
             if not (transfer.resumed == 0 and can_clone(sink) and sink.clone(fd)):
                 buffer = memoryview(bytearray(BLOCK))
                 for span in spans:
-                    _copy(url, fd, span, buffer, sink, transfer)
-            if _info(url, fd) != info:
+                    at = span.start
+                    while at < span.end:
+                        count = os.preadv(fd, [buffer[: span.end - at]], at)
+                        if count == 0:
+                            raise _changed(url)
+                        sink.write(at, buffer[:count])
+                        at += count
+                        transfer.received += count
+            if _info(url, os.fstat(fd)) != info:
                 raise _changed(url)
-        finally:
-            os.close(fd)
         return transfer
 
     def read(
@@ -106,13 +106,12 @@ class LocalRemote:
     ) -> bytes:  # fmt: skip
         """See `Remote.read`."""
         validator = validator if info is None else info.validator
-        fd = _open(url)
-        try:
-            data = b"".join(_blocks(fd, span))
-            if validator is not None and _info(url, fd).validator != validator:
+        with _reading(url) as fd:
+            data = b""
+            while len(data) < span.length and (block := os.pread(fd, span.length - len(data), span.start + len(data))):
+                data += block
+            if validator is not None and _info(url, os.fstat(fd)).validator != validator:
                 raise _changed(url)
-        finally:
-            os.close(fd)
         return data
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
@@ -130,15 +129,41 @@ class LocalRemote:
         ``if_none_match`` holds against every other writer. ``if_match`` leaves a gap: another process may write between the check and the
         rename, which cannot compare. `Unsupported` where the file system has no hard links, for ``if_none_match`` only."""
         path = _path(url)
-        with _opened(source) as content, _os_errors(url):
+        with _opened(source) as (size, source_fd, block_at), _os_errors(url):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with staged(path) as (part, fd):
-                _copy_to(fd, content, on_sent)
-                if content.size != os.fstat(fd).st_size:
-                    raise errors.SourceChanged.of(content.name)
+                at = size if source_fd is not None and host.clone(source_fd, fd) else 0
+                while block := block_at(at):
+                    host.pwrite(fd, block, at)
+                    at += len(block)
+                    if on_sent is not None:
+                        on_sent(at)
+                if size != os.fstat(fd).st_size:
+                    raise errors.SourceChanged.of(source)
                 os.fsync(fd)
-                _publish(url, part, path, if_none_match, if_match)
-                return _info(url, fd)
+                self._publish(url, part, path, if_none_match, if_match)
+                return _info(url, os.fstat(fd))
+
+    def _publish(self, url: str, part: str, path: str, if_none_match: str | None, if_match: str | None) -> None:
+        """Give the finished file ``part`` its name, if the conditions hold. Raises `Conflict`."""
+        if if_none_match is not None:
+            try:
+                os.link(part, path)
+            except FileExistsError:
+                raise _conflict(url) from None
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                key = canonical(url)
+                raise errors.Unsupported(f"{key}: its file system has no hard links: {error.strerror}", url=key) from error
+            return
+        try:
+            is_other = if_match is not None and self.stat(url, known=if_match) is not None
+        except errors.NotFound:
+            is_other = True
+        if is_other:
+            raise _conflict(url)
+        os.rename(part, path)
 
     def delete(self, url: str) -> None:
         """See `Remote.delete`. The directory stays, even if it is empty."""
@@ -171,42 +196,23 @@ def _os_errors(url: str) -> Iterator[None]:
         raise raised from error
 
 
-def _open(url: str) -> int:
-    """Raises `NotFound`, `AccessDenied`, or `RemoteError` if it is no regular file."""
+@contextmanager
+def _reading(url: str) -> Iterator[int]:
+    """A descriptor of the file. Raises `NotFound`, `AccessDenied`, or `RemoteError` if it is not a regular file."""
     path = _path(url)
     with _os_errors(url):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise errors.RemoteError(f"{_shown(url)}: not a regular file", url=_shown(url))
+        yield fd
+    finally:
         os.close(fd)
-        raise errors.RemoteError(f"{_shown(url)}: not a regular file", url=_shown(url))
-    return fd
 
 
-def _info(url: str, fd: int) -> ObjectInfo:
-    return _info_of(url, os.fstat(fd))
-
-
-def _info_of(url: str, status: os.stat_result) -> ObjectInfo:
+def _info(url: str, status: os.stat_result) -> ObjectInfo:
     validator = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
     return ObjectInfo(url, status.st_size, validator, strong=True, modified=status.st_mtime)
-
-
-def _copy(url: str, fd: int, span: Span, buffer: memoryview, sink: Sink, transfer: Transfer) -> None:
-    at = span.start
-    while at < span.end:
-        count = os.preadv(fd, [buffer[: span.end - at]], at)
-        if count == 0:
-            raise _changed(url)
-        sink.write(at, buffer[:count])
-        at += count
-        transfer.received += count
-
-
-def _blocks(fd: int, span: Span) -> Iterator[bytes]:
-    at = span.start
-    while at < span.end and (block := os.pread(fd, span.end - at, at)):
-        at += len(block)
-        yield block
 
 
 def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
@@ -224,7 +230,7 @@ def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
         if name.endswith("/"):
             yield from _walk(entry.path, prefix)
         elif entry.is_file():
-            yield _info_of(canonical(entry.path), entry.stat())
+            yield _info(canonical(entry.path), entry.stat())
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -232,8 +238,8 @@ def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
 
 @contextmanager
 def staged(path: str | os.PathLike[str]) -> Iterator[tuple[str, int]]:
-    """A new file in the directory of ``path``, under a name that nobody can guess and no listing shows, and its descriptor. The caller
-    gives the file the name ``path``; its first name is removed at the end."""
+    """A new file in the directory of ``path``, under a name that cannot be guessed and that no listing shows, and its descriptor. The
+    caller gives the file the name ``path``; its first name is removed at the end."""
     folder, name = os.path.split(path)
     part = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}{UNFINISHED}")
     fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -247,65 +253,16 @@ def staged(path: str | os.PathLike[str]) -> Iterator[tuple[str, int]]:
             os.unlink(part)
 
 
-class _OpenContent(NamedTuple):
-    """Content to be written. ``fd``: of the file ``name``; None: ``view`` holds the bytes."""
-
-    size: int
-    name: str = ""
-    fd: int | None = None
-    view: memoryview = memoryview(b"")
-
-    def block(self, at: int) -> Buffer:
-        return self.view[at : at + BLOCK] if self.fd is None else os.pread(self.fd, BLOCK, at)
-
-
 @contextmanager
-def _opened(source: Content) -> Iterator[_OpenContent]:
+def _opened(source: Content) -> Iterator[tuple[int, int | None, Callable[[int], Buffer]]]:
+    """The size of a source, its descriptor (None: it is in memory), and a function that returns the block at an offset."""
     if not isinstance(source, (str, os.PathLike)):
         view = memoryview(source).cast("B")
-        yield _OpenContent(len(view), view=view)
+        yield len(view), None, lambda at: view[at : at + BLOCK]
         return
     fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        yield _OpenContent(os.fstat(fd).st_size, os.fspath(source), fd)
-    finally:
-        os.close(fd)
-
-
-def _copy_to(fd: int, content: _OpenContent, on_sent: Callable[[int], None] | None) -> None:
-    at = content.size if content.fd is not None and host.clone(content.fd, fd) else 0
-    while block := content.block(at):
-        host.pwrite(fd, block, at)
-        at += len(block)
-        if on_sent is not None:
-            on_sent(at)
-
-
-def _publish(url: str, part: str, path: str, if_none_match: str | None, if_match: str | None) -> None:
-    """Give the finished file ``part`` its name, if the conditions hold. Raises `Conflict`."""
-    if if_none_match is not None:
-        try:
-            os.link(part, path)
-        except FileExistsError:
-            raise _conflict(url) from None
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-                raise
-            key = canonical(url)
-            raise errors.Unsupported(f"{key}: its file system has no hard links: {error.strerror}", url=key) from error
-        return
-    if if_match is not None and _validator(url) != if_match:
-        raise _conflict(url)
-    os.rename(part, path)
-
-
-def _validator(url: str) -> str | None:
-    try:
-        fd = _open(url)
-    except errors.NotFound:
-        return None
-    try:
-        return _info(url, fd).validator
+        yield os.fstat(fd).st_size, fd, lambda at: os.pread(fd, BLOCK, at)
     finally:
         os.close(fd)
 

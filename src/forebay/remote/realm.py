@@ -1,4 +1,4 @@
-"""What decides, besides a URL, which bytes it leads to: the servers that the environment names for a scheme, and the partition."""
+"""What decides, besides a URL, which bytes it leads to: the servers that the environment sets for a scheme, and the partition."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _AWS_FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE":
 
 
 def other_endpoint(kind: str) -> str:
-    """The servers of a scheme, as a URL without a slash at its end, where the user's settings name others than the public ones; else "".
+    """The servers of a scheme, as a URL without a slash at its end, if the user's settings replace the public ones; else "".
 
-    Raises what `configured_endpoint` raises, where the files of AWS speak of endpoints."""
+    Raises what `configured_endpoint` raises, if the configuration files of AWS set endpoints."""
     if kind == "hf":
         endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/")
         return "" if endpoint == PUBLIC_HUB else endpoint
@@ -30,7 +30,8 @@ def other_endpoint(kind: str) -> str:
 
 
 def _deciding() -> tuple[bytes, ...]:
-    """The files of AWS where they speak of endpoints, or a variable says that none counts. Else a hit need not import botocore."""
+    """The contents of AWS's configuration files if they set endpoints, or if a variable disables those; else nothing, and a hit need not
+    import botocore."""
     files = tuple(_content(os.environ.get(name) or usual) for name, usual in _AWS_FILES.items())
     return files if os.environ.get(_IGNORE) or any(b"endpoint_url" in file for file in files) else ()
 
@@ -39,7 +40,7 @@ def _content(path: str) -> bytes:
     try:
         with open(os.path.expanduser(path), "rb") as file:
             return file.read()
-    except OSError:  # there is none; or botocore reports it
+    except OSError:  # there is none, or botocore reports the error
         return b""
 
 
@@ -51,8 +52,8 @@ def _asked(files: tuple[bytes, ...], *settings: str | None) -> str:
 
 
 class Realm:
-    """What decides, besides a URL, which bytes it leads to: part of the keys of a cache. The servers of a scheme are those that the
-    settings name when its first URL is met. Callable from any thread.
+    """What decides, besides a URL, which bytes it leads to: part of the keys of a cache. The servers of a scheme are those that
+    the settings name when its first URL is used. Callable from any thread.
 
     ``options``: whose ``partition`` counts for all schemes; else, for HTTP, their token or ``Authorization`` header."""
 
@@ -73,7 +74,7 @@ class Realm:
         return self._endpoints[kind]
 
     def __call__(self, kind: str) -> str:
-        """What the keys of a scheme contain a hash of; "": nothing."""
+        """The text whose hash is part of the keys of a scheme; "": none."""
         text = self._texts.get(kind)
         if text is None:
             parts = self.endpoint(kind), self._partition or (self._credentials if kind in ("http", "https") else "")

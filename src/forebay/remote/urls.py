@@ -17,30 +17,14 @@ Url: TypeAlias = str | os.PathLike[str]
 # Patterns are texts: `re` compiles each when it is first used, and keeps it.
 _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*)://"
 _CHAIN = r"[A-Za-z][A-Za-z0-9+.-]*::.*://"
-_SUFFIX = r"\.[A-Za-z0-9]{1,15}\Z"
+_SUFFIXES = r"(?<=(?s:.))(?:\.[A-Za-z0-9]{1,15})?(\.[A-Za-z0-9]{1,15})\Z"  # up to two, after at least one character
 _HASHED = r"q=[0-9a-f]{32}\Z"
 _HASHED_USER = r"u=[0-9a-f]{16}@"
-# What is its own key, or an absolute path whose key is it: most URLs of a training job, which are made canonical once an epoch each.
+# URLs that are their own keys, and absolute paths whose keys are ``file://`` and the path: most of what a training job reads, each epoch.
 _PLAIN = r"(?:https?|s3)://[a-z0-9-][a-z0-9.-]*(?::(?!80/|443/)[0-9]+)?/[A-Za-z0-9_./=~%+,-]*|((?:/(?!\.\.?(?:/|\Z))[A-Za-z0-9_.-]+)+)"
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".z"}
 _PORTS = {"http": ":80", "https": ":443"}
 _KNOWN = {*_PORTS, "s3"}
-
-
-class _Signature:
-    """The parameters of one way to sign HTTP URLs; URLs that differ only in their values name the same object. ``all_of`` and one of
-    ``one_of`` must be present, ``optional`` may be. Only a whole set is a signature: ``sig`` alone may mean anything."""
-
-    def __init__(self, all_of: str, one_of: str = "", optional: str = "") -> None:
-        self.all_of, self.one_of, self.optional = (frozenset(names.split()) for names in (all_of, one_of, optional))
-
-    def names_in(self, pairs: Sequence[tuple[str, str]]) -> frozenset[str]:
-        """The names of the parameters that sign: none unless the set is whole, with each parameter once and none empty."""
-        known = self.all_of | self.one_of | self.optional
-        signing = [(name, value) for name, value in pairs if name in known]
-        names = frozenset(name for name, _ in signing)
-        whole = self.all_of <= names and (not self.one_of or not self.one_of.isdisjoint(names))
-        return names if whole and len(names) == len(signing) and all(value for _, value in signing) else frozenset()
 
 
 _AMZ = "X-Amz-Algorithm X-Amz-Credential X-Amz-Date X-Amz-Expires X-Amz-SignedHeaders X-Amz-Signature"
@@ -48,17 +32,32 @@ _SAS_OPTIONAL = "st spr sip sdd ses saoid suoid scid skoid sktid skt ske sks skv
 
 
 @functools.cache
-def _signatures() -> tuple[_Signature, ...]:
-    return (
-        _Signature(_AMZ, optional="X-Amz-Security-Token X-Amz-Content-Sha256 X-Amz-S3session-Token"),
-        _Signature(_AMZ.replace("Amz", "Goog")),
-        _Signature("AWSAccessKeyId Signature Expires", optional="x-amz-security-token"),
-        _Signature("GoogleAccessId Signature Expires"),
-        _Signature("Signature Key-Pair-Id", one_of="Expires Policy", optional="Hash-Algorithm"),  # CloudFront, and so Hugging Face
-        _Signature("sv sr sp se sig", optional=_SAS_OPTIONAL),  # Azure: for one service
-        _Signature("sv sr si sig", optional=f"sp se {_SAS_OPTIONAL}"),  # for a stored policy
-        _Signature("sv ss srt sp se sig", optional=_SAS_OPTIONAL),  # for an account
+def _signatures() -> list[list[frozenset[str]]]:
+    """For each way to sign HTTP URLs: the parameters that must be present, of which one must be, and which may be."""
+    known = (
+        (_AMZ, "", "X-Amz-Security-Token X-Amz-Content-Sha256 X-Amz-S3session-Token"),
+        (_AMZ.replace("Amz", "Goog"), "", ""),
+        ("AWSAccessKeyId Signature Expires", "", "x-amz-security-token"),
+        ("GoogleAccessId Signature Expires", "", ""),
+        ("Signature Key-Pair-Id", "Expires Policy", "Hash-Algorithm"),  # CloudFront, and so Hugging Face
+        ("sv sr sp se sig", "", _SAS_OPTIONAL),  # Azure: for one service
+        ("sv sr si sig", "", f"sp se {_SAS_OPTIONAL}"),  # for a stored policy
+        ("sv ss srt sp se sig", "", _SAS_OPTIONAL),  # for an account
     )
+    return [[frozenset(names.split()) for names in signature] for signature in known]
+
+
+def _signing(pairs: Sequence[tuple[str, str]]) -> set[str]:
+    """The names of the parameters that sign an HTTP URL. URLs that differ only in their values name the same object. Only a whole set is a
+    signature, with each parameter once and none empty: ``sig`` alone may mean anything."""
+    found = set[str]()
+    for all_of, one_of, optional in _signatures():
+        signing = [pair for pair in pairs if pair[0] in all_of or pair[0] in one_of or pair[0] in optional]
+        names = {name for name, _ in signing}
+        is_whole = all_of <= names and (not one_of or not one_of.isdisjoint(names))
+        if is_whole and len(names) == len(signing) and all(value for _, value in signing):
+            found |= names
+    return found
 
 
 def _nothing_else(kind: str) -> str:
@@ -66,14 +65,14 @@ def _nothing_else(kind: str) -> str:
 
 
 class UrlNaming(NamedTuple):
-    """How one cache names URLs in its keys. ``secret``: of its root; who does not know it cannot find out by trying what was hashed.
-    ``realm(scheme)``: what else than the URL decides which bytes it leads to, see `forebay.remote.Realm`; "": nothing."""
+    """How one cache names URLs in its keys. ``secret``: that of its root; without it, nothing that was hashed can be found by guessing.
+    ``realm(scheme)``: what decides, besides the URL, which bytes it leads to, see `forebay.remote.Realm`; "": nothing."""
 
     secret: int = 0
     realm: Callable[[str], str] = _nothing_else
 
     def hashed(self, text: str, size: int = 16) -> str:
-        """The text that stands in a key for a secret one: ``size`` bytes as hexadecimal digits."""
+        """The hash that replaces a secret text in a key: ``size`` bytes as hexadecimal digits."""
         import hashlib
 
         return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=size, key=self.secret.to_bytes(8)).hexdigest()
@@ -107,7 +106,7 @@ def is_url(text: str) -> bool:
 
 def canonical(url: str | os.PathLike[str], naming: UrlNaming | None = None) -> str:
     """A URL without secrets, the same for all its spellings: the key under which a cache of this ``naming`` stores the object, or, without
-    a naming, a text to be shown. What it returned is left as it is: ``canonical(canonical(u, n), n) == canonical(u, n)``.
+    a naming, a text to be shown. Idempotent: ``canonical(canonical(u, n), n) == canonical(u, n)``.
 
     Scheme and host are in lower case; the default port, the fragment and whole sets of signature parameters are dropped. In a key one hash
     stands for the user and the realm (``u=...@`` before the host), another for what is left of the query (``?q=...``); in a text to be
@@ -176,7 +175,7 @@ def _query(kind: str, query: str, naming: UrlNaming | None) -> str:
     pairs = query.split("&")
     if kind in _PORTS:  # only HTTP has signatures in queries
         named = [(name, value) for name, _, value in (pair.partition("=") for pair in pairs)]
-        signing = frozenset[str]().union(*(signature.names_in(named) for signature in _signatures()))
+        signing = _signing(named)
         pairs = [pair for pair, (name, _) in zip(pairs, named, strict=True) if name not in signing]
     rest = "&".join(pairs)
     if not rest:
@@ -198,16 +197,10 @@ def suffix(url: str | os.PathLike[str]) -> str:
 def suffix_of_key(key: str) -> str:
     """The `suffix` of a key that `canonical` returned."""
     name = key.partition("?")[0].partition("://")[2].partition("/")[2].rpartition("/")[2]
-    stem, last = _split_suffix(name)
-    if last.lower() not in _COMPRESSED:
-        return last
-    both = _split_suffix(stem)[1] + last
-    return both if len(both) <= 16 else last
-
-
-def _split_suffix(name: str) -> tuple[str, str]:
-    match = re.search(_SUFFIX, name)
-    return (name[: match.start()], match[0]) if match and match.start() else (name, "")
+    match = re.search(_SUFFIXES, name)
+    if match is None:
+        return ""
+    return match[0] if match[1].lower() in _COMPRESSED and len(match[0]) <= 16 else match[1]
 
 
 def local_path(url: str | os.PathLike[str]) -> str | None:
@@ -272,7 +265,7 @@ def _redacted_url(match: re.Match[str]) -> str:
     url = match[0]
     plain = url.rstrip(_PUNCTUATION)
     if plain.endswith("?") and url.startswith(f"{plain}{MASK}"):
-        plain += MASK  # of a text that was told already
+        plain += MASK  # the text was redacted before
     try:
         key = canonical(plain)
         return (_redacted_path(key) if key.startswith("file:") else key) + url[len(plain) :]

@@ -1,4 +1,15 @@
-"""One interface to filesystems of fsspec and pyarrow: stat, read, list, write, delete. Handles neither forks nor retries."""
+"""The clients of fsspec and pyarrow: each answers the requests of `forebay.remote.filesystems` for one filesystem.
+
+A request is a method. It takes a URL and returns the items of its answer:
+
+- ``stat(url)``: one item, the fields of the `ObjectInfo` followed by whether a range costs one request, wherever it lies
+- ``read(url, span)``: the bytes of ``span`` (of length -1: to the end); fewer where the object ends, never more
+- ``list(url)``: an `ObjectInfo` for each object whose URL begins with ``url``, in order of name
+- ``write(url, source, exclusive, on_sent)``: writes a file (its path) or bytes, and answers as ``stat`` does. ``exclusive``: raises
+  FileExistsError if the object exists. May create directories.
+- ``delete(url)``: no item. Raises FileNotFoundError if there is no such object.
+
+Errors of the filesystem pass as they are. Callable from several threads. Clients handle neither forks nor retries."""
 
 from __future__ import annotations
 
@@ -7,7 +18,7 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 from forebay._logs import logger
 from forebay._model import Buffer, ObjectInfo, Span
@@ -17,31 +28,9 @@ from forebay.remote.urls import redacted
 log = logger("forebay.remote.filesystems.clients")
 
 BLOCK = 1 << 20
-CHUNK, MAX_CHUNKS = 8 << 20, 5_000  # of uploads in parts
+CHUNK, MAX_CHUNKS = 8 << 20, 5_000  # of multipart uploads
 OnSent = Callable[[int], None]
 """Called with the number of bytes sent so far."""
-
-
-class Client(Protocol):
-    """A filesystem. Errors of the filesystem pass as they are. Callable from several threads."""
-
-    def stat(self, url: str) -> ObjectInfo: ...
-
-    def read(self, url: str, span: Span) -> Iterator[Buffer]:
-        """The bytes of ``span`` (of length -1: to the end); fewer where the object ends, never more."""
-
-    def list(self, url: str) -> Iterator[ObjectInfo]:
-        """The objects whose URL begins with ``url``, in order of name."""
-
-    def parallel(self, url: str) -> bool:
-        """Whether a range costs one request, wherever it lies."""
-
-    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: OnSent) -> None:
-        """Write a file (its path) or bytes. ``exclusive``: raises FileExistsError if the object exists. May create directories."""
-
-    def delete(self, url: str) -> None:
-        """Raises FileNotFoundError if there is no such object."""
-
 
 ETAGS = ("ETag", "etag", "blob_id", "sha")
 TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
@@ -50,17 +39,17 @@ TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "creat
 class FsspecClient:
     """``fs``: the filesystem; None: that of each URL, created with ``options``."""
 
-    def __init__(self, fs: Any = None, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, fs: Any, options: Mapping[str, Any] | None = None) -> None:
         self._fs = fs
         self._options = dict(options or {})
 
-    def stat(self, url: str) -> ObjectInfo:
+    def stat(self, url: str) -> Iterable[tuple[Any, ...]]:
         fs, path = self._split(url)
         fs.invalidate_cache(path)  # a cached listing may be of any age
         info = fs.info(path)
         if info.get("type") == "directory":
             raise IsADirectoryError(path)
-        return fsspec_info(url, info)
+        return [(*fsspec_info(url, info), bool(fs.async_impl))]
 
     def read(self, url: str, span: Span) -> Iterator[Buffer]:
         fs, path = self._split(url)
@@ -73,7 +62,10 @@ class FsspecClient:
         with fs.open(path, "rb") as file:
             if span.start:
                 file.seek(span.start)
-            yield from blocks(file.read, span.length)
+            left = span.length
+            while left and (block := file.read(BLOCK if left < 0 else min(BLOCK, left))):
+                left -= len(block) if left > 0 else 0
+                yield block
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         _, scheme, rest = url.partition("://")
@@ -90,10 +82,9 @@ class FsspecClient:
         for info in files_with_prefix(lambda: fs.ls(folder, detail=True), prefix, below):
             yield fsspec_info(url + info["name"][len(prefix) :], info)
 
-    def parallel(self, url: str) -> bool:
-        return bool(self._split(url)[0].async_impl)
+    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: OnSent) -> Iterable[tuple[Any, ...]]:
+        from fsspec.callbacks import Callback
 
-    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: OnSent) -> None:
         fs, path = self._split(url)
         mode = {"mode": "create"} if exclusive else {}
         if exclusive and not can_create(fs, "pipe_file" if isinstance(source, bytes) else "put_file"):
@@ -104,13 +95,16 @@ class FsspecClient:
                 fs.pipe_file(path, source, **mode)
                 on_sent(len(source))
             else:
-                fs.put_file(source, path, callback=_callback(on_sent), **mode, **memory_limits(fs, os.path.getsize(source)))
+                progress = Callback(hooks={"sent": lambda size, value, **_: on_sent(value)})
+                fs.put_file(source, path, callback=progress, **mode, **memory_limits(fs, os.path.getsize(source)))
 
         with_its_folder(put, lambda: fs.makedirs(fs._parent(path), exist_ok=True))
+        return self.stat(url)
 
-    def delete(self, url: str) -> None:
+    def delete(self, url: str) -> Iterable[Any]:
         fs, path = self._split(url)
         fs.rm_file(path)
+        return ()
 
     def _split(self, url: str) -> tuple[Any, str]:
         if self._fs is not None:
@@ -161,26 +155,14 @@ def object_info(url: str, size: int | None, etag: str | None, modified: float | 
 
 def seconds(when: object) -> float | None:
     """Seconds since 1970, from any form that filesystems use."""
-    match when:
-        case datetime.datetime():
-            return (when if when.tzinfo else when.replace(tzinfo=datetime.UTC)).timestamp()
-        case bool():
+    if isinstance(when, str):
+        try:
+            when = datetime.datetime.fromisoformat(when)
+        except ValueError:
             return None
-        case int() | float():
-            return float(when)
-        case str():
-            try:
-                return seconds(datetime.datetime.fromisoformat(when))
-            except ValueError:
-                return None
-    return None
-
-
-def blocks(read: Callable[[int], bytes], length: int) -> Iterator[bytes]:
-    left = length
-    while left and (block := read(BLOCK if left < 0 else min(BLOCK, left))):
-        left -= len(block) if left > 0 else 0
-        yield block
+    if isinstance(when, datetime.datetime):
+        return (when if when.tzinfo else when.replace(tzinfo=datetime.UTC)).timestamp()
+    return float(when) if isinstance(when, (int, float)) and not isinstance(when, bool) else None
 
 
 class ArrowClient:
@@ -191,27 +173,19 @@ class ArrowClient:
         self._has_etags = str(fs.type_name) in ("s3", "gcs", "abfs")
         self._in_python = str(fs.type_name).startswith("py::")
 
-    def stat(self, url: str) -> ObjectInfo:
+    def stat(self, url: str) -> Iterable[tuple[Any, ...]]:
         from pyarrow.fs import FileType
 
-        path = arrow_path(url)
+        path, etag = arrow_path(url), None
         info = self._fs.get_file_info(path)
         if info.type == FileType.NotFound:
             raise FileNotFoundError(path)
         if info.type == FileType.Directory:
             raise IsADirectoryError(path)
-        return self._info(url, info, self._etag(path))
-
-    def _info(self, url: str, info: Any, etag: str | None) -> ObjectInfo:
-        modified = None if info.mtime_ns is None else info.mtime_ns / 1_000_000_000
-        return object_info(url, info.size, etag, modified)
-
-    def _etag(self, path: str) -> str | None:
-        if not self._has_etags:
-            return None
-        with self._fs.open_input_file(path) as file:
-            etag = (file.metadata() or {}).get("ETag")
-        return str(etag, "ascii", "replace") if etag else None
+        if self._has_etags:
+            with self._fs.open_input_file(path) as file:
+                etag = (file.metadata() or {}).get("ETag")
+        return [(*arrow_info(url, info, str(etag, "ascii", "replace") if etag else None), True)]
 
     def read(self, url: str, span: Span) -> Iterator[Buffer]:
         with self._fs.open_input_file(arrow_path(url)) as file:
@@ -233,17 +207,15 @@ class ArrowClient:
 
         folder = prefix.rpartition("/")[0]
         for entry in files_with_prefix(lambda: entries(folder, False), prefix, lambda directory: entries(directory, True)):
-            info = self._info(url + entry["name"][len(prefix) :], entry["info"], None)
+            info = arrow_info(url + entry["name"][len(prefix) :], entry["info"], None)
             yield info._replace(validator=None) if self._has_etags else info
 
-    def parallel(self, url: str) -> bool:
-        return True
-
-    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: OnSent) -> None:
+    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: OnSent) -> Iterable[tuple[Any, ...]]:
         if exclusive:
             raise Unsupported("pyarrow has no way to write only where nothing is yet", url=url)
         path = arrow_path(url)
         with_its_folder(lambda: self._put(path, source, on_sent), lambda: self._fs.create_dir(path.rpartition("/")[0], recursive=True))
+        return self.stat(url)
 
     def _put(self, path: str, source: str | bytes, on_sent: OnSent) -> None:
         done = 0
@@ -256,19 +228,20 @@ class ArrowClient:
                     on_sent(done)
                 out.close()
             except BaseException:
-                self._undo(out, path)
+                try:
+                    out.close()  # an open stream that is dropped ends as if it were complete
+                    self._fs.delete_file(path)
+                except Exception as error:  # noqa: BLE001 (the error of the write is raised, whatever this one is)
+                    log.debug("%s: an incomplete object is still there: %s", path, type(error).__name__)
                 raise
 
-    def _undo(self, out: Any, path: str) -> None:
-        """Remove the incomplete object: a stream of pyarrow that is dropped ends as if it were complete."""
-        try:
-            out.close()
-            self._fs.delete_file(path)
-        except Exception as error:  # noqa: BLE001 (the error of the write is raised, whatever this one is)
-            log.debug("%s: an incomplete object is still there: %s", path, type(error).__name__)
-
-    def delete(self, url: str) -> None:
+    def delete(self, url: str) -> Iterable[Any]:
         self._fs.delete_file(arrow_path(url))
+        return ()
+
+
+def arrow_info(url: str, info: Any, etag: str | None) -> ObjectInfo:
+    return object_info(url, info.size, etag, None if info.mtime_ns is None else info.mtime_ns / 1_000_000_000)
 
 
 def with_its_folder(put: Callable[[], None], create_folder: Callable[[], None]) -> None:
@@ -301,16 +274,6 @@ def _method_of(fs: Any, verb: str) -> Any:
     return getattr(type(fs), f"_{verb}" if fs.async_impl else verb)
 
 
-def _callback(on_sent: OnSent) -> Any:
-    from fsspec.callbacks import Callback
-
-    class Reporting(Callback):  # type: ignore[misc]  # fsspec has no types
-        def call(self, *args: Any, **kwargs: Any) -> None:
-            on_sent(self.value)
-
-    return Reporting()
-
-
 def arrow_path(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     return rest if separator and scheme.replace("+", "").isalnum() else url
@@ -336,7 +299,7 @@ def arrow_from_uri(url: str) -> tuple[Any, str] | None:
         return None
 
 
-def client_of(fs: Any, options: Mapping[str, Any] | None = None) -> Client:
+def client_of(fs: Any, options: Mapping[str, Any] | None = None) -> FsspecClient | ArrowClient:
     """The client of ``fs``, a filesystem of fsspec or pyarrow; None: the fsspec filesystem of each URL."""
     if fs is None or hasattr(fs, "_strip_protocol"):
         return FsspecClient(fs, options)

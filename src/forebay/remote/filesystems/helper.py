@@ -1,13 +1,15 @@
-"""The process that talks to filesystems whose clients a fork breaks: `main` runs in it, `channel` and `Process` are how it is used.
+"""Filesystems whose clients a fork breaks: `InHelper` asks them in a helper process, where `main` runs.
 
 The helper serves calls that arrive on its control socket. With each call comes a socket of its own (SCM_RIGHTS), on which a thread of the
 helper reads the request and sends the answer. A caller that gives up closes that socket. The helper ends when the control socket is closed
-at the other end, or when its parent process is gone: forked children, which hold the control socket too, do not keep it alive. It writes to
+at the other end, or when its parent process is gone. Forked children hold the control socket too, but do not keep it alive. It writes to
 sockets only.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import pickle
@@ -18,6 +20,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,43 +29,24 @@ from typing import Any, cast
 from forebay import errors
 from forebay._kernel import host
 from forebay._logs import logger
-from forebay._model import Buffer, Span
+from forebay._model import Buffer
 from forebay.remote.base import AttemptFailed, Call
-from forebay.remote.filesystems.clients import BLOCK, Client, client_of
+from forebay.remote.filesystems.clients import BLOCK, ArrowClient, FsspecClient, OnSent, client_of
 from forebay.remote.urls import is_url, redacted, scheme
 
 log = logger("forebay.remote.filesystems.helper")
 
 HEADER = struct.Struct("!cQ")
-REQUEST, ITEM, DATA, ERROR, END = b"Q", b"I", b"D", b"E", b"."
+ITEM, DATA, SENT, ERROR, END = b"I", b"D", b"S", b"E", b"."
+"""The messages of an answer: fields as JSON, bytes of the object, the number of bytes sent so far, and how the answer ends."""
 
+SLOWEST = 100_000
+"""Bytes a second. The helper sends nothing of a range before it has all of it, so a range may take that much longer than
+``read_timeout``."""
 MAX_TEXT = 10_000
 """Characters of an error's text that are searched for secrets."""
 CONFLICT = "it is there already: nothing was written"
 _COMMAND = "from forebay.remote.filesystems.helper import main; main()"  # with -m, Python would warn of a module that its package imports
-
-
-def send(channel: socket.socket, kind: bytes, payload: Buffer = b"") -> None:
-    channel.sendall(HEADER.pack(kind, len(payload)))
-    if len(payload):  # the receiver of an empty message may close the channel after the header
-        channel.sendall(payload)
-
-
-def receive(channel: socket.socket) -> tuple[bytes, bytearray]:
-    """Kind and payload of the next message. Raises EOFError if the other end closed the channel."""
-    kind, length = HEADER.unpack(_receive(channel, HEADER.size))
-    return kind, _receive(channel, length)
-
-
-def _receive(channel: socket.socket, length: int) -> bytearray:
-    payload = bytearray(length)
-    view = memoryview(payload)
-    while len(view):
-        count = channel.recv_into(view)
-        if not count:
-            raise EOFError("the channel was closed")
-        view = view[count:]
-    return payload
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -122,7 +106,7 @@ def to_wire(error: AttemptFailed | errors.MissingExtra) -> bytes:
     return json.dumps(errors.to_wire(error)).encode()
 
 
-def from_wire(wire: bytes | bytearray) -> AttemptFailed | errors.MissingExtra:
+def from_wire(wire: bytes) -> AttemptFailed | errors.MissingExtra:
     """Raises `EOFError` for what `to_wire` did not write."""
     described = json.loads(wire)
     match errors.from_wire(described):
@@ -136,12 +120,18 @@ def from_wire(wire: bytes | bytearray) -> AttemptFailed | errors.MissingExtra:
 # -- in the helper process ---------------------------------------------------------------------------------------------
 
 
+def send(channel: socket.socket, kind: bytes, payload: Buffer = b"") -> None:
+    channel.sendall(HEADER.pack(kind, len(payload)))
+    if len(payload):  # the receiver of an empty message may close the channel after the header
+        channel.sendall(payload)
+
+
 class Server:
     """Serves calls, each in a thread of its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _clients
-        self._clients: dict[bytes, Client] = {}
+        self._clients: dict[bytes, FsspecClient | ArrowClient] = {}
 
     def run(self, control: socket.socket, parent: int) -> None:
         """Serve until the other end of ``control`` is closed, or the process ``parent`` is gone."""
@@ -162,50 +152,29 @@ class Server:
     def _serve(self, channel: socket.socket) -> None:
         with channel:
             try:
-                self._answer(channel)
-            except (BrokenPipeError, ConnectionResetError, EOFError) as error:
+                with channel.makefile("rb") as file:
+                    filesystem, verb, url, *args = pickle.load(file)  # from the process that started this one
+                if verb == "write":
+                    args.append(lambda done: send(channel, SENT, b"%d" % done))
+                try:
+                    for item in getattr(self._client(filesystem), verb)(url, *args):
+                        if isinstance(item, tuple):
+                            send(channel, ITEM, json.dumps(item).encode())
+                        else:
+                            for at in range(0, len(item), BLOCK):
+                                send(channel, DATA, memoryview(item)[at : at + BLOCK])
+                except Exception as error:  # noqa: BLE001 (reported to the caller, whatever it is)
+                    send(channel, ERROR, to_wire(failed_by(error, url)))
+                else:
+                    send(channel, END)
+            except (BrokenPipeError, ConnectionResetError, EOFError, pickle.UnpicklingError) as error:
                 log.debug("a call was given up: %s", error)
 
-    def _answer(self, channel: socket.socket) -> None:
-        verb, *args = json.loads(receive(channel)[1])
-        filesystem = bytes(receive(channel)[1])
-        if verb == "write":
-            args.append(bytes(receive(channel)[1]))
-        messages = self._call(channel, filesystem, verb, *args)
-        while True:
-            try:
-                kind, payload = next(messages, (END, b""))
-            except Exception as error:  # noqa: BLE001 (reported to the caller, whatever it is)
-                kind, payload = ERROR, to_wire(failed_by(error, str(args[0])))
-            send(channel, kind, payload)
-            if kind in (ERROR, END):
-                return
-
-    def _client(self, filesystem: bytes) -> Client:
+    def _client(self, filesystem: bytes) -> FsspecClient | ArrowClient:
         with self._lock:
             if filesystem not in self._clients:
-                self._clients[filesystem] = client_of(*pickle.loads(filesystem))  # from the process that started this one
+                self._clients[filesystem] = client_of(*pickle.loads(filesystem))
             return self._clients[filesystem]
-
-    def _call(self, channel: socket.socket, filesystem: bytes, verb: str, url: str, *args: Any) -> Iterator[tuple[bytes, Buffer]]:
-        client = self._client(filesystem)
-        match verb:
-            case "stat":
-                yield ITEM, json.dumps(client.stat(url)).encode()
-            case "list":
-                for info in client.list(url):
-                    yield ITEM, json.dumps(info).encode()
-            case "read":
-                for block in client.read(url, Span(*args)):
-                    yield from ((DATA, block[at : at + BLOCK]) for at in range(0, len(block), BLOCK))
-            case "parallel":
-                yield ITEM, json.dumps([client.parallel(url)]).encode()
-            case "write":
-                path, exclusive, body = args
-                client.write(url, path or body, exclusive, lambda done: send(channel, ITEM, json.dumps([done]).encode()))
-                yield ITEM, json.dumps(client.stat(url)).encode()
-            case "delete":
-                client.delete(url)
 
 
 def main() -> None:
@@ -218,11 +187,74 @@ def main() -> None:
 # -- in the process that uses it ---------------------------------------------------------------------------------------
 
 
+class InHelper:
+    """A filesystem that is asked in the helper process. ``filesystem``: the pickled arguments of `client_of`."""
+
+    has_connections = True
+
+    def __init__(self, filesystem: bytes) -> None:
+        self._filesystem = filesystem
+        self._name = hashlib.blake2s(filesystem, digest_size=8).hexdigest()  # its settings determine its hosts
+
+    def ask(self, call: Call, verb: str, url: str, *args: Any, size: int = 0, on_sent: OnSent | None = None) -> Iterator[Any]:
+        """See `forebay.remote.filesystems.Access.ask`. The answer to ``stat`` and ``list`` comes soon, if at all: it tells whether the host
+        answers."""
+        host = f"{host_of(call.url)} {self._name}" if verb in ("stat", "list") else ""
+        if host:
+            call.check_host(host)
+        began, timeout = time.monotonic(), call.options.read_timeout + size / SLOWEST
+        try:
+            with _errors_of_channel(), channel(call) as sock, sock.makefile("rwb") as file:
+                pickle.dump((self._filesystem, verb, url, *args), file)
+                file.flush()
+                while True:
+                    sock.settimeout(call.timeout(timeout))
+                    kind, payload = receive(file)
+                    if kind == ERROR:
+                        raise from_wire(payload)
+                    if host:
+                        call.host_answered(host)
+                        host = ""
+                    if kind == END:
+                        return
+                    if kind != SENT:
+                        yield payload if kind == DATA else json.loads(payload)
+                    elif on_sent is not None:
+                        call.check()
+                        on_sent(int(payload))
+        except AttemptFailed as failed:
+            if host and failed.error is errors.RemoteTimeout:
+                call.host_silent(host, began)
+            elif host and (failed.status is not None or failed.error is not errors.RemoteUnavailable):  # else it may have arisen anywhere
+                call.host_answered(host)
+            raise
+
+
+def host_of(url: str) -> str:
+    """The host or bucket that a request goes to: of a chain, such as ``zip://a.csv::s3://bucket/a.zip``, that of the last link."""
+    return "/".join(url.rpartition("::")[2].split("/")[:3])
+
+
+def receive(file: io.BufferedIOBase) -> tuple[bytes, bytes]:
+    """Kind and payload of the next message. Raises EOFError if the other end closed the channel."""
+    kind, length = HEADER.unpack(_read(file, HEADER.size))
+    return kind, _read(file, length)
+
+
+def _read(file: io.BufferedIOBase, length: int) -> bytes:
+    data = file.read(length)
+    if len(data) < length:
+        raise EOFError("the channel was closed")
+    return data
+
+
 @contextmanager
-def helper_errors() -> Iterator[None]:
+def _errors_of_channel() -> Iterator[None]:
     """Translate what a channel raises to `AttemptFailed`."""
     try:
         yield
+    except errors.RemoteError:
+        raise
     except TimeoutError as error:
         raise AttemptFailed("nothing came for too long", errors.RemoteTimeout) from error
     except EOFError as error:
@@ -234,8 +266,7 @@ def helper_errors() -> Iterator[None]:
 @contextmanager
 def channel(call: Call) -> Iterator[socket.socket]:
     """A new channel to the helper of this process. When it is closed, the helper gives up the call."""
-    with helper_errors():
-        sock = _helper.channel()
+    sock = _helper.channel()
 
     def shut_down() -> None:
         try:
