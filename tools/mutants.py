@@ -505,7 +505,7 @@ MUTANTS = (
         "tasks/test_cached.py::test_what_was_stored_under_other_arguments_is_a_miss",
     ),
     Mutant(
-        12, "calls with one tag share a failure", "tasks.values:_KeptCall.__init__",
+        12, "calls with one tag share a failure", "tasks.values:_Call.run",
         "key if digest is None or key.endswith(digest) else f'{key} {digest}'", "key",
         "tasks/test_cached.py::test_what_another_call_of_the_same_tag_raises_is_its_own",
     ),
@@ -535,7 +535,7 @@ MUTANTS = (
         "tasks/test_identity.py::test_who_sends_a_function_tells_its_code",
     ),
     Mutant(
-        12, "a script is another module to its child processes", "tasks.naming:module_of",
+        12, "a script is another module to its child processes", "tasks.code:module_of",
         "module not in SCRIPT", "True",
         "tasks/test_naming.py::test_s35_a_script_and_its_children_agree",
     ),

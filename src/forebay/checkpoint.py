@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any, NoReturn, Self
 
 from forebay import errors, remote
-from forebay._engine.locks.lease import Lease
 from forebay._engine.passthrough import PassThrough
 from forebay._kernel import host
 from forebay.cache import Cache, origin_of
@@ -123,11 +122,10 @@ class Checkpoint(metaclass=_Kind):
         return self._cache if self._cache is not None else default_cache()
 
     def __repr__(self) -> str:
-        on = f", filesystem={_name_of(self._given)}" if self._given is not None else ""
-        return f"Checkpoint({self._shown()!r}{on})"
-
-    def _shown(self) -> str:
-        return self.url if self._given is not None or remote.local_path(self.url) else remote.canonical(self.url)
+        if self._given is not None:
+            kind = getattr(self._given, "type_name", None) or type(self._given).__name__
+            return f"Checkpoint({self.url!r}, filesystem={kind})"
+        return f"Checkpoint({self.url if remote.local_path(self.url) else remote.canonical(self.url)!r})"
 
     def _compared(self) -> str:
         return (self.url if self._given is not None else remote.canonical(self.url, remote.UrlNaming())).rstrip("/")
@@ -157,7 +155,12 @@ class Checkpoint(metaclass=_Kind):
 
         After the block it stays in the cache for the next caller until the cache needs the room. A local directory is yielded as is. For
         arguments and errors, see `Cache.directory`."""
-        with self._lease(include, exclude, arguments) as path:
+        url, filesystem = self._source
+        if self._is_local and not arguments.get("force"):
+            lease = directories.lease(self._origin, url, filesystem, include, exclude, FetchOptions())
+        else:
+            lease = self.cache.directory(url, include=include, exclude=exclude, filesystem=filesystem, **arguments)
+        with lease as path:
             yield path
 
     def to_directory(
@@ -179,12 +182,6 @@ class Checkpoint(metaclass=_Kind):
         return self.cache.copy_directory(
             url, path, overwrite=overwrite, include=include, exclude=exclude, filesystem=filesystem, **arguments
         )
-
-    def _lease(self, include: Patterns, exclude: Patterns, arguments: dict[str, Any]) -> Lease:
-        url, filesystem = self._source
-        if self._is_local and not arguments.get("force"):
-            return directories.lease(self._origin, url, filesystem, include, exclude, FetchOptions())
-        return self.cache.directory(url, include=include, exclude=exclude, filesystem=filesystem, **arguments)
 
     @property
     def _is_local(self) -> bool:
@@ -252,10 +249,6 @@ class Checkpoint(metaclass=_Kind):
             return self.upload(
                 directory, url, filesystem=filesystem, delete=delete, keep=keep, cache=self._cache, on_progress=on_progress
             )  # fmt: skip
-
-
-def _name_of(filesystem: Any) -> str:
-    return str(getattr(filesystem, "type_name", None) or type(filesystem).__name__)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

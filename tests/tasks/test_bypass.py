@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay.tasks import config as bypass
+from forebay.tasks import Tasks
 from forebay.tasks.config import Bypass, load
 from forebay.tasks.naming import Tag
 
@@ -113,7 +113,7 @@ def test_a_bypass_can_be_pickled() -> None:
 
 
 class Values(dict[str, Any]):
-    """What `from_cache` and `if_cached` ask."""
+    """What `Tasks.from_cache` and `Tasks.if_cached` ask."""
 
     def read(self, tag: str) -> tuple[bool, Any]:
         key = getattr(tag, "key", tag)
@@ -122,19 +122,18 @@ class Values(dict[str, Any]):
     def has(self, tag: str) -> bool:
         return getattr(tag, "key", tag) in self
 
-    @bypass.reads_cache
-    def from_cache(self, tag: str | None, data_path: str | None, *args: Any, **kwargs: Any) -> Any:
-        return bypass.from_cache(self, tag, data_path, *args, **kwargs)
+    from_cache: Any = Tasks.from_cache
+    if_cached: Any = Tasks.if_cached
 
 
 def test_what_the_cache_has() -> None:
     values = Values({"m.f:a": None})
-    assert bypass.from_cache(values, Tag("a", "m.f:a"), None, 1, b=2) is None
-    assert bypass.if_cached(values, Tag("a", "m.f:a"), None, 1, b=2)
+    assert values.from_cache(Tag("a", "m.f:a"), None, 1, b=2) is None
+    assert values.if_cached(Tag("a", "m.f:a"), None, 1, b=2)
     for tag in (Tag("b", "m.f:b"), None):
-        assert not bypass.if_cached(values, tag)
+        assert not values.if_cached(tag)
         with pytest.raises(errors.NotCached, match="b" if tag else "None"):
-            bypass.from_cache(values, tag)
+            values.from_cache(tag)
 
 
 def test_what_comes_from_the_cache_is_known() -> None:

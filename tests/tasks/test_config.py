@@ -67,14 +67,11 @@ def test_s39_what_is_pinned(config: Config) -> None:
 
 
 def test_what_is_replayed(config: Config) -> None:
-    rule = config.replays("build")
-    assert rule is not None
-    assert rule.data is None
-    rule = config.replays("simulate", "iter-3")
-    assert rule is not None
-    assert rule.data == "recorded/simulate.json"
-    for name, tag in (("simulate", "iter-4"), ("simulate", "iter-33"), ("simulate", None), ("report", "x"), ("unlisted", "x")):
-        assert config.replays(name, tag) is None
+    build, simulate = config.bypass["build"], config.bypass["simulate"]
+    assert (build.on, build.data, build.fits(None)) == (True, None, True)
+    assert (simulate.on, simulate.data, simulate.fits("iter-3")) == (True, "recorded/simulate.json", True)
+    assert not any(simulate.fits(tag) for tag in ("iter-4", "iter-33", None))
+    assert not any(name in config.bypass and config.bypass[name].on for name in ("report", "unlisted"))
 
 
 def test_as_chia_tells_it(config: Config) -> None:
@@ -98,7 +95,7 @@ def test_a_configuration_that_lists_nothing_is_the_default(tmp_path: Path, text:
 
 def test_a_rule_that_says_neither_is_off(tmp_path: Path) -> None:
     found = load(written(tmp_path / "flow.yaml", "bypass:\n  f: {data: x}\ncache:\n  f: {tags: x}\n"))
-    assert found.replays("f") is None
+    assert not found.bypass["f"].on
     assert not found.caches("f", "x")
 
 

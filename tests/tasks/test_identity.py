@@ -24,10 +24,10 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay.tasks.binding import Naming
 from forebay.tasks.code import _quiet, tree_of
 from forebay.tasks.hashing import Unstable, as_own, digest_of
 from forebay.tasks.identity import Code, code_of
+from forebay.tasks.naming import Naming
 from tests.processes import fork
 
 BODY = """
@@ -314,7 +314,7 @@ def test_code_that_cannot_be_told_lets_the_call_run_uncached(
     def double(x: int) -> int:
         return x * 2
 
-    monkeypatch.setattr("forebay.tasks.binding.code_of", fails)
+    monkeypatch.setattr("forebay.tasks.naming.code_of", fails)
     for tag in (None, "t"):
         cached = cache.tasks("flow").cached(double, tag=tag)
         with caplog.at_level(logging.WARNING, "forebay.tasks"):

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay.tasks.binding import Naming
+from forebay.tasks.code import identity_of
 from forebay.tasks.identity import code_of
-from forebay.tasks.naming import Tag, identity_of, key_of
+from forebay.tasks.naming import Naming, Tag, prefix_of
 
 HERE = __name__
 
@@ -78,15 +78,15 @@ def test_a_tag_is_a_str_that_knows_its_key() -> None:
 
 def test_s35_keys_stay_apart() -> None:
     parts, tags = ["f", "f:a", "f@1", "f%3A", "f%", "f#ab", ""], ("", "a", ":a", "@1:a", "1:a")
-    keys = {key_of(identity, version, tag) for identity in parts for version in (None, *parts) for tag in tags}
-    keys |= {key_of(identity, None, tag, code) for identity in parts for code in ("ab", "cd") for tag in tags}
+    keys = {prefix_of(identity, version) + tag for identity in parts for version in (None, *parts) for tag in tags}
+    keys |= {prefix_of(identity, None, code) + tag for identity in parts for code in ("ab", "cd") for tag in tags}
     assert len(keys) == len(parts) * (1 + len(parts) + 2) * 5
 
 
 def test_keys_read_well() -> None:
-    assert key_of("flow.build", None, "iter-3") == "flow.build:iter-3"
-    assert key_of("flow.build", "2", "iter-3") == key_of("flow.build", "2", "iter-3", "0f") == "flow.build@2:iter-3"
-    assert key_of("flow.build", None, "iter-3", "0f") == "flow.build#0f:iter-3"
+    assert prefix_of("flow.build", None) == "flow.build:"
+    assert prefix_of("flow.build", "2") == prefix_of("flow.build", "2", "0f") == "flow.build@2:"
+    assert prefix_of("flow.build", None, "0f") == "flow.build#0f:"
     assert Naming(plain, "s{a}", version=3).tag_of((1,), {}).key == f"{HERE}.plain@3:s1"
 
 
@@ -105,7 +105,7 @@ def test_a_function_method_or_instance_has_its_qualified_name() -> None:
 
 SCRIPT = """
 import multiprocessing, subprocess, sys
-from forebay.tasks.naming import identity_of
+from forebay.tasks.code import identity_of
 class Here: pass
 def work(x): return x
 def names(_=None): return identity_of(work), identity_of(Here)
@@ -135,13 +135,13 @@ def test_s35_a_script_and_its_children_agree(tmp_path: Path) -> None:
 
 
 def test_what_is_typed_in_has_no_file() -> None:
-    code = "from forebay.tasks.naming import identity_of\ndef f(): pass\nprint(identity_of(f))"
+    code = "from forebay.tasks.code import identity_of\ndef f(): pass\nprint(identity_of(f))"
     assert output_of("-c", code) == ["__main__.f"]
 
 
 SENDER = """
 import cloudpickle, sys
-from forebay.tasks.binding import Naming
+from forebay.tasks.naming import Naming
 class Cfg:
     def __init__(self, rate): self.rate = rate
 def f(cfg): return cfg
@@ -151,7 +151,7 @@ sys.stdout.buffer.write(cloudpickle.dumps((naming, Cfg(3), naming.call((Cfg(3),)
 """
 RECEIVER = """
 import pickle, sys
-from forebay.tasks.naming import identity_of
+from forebay.tasks.code import identity_of
 naming, cfg, digest = pickle.load(sys.stdin.buffer)
 assert naming.call((cfg,), {}).digest == digest
 print(naming.tag_of((cfg,), {}).key.partition("#")[0], identity_of(naming.function), identity_of(type(cfg)))
@@ -168,7 +168,7 @@ def test_what_is_sent_by_value_keeps_its_name(tmp_path: Path) -> None:
 
 
 def test_what_is_typed_in_counts_with_its_code() -> None:
-    code = "from forebay.tasks.binding import Naming\ndef f(x): return x + {}\nprint(Naming(f, None).tag_of((1,), {{}}).key)"
+    code = "from forebay.tasks.naming import Naming\ndef f(x): return x + {}\nprint(Naming(f, None).tag_of((1,), {{}}).key)"
     first, again, other = (output_of("-c", code.format(n)) for n in (1, 1, 2))
     assert first == again != other
 
@@ -336,7 +336,7 @@ SHOWING = ["g-{cfg}", "g-{0}", "{cfg!r}", "{cfg!s:>60}", "{cfg!s:>{step}}", "{st
 )
 def test_a_tag_that_shows_an_address_is_refused(rule: Any, cfg: Any) -> None:
     naming = Naming(configured, rule)
-    for call in (naming.call, naming.quick, naming.tag_of):
+    for call in (naming.call, naming.parts, naming.tag_of):
         with pytest.raises(errors.ConfigError, match=r"configured: the tag .* shows where .*lies in memory.*leave tag= out"):
             call((cfg, 1), {})
 

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 from forebay import errors
 from forebay._model import Entry
 from forebay.cache import Cache
-from forebay.tasks.naming import encodable
 
 try:
     import joblib
@@ -207,4 +206,4 @@ def _say(line: str) -> None:
 
 
 def _key(*parts: str) -> str:
-    return encodable("/".join(parts))
+    return "/".join(parts).encode("utf-8", "backslashreplace").decode()  # a file name may not be valid Unicode

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import json
 import operator
 import os
+import secrets
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, SupportsIndex
 
 from forebay import codecs, errors
+from forebay._engine.locks.lease import Lease
 from forebay._engine.packs.pack import NoPack, Pack, Unencodable
+from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Buffer, Item
+from forebay._model import Buffer, Entry, Item, noted
 from forebay.origin import Origin
 from forebay.origin.flight import get_or_make
-from forebay.samples.arrays import SPACE, Shape, checked_name, digest_of, find, find_or_make
 
 log = logger("forebay.samples")
+SPACE = "samples"
 
 
 class _MovedFunction:
@@ -62,7 +69,8 @@ class Samples(Generic[Item]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._pack, _LatePack):
-            return _unpickle_late, (self._origin, self.name, len(self), self._codec, self._pack.fingerprint, self._copy)
+            options: dict[str, Any] = {"codec": self._codec, "fingerprint": self._pack.fingerprint, "copy": self._copy}
+            return functools.partial(open_samples, **options), (self._origin, self.name, len(self))
         return _unpickle, (self._origin, self._pack.id, len(self), self._codec, self.name, self._copy)
 
     def __repr__(self) -> str:
@@ -143,7 +151,7 @@ class Samples(Generic[Item]):
         """Add the items of those slots that no other process is making. Returns the others."""
         keys = {f"{self._pack.id:x}/{i}": i for i in missing}
         with contextlib.ExitStack() as stack:
-            free, store = list(missing), self._store_and_read
+            free, is_stored = list(missing), True
             if self._pack.admits:
                 try:
                     held = stack.enter_context(self._origin.store.locks.holding_free(SPACE, list(keys)))
@@ -151,16 +159,13 @@ class Samples(Generic[Item]):
                     free = [keys[key] for key in held if not _added(items, keys[key], self._look(keys[key]))]
                 except (errors.CacheFault, errors.Closed) as error:
                     self._origin.fall_back(error, f"samples of {self._label}")
-                    store = self._unstored
+                    is_stored = False
             if free:
                 with waits.time_limit(None, afresh=True):  # the time limit is for the cache, not for the function
                     values = _checked(fn(free), len(free))
                 for i, value in zip(free, values, strict=True):
-                    items[i] = store(i, value)
+                    items[i] = self._store_and_read(i, value) if is_stored else (self._as_read(value),)
         return [i for i in missing if i not in items]
-
-    def _unstored(self, i: int, value: Any) -> tuple[Item]:
-        return (self._as_read(value),)
 
     def _look(self, i: int) -> tuple[Item] | None:
         return self._decoded(i, self._pack.peek(i, self._copy))
@@ -278,7 +283,7 @@ class Samples(Generic[Item]):
         self._pack.has(0)  # raises Closed
         if self.name is not None:
             raise errors.ConfigError(f"this array already has a name: {self.name!r}", name="name", value=name)
-        checked_name(name)
+        _checked_name(name)
         if isinstance(self._pack, NoPack):
             return False
         try:
@@ -298,7 +303,7 @@ class Samples(Generic[Item]):
         self._pack.has(0)
         if self.frozen:
             return False
-        pack = find(self._origin, checked_name(name), Shape(len(self), self._codec.name, None))
+        pack = _find(self._origin, _checked_name(name), _Shape(len(self), self._codec.name, None))
         if pack is None:
             return False
         self.close()
@@ -377,17 +382,17 @@ def open_samples(
     """See `Cache.samples`."""
     chosen = codecs.codec(codec)
     if name is not None:
-        checked_name(name)
+        _checked_name(name)
     elif length is None:
         raise errors.ConfigError("an array without a name needs a length: cache.samples(length=N)", name="length", value=None)
     if length is not None and not (isinstance(length, int) and length >= 1):
         raise errors.ConfigError(f"length={length!r} is invalid: it must be an int of at least 1", name="length", value=length)
-    shape = Shape(length or 0, chosen.name, digest_of(fingerprint))
+    shape = _Shape(length or 0, chosen.name, _digest_of(fingerprint))
 
     def find_pack() -> Pack | NoPack | None:
         origin.current()
         try:
-            pack = find_or_make(origin, name, shape)
+            pack = _find_or_make(origin, name, shape)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             origin.fall_back(error, f"samples:{name or ''}")
             return None
@@ -404,13 +409,6 @@ def open_samples(
     samples = Samples[Any](origin, pack or NoPack(shape.length), chosen, name, copy=copy)
     origin.register(samples)
     return samples
-
-
-def _unpickle_late(
-    origin: Origin, name: str | None, length: int, codec: codecs.Codec[Any], fingerprint: str | bytes | None, copy: bool
-) -> Samples[Any]:  # fmt: skip
-    """Unpickle a handle from a process that could not open the array."""
-    return open_samples(origin, name, length, codec=codec, fingerprint=fingerprint, copy=copy)
 
 
 class _LatePack(NoPack):
@@ -460,3 +458,98 @@ def _unpickle(origin: Origin, id: int, length: int, codec: codecs.Codec, name: s
     samples = Samples[Any](origin, pack or NoPack(length, id), codec, name, copy=copy)
     samples._creator = 0
     return samples
+
+
+# -- arrays by their names ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The properties that an array must have to be opened again: number of slots, codec, and fingerprint of the source."""
+
+    length: int
+    codec: str
+    fingerprint: str | None
+
+    @classmethod
+    def of(cls, entry: Entry) -> _Shape | None:
+        """The shape noted in an entry; None if the note is not one of an array."""
+        known = noted(entry.meta, length=int, codec=str)
+        return cls(known["length"], known["codec"], entry.validator) if known and known["length"] > 0 else None
+
+    def meta(self) -> str:
+        return json.dumps({"length": self.length, "codec": self.codec})
+
+
+def _find_or_make(origin: Origin, name: str | None, shape: _Shape) -> Pack | NoPack | None:
+    """The array of this name; created if there is none, or it has another fingerprint. Without a name, a new one."""
+    store = origin.store
+    if name is None:
+        key = f"~{secrets.token_hex(8)}"
+        return store.packs.make(SPACE, key, shape.length, life="held", fingerprint=shape.fingerprint, meta=shape.meta())
+    pack = _find(origin, name, shape)
+    if pack is not None or not shape.length:
+        return pack
+    hold = store.locks.hold(SPACE, name)
+    try:
+        # P1 sees none / P2 sees none / P1 holds the key, creates it, releases / P2 holds the key: we are here.
+        pack = _find(origin, name, shape)
+        return pack or store.packs.make(SPACE, name, shape.length, fingerprint=shape.fingerprint, meta=shape.meta())
+    finally:
+        hold.release()
+
+
+def _find(origin: Origin, name: str, shape: _Shape) -> Pack | None:
+    """The array of this name, here or in the root upstream; None if there is none, or it has another fingerprint.
+
+    A length of 0 accepts any. Raises `ConfigError` where it has another length or codec."""
+    for store in (origin.store, origin.upstream):
+        lease = _leased(origin, store, name) if store is not None else None
+        if store is None or lease is None:
+            continue
+        stored = _Shape.of(lease.entry)
+        if stored is None:
+            store.set_aside(lease.entry, f"{lease.entry.name}: its notes on length and codec are invalid")
+            lease.close()
+            continue
+        if shape.fingerprint is not None and shape.fingerprint != stored.fingerprint:
+            lease.close()
+            continue
+        if (shape.length or stored.length, shape.codec) != (stored.length, stored.codec):
+            lease.close()
+            raise errors.ConfigError(
+                f"the array {name!r} has {stored.length:,} slots of the codec {stored.codec!r}, but {shape.length:,} of {shape.codec!r} "
+                "were requested: choose another name, or give another fingerprint, which starts a new array",
+                name="length", value=shape.length, found=stored.length,
+            )  # fmt: skip
+        pack = store.packs.open(lease, stored.length)
+        if pack is not None:
+            if store is not origin.store:
+                pack.only_read()
+            return pack
+    return None
+
+
+def _leased(origin: Origin, store: Store | PassThrough, name: str) -> Lease | None:
+    try:
+        return store.packs.find(SPACE, name)
+    except errors.CacheFault as error:
+        if store is origin.store:
+            raise
+        origin.fall_back(error, f"the upstream's array {name!r}")
+        return None
+
+
+def _checked_name(name: str) -> str:
+    """The name, if an array can have it. Raises `ConfigError`."""
+    if not isinstance(name, str) or not name or name.startswith("~") or not name.isprintable():
+        message = f"an array cannot be called {name!r}: a name is a str, not empty, without '~' at its begin"
+        raise errors.ConfigError(message, name="name", value=repr(name))
+    return name
+
+
+def _digest_of(fingerprint: str | bytes | None) -> str | None:
+    """A fingerprint in its stored form."""
+    if fingerprint is None:
+        return None
+    return hashlib.sha256(fingerprint.encode() if isinstance(fingerprint, str) else fingerprint).hexdigest()

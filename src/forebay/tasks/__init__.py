@@ -18,7 +18,7 @@ from forebay.codecs import Codec, default_codec
 from forebay.codecs import codec as codec_of
 from forebay.origin import Origin
 from forebay.origin.spaces import DIRECTORIES, LISTINGS, URLS
-from forebay.tasks.config import Bypass, Config, from_cache, if_cached, load, reads_cache
+from forebay.tasks.config import Bypass, Config, load, reads_cache
 from forebay.tasks.values import CacheInfo as CacheInfo
 from forebay.tasks.values import Values
 
@@ -132,10 +132,6 @@ class Tasks:
         size, count = self._values.size()
         return TaskStats(count, size, self.budget, **self._values.counted)
 
-    def _count(self, name: str, n: int = 1) -> None:
-        """Count ``n`` more of what `TaskStats` calls ``name``."""
-        self._values.counted[name] += n
-
     def import_chia(self, directory: str | os.PathLike[str], *, overwrite: bool = False) -> int:
         """Import a directory of CHIA's cache: its tags and values, in CHIA's order of use. Returns how many were imported.
 
@@ -153,13 +149,17 @@ class Tasks:
         return taken
 
     @reads_cache
-    def from_cache(self, tag: str, data_path: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def from_cache(self, tag: str | None, data_path: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """A provider, for `set_provider`: returns the value under the tag. Raises `NotCached`, with function and tag."""
-        return from_cache(self, tag, data_path, *args, **kwargs)
+        hit, value = self.read(tag) if tag is not None else (False, None)
+        if not hit:
+            key = getattr(tag, "key", tag)
+            raise errors.NotCached(f"there is nothing to replay under the tag {tag!r}: {key!r} is not in the cache", key=key)
+        return value
 
-    def if_cached(self, tag: str, data_path: str | None = None, *args: Any, **kwargs: Any) -> bool:
+    def if_cached(self, tag: str | None, data_path: str | None = None, *args: Any, **kwargs: Any) -> bool:
         """A condition, for `set_condition`: whether there is a value under the tag."""
-        return if_cached(self, tag, data_path, *args, **kwargs)
+        return tag is not None and self.has(tag)
 
     # -- functions -------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from forebay import errors
-from forebay.tasks.binding import BoundCall, Naming, TagRule
-from forebay.tasks.config import Bypass, Config, Replay
+from forebay._kernel import waits
+from forebay.tasks.config import Bypass, Config
+from forebay.tasks.naming import Naming, TagRule
 from forebay.tasks.values import CacheInfo, Values
 
 P = ParamSpec("P")
@@ -26,22 +27,21 @@ class TasksLike(Protocol):
     _config: Config | None
     _bypass: Bypass
 
-    def _count(self, name: str, n: int = 1) -> None: ...
-
 
 def decorate(
     tasks: TasksLike, function: Any = None, tag: TagRule = None, version: object = None, ignore: str | tuple[str, ...] = (),
     copy: bool = False,
 ) -> Any:  # fmt: skip
     """See `Tasks.cached`. Without a function: a decorator."""
+    again = functools.partial(decorate, tasks, tag=tag, version=version, ignore=ignore, copy=copy)
     if function is None:
-        return functools.partial(decorate, tasks, tag=tag, version=version, ignore=ignore, copy=copy)
+        return again
     if isinstance(function, classmethod):
-        return _OfClass(decorate(tasks, function.__func__, tag, version, ignore, copy))
+        return _OfClass(again(function.__func__))
     if isinstance(function, staticmethod):
-        return staticmethod(decorate(tasks, function.__func__, tag, version, ignore, copy))
+        return staticmethod(again(function.__func__))
     if isinstance(function, types.MethodType):
-        return Bound(decorate(tasks, function.__func__, tag, version, ignore, copy), function.__self__)
+        return Bound(again(function.__func__), function.__self__)
     if not callable(function):
         message = f"{function!r} cannot be cached: it is not a function. Options are given by name: @tasks.cached(tag=...)"
         raise errors.ConfigError(message, name="function", value=repr(function))
@@ -80,7 +80,8 @@ class Cached(Generic[P, R_co]):
         self.__wrapped__: Callable[..., Any] = naming.function
         self._tasks, self._naming, self._values, self._config, self._copy = tasks, naming, tasks._values, tasks._config, copy
         self._hits = self._misses = 0
-        self._is_left_alone = self._config is not None and not (self._is_listed(self._config) or tasks._bypass.concerns(naming.name))
+        rule = self._config.cache.get(naming.name) if self._config is not None else None
+        self._runs_only = self._config is not None and not (rule is not None and rule.on) and not tasks._bypass.concerns(naming.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         _make_reachable(self)
@@ -96,29 +97,72 @@ class Cached(Generic[P, R_co]):
         # A built-in function is no method of its class either. A partial is none here on any Python; one of 3.13 and later has `__get__`.
         if isinstance(self.__wrapped__, functools.partial) or not hasattr(self.__wrapped__, "__get__"):
             return self
-        return self._of_class() if instance is None else Bound(self, instance)
+        return Bound(self, instance) if instance is not None else self.__dict__.setdefault("_plain", _dressed(self, self._as_function()))
 
-    def _of_class(self) -> Callable[..., Any]:
-        """What the class shows: a function, by which others (Ray's actors) recognize a method. Always the same one."""
+    def _as_function(self) -> Callable[..., Any]:
+        """What the class shows: a function, by which others (Ray's actors) recognize a method."""
 
         def method(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
-        function: Callable[..., Any] = self.__dict__.setdefault("_plain", _dressed(self, method))
-        return function
+        return method
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         value: R_co
         if self._config is not None:
-            value = self._by_config(args, kwargs)
-        else:
-            key = self._naming.quick(args, kwargs)
-            value = self._run(args, kwargs) if key is None else self._kept(*key, args, kwargs)
-        return value
+            value = waits.run(self._call(args, kwargs))
+            return value
+        parts = self._naming.parts(args, kwargs)
+        if parts is None:
+            return self.call_uncached(*args, **kwargs)
+        key, digest, _ = parts
+        hit = self._look(key, digest)
+        if hit is not None:
+            value = hit[0]
+            return value
+        run, label = functools.partial(self.call_uncached, *args, **kwargs), self._naming.identity
+        return self._values.single(key, digest, run, label=label, looked=True, copy=self._copy)
+
+    async def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call. That of a function that is no coroutine function awaits no event loop: `waits.run` runs it."""
+        run, label = functools.partial(self._run, args, kwargs), self._naming.identity
+        if self._runs_only:
+            return await run()
+        call, name, config = self._naming.call(args, kwargs), self._naming.name, self._config
+        tag = call.tag if call is not None else None
+        replay = self._tasks._bypass.choose(name, tag, args, kwargs) if config is not None else None
+        pin = config is not None and config.pins(name, tag)
+        if call is not None and config is not None and not config.caches(name, tag):
+            call = None  # its output is not stored
+        if replay is not None:
+            value = await self._result(replay(*args, **kwargs))
+            self._values.counted["replays"] += 1
+            if call is not None and not replay.is_from_cache:
+                stored = self._values.kept(call.tag.key, value, digest=call.digest, pin=pin, label=label, copy=self._copy)
+                value = value if stored is None else stored[0]
+            return value
+        if call is None:
+            return await run()
+        hit = self._look(call.tag.key, call.digest)
+        if hit is not None:
+            return hit[0]
+        return await self._values.single_async(
+            call.tag.key, call.digest, run, pin=pin, label=label, looked=True, copy=self._copy, wait=self._wait
+        )
+
+    _wait = staticmethod(waits.wait_here)
+
+    async def _result(self, returned: Any) -> Any:
+        """The output, of what the function or its replay returned."""
+        return returned
+
+    async def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return await self._result(self.call_uncached(*args, **kwargs))
 
     def call_uncached(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Run the function, whatever is stored, and store nothing."""
-        value: R_co = self._run(args, kwargs)
+        self._values.counted["runs"] += 1
+        value: R_co = self.__wrapped__(*args, **kwargs)
         return value
 
     def tag_of(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
@@ -152,47 +196,6 @@ class Cached(Generic[P, R_co]):
             self._hits += 1
         return hit
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._tasks._count("runs")
-        return self.__wrapped__(*args, **kwargs)
-
-    def _kept(self, key: str, digest: str, args: tuple[Any, ...], kwargs: dict[str, Any], pin: bool = False) -> Any:
-        hit = self._look(key, digest)
-        if hit is not None:
-            return hit[0]
-        run, label = functools.partial(self._run, args, kwargs), self._naming.identity
-        return self._values.single(key, digest, run, pin=pin, label=label, looked=True, copy=self._copy)
-
-    def _by_config(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_left_alone:
-            return self._run(args, kwargs)
-        call, replay, keeps, pin = self._judged(args, kwargs)
-        if replay is not None:
-            return self._replayed(replay(*args, **kwargs), replay, call if keeps else None, pin)
-        if call is None or not keeps:
-            return self._run(args, kwargs)
-        return self._kept(call.tag.key, call.digest, args, kwargs, pin)
-
-    def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[BoundCall | None, Replay | None, bool, bool]:
-        """The call, its replay if it is replayed, and whether its output is stored and pinned."""
-        assert self._config is not None
-        call, name = self._naming.call(args, kwargs), self._naming.name
-        tag = call.tag if call is not None else None
-        replay = self._tasks._bypass.choose(name, tag, args, kwargs)
-        return call, replay, call is not None and self._config.caches(name, tag), self._config.pins(name, tag)
-
-    def _replayed(self, value: Any, replay: Replay, call: BoundCall | None, pin: bool) -> Any:
-        self._tasks._count("replays")
-        if call is not None and not replay.is_from_cache:
-            label = self._naming.identity
-            hit = self._values.kept(call.tag.key, value, digest=call.digest, pin=pin, label=label, copy=self._copy)
-            return value if hit is None else hit[0]
-        return value
-
-    def _is_listed(self, config: Config) -> bool:
-        rule = config.cache.get(self._naming.name)
-        return rule is not None and rule.on
-
 
 class AsyncCached(Cached[P, R_co]):
     """A cached coroutine function. The event loop goes on while another process or thread computes the value."""
@@ -209,32 +212,18 @@ class AsyncCached(Cached[P, R_co]):
             mark(self)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        return self._awaited(args, kwargs)  # type: ignore[return-value]  # R_co is a coroutine
+        return self._call(args, kwargs)  # type: ignore[return-value]  # R_co is a coroutine
 
-    def _of_class(self) -> Callable[..., Any]:
+    def _as_function(self) -> Callable[..., Any]:
         async def method(*args: Any, **kwargs: Any) -> Any:
-            return await self._awaited(args, kwargs)
+            return await self._call(args, kwargs)
 
-        function: Callable[..., Any] = self.__dict__.setdefault("_plain", _dressed(self, method))
-        return function
+        return method
 
-    async def _awaited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_left_alone:
-            return await self._run(args, kwargs)
-        call, replay, keeps, pin = self._naming.call(args, kwargs), None, True, False
-        if self._config is not None:
-            call, replay, keeps, pin = self._judged(args, kwargs)
-        if replay is not None:
-            value = replay(*args, **kwargs)
-            value = await value if inspect.isawaitable(value) else value
-            return self._replayed(value, replay, call if keeps else None, pin)
-        if call is None or not keeps:
-            return await self._run(args, kwargs)
-        hit = self._look(call.tag.key, call.digest)
-        if hit is not None:
-            return hit[0]
-        run, label = functools.partial(self._run, args, kwargs), self._naming.identity
-        return await self._values.single_async(call.tag.key, call.digest, run, pin=pin, label=label, looked=True, copy=self._copy)
+    _wait = staticmethod(waits.wait_for_async)
+
+    async def _result(self, returned: Any) -> Any:
+        return await returned if inspect.isawaitable(returned) else returned
 
 
 class Bound:

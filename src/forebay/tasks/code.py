@@ -1,4 +1,4 @@
-"""The code of a function as bytes: its normalised syntax tree, or its bytecode where there is no source.
+"""The code of a function as bytes: its normalised syntax tree, or its bytecode if there is no source; and the function's name.
 
 The tree is the same on every version of Python; comments, docstrings and formatting are no part of it. A source counts only if it compiles
 to the very bytecode that the function runs: a file may have been edited since it was imported, or rewritten on its way in.
@@ -15,6 +15,7 @@ import inspect
 import linecache
 import operator
 import os
+import sys
 import sysconfig
 import threading
 import types
@@ -185,15 +186,17 @@ def _parsed(text: str, name: str, flags: int) -> ModuleSource:
     with _quiet():
         tree = ast.parse(text, name)
         whole = compile(tree, name, "exec", flags=flags | _FLAGS, dont_inherit=True)
-        bound = _bound_by_the_module(tree)
+        rebound = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+        bound = {name: values for name, values in _bound(tree).items() if name not in rebound}
         varying = _varying(bound)
         constants = frozenset(name for name, values in bound.items() if all(_is_constant(value, varying) for value in values))
         called = frozenset(name for name, values in bound.items() if any(value and not _is_constant(value, varying) for value in values))
         literals = {
-            key: compile(ast.Expression(values[0]), name, "eval", flags=flags | _FLAGS, dont_inherit=True)
-            for key, values in bound.items()
-            if len(values) == 1 and values[0] is not None and _has_display(values[0]) and _is_fixed(values[0], called, varying)
-        }
+            key: compile(ast.Expression(value), name, "eval", flags=flags | _FLAGS, dont_inherit=True)
+            for key, (value, *others) in bound.items()
+            if value is not None and not others and any(isinstance(part, _DISPLAYS) for part in ast.walk(value))
+            and _is_fixed(value, called, varying)
+        }  # fmt: skip
     nodes: dict[tuple[str, int], list[ast.AST]] = {}
     for node in ast.walk(tree):
         if isinstance(node, _FUNCTIONS):
@@ -201,11 +204,15 @@ def _parsed(text: str, name: str, flags: int) -> ModuleSource:
             nodes.setdefault((getattr(node, "name", "<lambda>"), first), []).append(node)
     functions: dict[str, list[_Function]] = {}
     for code in codes_in(whole):
-        written = _written_at(code, nodes.get((code.co_name, code.co_firstlineno), []))
+        written: Any = _written_at(code, nodes.get((code.co_name, code.co_firstlineno), []))
         if written is not None:
-            functions.setdefault(code.co_name, []).append(
-                _Function(code, _digest_of_tree(written), _has_fixed_defaults(written, called, varying))
-            )
+            try:
+                digest = _digest(b"T" + tree_of(written))
+            except RecursionError:
+                digest = b""
+            defaults = [value for value in (*written.args.defaults, *written.args.kw_defaults) if value is not None]
+            is_fixed = all(_is_fixed(value, called, varying) for value in defaults)
+            functions.setdefault(code.co_name, []).append(_Function(code, digest, is_fixed))
     return ModuleSource(functions, constants, literals)
 
 
@@ -243,13 +250,6 @@ _quiet = _Quiet()
 
 def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
-
-
-def _digest_of_tree(node: ast.AST) -> bytes:
-    try:
-        return _digest(b"T" + tree_of(node))
-    except RecursionError:
-        return b""
 
 
 def _written_at(code: types.CodeType, nodes: list[ast.AST]) -> ast.AST | None:
@@ -292,12 +292,6 @@ def _bound(tree: ast.Module) -> dict[str, list[ast.expr | None]]:
     return bound
 
 
-def _bound_by_the_module(tree: ast.Module) -> dict[str, list[ast.expr | None]]:
-    """The expressions assigned to the module's variables, without the variables that functions reassign."""
-    rebound = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    return {name: values for name, values in _bound(tree).items() if name not in rebound}
-
-
 def _varying(bound: dict[str, list[ast.expr | None]]) -> frozenset[str]:
     """The names of variables that may unpack differently in each process: results of calls, sets (their order), and what uses such."""
     assignments = [(name, value) for name, values in bound.items() for value in values if value is not None]
@@ -322,16 +316,6 @@ def _is_constant(value: ast.expr | None, varying: frozenset[str]) -> bool:
     return not any(isinstance(part, _VARYING) for each in unpacked for part in ast.walk(each)) and all(
         _names_in(each).isdisjoint(varying) for each in unpacked
     )
-
-
-def _has_display(value: ast.expr) -> bool:
-    """Whether a dict, list or set is written out in an expression."""
-    return any(isinstance(part, _DISPLAYS) for part in ast.walk(value))
-
-
-def _has_fixed_defaults(node: ast.AST, called: frozenset[str], varying: frozenset[str]) -> bool:
-    arguments: ast.arguments = node.args  # type: ignore[attr-defined]
-    return all(_is_fixed(value, called, varying) for value in (*arguments.defaults, *arguments.kw_defaults) if value is not None)
 
 
 def _is_fixed(value: ast.expr, called: frozenset[str], varying: frozenset[str]) -> bool:
@@ -410,3 +394,55 @@ _STDLIB = (
     *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")),
 )
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+SCRIPT = ("__main__", "__mp_main__")
+
+
+def identity_of(function: Any) -> str:
+    """``module.qualname`` of a function, a class, a partial or a callable object: the same in each process."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return place_of(function if isinstance(getattr(function, "__qualname__", None), str) else type(function))
+
+
+def place_of(named: Any) -> str:
+    """``module.qualname`` of a function or class. What was pickled as the inside of a wrapper keeps the name that it had before."""
+    return f"{module_of(named)}.{_outside(named.__qualname__)}"
+
+
+def _outside(qualname: str) -> str:
+    while qualname.endswith((".__wrapped__", ".__func__")):
+        qualname = qualname.rpartition(".")[0]
+    return qualname
+
+
+def module_of(named: Any) -> str:
+    """The module of a function or class. A script is named after its file or its ``python -m`` module, since child processes, and workers
+    that the function is sent to, know it under other names. An interactive session stays ``__main__``."""
+    module = getattr(named, "__module__", None)
+    if not isinstance(module, str):
+        return "builtins"
+    if module not in SCRIPT:
+        return "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
+    if _sender is not None:
+        return _sender
+    lived_in: dict[str, Any] = getattr(named, "__globals__", None) or vars(sys.modules.get("__main__", sys))
+    spec, file = lived_in.get("__spec__"), lived_in.get("__file__")
+    if spec is not None and spec.name not in SCRIPT:
+        return str(spec.name)
+    return os.path.splitext(os.path.basename(file))[0] or "__main__" if isinstance(file, str) else "__main__"
+
+
+_sender: str | None = None
+
+
+def arrived(function: Any, identity: str) -> None:
+    """A function of this identity was sent here. If it is a script's that this process does not run, this process is a worker of that
+    script, and names what comes from there as the script does."""
+    global _sender
+    qualname = _outside(getattr(function, "__qualname__", ""))
+    if getattr(function, "__module__", None) in SCRIPT and not hasattr(sys.modules.get("__main__"), qualname.partition(".")[0]):
+        _sender = identity.removesuffix(f".{qualname}")

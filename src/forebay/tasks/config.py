@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._logs import logger
 
 log = logger("forebay.tasks")
+T = TypeVar("T")
 
 SECTIONS = {"cache": ("cache", "tags", "pin"), "bypass": ("bypass", "tags", "data")}
 """What may stand below the name of a function in each section; the first of them says whether it is on."""
@@ -53,11 +54,6 @@ class Config:
         """Whether it is pinned: never evicted."""
         return self.caches(name, tag) and self.cache[name].pin
 
-    def replays(self, name: str, tag: str | None = None) -> Rule | None:
-        """The rule by which this call may be replayed; None if it is to run."""
-        rule = self.bypass.get(name)
-        return rule if rule is not None and rule.on and rule.fits(tag) else None
-
     def as_chia(self) -> dict[str, bool | list[str]]:
         """The section ``cache`` as CHIA's ``get_config`` gives it: True, or the patterns of the tags, by function."""
         on = (rule for rule in self.cache.values() if rule.on)
@@ -95,14 +91,6 @@ Condition = Callable[..., bool]
 """Called as ``cond(tag, data_path, *args, **kwargs)``; false: the call runs."""
 
 
-class TaskStore(Protocol):
-    """What the ready-made providers need."""
-
-    def read(self, tag: str) -> tuple[bool, Any]: ...
-
-    def has(self, tag: str) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Replay:
     """The replacement of one call: called with the arguments of the call, it returns what replaces the output.
@@ -122,7 +110,7 @@ class Replay:
     @property
     def is_from_cache(self) -> bool:
         """Whether it returns what the cache has: there is no need to store that again."""
-        return getattr(self.provider, "__func__", self.provider) in _READERS
+        return getattr(self.provider, "reads_cache", False)
 
 
 class Bypass:
@@ -146,21 +134,17 @@ class Bypass:
 
     def concerns(self, name: str) -> bool:
         """Whether any call of this function may be replayed."""
-        return self._rule(name) is not None
-
-    def _rule(self, name: str) -> Rule | None:
         rule = self.config.bypass.get(name) if self.config is not None else None
-        return rule if rule is not None and rule.on else None
+        return rule is not None and rule.on
 
     def choose(self, name: str, tag: str | None, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Replay | None:
         """The replay of this call; None: it is to run. Asked in this order: is the function listed, is there a provider or a file (if
         not, one warning says so), does the tag match, does the condition hold.
 
         ``tag``: None, or one that was not given: such a call matches no list of tags. Raises what the condition raises."""
-        rule = self._rule(name)
-        if rule is None:
+        if self.config is None or not self.concerns(name):
             return None
-        provider = self.providers.get(name)
+        rule, provider = self.config.bypass[name], self.providers.get(name)
         if provider is None and rule.data is None:
             if name not in self._reported:
                 self._reported.add(name)
@@ -174,27 +158,10 @@ class Bypass:
         return Replay(name, tag, provider, rule.data)
 
 
-def from_cache(store: TaskStore, tag: str | None, data_path: str | None = None, *args: Any, **kwargs: Any) -> Any:
-    """A provider, once ``store`` is given: what the cache has under the tag, whatever the arguments. Raises `NotCached`."""
-    hit, value = store.read(tag) if tag is not None else (False, None)
-    if not hit:
-        key = getattr(tag, "key", tag)
-        raise errors.NotCached(f"there is nothing to replay under the tag {tag!r}: {key!r} is not in the cache", key=key)
-    return value
-
-
-def if_cached(store: TaskStore, tag: str | None, data_path: str | None = None, *args: Any, **kwargs: Any) -> bool:
-    """A condition, once ``store`` is given: whether the cache has something under the tag."""
-    return tag is not None and store.has(tag)
-
-
-_READERS: set[Any] = {from_cache}
-
-
-def reads_cache(method: Callable[..., Any]) -> Callable[..., Any]:
+def reads_cache(provider: Callable[..., T]) -> Callable[..., T]:
     """Mark a provider whose values come from the cache itself."""
-    _READERS.add(method)
-    return method
+    provider.reads_cache = True  # type: ignore[attr-defined]
+    return provider
 
 
 def _callable(given: Any, what: str) -> Any:
@@ -220,7 +187,9 @@ def _parsed(data: bytes, path: str) -> _At:
     except ModuleNotFoundError as error:
         raise errors.MissingExtra.of("a configuration in YAML", "tasks") from error
     try:
-        return _ConfigReader(yaml.SafeLoader(data), path).whole()
+        loader = yaml.SafeLoader(data)
+        node = loader.get_single_node()
+        return _ConfigReader(loader, path).read(node) if node is not None else _At({}, 1)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         why = ", ".join(filter(None, (error.context, error.problem)))
@@ -240,11 +209,7 @@ class _ConfigReader:
         self._loader, self._path = loader, path
         self._known: dict[int, _At | None] = {}  # None: it is being read
 
-    def whole(self) -> _At:
-        node = self._loader.get_single_node()
-        return self._read(node) if node is not None else _At({}, 1)
-
-    def _read(self, node: Any) -> _At:
+    def read(self, node: Any) -> _At:
         line = node.start_mark.line + 1
         if id(node) in self._known:
             known = self._known[id(node)]
@@ -253,33 +218,29 @@ class _ConfigReader:
             return known
         self._known[id(node)] = None
         if node.id == "sequence":
-            entry = _At([self._read(item) for item in node.value], line)
+            entry = _At([self.read(item) for item in node.value], line)
         else:
             entry = _At(self._loader.construct_object(node) if node.id == "scalar" else self._mapping(node), line)
         self._known[id(node)] = entry
         return entry
 
     def _mapping(self, node: Any) -> dict[str, _At]:
-        self._refuse_twins(node)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if key.id == "scalar" and key.tag != "tag:yaml.org,2002:merge":
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise _fault(self._path, line, f"{key.value!r} stands here a second time; the first is in line {lines[key.value]}")
+                lines[key.value] = line
         self._loader.flatten_mapping(node)  # what `<<` brings comes first
         entry = {}
         for key, item in node.value:
-            name = self._read(key)
+            name = self.read(key)
             if not isinstance(name.value, str):
                 message = f"{name.value!r} ({type(name.value).__name__}) is no name: put it in quotes if it is one"
                 raise _fault(self._path, name.line, message)
-            entry[name.value] = _At(self._read(item), name.line)
+            entry[name.value] = _At(self.read(item), name.line)
         return entry
-
-    def _refuse_twins(self, node: Any) -> None:
-        seen: dict[str, int] = {}
-        for key, _ in node.value:
-            if key.id != "scalar" or key.tag == "tag:yaml.org,2002:merge":
-                continue
-            line = key.start_mark.line + 1
-            if key.value in seen:
-                raise _fault(self._path, line, f"{key.value!r} stands here a second time; the first is in line {seen[key.value]}")
-            seen[key.value] = line
 
 
 def _of_mapping(value: Any) -> _At:
@@ -323,39 +284,28 @@ def _rule(path: str, section: str, name: str, spec: _At) -> Rule:
         if key not in SECTIONS[section]:
             raise _fault(path, entry.line, f"{subject}: {_unknown('key', key, SECTIONS[section])}")
     options = {key: entry.value for key, entry in spec.value.items()}
-    on, pin = (_flag(path, subject, key, options.get(key)) for key in (section, "pin"))
-    return Rule(name, on, _tags(path, subject, options.get("tags")), _data(path, subject, options.get("data")), pin)
+    for key in (section, "pin"):
+        if key in options and not isinstance(options[key].value, bool):
+            raise _fault(path, options[key].line, f"{subject}: {key} is {_described(options[key])}, where true or false is expected")
+    on, pin = (key in options and options[key].value for key in (section, "pin"))
+    tags, data = options.get("tags", _At(None, None)), options.get("data", _At(None, None))
+    if data.value is not None and not (isinstance(data.value, str) and data.value):
+        raise _fault(path, data.line, f"{subject}: data is {_described(data)}, where the path of a file is expected")
+    return Rule(name, on, None if tags.value is None else _patterns(path, subject, tags), data.value, pin)
 
 
-def _flag(path: str, subject: str, key: str, entry: _At | None) -> bool:
-    if entry is not None and not isinstance(entry.value, bool):
-        raise _fault(path, entry.line, f"{subject}: {key} is {_described(entry)}, where true or false is expected")
-    return entry is not None and bool(entry.value)
-
-
-def _tags(path: str, subject: str, entry: _At | None) -> tuple[re.Pattern[str], ...] | None:
-    if entry is None or entry.value is None:
-        return None
+def _patterns(path: str, subject: str, entry: _At) -> tuple[re.Pattern[str], ...]:
     listed = entry.value if isinstance(entry.value, list) else [entry]
     patterns = []
     for one in listed:
         if not isinstance(one.value, str):
-            raise _fault(
-                path, one.line, f"{subject}: tags: {_described(one)} stands where a regular expression is expected, or a list of them"
-            )
+            message = f"{subject}: tags: {_described(one)} stands where a regular expression is expected, or a list of them"
+            raise _fault(path, one.line, message)
         try:
             patterns.append(re.compile(one.value))
         except (re.error, RecursionError, OverflowError) as error:
             raise _fault(path, one.line, f"{subject}: tags: {one.value!r} is no regular expression: {error}") from error
     return tuple(patterns)
-
-
-def _data(path: str, subject: str, entry: _At | None) -> str | None:
-    if entry is None or entry.value is None:
-        return None
-    if not isinstance(entry.value, str) or not entry.value:
-        raise _fault(path, entry.line, f"{subject}: data is {_described(entry)}, where the path of a file is expected")
-    return entry.value
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

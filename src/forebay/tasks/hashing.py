@@ -26,8 +26,7 @@ from typing import Any
 
 from forebay._kernel.threads import run_all
 from forebay._model import Buffer
-from forebay.tasks.code import definition_of, is_installed, shape_of, steps_of
-from forebay.tasks.naming import Tag, module_of, place_of
+from forebay.tasks.code import definition_of, is_installed, module_of, place_of, shape_of, steps_of
 
 LONG = 256  # bytes; longer writings are replaced by their digest
 MANY_CYCLES = 10_000
@@ -91,7 +90,6 @@ QUICK: dict[type, Write] = {
     float: lambda value: b"f" + _pack_double(value),
     complex: lambda value: b"c" + _pack_doubles(value.real, value.imag),
     str: text,
-    Tag: lambda value: text(str(value)),
     bytes: lambda value: sized(b"b", value),
     bytearray: lambda value: sized(b"B", value),
     type(Ellipsis): lambda value: b"E",
@@ -183,7 +181,12 @@ class DigestWriter:
         outer, self._highest = self._highest, sys.maxsize
         self._above[key] = depth, value
         try:
-            data = short(self._whole(value))
+            data = short(writer_of(type(value))(self, value))
+        except (Unstable, RecursionError):
+            raise
+        except Exception as error:
+            why = "" if str(error).startswith("cannot pickle") else f": {type(error).__name__}: {error}"
+            raise self._unstable(f"a {place_of(type(value))}", why) from error
         finally:
             del self._above[key]
         if self._highest >= depth:  # it stands for itself wherever it is met
@@ -194,15 +197,6 @@ class DigestWriter:
                 raise self._unstable("objects that point at each other in too many ways")
         self._highest = min(outer, self._highest)
         return data
-
-    def _whole(self, value: Any) -> bytes:
-        try:
-            return writer_of(type(value))(self, value)
-        except (Unstable, RecursionError):
-            raise
-        except Exception as error:
-            why = "" if str(error).startswith("cannot pickle") else f": {type(error).__name__}: {error}"
-            raise self._unstable(f"a {place_of(type(value))}", why) from error
 
     def several(self, mark: bytes, values: Iterable[Any]) -> bytes:
         """Parts in their order."""
@@ -370,18 +364,6 @@ def _writer_of_other(kind: Any) -> Part:
         return _enum
     if dataclasses.is_dataclass(kind) and _is_plain(kind):
         return _dataclass
-    return _array_writer(kind)
-
-
-def _is_plain(kind: Any) -> bool:
-    """Whether a class leaves it to pickle how it is taken apart. Frozen dataclasses with slots are given ``__getstate__``."""
-    state = getattr(kind, "__getstate__", None)
-    if state is not getattr(object, "__getstate__", None) and getattr(state, "__module__", "") != "dataclasses":
-        return False
-    return all(getattr(kind, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
-
-
-def _array_writer(kind: Any) -> Part:
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and kind in (numpy.ndarray, numpy.memmap):
         return _ndarray
@@ -390,6 +372,14 @@ def _array_writer(kind: Any) -> Part:
     if torch is not None and issubclass(kind, torch.Tensor):
         return _tensor
     return DigestWriter.reduced
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a class leaves it to pickle how it is taken apart. Frozen dataclasses with slots are given ``__getstate__``."""
+    state = getattr(kind, "__getstate__", None)
+    if state is not getattr(object, "__getstate__", None) and getattr(state, "__module__", "") != "dataclasses":
+        return False
+    return all(getattr(kind, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
 
 
 def register(kind: type, content: Callable[[Any], Any]) -> None:
@@ -442,92 +432,95 @@ def kind_of(value: Any) -> bytes:
 
 
 def as_own(function: Any) -> bytes:
-    """What neither the name nor the code of a function tells: what it closes over, what a partial or an object that can be called
+    """What neither the name nor the code of a function tells: what it closes over, and what a partial or an object that can be called
     brings. Of a lambda the code, since a version does not tell it from another. Raises `Unstable`.
 
     Of what it closes over only values that cannot change count: lists, counters and clients are what it works with, not what it is."""
-    writer, out = DigestWriter(), b""
+    constants, out = ConstantWriter(), b""
     while isinstance(function, functools.partial):
-        out += writer.write((function.args, function.keywords))
+        out += constants.writer.write((function.args, function.keywords))
         function = function.func
     if isinstance(function, types.FunctionType):
-        return out + _own(writer, function, set())
-    return out if isinstance(getattr(function, "__qualname__", None), str) else out + writer.write(function)
-
-
-def _own(writer: DigestWriter, function: Any, seen: set[int], by_source: bool = True) -> bytes:
-    out = b"" if function.__name__ != "<lambda>" else _code(function, by_source)
-    if function.__closure__:
-        seen.add(id(function))
-        rebound = _rebound(function.__code__)
-        for name, content in cells_of(function):
-            if name not in rebound:
-                out += writer.write(name) + lasting(writer, content, seen, by_source)
-    return out
-
-
-def _code(function: types.FunctionType, by_source: bool) -> bytes:
-    return definition_of(function).code if by_source else shape_of(function.__code__)
+        return out + constants.closure(function)
+    return out if isinstance(getattr(function, "__qualname__", None), str) else out + constants.writer.write(function)
 
 
 def brought(function: types.FunctionType, by_source: bool) -> bytes:
     """What a function that another one uses has beside its code, of values that cannot change: what it closes over, and its defaults,
-    where they are constants. ``by_source``: see `lasting`."""
-    writer, seen = DigestWriter(), {id(function)}
-    return _defaults(writer, function, seen, by_source) + _own(writer, function, seen, by_source)
+    where they are constants. ``by_source``: see `ConstantWriter`."""
+    constants = ConstantWriter(by_source)
+    constants.seen.add(id(function))
+    return constants.defaults(function) + constants.closure(function)
 
 
-def _defaults(writer: DigestWriter, function: types.FunctionType, seen: set[int], by_source: bool) -> bytes:
-    defaults = (*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items()))
-    if not defaults or is_installed(function.__code__.co_filename):
+class ConstantWriter:
+    """Encodes values that cannot change: nothing for any other. ``by_source``: functions by their code, else by their bytecode. ``seen``:
+    functions that were met, by id."""
+
+    def __init__(self, by_source: bool = True) -> None:
+        self.by_source, self.writer, self.seen = by_source, DigestWriter(), set[int]()
+
+    def write(self, value: Any) -> bytes:
+        kind: Any = type(value)
+        is_plain = kind in QUICK and kind is not bytearray
+        if is_plain or issubclass(kind, (type, enum.Enum)) or place_of(kind) in LASTING:
+            return self.writer.write(value)
+        if kind is tuple or kind is frozenset:
+            parts = [self.write(item) for item in value]
+            return b"(" + b"".join(parts if kind is tuple else sorted(parts)) + b")" if all(parts) else b""
+        if kind is types.FunctionType:
+            known = id(value) in self.seen
+            self.seen.add(id(value))
+            return b"A" + text(place_of(value)) + (b"" if known else self._beside_its_name(value))
+        if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
+            return kind_text(kind) + self.write(tuple(getattr(value, field.name, None) for field in dataclasses.fields(value)))
         return b""
-    # The defaults of an inner function belong to the function that creates it, as what it closes over does.
-    if by_source and "<" not in function.__code__.co_qualname and not definition_of(function).defaults:
-        return b""
-    return b"".join(b"d" + lasting(writer, value, seen, by_source) for value in defaults)
 
+    def write_container(self, value: Any) -> bytes:
+        """A dict, list, set or tuple, each in its order, of values that cannot change; nothing if another one is in it."""
+        kind = type(value)
+        if kind not in (dict, list, set, tuple):
+            self.seen = set()
+            return self.write(value)
+        if kind in (list, tuple) and (plain := flat(value)):
+            return plain
+        parts = [self.write_container(part) for part in (itertools.chain(*value.items()) if kind is dict else value)]
+        if not all(parts):
+            return b""
+        return b"%b%x:%b" % (text(kind.__name__), len(parts), b"".join(sorted(parts) if kind is set else parts))
 
-def lasting(writer: DigestWriter, value: Any, seen: set[int] | None = None, by_source: bool = True) -> bytes:
-    """A value that cannot change; nothing for any other. ``by_source``: the code of functions, else their bytecode."""
-    kind: Any = type(value)
-    seen = set() if seen is None else seen
-    is_plain = kind in QUICK and kind is not bytearray
-    if is_plain or issubclass(kind, (type, enum.Enum)) or place_of(kind) in LASTING:
-        return writer.write(value)
-    if kind is tuple or kind is frozenset:
-        parts = [lasting(writer, item, seen, by_source) for item in value]
-        return b"(" + b"".join(parts if kind is tuple else sorted(parts)) + b")" if all(parts) else b""
-    if kind is types.FunctionType:
-        known = id(value) in seen
-        seen.add(id(value))
-        return b"A" + text(place_of(value)) + (b"" if known else _beside_its_name(writer, value, seen, by_source))
-    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
-        return kind_text(kind) + lasting(writer, tuple(getattr(value, f.name, None) for f in dataclasses.fields(value)), seen, by_source)
-    return b""
+    def closure(self, function: types.FunctionType) -> bytes:
+        """What a function closes over; of a lambda its code, too."""
+        out = b"" if function.__name__ != "<lambda>" else self._code(function)
+        if function.__closure__:
+            self.seen.add(id(function))
+            rebound = _rebound(function.__code__)
+            for name, content in cells_of(function):
+                if name not in rebound:
+                    out += self.writer.write(name) + self.write(content)
+        return out
 
+    def defaults(self, function: types.FunctionType) -> bytes:
+        defaults = (*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items()))
+        if not defaults or is_installed(function.__code__.co_filename):
+            return b""
+        # The defaults of an inner function belong to the function that creates it, as what it closes over does.
+        if self.by_source and "<" not in function.__code__.co_qualname and not definition_of(function).defaults:
+            return b""
+        return b"".join(b"d" + self.write(value) for value in defaults)
 
-def _beside_its_name(writer: DigestWriter, function: types.FunctionType, seen: set[int], by_source: bool) -> bytes:
-    """Of a function that another one closes over: its defaults; of an inner function its code and what it closes over, too."""
-    out = _defaults(writer, function, seen, by_source)
-    # By the name in its code: a wrapper has the qualified name of what it wraps.
-    if function.__closure__ or "<" in function.__code__.co_qualname:
-        if not is_installed(function.__code__.co_filename):
-            out += _code(function, by_source)
-        out += _own(writer, function, seen, by_source)
-    return out
+    def _code(self, function: types.FunctionType) -> bytes:
+        return definition_of(function).code if self.by_source else shape_of(function.__code__)
 
-
-def lasting_within(writer: DigestWriter, value: Any, by_source: bool = True) -> bytes:
-    """A dict, list, set or tuple, each in its order, of values that cannot change; nothing where another one is in it."""
-    kind = type(value)
-    if kind not in (dict, list, set, tuple):
-        return lasting(writer, value, None, by_source)
-    if kind in (list, tuple) and (plain := flat(value)):
-        return plain
-    parts = [lasting_within(writer, part, by_source) for part in (itertools.chain(*value.items()) if kind is dict else value)]
-    if not all(parts):
-        return b""
-    return b"%b%x:%b" % (text(kind.__name__), len(parts), b"".join(sorted(parts) if kind is set else parts))
+    def _beside_its_name(self, function: types.FunctionType) -> bytes:
+        """Of a function that another one closes over: its defaults; of an inner function its code and what it closes over, too."""
+        out = self.defaults(function)
+        # By the name in its code: a wrapper has the qualified name of what it wraps.
+        if function.__closure__ or "<" in function.__code__.co_qualname:
+            if not is_installed(function.__code__.co_filename):
+                out += self._code(function)
+            out += self.closure(function)
+        return out
 
 
 def _rebound(code: types.CodeType) -> set[str]:

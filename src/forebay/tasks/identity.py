@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from forebay.tasks.code import codes_in, definition_of, is_installed, names_read_by, shape_of
-from forebay.tasks.hashing import DigestWriter, brought, cells_of, digest, lasting, lasting_within, text
+from forebay.tasks.hashing import ConstantWriter, brought, cells_of, digest, text
 
 _MANY = 100
 """Functions that make up another one, at most."""
@@ -65,7 +65,7 @@ def _mark(functions: list[types.FunctionType], uses: list[Use], names: frozenset
     for lived_in, name, value in uses:
         content = _content(lived_in, value, False)
         if name in names or content:
-            parts.append(text(name) + (content or _lasting(value, False, lasting_within)))
+            parts.append(text(name) + (content or _constant(value, False, within=True)))
     return _digest(parts)
 
 
@@ -144,7 +144,7 @@ def _content(lived_in: dict[str, Any], value: Any, by_source: bool) -> bytes:
     chain = list(_chain(value))
     own = [one for one in chain if one.__globals__ is lived_in]
     if not own:
-        return _lasting(value, by_source)
+        return _constant(value, by_source)
     version = getattr(getattr(value, "_naming", None), "version", None)
     if version is not None:
         return text(str(version))
@@ -163,9 +163,11 @@ def _chain(value: Any) -> Iterator[types.FunctionType]:
         value = _wrapped(value)
 
 
-def _lasting(value: Any, by_source: bool = True, write: Callable[..., bytes] = lasting) -> bytes:
+def _constant(value: Any, by_source: bool = True, *, within: bool = False) -> bytes:
+    """A value that cannot change; nothing for any other. ``within``: or a container of such values."""
+    writer = ConstantWriter(by_source)
     try:
-        return write(DigestWriter(), value, by_source=by_source)
+        return writer.write_container(value) if within else writer.write(value)
     except Exception:  # noqa: BLE001  # of whatever object it is: then it is no constant
         return b""
 
@@ -181,12 +183,12 @@ def _as_written(literals: dict[str, types.CodeType], lived_in: dict[str, Any], n
         return known.get(key, b"")
     known[key] = b""  # of a circle
     names = {one for part in codes_in(expression) for one in part.co_names if one in lived_in}
-    namespace = {one: lived_in[one] for one in names if _lasting(lived_in[one]) or _as_written(literals, lived_in, one, known)}
-    content = _lasting(value, True, lasting_within)
+    namespace = {one: lived_in[one] for one in names if _constant(lived_in[one]) or _as_written(literals, lived_in, one, known)}
+    content = _constant(value, within=True)
     try:
         at_first = eval(expression, {"__builtins__": {}, **namespace}) if content else None  # it calls nothing
     except Exception:  # noqa: BLE001  # such as a name that is no constant
         return b""
-    if content and _lasting(at_first, True, lasting_within) == content:
+    if content and _constant(at_first, within=True) == content:
         known[key] = content
     return known[key]

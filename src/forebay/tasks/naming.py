@@ -1,14 +1,29 @@
-"""Names of a call's output: the tag that a user sees, and the key under which the output is stored."""
+"""Names calls: binds arguments to parameters, builds the tag from them, computes their digest, and the key of the output."""
 
 from __future__ import annotations
 
-import functools
-import os
-import sys
-from typing import Any, Self
+import inspect
+import re
+import string
+import types
+import weakref
+from _blake2 import blake2b  # of hashlib, which would load OpenSSL into every process
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
 
-INSIDE = (".__wrapped__", ".__func__")
-SCRIPT = ("__main__", "__mp_main__")
+from forebay import errors
+from forebay._logs import logger
+from forebay.tasks.code import arrived, identity_of
+from forebay.tasks.hashing import QUICK, Unstable, as_own, encoded, kind_of, text
+from forebay.tasks.identity import Code, Use, code_of
+
+log = logger("forebay.tasks")
+
+TagRule = str | Callable[..., str] | None
+_CODE = -2
+"""The value of `Unstable.index` where a function's code cannot be determined."""
+_VAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Tag(str):
@@ -30,76 +45,393 @@ class Tag(str):
         return Tag, (str(self), self.key, self.given)
 
 
-def key_of(identity: str, version: str | None, tag: str, code: str = "") -> str:
-    """The key of one call's output: ``module.qualname#code:tag``, or ``module.qualname@version:tag``."""
-    return f"{prefix_of(identity, version, code)}{tag}"
+QUICK[Tag] = lambda value: text(str(value))
+
+
+@dataclass(frozen=True, slots=True)
+class BoundCall:
+    """One call: ``tag``, with its key; ``digest`` of its arguments."""
+
+    tag: Tag
+    digest: str
+
+
+class Naming:
+    """Tells the calls of one function apart. Callable from any thread; pickles if the function does.
+
+    ``name``: as a configuration calls it; ``identity``: as its keys do, with its code or the version that stands for it. ``code``: as
+    computed by the process that sent the function here. Raises `ConfigError` for a rule that cannot work."""
+
+    def __init__(
+        self, function: Callable[..., Any], tag: TagRule, version: object = None, ignore: str | tuple[str, ...] = (),
+        identity: str | None = None, code: Code | None = None,
+    ) -> None:  # fmt: skip
+        self.function, self.version = function, None if version is None else str(version)
+        self.identity = identity or identity_of(function)
+        self.name: str = getattr(function, "__name__", None) or self.identity.rpartition(".")[2]
+        self._rule, self._ignore = tag, (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        self._sent = code
+        # What keys begin with, the code, and what that depends on. With a version nothing is looked up; else at the first call.
+        self._known: tuple[str, Code | None, tuple[Use, ...]] | None = None
+        if self.version is not None:
+            self._known = prefix_of(self.identity, self.version), None, ()
+        self._reported: set[str] = set()
+        self._own: bytes | None = None
+        self._parameters = _parameters_of(function)
+        self._bind = _binder(self.name, self._parameters)
+        kinds = {parameter.kind: name for name, parameter in self._parameters.items()}
+        self._rest, self._others = (kinds.get(kind) for kind in _VAR)
+        self._places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in self._parameters.values())
+        self._counted, self._names, self._dropped = self._what_counts()
+        self._head = "\0".join(self._names).encode("utf-8", "surrogatepass") + b"\0\0"
+        if isinstance(tag, str):
+            self._check_format(tag)
+        elif tag is not None and not callable(tag):
+            message = f"{self.identity}: tag={tag!r} is neither a format string over the arguments nor a function of them"
+            raise errors.ConfigError(message, name="tag", value=repr(tag))
+        self._parts = function, tag, self.version, self._ignore, self.identity
+        _live.setdefault(_key(*self._parts), self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (*self._parts, self.code)
+
+    # -- code ------------------------------------------------------------------------------------------------------
+
+    @property
+    def code(self) -> Code | None:
+        """The function's code, as it is now; None if a version replaces it, or it cannot be determined."""
+        try:
+            self._prefix()
+        except Unstable:
+            return None
+        return self._known[1] if self._known is not None else None
+
+    def content(self) -> tuple[str, str | None, str]:
+        """What represents the function as an argument. Raises `Unstable`."""
+        self._prefix()
+        code = self.code
+        return self.identity, self.version, code.digest if code is not None else ""
+
+    def _prefix(self) -> str:
+        """What the keys of this function begin with. Raises `Unstable` if its code cannot be determined."""
+        known = self._known
+        if known is not None:
+            for lived_in, name, value in known[2]:
+                if lived_in.get(name) is not value:
+                    break
+            else:
+                return known[0]
+        try:
+            code, uses = code_of(self.function, self._sent)
+        except Exception as error:
+            failed = Unstable(f"{type(error).__name__}: {error}")
+            failed.index = _CODE
+            raise failed from error
+        prefix = prefix_of(self.identity, None, code.digest)
+        self._known = prefix, code, uses
+        return prefix
+
+    def key_prefix(self) -> str | None:
+        """What the keys of this function's outputs begin with, as its code is now; None if it cannot be determined."""
+        try:
+            return self._prefix()
+        except Unstable:
+            return None
+
+    def report_if_changed(self, has_any: Callable[[str], bool]) -> None:
+        """Log once, before a call runs, that outputs of other code are stored. ``has_any``: whether a key has this prefix."""
+        if self.version is not None or not self._is_first("changed"):
+            return
+        prefix = self._prefix()
+        if not has_any(prefix) and has_any(f"{_plain(self.identity)}#"):
+            changed = "%s: its code has changed since its outputs were stored: it runs again, and they are no longer used (%s)"
+            log.info(changed, self.identity, prefix)
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tag: str | None = None) -> BoundCall | None:
+        """The call with these arguments; None, with one warning, if it cannot be told from other calls.
+
+        ``tag``: replaces the tag that the rule gives. With a tag, an argument without content that stays counts by its type only.
+        Raises `ConfigError` if the tag cannot be made."""
+        parts = self.parts(args, kwargs, tag)
+        if parts is None:
+            return None
+        key, digest, given = parts
+        return BoundCall(Tag(digest if given is None else given, key, given is not None), digest)
+
+    def parts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tag: str | None = None) -> tuple[str, str, str | None] | None:
+        """Key, digest and given tag of `call`, without its objects: a hit has no time for them."""
+        try:
+            values = self._bind(*args, **kwargs)
+        except TypeError as error:  # the call will raise it, too, unless another signature is shown than the function's own
+            is_its_own = isinstance(self.function, types.FunctionType) and not hasattr(self.function, "__wrapped__")
+            if not is_its_own and self._is_first("signature"):
+                log.warning("%s runs uncached where a call does not fit its signature: %s", self.identity, str(error))
+            return None
+        if tag is None and self._rule is not None:
+            tag = self._tag_by_rule(values, args, kwargs)
+        try:
+            if tag is None:
+                digest = self._digest(values)
+                return self._prefix() + digest, digest, None
+            try:
+                digest = self._digest(values)
+            except Unstable:
+                digest = self._lenient_digest(values)
+            return self._prefix() + _encodable(tag), digest, tag
+        except Unstable as error:
+            if self._is_first("uncached"):
+                log.warning("%s runs uncached: %s has no content that stays: %s", self.identity, self._where(error), self._cure(error))
+            return None
+
+    def tag_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tag:
+        """The tag of the call with these arguments. Raises `ConfigError` if there is none, TypeError as the call would."""
+        values = self._bind(*args, **kwargs)
+        try:
+            is_given = self._rule is not None
+            name = self._tag_by_rule(values, args, kwargs) if is_given else self._digest(values)
+            return Tag(name, self._prefix() + _encodable(name), is_given)
+        except Unstable as error:
+            message = f"{self.identity}: {self._where(error)} has no content to make a tag of: {self._cure(error)}"
+            raise errors.ConfigError(message, name="tag", value="") from error
+
+    # -- digests ---------------------------------------------------------------------------------------------------
+
+    def _digest(self, values: tuple[Any, ...]) -> str:
+        if self._counted is not None or self._dropped:
+            values = self._counting(values)
+        own = self._own if self._own is not None else self._written_own()
+        return blake2b(own + b"".join(encoded(values)), digest_size=16).hexdigest()
+
+    def _lenient_digest(self, values: tuple[Any, ...]) -> str:
+        parts = []
+        for index, value in enumerate(self._counting(values)):
+            try:
+                parts += encoded((value,))
+            except Unstable as error:
+                error.index = index
+                parts.append(kind_of(value))
+                if self._is_first(f"unstable {index}"):
+                    log.warning("%s: %s counts by its type only: it has no content that stays", self.identity, self._where(error))
+        try:
+            own = self._own if self._own is not None else self._written_own()
+        except Unstable as error:
+            own = self._own = self._head
+            log.warning("%s: what it closes over does not count: %s has no content that stays", self.identity, error.what)
+        return blake2b(own + b"".join(parts), digest_size=16).hexdigest()
+
+    def _written_own(self) -> bytes:
+        """What distinguishes functions of the same name, as of the first call."""
+        try:
+            self._own = self._head + as_own(self.function)
+        except Unstable as error:
+            error.index = -1
+            raise
+        return self._own
+
+    def _counting(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values of the parameters that count."""
+        if self._dropped:  # `**kwargs` comes last
+            rest = {name: value for name, value in values[-1].items() if name not in self._dropped}
+            values = (*values[:-1], rest)
+        return values if self._counted is None else tuple([values[i] for i in self._counted])
+
+    def _what_counts(self) -> tuple[tuple[int, ...] | None, tuple[str, ...], frozenset[str]]:
+        """Which of the parameters count (None: all), their names, and which names among ``**kwargs`` do not."""
+        names = tuple(self._parameters)
+        unknown = frozenset(self._ignore) - frozenset(names)
+        if unknown and self._others is None:
+            message = f"{self.identity} has no parameter {', '.join(map(repr, sorted(unknown)))} to ignore: it has {_listed(names)}"
+            raise errors.ConfigError(message, name="ignore", value=self._ignore)
+        if not self._ignore:
+            return None, names, frozenset()
+        counted = tuple(i for i, name in enumerate(names) if name not in self._ignore)
+        return counted, tuple(names[i] for i in counted), unknown
+
+    # -- tags ------------------------------------------------------------------------------------------------------
+
+    def _tag_by_rule(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        return self._formatted(self._rule, values) if isinstance(self._rule, str) else self._computed(values, args, kwargs)
+
+    def _formatted(self, rule: str, values: tuple[Any, ...]) -> str:
+        named = dict(zip(self._parameters, values, strict=True))
+        listed: tuple[Any, ...] = values[: self._places]
+        if self._rest is not None:
+            listed += named[self._rest]
+        if self._others is not None:
+            named = {**named, **named[self._others]}
+        try:
+            tag = rule.format(*listed, **named)
+        except Exception as error:
+            raise self._bad_format(f"{type(error).__name__}: {error}", tuple(named)) from error
+        if _ADDRESS.search(tag):
+            _Shown(self._refuse_address).vformat(rule, listed, named)
+        return tag
+
+    def _computed(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        assert callable(self._rule)
+        tag = self._rule(*args, **kwargs)
+        if not isinstance(tag, str):
+            message = f"{self.identity}: its tag= gave the {type(tag).__name__} {tag!r}, where a str is expected"
+            raise errors.ConfigError(message, name="tag", value=repr(tag))
+        for address in set(_ADDRESS.findall(tag)):
+            for name, value in zip(self._parameters, values, strict=True):
+                if not isinstance(value, str) and address in f"{value} {value!r}":
+                    self._refuse_address(value, name)
+            if not any(isinstance(value, str) and address in value for value in values):
+                raise self._shows_address(f"where an object lies in memory ({address})", "name what tells it apart", tag)
+        return tag
+
+    def _refuse_address(self, value: Any, field: str) -> NoReturn:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        shown, cure = f"where {field!r} (a {kind}) lies in memory", f"name what tells it apart, such as {{{field}.name}}"
+        raise self._shows_address(shown, cure, kind)
+
+    def _shows_address(self, shown: str, cure: str, value: str) -> errors.ConfigError:
+        """Such a tag would be another one in each process, and could be that of another object later in this one."""
+        rule = self._rule if isinstance(self._rule, str) else "function"
+        message = (
+            f"{self.identity}: the tag {rule!r} shows {shown}, which is elsewhere in each process: {cure}, give its class a __str__, or "
+            "leave tag= out: then its content counts"
+        )
+        return errors.ConfigError(message, name="tag", value=value)
+
+    def _check_format(self, rule: str) -> None:
+        """What can be known before the first call: whether each field is an argument."""
+        try:
+            fields = _fields(rule)
+        except ValueError as error:
+            raise self._bad_format(str(error), tuple(self._parameters)) from error
+        unnumbered = 0
+        for field in fields:
+            if field.isdigit() or not field:
+                known = self._rest is not None or int(field or unnumbered) < self._places
+                unnumbered += not field
+            else:
+                known = self._others is not None or field in self._parameters
+            if not known:
+                raise self._bad_format(f"there is no argument {field!r}", tuple(self._parameters))
+
+    def _bad_format(self, why: str, names: tuple[str, ...]) -> errors.ConfigError:
+        message = f"{self.identity}: no tag can be made by {self._rule!r}: {why}. The arguments are {_listed(names)}"
+        return errors.ConfigError(message, name="tag", value=self._rule)
+
+    # -- words -----------------------------------------------------------------------------------------------------
+
+    def _where(self, error: Unstable) -> str:
+        if error.index == _CODE:
+            return f"its code ({error.what})"
+        if error.index < 0:
+            return f"what it closes over ({error.what})"
+        return f"argument {self._names[error.index]!r} ({error.what})"
+
+    def _cure(self, error: Unstable) -> str:
+        return "give a version" if error.index == _CODE else "give a tag, or ignore it"
+
+    def _is_first(self, topic: str) -> bool:
+        """Whether this topic is reported for the first time."""
+        first = topic not in self._reported
+        self._reported.add(topic)
+        return first
+
+
+def _unpickle(
+    function: Any, rule: TagRule, version: str | None, ignore: tuple[str, ...], identity: str, code: Code | None = None
+) -> Naming:  # fmt: skip
+    """The naming that this process already has for the function, else a new one: it analyses a function, and warns of it, only once."""
+    arrived(function, identity)
+    naming = _live.get(_key(function, rule, version, ignore, identity))
+    return naming if naming is not None else Naming(function, rule, version, ignore, identity, code)
+
+
+def _key(function: Any, rule: TagRule, *rest: Any) -> tuple[Any, ...]:
+    # By their ids: a function that calls itself holds its naming, and would be held by this table for ever.
+    return id(function), rule if rule is None or isinstance(rule, str) else id(rule), *rest
+
+
+_live: weakref.WeakValueDictionary[tuple[Any, ...], Naming] = weakref.WeakValueDictionary()
+
+
+def _parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (ValueError, TypeError):  # some built-in functions have no signature
+        kinds = zip(("args", "kwargs"), _VAR, strict=True)
+        return {name: inspect.Parameter(name, kind) for name, kind in kinds}
+
+
+def _binder(name: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[..., tuple[Any, ...]]:
+    """A function with these parameters that returns the values of a call for them: no other way is as quick."""
+    heads, names, last = [], list(parameters), None
+    for parameter in parameters.values():
+        kind = parameter.kind
+        if last is parameter.POSITIONAL_ONLY and kind is not parameter.POSITIONAL_ONLY:
+            heads.append("/")
+        if kind is parameter.KEYWORD_ONLY and last not in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL):
+            heads.append("*")
+        mark = "*" if kind is parameter.VAR_POSITIONAL else "**" if kind is parameter.VAR_KEYWORD else ""
+        heads.append(f"{mark}{parameter.name}" + ("" if parameter.default is parameter.empty else "=None"))
+        last = kind
+    if last is inspect.Parameter.POSITIONAL_ONLY:
+        heads.append("/")
+    bind: types.FunctionType = eval(f"lambda {', '.join(heads)}: ({''.join(n + ', ' for n in names)})")  # names are identifiers
+    defaulted = [p for p in parameters.values() if p.default is not p.empty]
+    bind.__defaults__ = tuple(p.default for p in defaulted if p.kind is not p.KEYWORD_ONLY)
+    bind.__kwdefaults__ = {p.name: p.default for p in defaulted if p.kind is p.KEYWORD_ONLY}
+    bind.__name__ = bind.__qualname__ = name
+    return bind
+
+
+_ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{4,}")
+
+
+class _Shown(string.Formatter):
+    """Formats as `str.format` does, and looks at each field: ``refuse`` is called for an object that is shown by its address."""
+
+    def __init__(self, refuse: Callable[[Any, str], NoReturn]) -> None:
+        self._refuse = refuse
+        self._open: list[tuple[Any, str]] = []  # a field within a format specification is formatted before the one that it is of
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        field = super().get_field(field_name, args, kwargs)
+        self._open.append((field[0], field_name))
+        return field
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        text = super().format_field(value, format_spec)
+        shown, field = self._open.pop()
+        if not isinstance(shown, str) and _ADDRESS.search(text):
+            self._refuse(shown, field)
+        return text
+
+
+def _fields(rule: str) -> list[str]:
+    """The arguments that a format string names, those within a format specification too. Raises ValueError."""
+    names = []
+    for _, field, spec, _ in string.Formatter().parse(rule):
+        if field is not None:
+            names += [re.split(r"[.\[]", field, maxsplit=1)[0], *_fields(spec or "")]
+    return names
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names) or "none"
 
 
 def prefix_of(identity: str, version: str | None, code: str = "") -> str:
-    """What the keys of a function begin with. Two functions, or versions, never share it. ``code``: a digest, which a version replaces;
-    empty if there is neither."""
+    """What the keys of a function begin with: ``module.qualname#code:``, or ``module.qualname@version:``. Two functions, or versions, never
+    share it. ``code``: a digest; empty if there is no code."""
     if version is not None:
         return f"{_plain(identity)}@{_plain(version)}:"
     return f"{_plain(identity)}#{code}:" if code else f"{_plain(identity)}:"
 
 
-def any_code_of(identity: str) -> str:
-    """What the keys of a function begin with, regardless of its code."""
-    return f"{_plain(identity)}#"
-
-
-def identity_of(function: Any) -> str:
-    """``module.qualname`` of a function, a class, a partial or a callable object: the same in each process."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return place_of(function if isinstance(getattr(function, "__qualname__", None), str) else type(function))
-
-
-def place_of(named: Any) -> str:
-    """``module.qualname`` of a function or class. What was pickled as the inside of a wrapper is called as it was before."""
-    return f"{module_of(named)}.{_outside(named.__qualname__)}"
-
-
-def _outside(qualname: str) -> str:
-    while qualname.endswith(INSIDE):
-        qualname = qualname.rpartition(".")[0]
-    return qualname
-
-
-def module_of(named: Any) -> str:
-    """The module of a function or class. A script is named after its file or its ``python -m`` module, since child processes, and workers
-    that the function is sent to, know it under other names. An interactive session stays ``__main__``."""
-    module = getattr(named, "__module__", None)
-    if not isinstance(module, str):
-        return "builtins"
-    if module not in SCRIPT:
-        return "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
-    if _sender is not None:
-        return _sender
-    lived_in: dict[str, Any] = getattr(named, "__globals__", None) or vars(sys.modules.get("__main__", sys))
-    spec, file = lived_in.get("__spec__"), lived_in.get("__file__")
-    if spec is not None and spec.name not in SCRIPT:
-        return str(spec.name)
-    return os.path.splitext(os.path.basename(file))[0] or "__main__" if isinstance(file, str) else "__main__"
-
-
-_sender: str | None = None
-
-
-def arrived(function: Any, identity: str) -> None:
-    """A function of this identity was sent here. If it is a script's that this process does not run, this process is a worker of that
-    script, and names what comes from there as the script does."""
-    global _sender
-    qualname = _outside(getattr(function, "__qualname__", ""))
-    if getattr(function, "__module__", None) in SCRIPT and not hasattr(sys.modules.get("__main__"), qualname.partition(".")[0]):
-        _sender = identity.removesuffix(f".{qualname}")
-
-
-def encodable(key: str) -> str:
+def _encodable(key: str) -> str:
     """The key itself, with what is not valid Unicode in it (as in some file names) escaped."""
     return key if key.isascii() else key.encode("utf-8", "backslashreplace").decode()
 
 
 def _plain(part: str) -> str:
     """A part of a key, with the characters escaped that separate parts."""
-    return part.replace("%", "%25").replace(":", "%3A").replace("@", "%40").replace("#", "%23")
+    return _encodable(part.replace("%", "%25").replace(":", "%3A").replace("@", "%40").replace("#", "%23"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import pickle
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from forebay import errors
 from forebay._engine.index.memo import Remembered
@@ -16,7 +18,10 @@ from forebay._logs import logger
 from forebay._model import Buffer
 from forebay.codecs import MAPPED_FROM, Codec
 from forebay.origin import Origin
-from forebay.origin.flight import get_or_make, get_or_make_async
+from forebay.origin.flight import get_or_make_async
+
+if TYPE_CHECKING:
+    from forebay._engine.flight import WaitFor
 
 log = logger("forebay.tasks")
 T = TypeVar("T")
@@ -42,8 +47,8 @@ class CacheInfo(NamedTuple):
 class Values:
     """The values of one space, through one codec. Callable from any thread; usable in both processes after a fork.
 
-    ``counted``: what this process did with this object, by the names in `COUNTED`. An entry carries, beside its bytes, the name of its
-    codec, and the digest of the arguments, if a function returned it."""
+    ``counted``: what this process did with this object, by the names in `COUNTED`. The metadata of an entry is the name of its codec and,
+    if a function returned the value, the digest of its arguments."""
 
     def __init__(self, origin: Origin, space: str, codec: Codec) -> None:
         self.origin, self.space, self.codec = origin, space, codec
@@ -61,10 +66,10 @@ class Values:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def look(self, key: str, digest: str | None = None, *, label: str = "", copy: bool = False) -> tuple[Any] | None:
-        """The value of a key, in a tuple, since it may be None; None where there is none. A hit is counted, and is a use.
+        """The value of a key, in a tuple, since it may be None; None if there is none. Counts a hit, which is a use, or a miss.
 
-        ``digest``: of the arguments that it must belong to; a value of others is a miss, which is logged once. ``label``: its name in
-        messages, if not its key. ``copy``: over memory of the caller's own, which may be written to. Raises `Closed`."""
+        ``digest``: of the arguments that the value must belong to; a value of other arguments is a miss, and logged once. ``label``: its
+        name in messages, if not its key. ``copy``: return a private, writable copy. Raises `Closed`."""
         hit = self._look(key, digest, label, copy)
         if hit is None:
             self.counted["misses"] += 1
@@ -72,68 +77,52 @@ class Values:
         return hit
 
     def _look(self, key: str, digest: str | None, label: str, copy: bool) -> tuple[Any] | None:
-        store = self._store()
-        hit = self._quick(key)
+        store, hit, wanted = self._store(), self._quick(key), self.codec.name if digest is None else f"{self.codec.name} {digest}"
         if hit is None:
-            first = self._first(store, key, digest, copy)
-            if first is not None:
-                return first
-            store, hit = self._slowly(store, key)
+            data = store.first_value(self.space, key, wanted)
+            if data is not None:
+                with contextlib.suppress(Exception):  # whatever a value's own code raises: it does so again below, where that is reported
+                    value = self._decode(data, copy)
+                    store.count_hit(len(data))
+                    self.counted["hits"] += 1
+                    return (value,)
+            try:
+                with waits.time_limit(self.origin.timeout):
+                    hit = store.view(self.space, key)
+                if hit is None and (upstream := self.origin.upstream) is not None:
+                    store, hit = upstream, upstream.view(self.space, key)
+            except errors.CacheFault as error:
+                self.origin.fall_back(error, f"{self.space}:{key}")
             if hit is None:
                 return None
-        meta = hit.entry.meta
-        if meta != (self.codec.name if digest is None else f"{self.codec.name} {digest}") and not self._is_ours(key, meta, digest, label):
+        if hit.entry.meta != wanted and not self._is_ours(key, hit.entry.meta, digest, label):
             return None
-        value = self._decoded(store, key, hit, label, copy)
-        if value is not None:
+        found = self._decoded(store, key, hit, label, copy)
+        if found is not None:
             store.touch(hit.entry)
             self.origin.store.count_hit(hit.size)
             self.counted["hits"] += 1
-        return value
-
-    def _first(self, store: Store | PassThrough, key: str, digest: str | None, copy: bool) -> tuple[Any] | None:
-        """The value of a key that this process has not read yet, in a tuple, if the index of keys leads to it. None: `_slowly` tells."""
-        first = store.first_value(self.space, key, self._meta(digest))
-        if first is None:
-            return None
-        try:
-            value = self._decode(first, copy)
-        except Exception:  # noqa: BLE001  # whatever a value's own code raises: it does so again, where that is told
-            return None
-        store.count_hit(len(first))
-        self.counted["hits"] += 1
-        return (value,)
-
-    def _slowly(self, store: Store | PassThrough, key: str) -> tuple[Store | PassThrough, Remembered | None]:
-        """Look the key up in the catalog of this root, else in the upstream root. Returns also which of them has it."""
-        try:
-            with waits.time_limit(self.origin.timeout):
-                hit = store.view(self.space, key)
-            if hit is None and (above := self.origin.upstream) is not None:
-                return above, above.view(self.space, key)
-        except errors.CacheFault as error:
-            self.origin.fall_back(error, f"{self.space}:{key}")
-            return store, None
-        return store, hit
+        return found
 
     def _is_ours(self, key: str, meta: str, digest: str | None, label: str) -> bool:
         """Whether an entry with this ``meta`` is the value that was requested."""
-        codec, digests = _parsed(meta)
+        codec, _, stored_digest = meta.rpartition(" ")
+        if not codec or len(stored_digest) != 32:  # a value without a digest, and a codec whose name may contain a space
+            codec, stored_digest = meta, ""
         if codec != self.codec.name:
-            self._say(
-                label or key, "codec", f"{self.space}:{key} was stored by the codec {codec!r}, not {self.codec.name!r}: it is not read"
-            )
-            return False
-        if digest is not None and digests != digest:
+            message = f"{self.space}:{key} was stored by the codec {codec!r}, not {self.codec.name!r}: it is not read"
+            self._say(label or key, "codec", message)
+        elif digest is not None and stored_digest != digest:
             self._say(key, "digest", f"{label or key}: {self.space}:{key}: the tag was stored with different arguments; recomputing")
-            return False
-        return True
+        else:
+            return True
+        return False
 
     def _decoded(self, store: Store | PassThrough, key: str, hit: Remembered, label: str, copy: bool) -> tuple[Any] | None:
         try:
             return (self._decode(hit.view, copy),)
         except (AttributeError, ImportError) as error:
-            # Of a class that is not there in this program; it may be in another one.
+            # Its class does not exist in this program; it may in another one.
             self._say(label or key, "class", f"{label or key}: {self.space}:{key} cannot be read here, and stays: {error}")
             return None
         except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is recreated
@@ -146,57 +135,56 @@ class Values:
         own = memoryview(bytearray(view)) if view.nbytes < MAPPED_FROM else _private(view)
         return self.codec.decode(own, lambda: own)
 
+    def _decode_unstored(self, data: Buffer, copy: bool) -> Any:
+        """The value of bytes that are in no file, as `_decode` returns it."""
+        own = memoryview(bytearray(data))
+        return self.codec.decode(own if copy else own.toreadonly(), lambda: own)
+
     def _drop_unreadable(self, store: Store | PassThrough, key: str, hit: Remembered, error: Exception) -> None:
         self.counted["damaged"] += 1
         try:
             if store.is_intact(hit):  # else it has been set aside, and logged
                 store.count("damaged")
                 log.warning("%s:%s cannot be read, and is removed: %s: %s", self.space, key, type(error).__name__, str(error))
-                self._discard(store, key, hit)
-        except errors.CacheFault as fault:
-            log.warning("%s:%s cannot be read, and stays: %s", self.space, key, str(fault))
-
-    def _discard(self, store: Store | PassThrough, key: str, hit: Remembered) -> None:
-        try:
-            store.discard(hit.entry)
+                store.discard(hit.entry)
         except errors.CacheFault as fault:
             log.warning("%s:%s cannot be read, and stays: %s", self.space, key, str(fault))
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, label: str = "") -> bool:
-        """Store a value under a key, and replace the one that was there. False, with one warning, if it cannot: the old one stays then.
+        """Store a value under a key, replacing an earlier one. Returns False, with one warning, if it cannot; the earlier one then stays.
 
-        ``pin``: it is never evicted. Raises `ConfigError` for a value of a kind that the codec does not take, `Closed`, and what the
-        value's own code raises that is no Exception."""
+        ``pin``: never evict it. Raises `ConfigError` for a value that the codec does not support, `Closed`, and what the value's own code
+        raises that is no Exception."""
         return self._keep(key, value, digest=digest, pin=pin, label=label) is not None
 
     def kept(self, key: str, value: Any, *, digest: str = "", pin: bool = False, label: str = "", copy: bool = False) -> tuple[Any] | None:
-        """Store a value. Returns it as the next reader will get it, so that its maker sees no other one; None if it is not stored.
-        See `keep` and `look`."""
+        """Store a value. Returns it as its next reader will get it, so that the caller that made it gets the same; None if it is not
+        stored. See `keep` and `look`."""
         pieces = self._keep(key, value, digest=digest, pin=pin, label=label)
         if pieces is None:
             return None
-        store, hit = self._store(), self._stored(key)
+        hit: Remembered | None = None
         damage: Exception | None = None
-        if hit is not None and hit.entry.meta == self._meta(digest):
-            try:
-                return (self._decode(hit.view, copy),)
-            except Exception as error:  # noqa: BLE001  # whatever the value's own code raises, or damage: what was encoded tells
-                damage = error
-        own = memoryview(bytearray(b"".join(pieces)))  # another one has put its own there since, or evicted it
+        if sum(memoryview(piece).nbytes for piece in pieces) >= MAPPED_FROM:  # a smaller one is quicker to copy than to find
+            hit = self._stored(key)
+            if hit is not None and hit.entry.meta == self._meta(digest):
+                try:
+                    return (self._decode(hit.view, copy),)
+                except Exception as error:  # noqa: BLE001  # whatever the value's own code raises, or damage: `pieces` tell which
+                    damage = error
         try:
-            value = self.codec.decode(own if copy else own.toreadonly(), lambda: own)
+            found = self._decode_unstored(b"".join(pieces), copy)
         except Exception as error:  # noqa: BLE001  # whatever the value's own code raises when it is recreated
-            if hit is not None and damage is not None:
-                self._discard(store, key, hit)
+            self.evict(key)
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
             why = f"its {kind} cannot be recreated from what the codec {self.codec.name!r} stores: {type(error).__name__}: {error}"
             self._not_kept(key, label, why, error)
             return None
         if hit is not None and damage is not None:
-            self._drop_unreadable(store, key, hit, damage)
-        return (value,)
+            self._drop_unreadable(self._store(), key, hit, damage)
+        return (found,)
 
     def _keep(self, key: str, value: Any, *, digest: str, pin: bool, label: str) -> Sequence[Buffer] | None:
         """Store a value. Returns its encoded form, or None if it is not stored."""
@@ -252,56 +240,30 @@ class Values:
 
     # -- one at a time ---------------------------------------------------------------------------------------------
 
-    def single(
-        self, key: str, digest: str | None, make: Callable[[], T], *, timeout: float | None = None, pin: bool = False, label: str = "",
-        looked: bool = False, copy: bool = False,
-    ) -> T:  # fmt: skip
-        """The value of a key; else what ``make`` returns, stored: of all threads and processes of the node one runs it.
+    def single(self, key: str, digest: str | None, make: Callable[[], T], **options: Any) -> T:
+        """See `single_async`."""
 
-        It is returned as `look` returns it. What ``make`` raises reaches every waiting caller, and is not kept. A value that cannot be
-        kept reaches the waiting callers if it can (see `Flight.note_unstored`), else they run ``make`` themselves, in parallel; so does a
-        caller that has waited ``timeout`` seconds, or may not wait. ``looked``: the caller has just seen that it is not there.
+        async def made() -> T:
+            return make()
 
-        Raises `ConfigError` for a value of a kind that the codec does not take."""
-        hit = None if looked else self.look(key, digest, label=label, copy=copy)
-        if hit is not None:
-            return hit[0]  # type: ignore[no-any-return]
-        call = _KeptCall(self, key, digest, pin, label, copy)
-
-        def run() -> tuple[Any]:
-            with call:
-                return (make(),)
-
-        try:
-            return get_or_make(self.origin, self.space, call.call, call.look, run, call.store, **call.options(timeout))[0]  # type: ignore[no-any-return]
-        except Exception as error:  # noqa: BLE001  # it is looked at, and raised again
-            final = call.final(error)
-        raise final
+        return waits.run(self.single_async(key, digest, made, wait=waits.wait_here, **options))
 
     async def single_async(
         self, key: str, digest: str | None, make: Callable[[], Awaitable[T]], *, timeout: float | None = None, pin: bool = False,
-        label: str = "", looked: bool = False, copy: bool = False,
+        label: str = "", looked: bool = False, copy: bool = False, wait: WaitFor = waits.wait_for_async,
     ) -> T:  # fmt: skip
-        """`single` for a coroutine. The event loop goes on while another process or thread computes the value."""
-        import asyncio  # whoever awaits this has it
+        """The value of a key; else the result of ``make``, which is stored: one thread or process of the node at a time runs it.
 
+        Returns the value as `look` does. An error that ``make`` raises reaches every waiting caller, and is not stored. A value that
+        cannot be stored reaches the waiting callers if it can (see `Flight.note_unstored`); else they run ``make`` themselves, in parallel.
+        So does a caller that has waited ``timeout`` seconds, or may not wait. ``looked``: the caller has just seen that there is no value.
+        ``wait``: with `waits.wait_here`, `waits.run` runs this.
+
+        Raises `ConfigError` for a value that the codec does not support."""
         hit = None if looked else self.look(key, digest, label=label, copy=copy)
-        if hit is not None:
-            return hit[0]  # type: ignore[no-any-return]
-        call = _KeptCall(self, key, digest, pin, label, copy)
-
-        async def run() -> tuple[Any]:
-            with call:
-                return (await make(),)
-
-        async def keep(made: tuple[Any]) -> tuple[Any] | None:
-            return await asyncio.to_thread(call.store, made)  # a large one takes long to be written
-
-        try:
-            return (await get_or_make_async(self.origin, self.space, call.call, call.look, run, keep, **call.options(timeout)))[0]  # type: ignore[no-any-return]
-        except Exception as error:  # noqa: BLE001  # it is looked at, and raised again
-            final = call.final(error)
-        raise final
+        if hit is None:
+            hit = await _Call(self, key, digest, make, pin, label, copy, wait).run(self.origin.timeout if timeout is None else timeout)
+        return hit[0]  # type: ignore[no-any-return]
 
     # -- names -----------------------------------------------------------------------------------------------------
 
@@ -361,75 +323,83 @@ class Values:
         return store
 
 
-class _KeptCall:
-    """One call without a stored value."""
+@dataclass(slots=True)
+class _Call:
+    """A call whose output is not stored yet. Values are in tuples, since they may be None."""
 
-    def __init__(self, values: Values, key: str, digest: str | None, pin: bool, label: str, copy: bool) -> None:
-        self._values, self._key, self._digest, self._pin, self._label, self._copy = values, key, digest, pin, label, copy
-        # What is waited for, and fails: calls with other arguments may have the same key.
-        self.call = key if digest is None or key.endswith(digest) else f"{key} {digest}"
-        self._failed: Exception | None = None
+    values: Values
+    key: str
+    digest: str | None
+    make: Callable[[], Awaitable[Any]]
+    pin: bool
+    label: str
+    copy: bool
+    wait: WaitFor
+    failure: Exception | None = None  # what `make` raised
 
-    def options(self, timeout: float | None) -> dict[str, Any]:
-        """See `get_or_make_async`."""
-        origin = self._values.origin
-        return {
-            "timeout": origin.timeout if timeout is None else timeout, "label": f"{self._values.space}:{self._key}", "looked": True,
-            "pack": self.pack, "unpack": self.unpack, "codec": self._values.codec.name,
-        }  # fmt: skip
+    async def run(self, timeout: float | None) -> tuple[Any]:
+        values, key, digest = self.values, self.key, self.digest
+        # Calls with other arguments may have the same key: each of them waits, and fails, on its own.
+        call = key if digest is None or key.endswith(digest) else f"{key} {digest}"
+        try:
+            return await get_or_make_async(
+                values.origin, values.space, call, self.look, self.made, self.store, pack=self.pack, unpack=self.unpack,
+                codec=values.codec.name, label=f"{values.space}:{key}", timeout=timeout, looked=True, wait=self.wait,
+            )  # fmt: skip
+        except Exception as error:  # noqa: BLE001  # it is raised again
+            final = error
+            if self.failure is not None and (error is self.failure or error.__cause__ is self.failure):
+                final = self.failure
+            elif isinstance(error, errors.FillFailed) and self.carries_errors:
+                final = _unpickled(error) or error
+        raise final
 
     def look(self) -> tuple[Any] | None:
-        """Look again under the call's lock: another process or thread may have computed the value meanwhile."""
-        hit = self._values._look(self._key, self._digest, self._label, self._copy)
+        """Look again under the call's lock: another process or thread may have computed the value by now."""
+        hit = self.values._look(self.key, self.digest, self.label, self.copy)
         if hit is not None:
-            self._values.counted["waits"] += 1
+            self.values.counted["waits"] += 1
         return hit
 
-    def store(self, made: tuple[Any]) -> tuple[Any] | None:
-        digest = self._digest or ""
-        return self._values.kept(self._key, made[0], digest=digest, pin=self._pin, label=self._label, copy=self._copy)
+    async def made(self) -> tuple[Any]:
+        try:
+            return (await self.make(),)
+        except Exception as error:
+            self.failure = error
+            carried = _pickled(error) if self.carries_errors else None
+            if carried is None:
+                raise
+            raise carried from error
+
+    async def store(self, made: tuple[Any]) -> tuple[Any] | None:
+        options: dict[str, Any] = {"digest": self.digest or "", "pin": self.pin, "label": self.label, "copy": self.copy}
+        if self.wait is waits.wait_here:
+            return self.values.kept(self.key, made[0], **options)
+        import asyncio  # loaded by any caller that awaits this
+
+        return await asyncio.to_thread(self.values.kept, self.key, made[0], **options)  # to write a large value takes long
 
     def pack(self, made: tuple[Any], most: float) -> Buffer | None:
-        """A value that was not stored, as bytes; None if it has none, or more than ``most``."""
+        """The bytes of a value that was not stored; None if it cannot be encoded, or they are more than ``most``."""
         try:
-            pieces = self._values.codec.encode(made[0])
+            pieces = self.values.codec.encode(made[0])
             return b"".join(pieces) if sum(memoryview(piece).nbytes for piece in pieces) <= most else None
-        except Exception:  # noqa: BLE001  # whatever a value's own code raises: `store` has told; or there is no memory
+        except Exception:  # noqa: BLE001  # whatever a value's own code raises, which `store` has reported; or there is no memory
             return None
 
     def unpack(self, data: Buffer) -> tuple[Any] | None:
         """The value that another caller made and could not store; None if it cannot be recreated."""
-        own = memoryview(bytearray(data))
         try:
-            value = self._values.codec.decode(own if self._copy else own.toreadonly(), lambda: own)
+            value = self.values._decode_unstored(data, self.copy)
         except Exception:  # noqa: BLE001  # whatever a value's own code raises: this caller makes its own
             return None
-        self._values.counted["waits"] += 1
+        self.values.counted["waits"] += 1
         return (value,)
 
-    def final(self, error: Exception) -> Exception:
-        """The error to raise for that of the function, which it raised here or elsewhere."""
-        if self._failed is not None and (error is self._failed or error.__cause__ is self._failed):
-            return self._failed
-        if isinstance(error, errors.FillFailed):
-            return (_unpickled(error) if self._carries else None) or error
-        return error
-
     @property
-    def _carries(self) -> bool:
-        """Whether errors may be pickled for the processes that wait: no other codec ever unpickles."""
-        return self._values.codec.name == "pickle"
-
-    def __enter__(self) -> None:
-        """From here on, an error is the function's own."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception):
-            return
-        self._failed = error
-        carried = _pickled(error) if self._carries else None
-        if carried is not None:
-            raise carried from error
+    def carries_errors(self) -> bool:
+        """Whether errors may be pickled for the processes that wait: with any other codec, nothing is ever unpickled."""
+        return self.values.codec.name == "pickle"
 
 
 def _pickled(error: Exception) -> errors.FillFailed | None:
@@ -463,9 +433,3 @@ def _private(view: memoryview) -> memoryview:
     except OSError:  # as many mappings, or files, as a process may have
         own = None
     return memoryview(bytearray(view)) if own is None else own
-
-
-def _parsed(meta: str) -> tuple[str, str]:
-    """Codec and digest in the metadata of an entry; the digest may be empty."""
-    head, space, tail = meta.rpartition(" ")
-    return (head, tail) if space and len(tail) == 32 else (meta, "")

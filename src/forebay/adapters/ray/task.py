@@ -23,10 +23,10 @@ from forebay._logs import logger
 from forebay.adapters.ray.sessions import Context, Session, running, session_of
 from forebay.adapters.ray.values import NullValues, Unreachable
 from forebay.tasks import hashing
-from forebay.tasks.binding import BoundCall, Naming
 from forebay.tasks.cached import Cached
+from forebay.tasks.code import identity_of
 from forebay.tasks.config import Replay
-from forebay.tasks.naming import identity_of
+from forebay.tasks.naming import BoundCall, Naming
 
 log = logger("forebay.ray")
 

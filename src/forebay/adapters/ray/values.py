@@ -203,16 +203,17 @@ class RemoteValues(Values):
             return None
         return self._copied(store, key, payload, f"{token} {meta}"), payload
 
-    def single(
-        self, key: str, digest: str | None, make: Callable[[], T], *, pin: bool = False, label: str = "", copy: bool = False, **how: Any
+    async def single_async(
+        self, key: str, digest: str | None, make: Callable[[], Awaitable[T]], *, pin: bool = False, label: str = "", copy: bool = False,
+        **how: Any,
     ) -> T:  # fmt: skip
-        """See `Values.single`. On a node without a cache there is no single-flight; the value is kept at the head."""
+        """See `Values.single_async`. On a node without a cache there is no single-flight; the value is kept at the head."""
         if self._store().keeps:
-            return super().single(key, digest, make, pin=pin, label=label, copy=copy, **how)
+            return await super().single_async(key, digest, make, pin=pin, label=label, copy=copy, **how)
         value = self.look(key, digest, label=label, copy=copy)
         if value is not None:
             return value[0]  # type: ignore[no-any-return]
-        result = make()
+        result = await make()
         value = self.kept(key, result, digest=digest or "", pin=pin, label=label, copy=copy)
         return result if value is None else value[0]
 
