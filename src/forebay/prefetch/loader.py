@@ -197,7 +197,8 @@ class Loader:
             self._awaited_no_more(load)
 
     def _read_now(self, load: Load) -> Buffer | None:
-        """Read a queued item in the thread that needs it; the thread stores it, if it is small. None: look again."""
+        """Read a queued item in the thread that needs it. The thread stores what a source returned; an object of a remote is in the cache
+        before its caller has it, so that a later `invalidate` finds it. None: look again."""
         self.start()  # in a child of a fork there is no thread, and others may be queued
         with self._lock:
             load.waiters += 1  # so that the bytes stay, whatever becomes of them
@@ -215,7 +216,7 @@ class Loader:
                 return None
             job = self._items.job(load)
             try:
-                job.run(publishes=self._thread is None)
+                job.run(publishes=not self._readers or self._thread is None)
             except (errors.CacheFault, errors.WaitTimeout) as error:
                 job.error = error.with_traceback(None)
             if job.writing is not None:
