@@ -368,7 +368,7 @@ def test_without_room_a_shard_is_fetched_once_an_epoch(
     for epoch in (1, 2):
         assert sorted(keys_of(loaded(dataset, workers))) == KEYS
         assert server.sent <= 1.02 * epoch * stored(server)
-    dataset._recipe.cache.close()
+    dataset._cache.close()
 
 
 def test_samples_are_grouped_as_webdataset_groups_them(cache: forebay.Cache, tmp_path: Path) -> None:
@@ -498,7 +498,7 @@ def test_a_state_is_resumed_from_an_empty_cache(server: ScriptedServer, urls: st
     assert keys_of(other) == rest
     assert server.gets - before < SHARDS  # only what is left is fetched
     for each in (dataset, other):
-        each._recipe.cache.close()
+        each._cache.close()
 
 
 @pytest.mark.parametrize(

@@ -236,11 +236,12 @@ def clone(source: int, target: int) -> bool:
     return True
 
 
-def copy_range(source: int, target: int, start: int, length: int) -> int:
-    """Copy bytes to the same offset of another file inside the kernel. Returns how many; 0 if the kernel cannot copy between these two."""
+def copy_range(source: int, target: int, start: int, length: int, at: int | None = None) -> int:
+    """Copy bytes to another file inside the kernel, to the offset ``at`` (default: the same). Returns how many; 0 if the kernel cannot copy
+    between these two."""
     step("copy_range", target)
     try:
-        return os.copy_file_range(source, target, length, start, start)
+        return os.copy_file_range(source, target, length, start, start if at is None else at)
     except OSError as error:
         if error.errno in _NOT_BETWEEN_THESE:
             return 0

@@ -27,7 +27,7 @@ try:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from forebay.adapters.ray import tasks as ray_tasks
-    from forebay.adapters.ray.head import here
+    from forebay.adapters.ray.sessions import here
     from forebay.adapters.ray.tasks import size_in
 except ModuleNotFoundError as error:
     raise errors.MissingExtra.of("forebay.adapters.chia", "ray") from error

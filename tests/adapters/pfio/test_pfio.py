@@ -27,7 +27,7 @@ import pytest
 import forebay
 from forebay._kernel import host
 from forebay.adapters import pfio
-from forebay.adapters.pfio import FileCache, MultiprocessFileCache, NaiveCache, ReadOnlyFileCache, roots
+from forebay.adapters.pfio import FileCache, MultiprocessFileCache, NaiveCache, ReadOnlyFileCache, base
 from forebay.adapters.pfio.file import PfioFile
 from tests.processes import ProcessGroup, fork_to_die, in_child
 
@@ -510,10 +510,10 @@ def test_a_maker_killed_at_any_step_leaves_nothing_for_long(place: str, step: in
 
 def test_a_root_that_is_removed_while_the_directory_is_looked_at_is_not_missed(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = f"forebay-{7:016x}"
-    assert roots._NAME.fullmatch(listed)
+    assert base._ROOT.fullmatch(listed)
     with monkeypatch.context() as m:
         m.setattr(os, "listdir", lambda directory: [listed])
-        assert roots._abandoned_in(place) == []
+        assert base._abandoned_in(place) == []
 
 
 def test_many_at_once_in_one_directory(place: str, children: ProcessGroup) -> None:

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ import forebay
 from forebay import errors
 from forebay._engine.passthrough import PassThrough
 from forebay.adapters import chia
-from forebay.adapters.ray import head as ray_head
 from forebay.adapters.ray import sessions as ray_sessions
 from forebay.adapters.ray import tasks as ray_tasks
 from tests.cache.test_shared_roots import Evil, Result
@@ -33,8 +31,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pass
     assert (tmp_path / "shared").stat().st_mode & 0o7777 == 0o2770
     monkeypatch.setenv("FOREBAY_SHARED", "1")
-    for module in (ray_head, ray_sessions):
-        monkeypatch.setattr(module, "here", lambda: NODE)
+    monkeypatch.setattr(ray_sessions, "here", lambda: NODE)
     return tmp_path / "shared"
 
 
@@ -42,11 +39,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tasks(root: Path) -> Iterator[ray_tasks.RayTasks]:
     """As `start` gives them; its actor is not asked."""
     session = ray_sessions.session_of("a group's")
-    session.attach(SimpleNamespace(_actor_id=1), ray_tasks._location(1, root, "MB", None, "read-through"))
+    session.attach(1, ray_tasks._location(1, root, "MB", None, "read-through"))
     session._good_until = math.inf
     yield ray_tasks.RayTasks("a group's")
     session.values().origin.store.close()  # type: ignore[union-attr]
-    session.end()
+    session.stop()
 
 
 def plant(root: Path, name: str, mark: Path) -> None:
@@ -68,7 +65,7 @@ def test_tasks_of_a_cluster(root: Path, tasks: ray_tasks.RayTasks, tmp_path: Pat
     place = tasks._session.location()
     assert place is not None
     assert place.codec == "pytree"
-    plant(root, ray_head.SPACE, tmp_path / "executed")
+    plant(root, ray_sessions.SPACE, tmp_path / "executed")
     look(tasks.write, tasks.read, tmp_path / "executed")
 
 
@@ -77,6 +74,10 @@ def test_chias_names(root: Path, tmp_path: Path) -> None:
     actor = chia._Cache(str(root), 1 << 20)
     look(actor.write, actor.read, tmp_path / "executed")
     actor._tasks._values.origin.store.close()  # type: ignore[union-attr]
+
+
+def unreachable(method: str, *args: Any, size: int = 0) -> Any:
+    raise AssertionError("the head is not asked")
 
 
 @pytest.mark.parametrize("codec", ["pickle", "pytree"])
@@ -89,7 +90,7 @@ def test_a_node_whose_own_cache_is_a_groups_copies_no_pickles(
         own = ray_tasks._location(1, tmp_path / "own", "MB", None, "read-through")
     assert own.codec == "pickle"
     monkeypatch.setenv("FOREBAY_HOME", os.fspath(root))
-    away: Any = ray_sessions._open(dataclasses.replace(own, node="another", codec=codec), ray_head.Head("a group's"))
+    away: Any = ray_sessions.open_values(dataclasses.replace(own, node="another", codec=codec), unreachable)
     store = away.origin.store
     assert (f"others can write to {root}: no values are copied to it" in caplog.text) == (codec == "pickle")
     assert isinstance(store, PassThrough) == (codec == "pickle")

@@ -232,9 +232,9 @@ def test_another_node_keeps_a_copy_while_it_is_current(tasks: ours.RayTasks) -> 
     (size,) = ray.get(reader.copies.remote("copied"))
     assert size > 8_000_000
     head = ray.get_actor("forebay-tasks", "forebay")
-    ray.get(head.__ray_call__.remote(lambda self: setattr(self, "send", None)))  # what was transferred is not transferred again
+    ray.get(head.__ray_call__.remote(lambda self: setattr(self._values, "send", None)))  # what was transferred is not transferred again
     assert ray.get(reader.read.remote("copied"))[:2] == (True, 999_999)
-    ray.get(head.__ray_call__.remote(lambda self: delattr(self, "send")))
+    ray.get(head.__ray_call__.remote(lambda self: delattr(self._values, "send")))
     tasks.write("copied", np.arange(10))
     assert ray.get(reader.read.remote("copied"))[:2] == (True, 9)
     tasks.evict("copied")

@@ -75,6 +75,17 @@ class _InstanceCache(type(ChainedFileSystem)):  # type: ignore[misc]  # fsspec h
         return super().__call__(*args, **options)
 
 
+def _passed_on(name: str, changes: bool = False) -> Callable[..., Any]:
+    """A method that the source has, too. ``changes``: what lies at the path."""
+
+    @functools.wraps(getattr(ChainedFileSystem, name))
+    def method(self: ForebayFileSystem, path: Any, *arguments: Any, **options: Any) -> Any:
+        with self._changing(path) if changes else contextlib.nullcontext(self.fs) as fs:
+            return getattr(fs, name)(_unchained(path), *arguments, **options)
+
+    return method
+
+
 class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: ignore[misc]
     """The filesystem ``fs``, or that of ``target_protocol`` and ``target_options``, with its objects read through the cache.
 
@@ -98,7 +109,9 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
     ) -> None:  # fmt: skip
         if getattr(self, "_cached", False):
             return
-        options = {name: value for name, value in options.items() if not _is_of_another(name, value)}
+        # Options of another protocol are passed to the outermost one where no link of a chain has it.
+        others = fsspec.available_protocols()
+        options = {name: value for name, value in options.items() if not (isinstance(value, Mapping) and name in others)}
         own = {name: options.pop(name) for name in _OF_CACHE & options.keys()}
         _check(target_protocol, fs, fetch, cache, own, options)
         super().__init__(**options)
@@ -299,8 +312,9 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         """See `fsspec.AbstractFileSystem`; so for all that follow."""
         return self.fs.ls(_unchained(path), detail=detail, **arguments)
 
-    def info(self, path: str, **arguments: Any) -> Any:
-        return self.fs.info(_unchained(path), **arguments)
+    info, walk, du, checksum, ukey, created, sign, mkdir, makedirs = map(
+        _passed_on, ("info", "walk", "du", "checksum", "ukey", "created", "sign", "mkdir", "makedirs")
+    )
 
     def exists(self, path: str, **arguments: Any) -> Any:
         if not self._is_http:
@@ -323,9 +337,6 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
                 return False
         return self.fs.isdir(_unchained(path))
 
-    def walk(self, path: str, *arguments: Any, **options: Any) -> Any:
-        return self.fs.walk(_unchained(path), *arguments, **options)
-
     def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **options: Any) -> Any:
         if self._is_http and not self.isdir(path):
             return _unchained(self.glob(path, detail=detail))
@@ -345,18 +356,6 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         found: list[str] = super().expand_path(path, *arguments, **options)
         return sorted(set(_unchained(found))) if self._is_http else found
 
-    def du(self, path: str, *arguments: Any, **options: Any) -> Any:
-        return self.fs.du(_unchained(path), *arguments, **options)
-
-    def checksum(self, path: str) -> Any:
-        return self.fs.checksum(_unchained(path))
-
-    def ukey(self, path: str) -> Any:
-        return self.fs.ukey(_unchained(path))
-
-    def created(self, path: str) -> Any:
-        return self.fs.created(_unchained(path))
-
     def modified(self, path: str) -> Any:
         """When an object was modified; 1970 where the source does not tell."""
         try:
@@ -365,9 +364,6 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
             source = self._source(self._stripped(path))
             known = self._origin.target(source.url, source.filesystem).remote.stat(source.url)
             return datetime.datetime.fromtimestamp(known.modified or 0 if known is not None else 0, datetime.UTC)
-
-    def sign(self, path: str, *arguments: Any, **options: Any) -> Any:
-        return self.fs.sign(_unchained(path), *arguments, **options)
 
     # -- writing: to the source ------------------------------------------------------------------------------------
 
@@ -416,13 +412,9 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         if path is not None:
             self._forget(self._stripped(path))
 
-    def pipe_file(self, path: str, value: bytes, *arguments: Any, **options: Any) -> Any:
-        with self._changing(path) as fs:
-            return fs.pipe_file(_unchained(path), value, *arguments, **options)
-
-    def pipe(self, path: Any, value: bytes | None = None, **options: Any) -> Any:
-        with self._changing(path) as fs:
-            return fs.pipe(_unchained(path), value, **options)
+    pipe_file, pipe, touch, rm, rm_file, rmdir = (
+        _passed_on(name, changes=True) for name in ("pipe_file", "pipe", "touch", "rm", "rm_file", "rmdir")
+    )
 
     def put_file(self, lpath: Any, rpath: str, *arguments: Any, **options: Any) -> Any:
         with self._changing(rpath) as fs:
@@ -443,28 +435,6 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
     def mv(self, path1: Any, path2: Any, *arguments: Any, **options: Any) -> Any:
         with self._changing(path1, path2) as fs:
             return fs.mv(_unchained(path1), _unchained(path2), *arguments, **options)
-
-    def touch(self, path: str, *arguments: Any, **options: Any) -> Any:
-        with self._changing(path) as fs:
-            return fs.touch(_unchained(path), *arguments, **options)
-
-    def rm(self, path: Any, *arguments: Any, **options: Any) -> Any:
-        with self._changing(path) as fs:
-            return fs.rm(_unchained(path), *arguments, **options)
-
-    def rm_file(self, path: str) -> Any:
-        with self._changing(path) as fs:
-            return fs.rm_file(_unchained(path))
-
-    def rmdir(self, path: str) -> Any:
-        with self._changing(path) as fs:
-            return fs.rmdir(_unchained(path))
-
-    def mkdir(self, path: str, *arguments: Any, **options: Any) -> Any:
-        return self.fs.mkdir(_unchained(path), *arguments, **options)
-
-    def makedirs(self, path: str, *arguments: Any, **options: Any) -> Any:
-        return self.fs.makedirs(_unchained(path), *arguments, **options)
 
 
 def _check(
@@ -492,11 +462,6 @@ def _filesystem(protocol: str | None, options: Mapping[str, Any]) -> Any:
         takes = inspect.signature(fsspec.get_filesystem_class(protocol).__init__).parameters
         options = options if "target_protocol" in takes else options["target_options"]
     return fsspec.filesystem(protocol, **options)
-
-
-def _is_of_another(name: str, value: object) -> bool:
-    """Whether an option is the options of another protocol, which fsspec passes to the outermost one where no link of a chain has it."""
-    return isinstance(value, Mapping) and name in fsspec.available_protocols()
 
 
 @functools.cache

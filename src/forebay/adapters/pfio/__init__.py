@@ -11,9 +11,8 @@ import os
 from typing import Any
 
 from forebay import errors
-from forebay.adapters.pfio import roots
 from forebay.adapters.pfio.base import Cache as Cache
-from forebay.adapters.pfio.base import Filling, Stored, checked_length, close_source, pickled, unpickled
+from forebay.adapters.pfio.base import Filling, Stored, check_local, checked_length, close_source
 from forebay.adapters.pfio.file import PfioFile
 from forebay.adapters.pfio.file import import_pfio as import_pfio
 from forebay.adapters.pfio.http import HTTPCache as HTTPCache
@@ -69,7 +68,7 @@ class ReadOnlyFileCache(Stored):
         super().__init__(length, do_pickle, dir, verbose, trace=False)
         self.closed = True
         if os.path.exists(self._directory):
-            roots.check_local(self._directory)
+            check_local(self._directory)
 
     @property
     def frozen(self) -> bool:
@@ -110,11 +109,11 @@ class ReadOnlyFileCache(Stored):
         self._close_node_cache()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_cache": None, "_source": pickled(self._source)}
+        return vars(self) | {"_cache": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._source = unpickled(self, state["_source"])
+        self._adopt(self._source)
 
 
 class FileCache(Filling):

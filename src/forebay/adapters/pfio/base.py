@@ -1,4 +1,4 @@
-"""What the caches of the adapter for PFIO share: the interface, reading and filling slots in files, the limit of their size."""
+"""What the PFIO caches share: the interface, reading and filling slots in files, and the private root of a cache with ``dir=``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import numbers
 import operator
 import os
 import pickle
+import re
 import secrets
+import shutil
+import stat
 import struct
-import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,13 +24,21 @@ from typing import Any, Self, cast
 from forebay import errors
 from forebay._engine.files.faults import FULL
 from forebay._engine.packs.pack import Pack
+from forebay._kernel import host
+from forebay._kernel.locks import LockFile
 from forebay._logs import logger
-from forebay.adapters.pfio import roots
 from forebay.adapters.pfio.file import RECORD, PfioFile, write_array
 from forebay.cache import Cache as NodeCache
 from forebay.samples import Samples
 
 log = logger("forebay.pfio")
+
+UNLIMITED = 1 << 60
+_ROOT = re.compile(r"forebay-[0-9a-f]{16}")
+_GONE = re.compile(_ROOT.pattern + r"\.gone")
+_RUN = secrets.token_hex(8)  # with the pid, identifies a process: a forked child has another pid, a spawned one another token
+_COUNT = struct.Struct("Q")
+_COUNT_AT = 4096 - _COUNT.size  # the end of the header of an array's index, which the array itself does not use
 
 
 class Cache(abc.ABC):
@@ -100,7 +109,7 @@ class Stored(Shared):
 
     def __init__(self, length: int, do_pickle: bool, dir: str | os.PathLike[str] | None, verbose: bool, trace: bool) -> None:
         self.length, self.do_pickle, self.verbose, self.trace = checked_length(length), do_pickle, verbose, trace
-        self.dir = roots.default_dir() if dir is None else dir
+        self.dir = default_dir() if dir is None else dir
         self._directory, self._is_given = os.path.abspath(self.dir), dir is not None
         self._source, self._has_warned = None, False
         self._cache: NodeCache | None = None
@@ -142,6 +151,12 @@ class Stored(Shared):
         if preserved is None:
             self._log("nothing was preserved as %s in %s", name, self.dir)
         return preserved
+
+    def _adopt(self, source: Samples | PfioFile | None) -> None:
+        """Read a source that another process pickled; its cache stays open until this object is collected."""
+        self._source = source
+        if isinstance(source, Samples):
+            weakref.finalize(self, source._origin.close).atexit = False
 
     def _node_cache(self) -> NodeCache:
         """The cache of this node, opened once."""
@@ -197,22 +212,7 @@ def recorded(tag: str, *, trace: bool = True) -> contextlib.AbstractContextManag
     return recording
 
 
-def pickled(source: Samples | PfioFile | None) -> bytes:
-    """A source to be read in another process."""
-    return pickle.dumps(source)
-
-
-def unpickled(owner: object, data: bytes) -> Samples | PfioFile | None:
-    """A source that another process pickled; its cache stays open until ``owner`` is collected."""
-    source: Samples | PfioFile | None = pickle.loads(data)
-    if isinstance(source, Samples):
-        weakref.finalize(owner, source._origin.close).atexit = False
-    return source
-
-
 # -- filling -----------------------------------------------------------------------------------------------------------
-
-_RUN = secrets.token_hex(8)  # with the pid, identifies a process: a forked child has another pid, a spawned one another token
 
 
 class Filling(Stored):
@@ -228,16 +228,14 @@ class Filling(Stored):
         super().__init__(length, do_pickle, dir, verbose, trace)
         self.cache_size_limit = _checked_limit(cache_size_limit)
         self._creator = (os.getpid(), _RUN)
-        own = roots.open_private(self._directory) if self._is_given else None
+        own = open_private(self._directory) if self._is_given else None
         cache = own or self._node_cache()
         live = self._live = cache.samples(length=self.length, codec="raw")
         self._source, self.closed, self._was_frozen = live, False, False
         self._root = str(own.path) if own is not None else None
         self._end: weakref.finalize[Any, Any] | None = weakref.finalize(self, _end, self._creator, live, own)
-        self._tally = Tally.of(live) if cache_size_limit else None
-        if self._tally is not None:
-            with self._tally.exclusive():
-                self._tally.add(RECORD.size * self.length)
+        pack = live._pack
+        self._index = str(pack._root.pack(pack.id) / "index") if cache_size_limit and isinstance(pack, Pack) else None
         self._log("created a cache of %d slots in %s", self.length, cache.path)
 
     @property
@@ -260,26 +258,29 @@ class Filling(Stored):
             return False
         value = pickle.dumps(data) if self.do_pickle else memoryview(data)
         try:
-            return live.put(i, value) if self._tally is None else self._put_within(self._tally, live, operator.index(i), value)
+            return live.put(i, value) if self._index is None else self._put_within(self._index, live, operator.index(i), value)
         except errors.Closed:  # by another thread, meanwhile
             return False
         except OSError as error:  # other faults were reported already: somebody removed this cache
             self._warn_once(error)
             return False
 
-    def _put_within(self, tally: Tally, live: Samples, i: int, value: bytes | memoryview) -> bool:
-        """The first put that does not fit freezes the cache."""
+    def _put_within(self, index: str, live: Samples, i: int, value: bytes | memoryview) -> bool:
+        """The first put that does not fit freezes the cache. The bytes of all processes' puts are counted in the array's ``index``.
+
+        A process that is killed between counting and storing leaves the number too high by one value; it is never too low."""
         size = memoryview(value).nbytes
-        with tally.exclusive():
+        with _locked(index) as fd:
             if live.frozen or not 0 <= i < self.length or (i in live and not self._limit_first):
                 return live.put(i, value)
-            if tally.read() + size > self.cache_size_limit:
+            (used,) = _COUNT.unpack(os.pread(fd, _COUNT.size, _COUNT_AT))
+            if RECORD.size * self.length + used + size > self.cache_size_limit:
                 live.freeze()
                 return False
-            tally.add(size)
+            os.pwrite(fd, _COUNT.pack(used + size), _COUNT_AT)
             stored = live.put(i, value)
             if not stored:
-                tally.add(-size)
+                os.pwrite(fd, _COUNT.pack(used), _COUNT_AT)
             return stored
 
     def preserve(self, name: str, overwrite: bool = False) -> bool:
@@ -297,18 +298,28 @@ class Filling(Stored):
         return kept
 
     def _save(self, name: str, overwrite: bool) -> bool:
-        target = os.path.join(self._directory, name)
-        if not overwrite and os.path.lexists(target):
-            return False
-        if isinstance(self._source, PfioFile):
-            return roots.link(self._source.path, target, overwrite)
-        live = cast(Samples, self._source)
-        live.freeze()
-        staged = os.path.join(str(self._root), f"preserve-{secrets.token_hex(8)}")
+        source, target = self._source, os.path.join(self._directory, name)
+        if os.path.lexists(target):
+            if not overwrite:
+                return False
+            if isinstance(source, PfioFile) and os.path.exists(target) and os.path.samefile(source.path, target):
+                return True  # renaming a second link over the first would leave both names
+        unique = secrets.token_hex(8)
+        staged = f"{target}.forebay-{unique}" if isinstance(source, PfioFile) else os.path.join(str(self._root), f"preserve-{unique}")
         try:
-            with open(staged, "xb", opener=_private) as file:
-                write_array(file, live)
-            return roots.publish(staged, target, overwrite)
+            if isinstance(source, PfioFile):
+                os.link(source.path, staged)
+            else:
+                live = cast(Samples, source)
+                live.freeze()
+                with open(staged, "xb", opener=_private) as file:
+                    write_array(file, live)
+            if overwrite:
+                os.replace(staged, target)
+            else:
+                os.link(staged, target)
+        except FileExistsError:
+            return False
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -317,6 +328,7 @@ class Filling(Stored):
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(staged)
+        return True
 
     def _name(self, name: str, overwrite: bool) -> bool:
         """Give the array a name in the node's cache; if it has one already, give it to a copy."""
@@ -361,8 +373,6 @@ class Filling(Stored):
         if self._end is not None:
             self._end()
         close_source(live)
-        if self._tally is not None:
-            self._tally.close()
 
     def _is_creator(self) -> bool:
         return self._creator == (os.getpid(), _RUN)
@@ -373,7 +383,7 @@ class Filling(Stored):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name not in ("_end", "_cache", "_live", "_source")}
-        data = None if self.closed else pickled(self._source)  # pickled separately: it must not be opened if the root is gone
+        data = None if self.closed else pickle.dumps(self._source)  # pickled separately: it must not be opened if the root is gone
         return state | {"_pickled_source": data, "_is_live": self._source is self._live}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -384,11 +394,11 @@ class Filling(Stored):
         if data is None or (root is not None and not os.path.exists(os.path.join(root, "FORMAT"))):
             self.closed = True  # by the process that created it, meanwhile
             return
-        self._source = unpickled(self, data)
+        self._adopt(pickle.loads(data))
         self._live = cast(Samples, self._source) if is_live else None
         if root is not None:
             # Opened once with its own budget, which this process's environment would replace otherwise.
-            roots.reopen_private(root).close()
+            NodeCache(root, budget=UNLIMITED, min_free=0).close()
 
 
 def _end(creator: tuple[int, str], live: Samples, own: NodeCache | None) -> None:
@@ -400,7 +410,7 @@ def _end(creator: tuple[int, str], live: Samples, own: NodeCache | None) -> None
     live.close()
     if own is not None:
         own.close()
-        roots.remove_private(str(own.path))
+        remove_private(str(own.path))
 
 
 def _checked_limit(limit: Any) -> Any:
@@ -415,67 +425,105 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
-# -- the limit ---------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[int]:
+    """A descriptor of the file, while no other thread or process has one. Raises OSError if the file is gone."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield fd
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a child that was forked meanwhile has the descriptor too
+        os.close(fd)
 
-_NUMBER = struct.Struct("Q")
-_OFFSET = 4096 - _NUMBER.size  # the end of the index's header, which the array itself does not use
+
+# -- private roots -----------------------------------------------------------------------------------------------------
 
 
-class Tally:
-    """The bytes that all processes have put into an array, counted in its index: exact, for a cache with a limit. Callable from any
-    thread, usable in both processes after a fork, and picklable.
+def default_dir() -> str:
+    """The directory in which PFIO itself would keep its files."""
+    return os.path.join(os.getenv("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pfio")
 
-    A process that is killed between counting and storing leaves the number too high by one value; it is never too low."""
 
-    _mutex: threading.Lock  # guards _fd, and the file's lock, which the threads of a process share
-    _fd: int
+def check_local(directory: str) -> None:
+    """Raises `ConfigError` (a ValueError) for a directory that cannot hold a cache."""
+    kind = host.fs_kind(directory)
+    if not host.is_local(kind):
+        message = f"dir={directory!r} lies on a file system of kind {kind}, which cannot hold a cache: choose a local disk"
+        raise errors.ConfigError(message, name="dir", value=directory)
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._reset()
 
-    @classmethod
-    def of(cls, samples: Samples) -> Tally | None:
-        """The tally of an array, 0 at first; None for an array that stores nothing."""
-        pack = samples._pack
-        return cls(str(pack._root.pack(pack.id) / "index")) if isinstance(pack, Pack) else None
+def open_private(directory: str) -> NodeCache:
+    """A new root in ``directory``, for one cache. Removes the roots of processes that were killed."""
+    os.makedirs(directory, exist_ok=True)
+    check_local(directory)
+    with _creating_root(directory) as abandoned:
+        cache = NodeCache(os.path.join(directory, f"forebay-{secrets.token_hex(8)}"), budget=UNLIMITED, min_free=0)
+    for path in abandoned:
+        remove_private(path)
+    return cache
 
-    def _reset(self) -> None:
-        self._mutex, self._fd, self._pid = threading.Lock(), -1, os.getpid()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Tally, (self._path,)
+def remove_private(path: str) -> None:
+    """Remove a root with its contents, also if other processes write to it meanwhile."""
+    for _ in range(10):
+        shutil.rmtree(path, ignore_errors=True)
+        if not os.path.lexists(path):
+            return
+    log.warning("%s could not be removed", path)
 
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """No other thread or process counts meanwhile. Raises OSError if the array is gone."""
-        if self._pid != os.getpid():
-            self.close()  # the parent has the same open file, whose lock would not exclude this process
-            self._reset()
-        with self._mutex:
-            if self._fd < 0:
-                self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def read(self) -> int:
-        """The number. Within `exclusive`."""
-        number: int = _NUMBER.unpack(os.pread(self._fd, _NUMBER.size, _OFFSET))[0]
-        return number
+@contextlib.contextmanager
+def _creating_root(directory: str) -> Iterator[list[str]]:
+    """Keep other processes from cleaning up while a root is created that nothing has open yet; give the roots that nothing has open.
 
-    def add(self, size: int) -> None:
-        """Count ``size`` more. Within `exclusive`."""
-        os.pwrite(self._fd, _NUMBER.pack(self.read() + size), _OFFSET)
+    Processes that create roots share the directory's lock: a process that holds it alone knows that no root is half created."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        abandoned = _abandoned_in(directory) if _try_exclusive(fd) else []
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        yield abandoned
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a child that was forked meanwhile has the descriptor too
+        os.close(fd)
 
-    def close(self) -> None:
-        """Close the file. The next use opens it again."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():
-            self.close()
+def _try_exclusive(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _abandoned_in(directory: str) -> list[str]:
+    """The roots here that no process has open, each renamed so that none opens it. Caller: holds the directory's lock alone."""
+    abandoned = []
+    for name in os.listdir(directory):
+        path = os.path.join(directory, name)
+        if _GONE.fullmatch(name):
+            abandoned.append(path)  # the process that was to remove it ended before
+        elif _ROOT.fullmatch(name) and _is_abandoned(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path, f"{path}.gone")
+                abandoned.append(f"{path}.gone")
+    return abandoned
+
+
+def _is_abandoned(path: str) -> bool:
+    """Whether a root of this user is open in no process: each holds a lock on its FORMAT file, which a half created root lacks."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:  # P1 lists it / P2 closes its cache, which removes it / P1 looks
+        return False
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        return False
+    lock = LockFile(os.path.join(path, "FORMAT"))
+    try:
+        return lock.try_lock(0, exclusive=True)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    finally:
+        lock.close()

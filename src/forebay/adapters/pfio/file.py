@@ -5,17 +5,15 @@ A record is two 8-byte integers in native byte order, the offset (unsigned) and 
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from forebay import codecs, errors
 from forebay._engine.files import pack_files, pack_records
-from forebay._engine.packs.pack import Pack
+from forebay._kernel import host
 from forebay._kernel.mappings import map_file
-from forebay._model import Buffer
 from forebay.cache import Cache
 from forebay.samples import Samples
 
@@ -102,25 +100,10 @@ def _count(view: memoryview, path: str) -> int:
     return count
 
 
-def write_pfio(file: BinaryIO, length: int, values: Iterable[tuple[int, Buffer]]) -> None:
-    """Write such a file with these slots filled, and sync it. ``file`` is new. Raises OSError."""
-    index = bytearray(EMPTY * length)
-    offset = RECORD.size * length
-    file.seek(offset)
-    for i, value in values:
-        RECORD.pack_into(index, RECORD.size * i, offset, len(value))
-        offset += file.write(value)
-    file.seek(0)
-    file.write(index)
-    file.flush()
-    os.fsync(file.fileno())
-
-
 # -- arrays as such files ----------------------------------------------------------------------------------------------
 
 _PAGE = 4096
 _BLOCK = 1 << 20
-_UNSUPPORTED = frozenset([errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM])
 
 
 def write_array(file: BinaryIO, samples: Samples) -> None:
@@ -131,12 +114,9 @@ def write_array(file: BinaryIO, samples: Samples) -> None:
     - the index, 16 bytes a slot, as in PFIO's own files;
     - one value directly after it, by which readers find the end of the index;
     - the segments, each from a page boundary on, so that whole blocks can be shared; the index points into them."""
-    pack, length = samples._pack, len(samples)
-    if not isinstance(pack, Pack):
-        write_pfio(file, length, ())
-        return
-    index = bytearray(EMPTY * length)
-    end = RECORD.size * length
+    pack: Any = samples._pack  # one that stores nothing has no filled slots
+    index = bytearray(EMPTY * len(samples))
+    end = len(index)
     first = next(((i, data) for i in samples if (data := samples.get(i)) is not None), None)
     if first is not None:
         file.seek(end)
@@ -160,7 +140,7 @@ def write_array(file: BinaryIO, samples: Samples) -> None:
     os.fsync(file.fileno())
 
 
-def _locations(samples: Samples, pack: Pack, first: tuple[int, memoryview] | None) -> Iterator[tuple[int, int, int, int]]:
+def _locations(samples: Samples, pack: Any, first: tuple[int, memoryview] | None) -> Iterator[tuple[int, int, int, int]]:
     """(slot, segment, offset in the segment, size) of all filled slots but the first."""
     for i in samples:
         data = samples.get(i)
@@ -173,31 +153,16 @@ def _rounded(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
 
 
-def _copy_segment(pack: Pack, number: int, fd: int, base: int, size: int) -> None:
+def _copy_segment(pack: Any, number: int, fd: int, base: int, size: int) -> None:
     source = pack_files.open_segment(pack._root, pack.id, number)
     try:
-        # Whole pages, otherwise their blocks cannot be shared; a segment consists of whole pages.
-        done = _copy_in_kernel(source, fd, base, _rounded(size))
+        done, whole = 0, _rounded(size)  # whole pages, otherwise their blocks cannot be shared; a segment consists of whole pages
+        while done < whole and (count := host.copy_range(source, fd, done, whole - done, base + done)):
+            done += count
         while done < size and (block := os.pread(source, min(_BLOCK, size - done), done)):
             done += os.pwrite(fd, block, base + done)
     finally:
         os.close(source)
-
-
-def _copy_in_kernel(source: int, fd: int, base: int, size: int) -> int:
-    """Return how many bytes were copied, or shared, this way."""
-    done = 0
-    while done < size:
-        try:
-            count = os.copy_file_range(source, fd, size - done, done, base + done)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            return done
-        if not count:
-            return done
-        done += count
-    return done
 
 
 def import_pfio(

@@ -10,7 +10,6 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from ray.remote_function import RemoteFunction
 from forebay import errors
 from forebay._logs import logger
 from forebay.adapters.ray.sessions import Context, Session, running, session_of
-from forebay.adapters.ray.values import NullValues, Unreachable
+from forebay.adapters.ray.values import Unreachable
 from forebay.tasks import hashing
 from forebay.tasks.cached import Cached
 from forebay.tasks.code import identity_of
@@ -51,8 +50,9 @@ class Task:
         functools.update_wrapper(self, function)
 
     def __reduce__(self) -> tuple[Any, ...] | str:
-        if self._naming.function.__module__ not in ("__main__", "__mp_main__") and _by_name(self._function) is self:
-            return str(self._function.__qualname__)
+        module, name = self._function.__module__, str(self._function.__qualname__)
+        if self._naming.function.__module__ not in ("__main__", "__mp_main__") and _by_name(module, name) is self:
+            return name
         return type(self), (self._function, self._naming, self._mode, self._namespace, {"tag": self._tag, **self._options})
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ class Task:
             return self._plain(args, kwargs)
         plan, value = make_plan(self._session(), self._naming, self._mode, tag, returns, args, kwargs, needs_tag=self._needs_tag())
         if value is not None:
-            return put(value[0], returns)
+            return ray.put(value[0]) if returns == 1 else [ray.put(part) for part in value[0]]
         return self._send(plan, args, kwargs)
 
     def tag_of(self, *args: Any, **kwargs: Any) -> str:
@@ -143,7 +143,7 @@ class ActorTask(Task):
         if plan.is_plain:
             return self._method.options(**self._options).remote(*args, **kwargs)
         handle, name = self._method._actor, self._method._method_name
-        names, flat = flattened(args, kwargs)
+        names, flat = tuple(kwargs), (*args, *kwargs.values())  # Ray resolves references only in positional arguments
         if plan.replay is None and getattr(handle, "_ray_allow_out_of_order_execution", True):
             # The method may be a coroutine, which only Ray itself can run there.
             references = self._method.options(**self._options).remote(*args, **kwargs)
@@ -209,10 +209,10 @@ def _resolved(argument: Any) -> Any:
     return ray.get(argument) if isinstance(argument, ray.ObjectRef) else argument
 
 
-def _by_name(function: Any) -> Any:
-    """The object that has the module and the qualified name of a function."""
-    value: Any = sys.modules.get(function.__module__)
-    for name in function.__qualname__.split("."):
+def _by_name(module: str, qualname: str) -> Any:
+    """The object with this module and qualified name; None if this process does not have it."""
+    value: Any = sys.modules.get(module)
+    for name in qualname.split("."):
         value = getattr(value, name, None)
     return value
 
@@ -228,9 +228,7 @@ def _stub(method: ActorMethod) -> Callable[..., Any]:
     where = handle._ray_function_descriptor[name]
     stub.__name__, stub.__qualname__, stub.__module__ = name, f"{where.class_name}.{name}", where.module_name
     stub.__signature__ = inspect.Signature(handle._ray_method_signatures[name])  # type: ignore[attr-defined]
-    kind: Any = sys.modules.get(where.module_name)
-    for part in where.class_name.split("."):
-        kind = getattr(kind, part, None)
+    kind = _by_name(where.module_name, where.class_name)
     original = getattr(getattr(getattr(kind, "__ray_metadata__", None), "modified_class", kind), name, None)
     if isinstance(original, types.FunctionType):
         stub.__wrapped__ = original  # type: ignore[attr-defined]
@@ -257,16 +255,6 @@ def _content(reference: ray.ObjectRef) -> Any:
 
 
 hashing.register(ray.ObjectRef, _content)
-
-
-@contextmanager
-def _as_caller() -> Iterator[None]:
-    previous = getattr(_calling, "met", None)  # a rule for tags may call a task
-    _calling.met = False
-    try:
-        yield
-    finally:
-        _calling.met = previous
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,10 +286,12 @@ def make_plan(
     arguments."""
     if tag is not None and not isinstance(tag, str):
         raise errors.ConfigError(f"{naming.identity}: the tag {tag!r} is not a str", name="tag", value=repr(tag))
-    with _as_caller():
-        call = naming.call(args, kwargs, tag)
-        met = bool(_calling.met)
-    values, location, config = session.values(), session.location(), session.config
+    previous, _calling.met = getattr(_calling, "met", None), False  # a rule for tags may call a task
+    try:
+        call, met = naming.call(args, kwargs, tag), bool(_calling.met)
+    finally:
+        _calling.met = previous
+    location, config = session.location(), session.config
     chosen = mode or (location.mode if location is not None else READ_THROUGH)
     tag_is_known = not met or tag is not None or (call is not None and not call.tag.given)
     kept = call is not None and _is_listed(config, naming.name, call.tag, tag_is_known=tag_is_known)
@@ -313,8 +303,8 @@ def make_plan(
         kept = kept and not replay.is_from_cache
         replay = dataclasses.replace(replay, provider=None)  # the worker has it from the context
     pin = kept and call is not None and config is not None and bool(config.pins(naming.name, call.tag))
-    looks = kept and replay is None and chosen == READ_THROUGH and not met and not isinstance(values, NullValues)
-    value = values.look(call.tag.key, call.digest, label=naming.identity) if looks and call is not None else None
+    looks = kept and replay is None and chosen == READ_THROUGH and not met and location is not None
+    value = session.values().look(call.tag.key, call.digest, label=naming.identity) if looks and call is not None else None
     if value is not None and not _fits(value[0], returns):
         value = None
     return CallPlan(session.context(), tag, None if met else call, replay, kept, pin, chosen, returns, looks), value
@@ -333,14 +323,9 @@ def _fits(value: Any, returns: int) -> bool:
     return returns == 1 or (not isinstance(value, (str, bytes, Mapping)) and getattr(value, "__len__", lambda: -1)() == returns)
 
 
-def put(value: Any, returns: int) -> Any:
-    """References to a cached value, as the call would have returned them."""
-    return ray.put(value) if returns == 1 else [ray.put(part) for part in value]
-
-
 def work(function: Callable[..., Any], naming: Naming, plan: CallPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """On the worker: run or replay the call, and keep its output."""
-    session = plan.context.install()
+    session = session_of(plan.context.namespace).install(plan.context)
 
     def run() -> Any:
         session.counted["runs"] += 1
@@ -404,7 +389,7 @@ def _replayed(
         value = provider(plan.replay.tag, plan.replay.data_path, *args, **kwargs)
     else:
         try:
-            value = session.head.ask("text", plan.replay.data_path)
+            value = session.ask("text", plan.replay.data_path)
         except Unreachable:
             return run()  # the session has logged it
     session.counted["replays"] += 1
@@ -434,17 +419,12 @@ def in_actor(actor: Any, method: str, naming: Naming, plan: CallPlan, names: Seq
 def keep_results(naming: Naming, plan: CallPlan, names: Sequence[str], *flat: Any) -> Any:
     """The task that Ray runs after a method that cannot be replaced by another function: ``flat`` has its results, then its arguments."""
     results, (args, kwargs) = flat[: plan.returns], _unflattened(names, flat[plan.returns :])
-    session = plan.context.install()
+    session = session_of(plan.context.namespace).install(plan.context)
     plan, call = _named(session, naming, plan, args, kwargs)
     value = results[0] if plan.returns == 1 else results
     session.counted["runs"] += 1
     keep(session, naming, plan, call, value)
     return value
-
-
-def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """The names of the keyword arguments; and all arguments as positional ones, in which Ray resolves references."""
-    return tuple(kwargs), (*args, *kwargs.values())
 
 
 def _unflattened(names: Sequence[str], flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -5,6 +5,7 @@ that calls `start`: the cache is on that node, and its processes read and write 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,9 +16,8 @@ from forebay._logs import logger
 from forebay.tasks import Tasks
 
 try:
-    from forebay.adapters.ray import head as ray_head
-    from forebay.adapters.ray.head import SPACE, CacheLocation
-    from forebay.adapters.ray.sessions import Context, Current, session_of
+    from forebay.adapters.ray import sessions
+    from forebay.adapters.ray.sessions import SPACE, CacheLocation, Context, Current, session_of
     from forebay.adapters.ray.task import READ_THROUGH, Task, make_task, mode_of
 except ModuleNotFoundError as error:
     raise errors.MissingExtra.of("forebay.adapters.ray.tasks", "ray") from error
@@ -45,9 +45,7 @@ def start(
     Raises `ConfigError` (a ValueError) and `RootRefused`."""
     requested = _location(size, cache_dir, units, config, mode_of(mode) or READ_THROUGH)
     session = session_of(namespace)
-    actor, location = ray_head.start_head(session.namespace, requested)
-    _compare(session.namespace, requested, location)
-    session.attach(actor, location)
+    _compare(session.namespace, requested, session.start(requested))
     return RayTasks(session.namespace)
 
 
@@ -55,14 +53,12 @@ def active(namespace: str | None = None) -> RayTasks | None:
     """The running cache, in any process of the cluster; None if none was started, or it is gone."""
     session = session_of(namespace)
     session.forget()
-    return RayTasks(session.namespace) if session.head.handle() is not None else None
+    return RayTasks(session.namespace) if session.handle() is not None else None
 
 
 def stop(namespace: str | None = None) -> None:
     """End the cache's actor, for all drivers. Its contents stay in its directory, for the next `start`."""
-    session = session_of(namespace)
-    ray_head.stop_head(session.namespace)
-    session.end()
+    session_of(namespace).stop()
 
 
 def remote(
@@ -73,17 +69,10 @@ def remote(
 
     The cache may be started later: each call looks for it. ``tag``, ``version``, ``ignore``: as for `Tasks.cached`. ``mode``: default: that
     of `start`. ``ray_options``: those of ``ray.remote``."""
-    settings: dict[str, Any] = {
-        "tag": tag,
-        "version": version,
-        "ignore": ignore,
-        "mode": mode_of(mode),
-        "namespace": namespace,
-        "options": ray_options,
-    }
-    if fn is None:
-        return lambda function: make_task(function, **settings)
-    return make_task(fn, **settings)
+    make = functools.partial(
+        make_task, tag=tag, version=version, ignore=ignore, mode=mode_of(mode), namespace=namespace, options=ray_options
+    )
+    return make if fn is None else make(fn)
 
 
 class RayTasks(Tasks):
@@ -152,9 +141,9 @@ def _location(size: float, cache_dir: str | os.PathLike[str], units: str, config
     budget = size_in(size, units)
     parsed = load(config) if config is not None else None
     with Cache(Path(cache_dir).absolute()) as cache:
-        root = ray_head.root_of(str(cache.path))
+        root = sessions.root_of(str(cache.path))
         codec = default_codec(others_can_write=origin_of(cache).others_can_write).name
-        return CacheLocation(str(cache.path), ray_head.here(), root or 0, budget, os.getcwd(), parsed, mode, codec)
+        return CacheLocation(str(cache.path), sessions.here(), root or 0, budget, os.getcwd(), parsed, mode, codec)
 
 
 def _compare(namespace: str, requested: CacheLocation, running: CacheLocation) -> None:

@@ -1,4 +1,4 @@
-"""Values of the cluster's cache: as the head serves them, as processes of other nodes use them, and without a head."""
+"""Values of the cluster's cache: as the head serves them, and as processes of other nodes use them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.index.memo import Remembered
@@ -96,13 +96,6 @@ class HeadValues(Values):
         return f"{hashlib.blake2b(store.root.id.to_bytes(8), digest_size=8).hexdigest()}-{id:x}"
 
 
-class HeadClient(Protocol):
-    """Calls methods of the head."""
-
-    def ask(self, method: str, *args: Any, size: int = 0) -> Any:
-        """Call a method. ``size``: bytes of the transfer. Raises `Unreachable`, or what the method raises."""
-
-
 class Unreachable(Exception):
     """The head does not answer."""
 
@@ -110,42 +103,39 @@ class Unreachable(Exception):
 class RemoteValues(Values):
     """The values on another node than the head's: they come from the head, and a copy stays in this node's own cache.
 
-    The meta of a copy begins with the token of the head's entry: the copy is used as long as the head has the same token."""
+    The meta of a copy begins with the token of the head's entry: the copy is used as long as the head has the same token.
+    ``ask(method, *args, size=0)``: calls a method of the head's `HeadValues`. ``size``: bytes of the transfer. Raises `Unreachable`, or
+    what the method raises."""
 
-    def __init__(self, origin: Origin, space: str, codec: Codec, head: HeadClient) -> None:
+    def __init__(self, origin: Origin, space: str, codec: Codec, ask: Callable[..., Any]) -> None:
         super().__init__(origin, space, codec)
-        self._head = head
+        self._ask = ask
 
     def _look(self, key: str, digest: str | None, label: str, copy: bool) -> tuple[Any] | None:
+        store, own, meta = self._store(), self._stored(key), self._meta(digest)
         try:
-            return self._ask(key, digest, label, copy)
+            for token in [own.entry.meta.partition(" ")[0], ""] if own else [""]:
+                answer: HeadReply | None = self._ask("give", key, meta, digest is not None, token)
+                if answer is None or not self._is_ours(key, answer.meta, digest, label):
+                    return None
+                local = own if own and token == answer.token else None
+                value = self._decoded(store, key, local, label, copy) if local else self._fetched(store, key, answer, label, copy)
+                if value is not None:
+                    if local:
+                        store.touch(local.entry)
+                    store.count_hit(answer.size)
+                    self.counted["hits"] += 1
+                    return value
+            assert answer is not None
+            self._ask("report_unreadable", key, answer.token)
         except Unreachable:
-            return None
+            pass  # which was logged
         except errors.CacheFault as error:  # of the head
             self.origin.fall_back(error, f"{self.space}:{key}")
-            return None
-
-    def _ask(self, key: str, digest: str | None, label: str, copy: bool) -> tuple[Any] | None:
-        store, own, meta = self._store(), self._stored(key), self._meta(digest)
-        answer: HeadReply | None
-        for token in [own.entry.meta.partition(" ")[0], ""] if own else [""]:
-            answer = self._head.ask("give", key, meta, digest is not None, token)
-            if answer is None or not self._is_ours(key, answer.meta, digest, label):
-                return None
-            local = own if own and token == answer.token else None
-            value = self._decoded(store, key, local, label, copy) if local else self._fetched(store, key, answer, label, copy)
-            if value is not None:
-                if local:
-                    store.touch(local.entry)
-                store.count_hit(answer.size)
-                self.counted["hits"] += 1
-                return value
-        assert answer is not None
-        self._head.ask("report_unreadable", key, answer.token)
         return None
 
     def _fetched(self, store: Store | PassThrough, key: str, answer: HeadReply, label: str, copy: bool) -> tuple[Any] | None:
-        payload = answer.payload or self._head.ask("send", key, answer.token, size=answer.size)
+        payload = answer.payload or self._ask("send", key, answer.token, size=answer.size)
         if payload is None:
             return None  # it is gone meanwhile
         local = self._copied(store, key, payload, f"{answer.token} {answer.meta}")
@@ -195,7 +185,7 @@ class RemoteValues(Values):
             return None
         payload, meta = Payload(pieces), self._meta(digest)
         try:
-            token = self._head.ask("take", key, payload, meta, pin, size=payload.size)
+            token = self._ask("take", key, payload, meta, pin, size=payload.size)
         except Unreachable:
             return None  # which was logged
         except errors.CacheFault as error:
@@ -244,53 +234,6 @@ class RemoteValues(Values):
 
     def _asked(self, without: T, method: str, *args: Any) -> T:
         try:
-            return self._head.ask(method, *args)  # type: ignore[no-any-return]
+            return self._ask(method, *args)  # type: ignore[no-any-return]
         except Unreachable:
             return without
-
-
-class NullValues:
-    """Without a head there are no values and none are kept; functions run."""
-
-    def __init__(self, counted: dict[str, int]) -> None:
-        self.counted = counted
-
-    def look(self, key: str, digest: str | None = None, *, label: str = "", copy: bool = False) -> tuple[Any] | None:
-        self.counted["misses"] += 1
-        return None
-
-    def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, label: str = "") -> bool:
-        return False
-
-    def kept(self, key: str, value: Any, **how: Any) -> None:
-        return None
-
-    def single(self, key: str, digest: str | None, make: Callable[[], T], **how: Any) -> T:
-        return make()
-
-    async def single_async(self, key: str, digest: str | None, make: Callable[[], Awaitable[T]], **how: Any) -> T:
-        return await make()
-
-    def has(self, key: str) -> bool:
-        return False
-
-    def has_any(self, prefix: str) -> bool:
-        return False
-
-    def evict(self, key: str) -> bool:
-        return False
-
-    def flush(self) -> int:
-        return 0
-
-    def keys(self) -> list[str]:
-        return []
-
-    def size(self) -> tuple[int, int]:
-        return 0, 0
-
-    def size_bytes(self) -> int:
-        return 0
-
-    def budget(self) -> int | None:
-        return None

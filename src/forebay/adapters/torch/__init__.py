@@ -12,8 +12,7 @@ try:
 except ModuleNotFoundError as error:
     raise errors.MissingExtra.of("forebay.adapters.torch", "torch") from error
 
-from forebay.adapters.torch.datasets import CachedDataset, UrlDataset
-from forebay.adapters.torch.lookahead import Lookahead
+from forebay.adapters.torch.datasets import CachedDataset, Lookahead, UrlDataset
 from forebay.adapters.torch.shards import Shards
 from forebay.adapters.torch.tensors import tensor
 

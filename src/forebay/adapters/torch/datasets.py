@@ -1,4 +1,4 @@
-"""Map-style datasets: the objects of URLs, and another dataset whose items are decoded once for all workers of the node."""
+"""Map-style datasets: the objects of URLs, a sampler that prefetches them, and a dataset that is decoded once for all workers of a node."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import logging
 import operator
 import os
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from forebay import errors
 from forebay._logs import logger
@@ -60,8 +61,7 @@ class UrlDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to mypy
         return [self._decoded(url, data) for url, data in zip(urls, self.cache.read_many(urls), strict=True)]
 
     def _decoded(self, url: str, data: memoryview) -> Any:
-        item = data if self.decode is None else self.decode(url, data)
-        return to_bytes(item) if type(item) is memoryview else item  # a view cannot be pickled, and PyTorch's worker would hang
+        return _picklable(data if self.decode is None else self.decode(url, data))
 
 
 class PackedUrls(Sequence[str]):
@@ -139,9 +139,7 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
         return [self._transformed(item) for item in items]
 
     def _transformed(self, item: Any) -> Any:
-        if self.transform is not None:
-            return self.transform(item)
-        return to_bytes(item) if type(item) is memoryview else item  # a view cannot be pickled, and PyTorch's worker would hang
+        return _picklable(item) if self.transform is None else self.transform(item)
 
     def _cached(self, indices: Sequence[int]) -> list[Any]:
         """The cached items, None instead of the others, which are then read one by one: each raises its own error."""
@@ -209,6 +207,10 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
         log.log(level, "the cache failed, and items are read without it; here item %d: %s", index, error, exc_info=True)
 
 
+def _picklable(item: Any) -> Any:
+    return to_bytes(item) if type(item) is memoryview else item  # a view cannot be pickled, and PyTorch's worker would hang
+
+
 def _length(dataset: Any) -> int:
     try:
         if not isinstance(dataset, IterableDataset):
@@ -217,3 +219,51 @@ def _length(dataset: Any) -> int:
         log.debug("a %s has no length", type(dataset).__name__)
     kind = type(dataset).__name__
     raise errors.ConfigError(f"{kind} is not a map-style dataset: it needs __len__ and __getitem__", name="dataset", value=kind)
+
+
+class Lookahead(Sampler):  # type: ignore[misc]  # PyTorch is optional: to mypy it is Any
+    """A sampler, or batch sampler, that yields what ``sampler`` yields, and has the objects of the next indices fetched meanwhile:
+    ``DataLoader(dataset, sampler=Lookahead(RandomSampler(dataset), dataset))``.
+
+    ``sampler``: yields indices of ``dataset``, or lists of them, in the process that runs the loader. ``dataset``: a `UrlDataset`.
+    ``window``, ``workers``: as for `Cache.lookahead`, whose fetches run in that process, as far ahead as the window reaches: workers find
+    the objects in the cache, or wait for those that are on their way. ``horizon``: so many indices are drawn in advance, at least, so that
+    the cache keeps what is used soonest: for a sampler that repeats indices. Each iteration has a look-ahead of its own, which ends with
+    it, with its process, or where the loader gives it up. ``set_epoch`` is that of the sampler. Raises `ConfigError`."""
+
+    def __init__(
+        self, sampler: Iterable[Any], dataset: UrlDataset, *, window: int | str | None = None, horizon: int = 0, workers: int = 16
+    ) -> None:  # fmt: skip
+        if not isinstance(dataset, UrlDataset):
+            advice = "its items must be objects of URLs: UrlDataset(urls, decode)"
+            raise errors.ConfigError(f"a {type(dataset).__name__} cannot be prefetched: {advice}", name="dataset", value=repr(dataset))
+        self.sampler, self.dataset, self._window = sampler, dataset, window
+        self._horizon, self._workers = horizon, workers
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]  # raises TypeError for a sampler without a length
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn: deque[Any] = deque()
+
+        def urls() -> Iterator[str]:
+            for chosen in self.sampler:
+                drawn.append(chosen)
+                for index in _indices(chosen):
+                    yield self.dataset.urls[index]
+
+        with self.dataset.cache.lookahead(urls(), window=self._window, horizon=self._horizon, workers=self._workers) as ahead:
+            while drawn:
+                chosen = drawn.popleft()
+                yield chosen
+                for _ in _indices(chosen):
+                    ahead.skip()
+            ahead.skip()  # raises what the sampler raised
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the sampler, such as a DistributedSampler, draw the order of this epoch."""
+        self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]  # raises AttributeError for a sampler without epochs
+
+
+def _indices(chosen: Any) -> Iterable[int]:
+    return chosen if isinstance(chosen, (list, tuple)) else (chosen,)

@@ -7,6 +7,7 @@ import multiprocessing.context
 import operator
 import os
 import random
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,16 +18,18 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from forebay import errors, remote
 from forebay._logs import logger
+from forebay._model import Span
 from forebay.adapters.torch.datasets import opened
-from forebay.adapters.torch.shard_files import Sample, ShardFile, ShardFiles
 from forebay.cache import Cache
 from forebay.remote.urls import Url
-from forebay.sources import Decode, by_extension
+from forebay.sources import Decode, by_extension, tar_index
 from forebay.sources.tar import expanded
 from forebay.world import World
 
 log = logger("forebay.adapters.torch")
 
+_Group = tuple[str, list[tuple[str, str, Span]]]  # the key of a sample; name, extension and place of each member
+_KEY = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
 _EPOCH, _IN_WORKERS = 0, 1  # of the words that a dataset shares with its copies in workers
 
 
@@ -57,8 +60,12 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
         if not self.urls:
             raise errors.ConfigError("no shards: name at least one", name="urls", value=None)
         chosen = by_extension(decode) if isinstance(decode, Mapping) else decode
-        self._recipe = _Recipe(opened(cache), chosen, bool(shuffle_shards), buffer, int(seed), ahead, _digest(self.urls))
-        self._world, self._spawned_by = world, _SpawnedBy(0, None)
+        self._cache, self._decode, self._ahead, self._buffer = opened(cache), chosen, ahead, buffer
+        # What must be the same where a state is loaded.
+        self._identity = {"shards": _digest(self.urls), "shuffle_shards": bool(shuffle_shards), "buffer": buffer, "seed": int(seed)}
+        self._world = world
+        self._spawned_by: World | None = None  # the world of the process that spawned the process `_spawned`
+        self._spawned = 0
         self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._position: _Position | None = None
         self._resumes = False
@@ -77,11 +84,13 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
             self._position = _Position(_Share.of(world), int(self._shared[_EPOCH]))
         self._position.share.check(world)
         self._resumes = False
-        own = self._recipe.order(self.urls, self._position.epoch)[world.rank :: world.num_ranks]
-        own = own[world.worker_of_rank :: world.workers_per_rank]
+        order = self.urls
+        if self._identity["shuffle_shards"]:
+            order = random.Random(f"{self._identity['seed']} {self._position.epoch}").sample(order, len(order))
+        own = order[world.rank :: world.num_ranks][world.worker_of_rank :: world.workers_per_rank]
         if not own:
             log.warning("%d shards for %d workers: %s has none", len(self.urls), world.num_workers, self._position.share)
-        return _Pass(self._recipe, self._position, own)
+        return _Pass(self, self._position, own)
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -93,7 +102,7 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
             message = "the workers have the positions, and this process has none: use torchdata's StatefulDataLoader, or num_workers=0"
             raise errors.ConfigError(message, name="state_dict", value=None)
         position = self._position or _Position(_Share.of(self._world_here()), int(self._shared[_EPOCH]))
-        return {**self._recipe.identity(), **position.state()}
+        return {**self._identity, **position.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration return exactly the samples that were left when this state was saved.
@@ -102,7 +111,7 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
         worker, or with another number of ranks or workers."""
         if not isinstance(state, Mapping):
             raise _no_state("state", state)
-        for name, value in self._recipe.identity().items():
+        for name, value in self._identity.items():
             if state.get(name) != value:
                 raise _mismatch(name, state.get(name), value)
         position = _Position.of(state)
@@ -115,49 +124,20 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
     def _world_here(self) -> World:
         if self._world is not None:
             return self._world.detect_workers()
-        if self._spawned_by.world is not None and self._spawned_by.process == os.getpid() and get_worker_info() is not None:
-            return self._spawned_by.world.detect_workers()
+        if self._spawned_by is not None and self._spawned == os.getpid() and get_worker_info() is not None:
+            return self._spawned_by.detect_workers()
         return World.detect()
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker does not know what its rank knows. Whatever else unpickles this may be another rank.
         world = World.detect() if multiprocessing.context.get_spawning_popen() is not None else None
         position = self._position if self._resumes else None
-        return vars(self) | {"_spawned_by": _SpawnedBy(0, world), "_position": position}
+        return vars(self) | {"_spawned_by": world, "_position": position}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._spawned_by = self._spawned_by._replace(process=os.getpid())
+        self._spawned = os.getpid()
         self._shared.share_memory_()  # one that came by a plain pickle is in no memory that workers see
-
-
-class _SpawnedBy(NamedTuple):
-    """The world of the process that spawned the process ``process``."""
-
-    process: int
-    world: World | None
-
-
-class _Recipe(NamedTuple):
-    """What all iterations of a dataset have in common."""
-
-    cache: Cache
-    decode: Decode | None
-    shuffle_shards: bool
-    buffer: int
-    seed: int
-    ahead: int
-    shards: str  # a digest of the URLs
-
-    def identity(self) -> dict[str, Any]:
-        """What must be the same where a state is loaded."""
-        return {"shards": self.shards, "shuffle_shards": self.shuffle_shards, "buffer": self.buffer, "seed": self.seed}
-
-    def order(self, urls: Sequence[str], epoch: int) -> Sequence[str]:
-        """The shards of an epoch, in the order in which ranks and workers take them by turns."""
-        if not self.shuffle_shards:
-            return urls
-        return random.Random(f"{self.seed} {epoch}").sample(urls, len(urls))
 
 
 def _digest(urls: Iterable[str]) -> str:
@@ -239,18 +219,18 @@ class _Position:
 class _Pass(Iterator[dict[str, Any]]):
     """One iteration, which moves ``position`` with each sample. ``own``: the shards of this worker."""
 
-    def __init__(self, recipe: _Recipe, position: _Position, own: Sequence[str]) -> None:
-        self._recipe, self._at, self._own = recipe, position, own
-        self._buffer: list[Sample] | None = None
-        self._upcoming: ShardFiles | None = None
-        self._shard: ShardFile | None = None
+    def __init__(self, dataset: Shards, position: _Position, own: Sequence[str]) -> None:
+        self._dataset, self._at, self._own = dataset, position, own
+        self._buffer: list[_Sample] | None = None
+        self._upcoming: Iterator[_Shard] | None = None
+        self._shard: _Shard | None = None
 
     def __next__(self) -> dict[str, Any]:
         buffer, at = self._filled(), self._at
         while (sample := self._read()) is not None:
-            if not self._recipe.buffer:
+            if not self._dataset._buffer:
                 return self._decoded(sample)
-            if len(buffer) < self._recipe.buffer:
+            if len(buffer) < self._dataset._buffer:
                 buffer.append(sample)
                 at.turns.append(sample.turn)
                 at.samples.append(sample.number)
@@ -273,42 +253,39 @@ class _Pass(Iterator[dict[str, Any]]):
         """A number below ``count`` that depends on how many were drawn, so that a state need not hold that of a generator."""
         share, at = self._at.share, self._at
         at.drawn += 1
-        text = f"{self._recipe.seed} {at.epoch} {share.rank} {share.worker} {at.drawn}"
+        text = f"{self._dataset._identity['seed']} {at.epoch} {share.rank} {share.worker} {at.drawn}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % count
 
-    def _decoded(self, sample: Sample) -> dict[str, Any]:
-        decode = self._recipe.decode
+    def _decoded(self, sample: _Sample) -> dict[str, Any]:
+        decode = self._dataset._decode
         item: dict[str, Any] = {"__key__": sample.key, "__url__": sample.url}
-        for name, extension, data in sample.fields:
+        for name, extension, data in sample.members:
             item[extension] = data if decode is None else decode(name, data)
         return item
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def _filled(self) -> list[Sample]:
+    def _filled(self) -> list[_Sample]:
         """The buffer; at first with what the position says that it has, read again."""
         if self._buffer is None:
-            samples: dict[tuple[int, int], Sample] = {}
+            samples: dict[tuple[int, int], _Sample] = {}
             places = list(zip(self._at.turns, self._at.samples, strict=True))
-            turns = sorted({turn for turn, _ in places})
-            upcoming = ShardFiles(self._recipe.cache, [(turn, self._own[turn]) for turn in turns], self._recipe.ahead)
-            while (shard := upcoming.take()) is not None:
+            for shard in self._shards(sorted({turn for turn, _ in places})):
                 for turn, number in places:
                     if turn == shard.turn:
                         samples[turn, number] = _checked(shard, number + 1).sample(number)
             self._buffer = [samples[place] for place in places]
         return self._buffer
 
-    def _read(self) -> Sample | None:
+    def _read(self) -> _Sample | None:
         """The next sample of the shards; None after the last."""
         at = self._at
         if self._upcoming is None:
-            left = list(enumerate(self._own))[at.turn :]
-            self._upcoming = ShardFiles(self._recipe.cache, left, self._recipe.ahead)
+            self._upcoming = self._shards(range(at.turn, len(self._own)))
         while True:
             if self._shard is None:
                 try:
-                    self._shard = self._upcoming.take()
+                    self._shard = next(self._upcoming, None)
                     if self._shard is None:
                         return None
                     _checked(self._shard, at.sample)
@@ -320,14 +297,70 @@ class _Pass(Iterator[dict[str, Any]]):
                 return self._shard.sample(at.sample - 1)
             self._next_shard()
 
+    def _shards(self, turns: Sequence[int]) -> Iterator[_Shard]:
+        """The shards of these turns: while one is read, the next ones are fetched. Raises `RemoteError` and `BadArchive`; the call after
+        that returns the shard behind.
+
+        What is under way when the iterator is dropped is fetched to its end, into the cache."""
+        cache, ahead, urls = self._dataset._cache, self._dataset._ahead, [self._own[turn] for turn in turns]
+        data: Iterator[memoryview] = cache.lookahead(urls, most=ahead, workers=ahead + 1) if ahead else map(cache.read, urls)
+        return map(_Shard, turns, urls, data)
+
     def _next_shard(self) -> None:
         self._shard = None
         self._at.turn, self._at.sample = self._at.turn + 1, 0
 
 
-def _checked(shard: ShardFile, count: int) -> ShardFile:
+def _checked(shard: _Shard, count: int) -> _Shard:
     """A shard that has so many samples at least. Raises `RemoteChanged`."""
     if len(shard) < count:
         message = f"{shard.url} has changed since the state was saved: it has {len(shard):,} samples, and had {count:,} at least"
         raise errors.RemoteChanged(message, url=shard.url)
     return shard
+
+
+class _Sample(NamedTuple):
+    """The members of a shard that share a key. ``turn``: of its shard among those of the worker; ``number``: of the sample in the shard.
+    ``members``: the name in the tar, the extension in lower case, and the bytes of each."""
+
+    turn: int
+    number: int
+    url: str
+    key: str
+    members: tuple[tuple[str, str, bytes], ...]
+
+
+class _Shard:
+    """A whole shard in mapped memory, or in memory: its samples by number. Raises `BadArchive`, which names the shard."""
+
+    def __init__(self, turn: int, url: str, data: memoryview) -> None:
+        self.turn, self.url, self._data = turn, remote.shown(url), data
+        self._groups = _grouped(tar_index.members(data, self.url), self.url)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def sample(self, number: int) -> _Sample:
+        """A copy of a sample."""
+        key, members = self._groups[number]
+        copied = tuple((name, extension, bytes(self._data[span.start : span.end])) for name, extension, span in members)
+        return _Sample(self.turn, number, self.url, key, copied)
+
+
+def _grouped(members: Mapping[bytes, Span], url: str) -> list[_Group]:
+    """Neighbours with the same name up to the first dot behind the last slash, as webdataset groups them. Raises `BadArchive` if two of
+    them have the same extension."""
+    groups: list[_Group] = []
+    for raw, span in members.items():
+        name = raw.decode("utf-8", "surrogateescape")
+        match = _KEY.fullmatch(name)
+        if match is None:
+            continue
+        key, extension = match[1], match[2].lower()
+        if not groups or groups[-1][0] != key:
+            groups.append((key, []))
+        elif any(other == extension for _, other, _ in groups[-1][1]):
+            message = f"{url}: two members of the sample {key!r} have the extension {extension!r}, at byte {span.start:,}"
+            raise errors.BadArchive(message, url=url, offset=span.start)
+        groups[-1][1].append((name, extension, span))
+    return groups
