@@ -232,9 +232,10 @@ class Job:
         origin, store, target, options = self.origin, self.store, self.target, self.options
         copy = origin.upstream_copy(target, options)
         validated = copy[1] if copy is not None else self.began or store.now(exact=True)
+        is_in_memory_anyway = self.leased and (target.space != URLS or not self.in_memory)
         with store.writing(
             target.space, target.key, suffix=target.suffix, life="pinned" if options.pin else options.life, validated=validated,
-            resume=self.has_partial, on_progress=options.on_progress, collect=AT_ONCE if self.leased and not self.in_memory else SMALL,
+            resume=self.has_partial, on_progress=options.on_progress, collect=AT_ONCE if is_in_memory_anyway else SMALL,
             ahead=options.ahead,
         ) as writing:  # fmt: skip
             writing.inline = target.space != URLS

@@ -387,7 +387,7 @@ class Loader:
     def _places(self) -> int:
         """How many items may be read now: few are in memory without being stored."""
         if self._readers and len(self._stalled) < self._workers:
-            return BEGUN_AHEAD * self._workers - len(self._under_way)
+            return BEGUN_AHEAD * self._workers  # the pipeline counts
         return self._workers - len(self._under_way) - len(self._stalled)
 
     def _came(self, ref: LoadRef, job: Job) -> None:
