@@ -115,11 +115,11 @@ class Budget:
         budget evicts nothing. ``timeout``: seconds to wait for other writes of the space, which can be evicted once they are done."""
         return self._reserve(request, Search(), timeout)
 
-    def resize(self, reservation: Reservation, size: int, *, charged: int = 0, entries: int = 1) -> Reservation:
+    def resize(self, reservation: Reservation, size: int) -> Reservation:
         """Change the size of a reservation. Raises `NoSpace`; then the reservation is unchanged."""
         r = reservation
         replaces = (r.key,) if r.keyhash else ()
-        request = SpaceRequest(r.space, r.key, r.keyhash, size, r.suffix, replaces, charged=charged, entries=entries)
+        request = SpaceRequest(r.space, r.key, r.keyhash, size, r.suffix, replaces)
         return self._reserve(request, Search(r), 0.0)
 
     def _reserve(self, request: SpaceRequest, search: Search, timeout: float) -> Reservation:

@@ -517,7 +517,6 @@ def _default_trust(file: str | None, folder: str | None) -> tuple[str | None, st
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
-_TUNNEL = re.compile(r"response (\d{3})")
 _CERTIFICATE = re.compile(r"SSL certificate [^:]*: (.*?)(?: \(\d+\))?\Z")
 _MISSING = re.compile(r"(\d+) bytes (?:remaining|missing)")
 
