@@ -888,6 +888,18 @@ def test_while_all_is_held_nothing_is_waited_for(cache: forebay.Cache, kind: typ
         assert source.reads.count("late") == 1
 
 
+def test_what_waits_for_room_goes_on_as_lazies_are_dropped(cache: forebay.Cache) -> None:
+    """Nobody calls `get`: the thread stores what waits in memory, and reads on."""
+    source = Items(20_000)
+    with cache.prefetcher(source, max_count=2, workers=2) as pool:
+        lazies = [pool.get_lazy(key) for key in KEYS[:16]]
+        until(lambda: pool.count == 2 and source.at_once == 0, "the stop")
+        while lazies:
+            del lazies[0]
+            until(lambda: all(lazy.done for lazy in lazies[:2]), "the next")
+    assert sorted(source.reads) == sorted(KEYS[:16])
+
+
 def test_a_get_takes_the_bytes_that_wait_for_room(cache: forebay.Cache) -> None:
     """Of a size that nobody knew before it was read: the load has the bytes, and has no room for them."""
     source = Items()

@@ -323,10 +323,20 @@ class Pipeline:
         in_memory = self._window + len(self._collected) + len(self._publishing)
         return self._window < self._readers and in_memory < self.most_in_memory
 
+    def limit_memory(self, most: int) -> None:
+        """Have at most so many jobs made and not published. Callable from any thread."""
+        if most != self.most_in_memory:
+            self.most_in_memory = most
+            self._events.put(self._hand_out)
+
     def _leave_window(self, job: Job) -> None:
         self._window, job.window = self._window - job.window, 0
+        self._hand_out()
+
+    def _hand_out(self) -> Iterable[Job]:
         while self._held_back and self._has_room(share := self._share_of(self._held_back[0])):
             self._submit(self._held_back.popleft(), share)
+        return ()
 
     def _leave_held_back(self) -> None:
         """All readers wait for a source that stalls: other processes may need these keys."""

@@ -117,10 +117,7 @@ class Loader:
         while True:
             left = REPORT_AFTER if until is None else min(REPORT_AFTER, until - time.monotonic())
             state, data, lease = self._wait(load, left)
-            if state is State.LOADING and self._read_begun(load):
-                continue
-            if state is State.LOADING and (until is None or time.monotonic() < until):
-                log.warning("waiting for %s, which this process is reading", load.key)
+            if state is State.LOADING and (self._read_begun(load) or until is None or time.monotonic() < until):
                 continue
             if state is State.LOADING:
                 self._origin.fall_back(errors.WaitTimeout.of(load.key, timeout or 0.0, "this process"), load.name)
@@ -167,7 +164,8 @@ class Loader:
         with self._lock:
             with load.awaited():
                 while load.state is State.LOADING and not (load.job and load.job.turn) and (left := until - time.monotonic()) > 0:
-                    self._settled.wait(left)
+                    if not self._settled.wait(min(left, WATCH)) and left < WATCH < seconds:  # a turn comes without a word
+                        log.warning("waiting for %s, which this process is reading", load.key)
             state = load.state
             if state is State.QUEUED:
                 self._set(load, State.LOADING)
@@ -424,8 +422,7 @@ class Loader:
                 self._set(load, State.LOADED, data=data, error=error if is_final else None)
                 if ref not in self._stalled:
                     self._stalled.append(ref)
-                if self._pipeline is not None and self._readers:
-                    self._pipeline.most_in_memory = max(2 * self._workers - len(self._stalled), 0)
+                self._limit_memory()
                 self._retries |= job.target.space != self._items.space  # of `urls` there is no room, but there may be in the pool
             elif is_fault:
                 load.reason = "" if is_needless or isinstance(error, errors.NoSpace) else str(error)
@@ -469,9 +466,14 @@ class Loader:
                     self._retries = True
                     entries += [] if self._items.keep else [ref.lease.entry]
             self._stalled = [ref for ref in self._stalled if (load := ref()) is not None and load.state is State.LOADED]
+            self._limit_memory()
         if entries and self._store.keeps:
             with contextlib.suppress(errors.CacheFault):  # whoever needs room sweeps what nobody holds
                 self._store.drop(entries)
+
+    def _limit_memory(self) -> None:
+        if self._pipeline is not None and self._readers:
+            self._pipeline.limit_memory(max(2 * self._workers - len(self._stalled), 0))
 
     # -- second names ----------------------------------------------------------------------------------------------
 
