@@ -365,21 +365,31 @@ class Job:
 def publish(jobs: Sequence[Job]) -> Iterator[Job]:
     """Publish in one transaction what these jobs of one space have collected; else one by one, where there may be room for some, or one may
     be at fault. Yields each job as it is settled: a lease that the caller closes makes room for the next. Caller: holds their keys."""
-    fault: errors.CacheFault | None = None
-    published: Sequence[Entry | Lease] = ()
+    yield from publish_singly(jobs, publish_together(jobs))
+
+
+def publish_together(jobs: Sequence[Job]) -> errors.CacheFault | None:
+    """Publish in one transaction, and settle the jobs. Returns why they are not published, if they are not."""
     try:
         with waits.time_limit(jobs[0].options.timeout):
             writings = [job.writing for job in jobs if job.writing is not None]
             published = jobs[0].store.publish_collected(writings, [job.leased for job in jobs])
     except errors.CacheFault as error:
-        fault = error.with_traceback(None)
+        return error.with_traceback(None)
+    for job, result in zip(jobs, published, strict=True):
+        job.settle(result)
+    return None
+
+
+def publish_singly(jobs: Sequence[Job], fault: errors.CacheFault | None) -> Iterator[Job]:
+    """The rest of `publish`, after `publish_together`."""
     if fault is not None and len(jobs) > 1:
         for job in jobs:
             yield from publish([job])
         return
-    results = published if fault is None else [fault]
-    for job, result in zip(jobs, results, strict=True):
-        job.settle(result)
+    for job in jobs:
+        if fault is not None:
+            job.settle(fault)
         yield job
 
 

@@ -21,7 +21,7 @@ from forebay import errors
 from forebay._engine.locks.lease import Lease
 from forebay._kernel.threads import Threads
 from forebay._model import can_start, is_near
-from forebay.origin.job import AT_ONCE, NO_ENTRY, SMALL, Job, publish
+from forebay.origin.job import AT_ONCE, NO_ENTRY, SMALL, Job, publish_singly, publish_together
 from forebay.remote.base import CallAborted, sent_together
 
 if TYPE_CHECKING:
@@ -114,9 +114,10 @@ class Pipeline:
     def _run(self, take: Callable[[int], Sequence[Job] | None]) -> Iterator[Job]:
         more = True
         while more or self._under_way or not self._events.empty():
-            for job in self._made():
-                self._under_way.add(job)
-                yield from self._worked(job)
+            if len(self._collected) + len(self._publishing) < max(self.most_in_memory, 1):
+                for job in self._made():
+                    self._under_way.add(job)
+                    yield from self._worked(job)
             while more and (places := self._places()):
                 with self._store.locks.working():  # this call may hold keys: what gives the jobs must not wait for those of others
                     group = take(min(places, GROUP))
@@ -378,7 +379,7 @@ class Pipeline:
 
     def _work_in_thread(self, job: Job | list[Job]) -> None:
         if isinstance(job, list):
-            self._events.put(partial(self._published, list(self._published_of(job))))
+            self._events.put(partial(self._published, _published(job)))
             return
         try:
             job.attempt()
@@ -426,23 +427,26 @@ class Pipeline:
         if self._readers and self._threads.submit(group):
             self._publishing = group
             return
-        for job in self._published_of(group):
-            yield from self._end(job)
+        yield from self._published(_published(group))
 
-    def _published_of(self, group: Sequence[Job]) -> Iterator[Job]:
-        for space in {job.target.space: None for job in group}:
-            yield from publish([job for job in group if job.target.space == space])
-
-    def _published(self, group: Sequence[Job]) -> Iterator[Job]:
+    def _published(self, results: Sequence[tuple[Sequence[Job], errors.CacheFault | None]]) -> Iterator[Job]:
         self._publishing = ()
-        for job in group:
-            yield from self._end(job)
+        for jobs, fault in results:
+            for job in publish_singly(jobs, fault):
+                yield from self._end(job)
 
     def _end(self, job: Job) -> Iterator[Job]:
         self._under_way.discard(job)
         job.release()
         self._leave_window(job)
         yield job
+
+
+def _published(group: Sequence[Job]) -> list[tuple[Sequence[Job], errors.CacheFault | None]]:
+    """Publish a group, the jobs of each space together."""
+    spaces = {job.target.space: None for job in group}
+    parts = [[job for job in group if job.target.space == space] for space in spaces]
+    return [(jobs, publish_together(jobs)) for jobs in parts]
 
 
 def _taking(jobs: Iterable[Job]) -> Callable[[int], Sequence[Job] | None]:

@@ -117,7 +117,8 @@ class _Stored:
                     message = str(too_large(ref.key, size, limit) if size else error)
                     log.warning("%s: it bypasses the cache, like everything else that is too large", message)
                 return
-            self.full_until = time.monotonic() + FULL
+            if (now := time.monotonic()) >= self.full_until:  # else each refusal would lead to the next
+                self.full_until = now + FULL
         if isinstance(error, Exception):
             self.origin.fall_back(error, ref.name)
 
@@ -244,8 +245,10 @@ class SourceItems(_Stored):
             error = NotStored(f"the cache has the bytes of {ref.key}", key=ref.key)
             error.lease = lease
             raise error
-        if time.monotonic() < self.full_until:
+        load = ref()
+        if time.monotonic() < self.full_until and not (load and load.waiters):  # else its read is not in vain
             raise errors.NoSpace(f"the space {self.space!r} is full", key=ref.key, need=size or 0, free=0, budget=limit)
+        del load
         data = self._make(ref.key)
         load = ref()
         if load is not None:
