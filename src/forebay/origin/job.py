@@ -104,16 +104,10 @@ class Job:
             try:
                 # P1 and P2 see no entry / P1 holds the key, fetches, releases / P2 holds the key: without a second look it fetches again.
                 if not self.look():
-                    single, on_wait = self.store.locks.single, options.on_wait
-                    single(
-                        self.target.space,
-                        key,
-                        self._looked,
-                        partial(self._made, publishes),
-                        timeout=options.timeout,
-                        on_wait=on_wait,
-                        on_hold=self._held_by,
-                    )
+                    made = partial(self._made, publishes)
+                    self.store.locks.single(
+                        self.target.space, key, self._looked, made, timeout=options.timeout, on_wait=options.on_wait, on_hold=self._held_by
+                    )  # fmt: skip
                 if self.error is not None:
                     error, self.error = self.error, None
                     raise error

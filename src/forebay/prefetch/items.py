@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 from forebay import errors
 from forebay._engine.catalog.entries import session_of
@@ -33,55 +33,15 @@ class Link(NamedTuple):
     lease: Lease
 
 
-class Items(Protocol):
+class Items:
     """The items of one loader. Callable from any thread.
 
     ``space``: that of their names. ``keep``: whether they stay when nobody holds them. ``links``: whether they are objects of `urls` that
-    get a second name in ``space``."""
+    get a second name in ``space``. ``full_until``: until then (seconds of the monotonic clock) nothing is read ahead, since the space
+    evicts nothing for it. ``closed``: whether nothing more is to be read ahead. ``on_read`` is called with the bytes that a source
+    returned for a load."""
 
-    origin: Origin
-    space: str
-    keep: bool
-    links: bool
-    full_until: float
-    """Until then (seconds of the monotonic clock) nothing is read ahead: the space evicts nothing for it."""
-    closed: bool
-    """Whether nothing more is to be read ahead."""
-    on_read: Callable[[Load, Buffer], None]
-    """Called with the bytes that a source returned for a load."""
-
-    def job(self, load: Load, number: int = 0) -> Job:
-        """The job that gets an item. Raises `ConfigError`."""
-
-    def stored_job(self, ref: LoadRef, number: int, data: Buffer) -> Job:
-        """The job that stores these bytes of an item in ``space``."""
-
-    def may_wait(self, space: str, size: int) -> bool:
-        """Whether an item of ``size`` bytes, for which ``space`` has no room, waits until there is some."""
-
-    def read(self, key: str) -> Buffer:
-        """The bytes of an item, for a caller, where they are not stored for it. Raises what the source raises."""
-
-    def direct(self, key: str) -> Buffer:
-        """The bytes of an item, without the cache. Raises what the source raises."""
-
-    def is_kept(self, key: str) -> bool:
-        """Whether the cache has the item as a part of something else: then it is not stored once more."""
-
-    def report(self, ref: LoadRef, space: str, size: int, error: BaseException) -> None:
-        """An item of ``size`` bytes (0: it was not read) is not stored in ``space``. It is counted, but for one that is too large, which is
-        said once."""
-
-    def link(self, links: Sequence[Link]) -> list[Lease | errors.CacheFault]:
-        """Give the files of objects second names in ``space``, in one transaction where there is room for all. Returns a lease on each, or
-        why it has none."""
-
-    def close(self) -> None:
-        """End the session of the items."""
-
-
-class _Stored:
-    """What both kinds of items have in common."""
+    links = False
 
     def __init__(self, origin: Origin, space: str, pool: str | None, keep: bool, session: Lease | None) -> None:
         """``pool``: the space whose policy applies; None: an item without room waits."""
@@ -89,12 +49,30 @@ class _Stored:
         self.on_read: Callable[[Load, Buffer], None] = lambda load, data: None
         self.full_until, self.closed, self._reported_too_large = 0.0, False, False
 
+    def job(self, load: Load, number: int = 0) -> Job:
+        """The job that gets an item. Raises `ConfigError`."""
+        raise NotImplementedError
+
+    def read(self, key: str) -> Buffer:
+        """The bytes of an item, for a caller, where they are not stored for it. Raises what the source raises."""
+        raise NotImplementedError
+
+    def direct(self, key: str) -> Buffer:
+        """The bytes of an item, without the cache. Raises what the source raises."""
+        raise NotImplementedError
+
+    def is_kept(self, key: str) -> bool:
+        """Whether the cache has the item as a part of something else: then it is not stored once more."""
+        return False
+
     def _target(self, ref: LoadRef, fetch: Callable[[Sink], Transfer]) -> tuple[Target, FetchOptions]:
         remote = cast(Remote, FunctionRemote(fetch))
         target = Target(ref.key, ref.name, "", lambda: remote, space=self.space)
         return target, FetchOptions(-1, timeout=self.origin.timeout, life="cached" if self.keep else "held")
 
     def stored_job(self, ref: LoadRef, number: int, data: Buffer) -> Job:
+        """The job that stores these bytes of an item in ``space``."""
+
         def give(sink: Sink) -> Transfer:
             _give(sink, data, self.validator(ref))
             return Transfer()
@@ -102,6 +80,7 @@ class _Stored:
         return Job(self.origin, *self._target(ref, give), number, leased=True, in_memory=True, has_partial=False, is_here=True)
 
     def may_wait(self, space: str, size: int) -> bool:
+        """Whether an item of ``size`` bytes, for which ``space`` has no room, waits until there is some."""
         store = self.origin.store
         with contextlib.suppress(errors.CacheFault):
             if store.keeps and size <= self._largest():
@@ -109,6 +88,8 @@ class _Stored:
         return False
 
     def report(self, ref: LoadRef, space: str, size: int, error: BaseException) -> None:
+        """An item of ``size`` bytes (0: it was not read) is not stored in ``space``. It is counted, but for one that is too large, which is
+        said once."""
         if isinstance(error, errors.NoSpace) and space != URLS:
             limit = self._largest()
             if error.hopeless or size > limit:
@@ -129,6 +110,8 @@ class _Stored:
         return 0
 
     def link(self, links: Sequence[Link]) -> list[Lease | errors.CacheFault]:
+        """Give the files of objects second names in ``space``, in one transaction where there is room for all. Returns a lease on each, or
+        why it has none."""
         store, life = self.origin.store, "cached" if self.keep else "held"
         assert store.keeps
         try:
@@ -148,11 +131,12 @@ class _Stored:
         return session_of(self._session.entry.id) if self._session is not None and ref.bound else None
 
     def close(self) -> None:
+        """End the session of the items."""
         if self._session is not None:
             self._session.close()
 
 
-class Objects(_Stored):
+class Objects(Items):
     """The objects of a source, as the bound cache fetches them into `urls`."""
 
     def __init__(
@@ -187,9 +171,6 @@ class Objects(_Stored):
     def direct(self, key: str) -> Buffer:
         return self.origin.direct(self.target(key), self.options())
 
-    def is_kept(self, key: str) -> bool:
-        return False
-
 
 class NotStored(errors.CacheFault):
     """An item need not be stored: the cache has it as a part of something else, or nobody needs it any more. ``lease``: on a file that
@@ -198,10 +179,8 @@ class NotStored(errors.CacheFault):
     lease: Lease | None = None
 
 
-class SourceItems(_Stored):
+class SourceItems(Items):
     """Items that a source makes, or that are made of its items: each is an entry of ``space``."""
-
-    links = False
 
     def __init__(
         self, origin: Origin, space: str, keep: bool, make: Callable[[str], Buffer], is_kept: Callable[[str], bool],
