@@ -436,9 +436,9 @@ MUTANTS = (
         "directories/test_directories.py::test_a_hostile_name[arrow-up]",
     ),
     Mutant(
-        10, "a temporary copy is the user's original", "directories.trees:copy",
-        "to_temporary(origin, location, part, options)",
-        "location.local or to_temporary(origin, location, part, options)",
+        10, "a temporary copy is the user's original", "directories.copying:copy",
+        "tempfile.mkdtemp(prefix='forebay-checkpoint-')",
+        "location.local or tempfile.mkdtemp(prefix='forebay-checkpoint-')",
         "test_checkpoint.py::test_what_a_caller_removes_is_never_the_original",
     ),
     Mutant(
@@ -463,7 +463,7 @@ MUTANTS = (
         "engine/locks/test_nesting.py::test_coroutines_that_need_each_other_do_not_wait_for_ever",
     ),
     Mutant(
-        11, "a wait for a directory is silent", "directories.trees:_Tree._exclusive",
+        11, "a wait for a directory is silent", "directories.trees:_Tree._one_at_a_time",
         "self._options.on_wait", "None",
         "directories/test_directories.py::test_who_waits_says_so",
     ),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from forebay.claims import list_claims as list_claims
     from forebay.claims import prune_claims as prune_claims
     from forebay.errors import ForebayError as ForebayError
+    from forebay.origin.request import ReadOptions as ReadOptions
     from forebay.prefetch import Prefetcher as Prefetcher
     from forebay.prefetch.lazies import Lazy as Lazy
     from forebay.remote import RemoteOptions as RemoteOptions
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AsyncLocal", "Cache", "Checkpoint", "Claim", "Codec", "Entries", "Entry", "Event", "ForebayError", "HistoryPoint", "Lazy", "Lease",
-    "LocalFiles", "Plan", "Prefetcher", "Problem", "Progress", "RemoteOptions", "Report", "Samples", "Space", "Stats", "Tasks", "Victim",
-    "WarmReport", "World", "__version__", "claim", "errors", "list_claims", "prune_claims",
+    "LocalFiles", "Plan", "Prefetcher", "Problem", "Progress", "ReadOptions", "RemoteOptions", "Report", "Samples", "Space", "Stats",
+    "Tasks", "Victim", "WarmReport", "World", "__version__", "claim", "errors", "list_claims", "prune_claims",
 ]  # fmt: skip
 
 _PLACES = {
@@ -66,6 +67,7 @@ _PLACES = {
     "Prefetcher": "forebay.prefetch",
     "Problem": "forebay._model",
     "Progress": "forebay.reports",
+    "ReadOptions": "forebay.origin.request",
     "RemoteOptions": "forebay.remote",
     "Report": "forebay._model",
     "Samples": "forebay.samples",

@@ -12,9 +12,8 @@ from forebay import errors, remote
 from forebay._engine.passthrough import PassThrough
 from forebay._kernel import host
 from forebay.cache import Cache, origin_of
+from forebay.directories import copying, trees, uploading
 from forebay.directories import metadata as stored
-from forebay.directories import trees as directories
-from forebay.directories import uploading
 from forebay.directories.location import RemoteDirectory, check_either, locate
 from forebay.directories.manifests import Patterns
 from forebay.origin import Origin
@@ -157,7 +156,7 @@ class Checkpoint(metaclass=_Kind):
         arguments and errors, see `Cache.directory`."""
         url, filesystem = self._source
         if self._is_local and not arguments.get("force"):
-            lease = directories.lease(self._origin, url, filesystem, include, exclude, FetchOptions())
+            lease = trees.lease(self._location(include, exclude), FetchOptions())
         else:
             lease = self.cache.directory(url, include=include, exclude=exclude, filesystem=filesystem, **arguments)
         with lease as path:
@@ -178,7 +177,7 @@ class Checkpoint(metaclass=_Kind):
         to their destination. Raises as `Cache.directory` does; `NoSpace` if the disk of the copy is full."""
         url, filesystem = self._source
         if self._is_local and not arguments.get("force"):
-            return directories.copy(self._origin, url, filesystem, include, exclude, FetchOptions(), path, overwrite=overwrite)
+            return copying.copy(self._location(include, exclude), FetchOptions(), path, overwrite=overwrite)
         return self.cache.copy_directory(
             url, path, overwrite=overwrite, include=include, exclude=exclude, filesystem=filesystem, **arguments
         )
@@ -195,8 +194,8 @@ class Checkpoint(metaclass=_Kind):
             return Origin(PassThrough(), remote.RemoteOptions())
         return origin_of(self.cache)
 
-    def _location(self) -> RemoteDirectory:
-        return locate(self._origin, *self._source)
+    def _location(self, include: Patterns = None, exclude: Patterns = None) -> RemoteDirectory:
+        return locate(self._origin, *self._source, include, exclude)
 
     # -- its metadata ----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from forebay import errors
 from forebay._kernel import host
 from forebay._model import ObjectInfo
 from forebay.directories import copying
-from forebay.directories.copying import LARGE, STREAMS, FileSink, copy_tree, each, fetch_tree, has_stamp, locked, stamp, target_of
+from forebay.directories.copying import FileSink, copy_tree, fetch_tree, has_stamp, locked, stamp, target_of
 from forebay.directories.manifests import File
 from tests.processes import Child, death_of, fork, fork_to_die
 
@@ -714,41 +714,3 @@ def test_a_time_is_known_again_by_a_file_system_that_rounds_it(unit: int) -> Non
     assert has_stamp(ns - ns % unit, ns)
     assert not has_stamp(ns - ns % unit + unit, ns)
     assert not has_stamp(ns, None)
-
-
-def test_the_largest_files_come_first_and_few_of_them_at_once() -> None:
-    lock, now, most, order = threading.Lock(), [0], [0], list[int]()
-    together = threading.Barrier(16 // STREAMS)
-
-    def work(size: int) -> None:
-        with lock:
-            order.append(size)
-            now[0] += size >= LARGE
-            most[0] = max(most[0], now[0])
-        if size >= LARGE:
-            together.wait(60)  # so many are at work
-        threading.Event().wait(0.005)  # one more would be seen
-        with lock:
-            now[0] -= size >= LARGE
-
-    sizes = [5, LARGE, 9, LARGE + 1, 7, LARGE + 2, LARGE + 3]
-    each(((size, size) for size in sizes), work, 16)
-    assert sorted(order) == sorted(sizes)
-    assert most[0] == 16 // STREAMS
-    assert order[:2] == [LARGE + 3, LARGE + 2]
-
-
-def test_no_file_at_all_is_no_work() -> None:
-    each(iter(()), lambda item: pytest.fail("there is none"), 4)
-
-
-def test_the_first_error_ends_a_crew() -> None:
-    begun: list[int] = []
-
-    def work(number: int) -> None:
-        begun.append(number)
-        raise copying.CopyStopped
-
-    with pytest.raises(copying.CopyStopped):
-        each(((n, n) for n in range(100)), work, 1)
-    assert begun == [99]

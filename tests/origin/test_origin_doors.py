@@ -13,7 +13,6 @@ import forebay
 from forebay import errors
 from forebay._engine.flight import Flight
 from forebay._engine.store import Settings, Store
-from forebay.directories.trees import adopt
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions
 from forebay.remote import RemoteOptions
@@ -73,22 +72,6 @@ def test_a_cache_is_closed_while_a_thread_opens_files_of_it(tmp_path: Path) -> N
         sys.setswitchinterval(interval)
         origin.closed = True
         thread.join()
-
-
-def test_a_local_file_is_adopted(origin: Origin, tmp_path: Path) -> None:
-    source = tmp_path / "model.bin"
-    source.write_bytes(b"weights" * 10_000)
-    entry = adopt(origin, "models", "m", str(source))
-    source.unlink()
-    assert entry.size == 70_000
-    lease = origin.store.lease("models", "m")
-    assert lease is not None
-    with lease:
-        assert Path(lease.path).read_bytes() == b"weights" * 10_000
-        assert lease.path.endswith(".bin")
-    with pytest.raises(errors.NotFound):
-        adopt(origin, "models", "n", str(source))
-    assert origin.store.entry("models", "n") is None
 
 
 def test_a_filesystem_object_is_a_source(tmp_path: Path) -> None:

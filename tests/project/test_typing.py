@@ -17,10 +17,10 @@ PROGRAM = '''\
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import assert_type
+from typing import Unpack, assert_type
 
 import forebay
-from forebay import Cache, Codec, Entries, Entry, Lazy, Lease, Plan, Samples, Stats
+from forebay import Cache, Codec, Entries, Entry, Lazy, Lease, Plan, ReadOptions, Samples, Stats
 
 
 def double(key: str, data: bytes) -> list[int]:
@@ -56,6 +56,10 @@ def held(cache: Cache, url: str) -> Lease:
     return cache.local(url)
 
 
+def loaded(cache: Cache, url: str, **options: Unpack[ReadOptions]) -> list[memoryview]:
+    return cache.read_many([url], **options)
+
+
 def stream(cache: Cache, keys: list[str]) -> Iterator[list[int]]:
     with cache.prefetcher("/data", decode=double) as pool:
         lazy: Lazy[list[int]] = pool.get_lazy(keys[0])
@@ -80,6 +84,9 @@ with Cache("/nvme/forebay", budget="500GB") as cache:
     entries: Entries = cache.entries()
     listed: list[Entry] = list(entries)
     assert_type(cache.read("https://host/x"), memoryview)
+    for misspelled in cache.open, cache.local:
+        misspelled("https://host/x", refesh=True)  # type: ignore[call-arg]
+    assert_type(loaded(cache, "https://host/x", refresh=True, etag="v1"), list[memoryview])
     assert_type(cache.samples("raw", 10).get(0), memoryview | None)
     assert_type(cache.samples("texts", 10, codec=Texts()).get_or_put(0, lambda: "text"), str)
     assert_type(cache.samples("numbers", 10, codec=NUMBERS).get(0), list[int] | None)

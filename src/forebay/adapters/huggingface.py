@@ -16,9 +16,9 @@ from forebay import errors, remote
 from forebay._engine.locks.lease import Lease
 from forebay.cache import Cache, origin_of
 from forebay.checkpoint import default_cache
+from forebay.directories import trees
 from forebay.directories.location import locate
-from forebay.directories.manifests import Part
-from forebay.directories.trees import Directories
+from forebay.directories.manifests import Patterns
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions
 from forebay.remote.hub.names import KINDS, MAIN, is_offline, token_from
@@ -88,7 +88,7 @@ def snapshot_download(
     Raises `NotFound` where the repository, the revision or a file is missing, `AccessDenied` for a gated one, `Offline`, and the other
     errors of `Cache.directory`. Callable from any thread and after a fork."""
     _check(endpoint, others)
-    select = Part.of(allow_patterns, ignore_patterns)
+    select = allow_patterns, ignore_patterns
     url = _url_of(repo_id, repo_type, revision)
     return Snapshot.of(_lease(cache or default_cache(), url, select, token, headers, local_files_only, force_download))
 
@@ -101,7 +101,7 @@ def hf_hub_download(
     """The path of one file of a repository, under its own name. See `snapshot_download`."""
     _check(endpoint, others)
     name = f"{subfolder}/{filename}" if subfolder else filename
-    select, url = Part.of(glob.escape(name), None), _url_of(repo_id, repo_type, revision)
+    select, url = (glob.escape(name), None), _url_of(repo_id, repo_type, revision)
     return Snapshot.of(_lease(cache or default_cache(), url, select, token, headers, local_files_only, force_download), name)
 
 
@@ -125,12 +125,13 @@ def _url_of(repo_id: str, repo_type: str | None, revision: str | None) -> str:
 
 
 def _lease(
-    cache: Cache, url: str, part: Part, token: str | bool | None, headers: Mapping[str, str] | None, local_only: bool, refresh: bool
+    cache: Cache, url: str, part: tuple[Patterns, Patterns], token: str | bool | None, headers: Mapping[str, str] | None,
+    local_only: bool, refresh: bool,
 ) -> Lease:  # fmt: skip
     origin = origin_of(cache)
-    location = locate(origin, url)
+    location = locate(origin, url, None, *part)
     location = replace(location, remote=remote.resolve(url, _options(origin, token, headers), origin.realm))
-    return Directories(origin).lease(location, part, FetchOptions.of(origin, refresh=refresh, offline=local_only or is_offline() or None))
+    return trees.lease(location, FetchOptions.of(origin, refresh=refresh, offline=local_only or is_offline() or None))
 
 
 def _options(origin: Origin, token: str | bool | None, headers: Mapping[str, str] | None) -> remote.RemoteOptions:

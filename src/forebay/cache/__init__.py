@@ -8,7 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, Unpack, overload
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import no_hit
@@ -20,7 +20,7 @@ from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays
 from forebay.cache import seeing, unpickling
 from forebay.cache.space import VALUES, DictLike, Space, T, checked_name
 from forebay.origin import Origin
-from forebay.origin.request import FetchOptions, Target, first_touch
+from forebay.origin.request import FetchOptions, ReadOptions, Target, first_touch
 from forebay.remote.urls import Url
 
 if TYPE_CHECKING:
@@ -109,28 +109,23 @@ class Cache(DictLike):
             view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
             if view is not None or (view := first_touch(self._origin, url, force=force)) is not None:
                 return view
-        options = self._options(max_age, refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin)
+        options = self._options(
+            max_age=max_age, refresh=refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin
+        )  # fmt: skip
         return self._origin.read(self._target(url, filesystem), options)
 
-    def open(
-        self, url: Url, *, block_size: int | str | None = None, max_age: float | str | None = None, refresh: bool = False,
-        filesystem: Any = None, **arguments: Any,
-    ) -> BinaryIO:  # fmt: skip
+    def open(self, url: Url, *, block_size: int | str | None = None, **options: Unpack[ReadOptions]) -> BinaryIO:
         """A binary file object on the cached copy; if there is no room, it reads ranges of the remote. See `read`. ``block_size``: fetch
         and store only the blocks that you read, all of one version: bytes, text such as ``"8MB"``, or ``"auto"`` (8 MiB), from 64 KB to 64
         MiB. Reading a missing block raises `RemoteChanged` if the remote now has another version."""
-        return self._origin.open(self._target(url, filesystem), self._options(max_age, refresh, **arguments), block_size)
+        return self._origin.open(*self._request(url, options), block_size)
 
-    def local(
-        self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any
-    ) -> Lease:  # fmt: skip
+    def local(self, url: Url, **options: Unpack[ReadOptions]) -> Lease:
         """The cached copy as a local file: ``with cache.local(url) as path`` gives its path, a ``str``, valid until the block ends.
 
         Without a ``with``, keep the returned `Lease`: the file exists, unchanged, until the lease is closed or dropped. A local file is
         returned as its own path, unless ``force``. Raises `CacheFault` (`NoSpace` if there is no room), `WaitTimeout`, or `RemoteError`."""
-        target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
-        lease = self._origin.lease(target, options)
-        return self._reopened_by(lease, "local", url, {**arguments, "filesystem": filesystem, "max_age": "forever"})
+        return self._reopened_by(self._origin.lease(*self._request(url, options)), "local", url, options)
 
     def directory(
         self, url: Url, *, include: str | Iterable[str] | None = None, exclude: str | Iterable[str] | None = None,
@@ -146,17 +141,18 @@ class Cache(DictLike):
         patterns of files to leave out. ``max_age``, ``refresh``, ``timeout``, ``offline``, ``pin``: as for `read`. Without ``force`` a
         local directory is returned as its own path. Raises `NoSpace` or another `CacheFault` if it cannot be stored, `NotFound`,
         `NotADirectory`, `Incomplete`, `BadListing`, `WaitTimeout`, `Offline`, or another `RemoteError`."""
-        from forebay.directories.trees import lease  # imported late: many programs never use it
+        from forebay.directories import trees  # imported late: many programs never use it
+        from forebay.directories.location import locate
 
         include, exclude = (each if each is None or isinstance(each, str) else tuple(each) for each in (include, exclude))
-        label, arguments = remote.shown(url), {"timeout": timeout, "offline": offline, "force": force, "pin": pin}
-        options, reporter = self._reporting_options(label, max_age, refresh, on_progress, **arguments)
-        tree = lease(self._origin, url, filesystem, include, exclude, options)
+        given: ReadOptions = {"max_age": max_age, "refresh": refresh, "timeout": timeout, "offline": offline, "force": force, "pin": pin}
+        options, reporter = self._reporting_options(remote.shown(url), on_progress, given)
+        tree = trees.lease(locate(self._origin, url, filesystem, include, exclude), options)
         if on_progress is not None:
             size = sum(file.size for _, file in self._store.members(tree.entry))
             reporter.say("done", size, size)
-        part = {"include": include, "exclude": exclude, "filesystem": filesystem, "max_age": "forever"}
-        return self._reopened_by(tree, "directory", url, part | arguments)
+        given["filesystem"] = filesystem
+        return self._reopened_by(tree, "directory", url, given, include=include, exclude=exclude)
 
     def copy_directory(
         self, url: Url, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False,
@@ -170,30 +166,30 @@ class Cache(DictLike):
         Uses reflinks if the file system has them. If several processes request the same ``path``, one makes the copy. Other files in it
         stay. Raises `Foreign` (a FileExistsError) if a file that is not a copy of ours is in the way, unless ``overwrite``. If the cache
         has no room, the files are fetched straight to ``path``."""
-        from forebay.directories.trees import copy
+        from forebay.directories.copying import copy
+        from forebay.directories.location import locate
 
-        label, arguments = remote.shown(url), {"timeout": timeout, "offline": offline, "force": force}
-        options, _ = self._reporting_options(label, max_age, refresh, on_progress, **arguments)
-        return copy(self._origin, url, filesystem, include, exclude, options, path, overwrite=overwrite)
+        given: ReadOptions = {"max_age": max_age, "refresh": refresh, "timeout": timeout, "offline": offline, "force": force}
+        options, _ = self._reporting_options(remote.shown(url), on_progress, given)
+        return copy(locate(self._origin, url, filesystem, include, exclude), options, path, overwrite=overwrite)
 
     def _reporting_options(
-        self, label: str, max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, **arguments: Any
+        self, label: str, on_progress: OnProgress | None, options: ReadOptions
     ) -> tuple[FetchOptions, ProgressReporter]:  # fmt: skip
         from forebay.reports import ProgressReporter
 
         self._check_open()
         reporter = ProgressReporter(label, on_progress)
-        return self._options(max_age, refresh, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments), reporter
+        watched = options.copy()
+        watched.setdefault("on_wait", reporter.waiting)
+        return self._options(reporter.fetching, **watched), reporter
 
-    def pull(
-        self, url: Url, *, max_age: float | str | None = None, refresh: bool = False,
-        on_progress: OnProgress | None = None, filesystem: Any = None, **arguments: Any,
-    ) -> Entry | None:  # fmt: skip
+    def pull(self, url: Url, *, on_progress: OnProgress | None = None, **options: Unpack[ReadOptions]) -> Entry | None:
         """Fetch an object into the cache; return its entry, or None if there is no room for it. See `read`."""
         from forebay.cache import many
 
-        target = self._target(url, filesystem)
-        return many.pull(self._origin, target, *self._reporting_options(target.key, max_age, refresh, on_progress, force=True, **arguments))
+        target = self._target(url, options.get("filesystem"))
+        return many.pull(self._origin, target, *self._reporting_options(target.key, on_progress, {"force": True, **options}))
 
     def lookahead(
         self, urls: Iterable[Url], *, window: int | str | None = None, most: int | None = None, horizon: int | None = None,
@@ -204,10 +200,7 @@ class Cache(DictLike):
 
         return look_ahead(self._origin, urls, self._size(window, "window"), most, horizon, workers, self.read_many)
 
-    def read_many(
-        self, urls: Iterable[Url], *, return_exceptions: bool = False, max_age: float | str | None = None, refresh: bool = False,
-        filesystem: Any = None, **arguments: Any,
-    ) -> list[memoryview]:  # fmt: skip
+    def read_many(self, urls: Iterable[Url], *, return_exceptions: bool = False, **options: Unpack[ReadOptions]) -> list[memoryview]:
         """The bytes of many objects, in the order of ``urls``: hits at once, misses in parallel. An object named twice is fetched once.
 
         Works even if all objects together exceed the budget. The first error is raised after all other objects are done; with
@@ -215,74 +208,61 @@ class Cache(DictLike):
         from forebay.cache import many
 
         self._check_open()
-        hit = None if max_age is not None or refresh or filesystem or arguments else self._hit
-        options = functools.partial(FetchOptions.of, self._origin, max_age, refresh, **arguments)
-        targets = functools.partial(self._target, filesystem=filesystem)
-        return many.read_many(self._origin, urls, hit, targets, options, return_exceptions=return_exceptions)
+        fetch_options = functools.partial(FetchOptions.of, self._origin, **options)
+        targets = functools.partial(self._target, filesystem=options.get("filesystem"))
+        hit = None if options else self._hit
+        return many.read_many(self._origin, urls, hit, targets, fetch_options, return_exceptions=return_exceptions)
 
-    def local_many(
-        self, urls: Iterable[Url], *, return_exceptions: bool = False, max_age: float | str | None = None,
-        refresh: bool = False, filesystem: Any = None, **arguments: Any,
-    ) -> LocalFiles:  # fmt: skip
+    def local_many(self, urls: Iterable[Url], *, return_exceptions: bool = False, **options: Unpack[ReadOptions]) -> LocalFiles:
         """The cached copies of many objects: ``with cache.local_many(urls) as paths`` gives their paths, valid until the block ends.
 
         Misses are fetched in parallel. Raises `NoSpace` if there is no room for all of them together. See `local`, `read_many`."""
         from forebay.cache import many
 
         def reopened(lease: Lease, url: Url) -> Lease:
-            return self._reopened_by(lease, "local", url, {**arguments, "filesystem": filesystem, "max_age": "forever"})
+            return self._reopened_by(lease, "local", url, options)
 
         self._check_open()
-        targets = functools.partial(self._target, filesystem=filesystem)
-        options = FetchOptions.of(self._origin, max_age, refresh, **arguments)
-        return many.local_many(self._origin, urls, targets, options, reopened, return_exceptions=return_exceptions)
+        targets = functools.partial(self._target, filesystem=options.get("filesystem"))
+        fetch_options = FetchOptions.of(self._origin, **options)
+        return many.local_many(self._origin, urls, targets, fetch_options, reopened, return_exceptions=return_exceptions)
 
     def warm(
-        self, urls: Iterable[Url], *, jobs: int | None = None, on_progress: OnProgress | None = None,
-        max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any,
+        self, urls: Iterable[Url], *, jobs: int | None = None, on_progress: OnProgress | None = None, **options: Unpack[ReadOptions]
     ) -> WarmReport:  # fmt: skip
         """Fetch many objects into the cache, ``jobs`` at a time (default: `RemoteOptions.connections`). Objects in the cache are skipped:
         to continue an interrupted call, repeat it. A lazy ``urls`` may be slow: another thread fetches. See `read`."""
         from forebay.cache import many
 
-        def options(_: str, key: str) -> tuple[FetchOptions, ProgressReporter]:
-            return self._reporting_options(key, max_age, refresh, on_progress, force=True, **arguments)
+        def reporting(_: str, key: str) -> tuple[FetchOptions, ProgressReporter]:
+            return self._reporting_options(key, on_progress, {"force": True, **options})
 
-        return many.warm(self._origin, urls, functools.partial(self._target, filesystem=filesystem), options, jobs)
+        targets = functools.partial(self._target, filesystem=options.get("filesystem"))
+        return many.warm(self._origin, urls, targets, reporting, jobs)
 
     # -- in an event loop ------------------------------------------------------------------------------------------
 
-    async def aread(
-        self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any
-    ) -> memoryview:  # fmt: skip
+    async def aread(self, url: Url, **options: Unpack[ReadOptions]) -> memoryview:
         """`read` for a coroutine. Objects awaited at the same time are fetched in parallel, as by `read_many`. Cancelling a call stops no
         fetch."""
-        if max_age is None and not (refresh or filesystem or arguments):
+        if not options:
             view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
             if view is not None or (view := first_touch(self._origin, url, force=False)) is not None:
                 return view
-        target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
-        return await self._fetches.read(target, options)
+        return await self._fetches.read(*self._request(url, options))
 
-    def alocal(
-        self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any
-    ) -> AsyncLocal:  # fmt: skip
+    def alocal(self, url: Url, **options: Unpack[ReadOptions]) -> AsyncLocal:
         """`local` for a coroutine: ``async with cache.alocal(url) as path`` gives the path, ``await cache.alocal(url)`` the `Lease`."""
         from forebay.cache.aio import AsyncLocal
 
         async def get() -> Lease:
-            target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
-            lease = await self._fetches.local(target, options)
-            return self._reopened_by(lease, "local", url, {**arguments, "filesystem": filesystem, "max_age": "forever"})
+            return self._reopened_by(await self._fetches.local(*self._request(url, options)), "local", url, options)
 
         return AsyncLocal(get)
 
-    async def aopen(
-        self, url: Url, *, block_size: int | str | None = None, max_age: float | str | None = None, refresh: bool = False,
-        filesystem: Any = None, **arguments: Any,
-    ) -> BinaryIO:  # fmt: skip
+    async def aopen(self, url: Url, *, block_size: int | str | None = None, **options: Unpack[ReadOptions]) -> BinaryIO:
         """`open` for a coroutine. Reading the file waits for the remote if ``block_size`` is set, or if there is no room for the object."""
-        return await self._fetches.open(self._target(url, filesystem), self._options(max_age, refresh, **arguments), block_size)
+        return await self._fetches.open(*self._request(url, options), block_size)
 
     async def aget_or_put(self, key: str, fn: Callable[[], Buffer | Awaitable[Buffer]], *, timeout: float | None = None) -> memoryview:
         """`get_or_put` for a coroutine. ``fn``: a coroutine function, or a function, which runs in a thread."""
@@ -446,7 +426,7 @@ class Cache(DictLike):
         lease = self._store.lease(*space_key) if space_key is not None else None
         if lease is None:
             raise not_cached(name)
-        return self._reopened_by(lease, "hold", name, {})
+        return lease.reopened_by(unpickling.lease, Cache, self._origin.init_args, "hold", name, {})
 
     @property
     def budget(self) -> int:
@@ -576,17 +556,22 @@ class Cache(DictLike):
         self._check_open()
         return _config.parse_size(size, total=self.budget, name=name) if size is not None else None
 
-    def _reopened_by(self, lease: Lease, method: str, name: Url | Entry, options: dict[str, Any]) -> Lease:
-        """The lease, which unpickles by repeating this call on a cache with the same root."""
-        return lease.reopened_by(unpickling.lease, Cache, self._origin.init_args, method, name, options)
+    def _reopened_by(self, lease: Lease, method: str, url: Url, options: ReadOptions, **others: Any) -> Lease:
+        """The lease, which unpickles by repeating this call on a cache with the same root, without asking the remote."""
+        again = {**options, **others, "refresh": False, "max_age": "forever"}
+        again.pop("on_wait", None)
+        return lease.reopened_by(unpickling.lease, Cache, self._origin.init_args, method, url, again)
 
     def _target(self, url: Url, filesystem: Any = None) -> Target:
         self._check_open()
         return self._origin.target(url, filesystem)
 
-    def _options(self, max_age: float | str | None, refresh: bool, **arguments: Any) -> FetchOptions:
-        options = FetchOptions.of(self._origin, max_age, refresh, **arguments)
+    def _options(self, on_progress: Callable[[int, int | None], None] | None = None, **given: Unpack[ReadOptions]) -> FetchOptions:
+        options = FetchOptions.of(self._origin, on_progress=on_progress, **given)
         return seeing.watched(options) if "ipykernel" in sys.modules else options
+
+    def _request(self, url: Url, options: ReadOptions) -> tuple[Target, FetchOptions]:
+        return self._target(url, options.get("filesystem")), self._options(**options)
 
 
 def origin_of(cache: Cache) -> Origin:

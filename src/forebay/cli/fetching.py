@@ -304,16 +304,15 @@ def _planned(cache: Cache, url: str, size: int | None, *, include: Any = None, e
     """What would happen to a URL; with ``refresh``, the remote is asked whether what is kept has changed. Raises what describing it
     raises; `Offline` where the cache must not ask the remote."""
     from forebay.cache import origin_of
+    from forebay.directories import trees
     from forebay.directories.location import locate
-    from forebay.directories.manifests import Part
-    from forebay.directories.trees import Directories
     from forebay.origin.request import FetchOptions
 
     origin = origin_of(cache)
     if _is_directory(url):
-        location, part = locate(origin, url), Part.of(include, exclude)
-        entry = cache.entry(f"directories:{Directories.key_of(location, part)}")
-        chosen = Directories(origin).chosen(location, part, FetchOptions.of(origin, refresh=refresh))
+        location = locate(origin, url, None, include, exclude)
+        entry = cache.entry(f"directories:{location.tree_key}")
+        chosen = trees.chosen(location, FetchOptions.of(origin, refresh=refresh))
         is_kept = entry is not None and (not refresh or entry.validator == chosen.version)
         return Outcome(url, "kept" if is_kept else "fetch", chosen.size)
     target = origin.target(url)

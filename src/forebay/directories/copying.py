@@ -9,33 +9,91 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import os
 import stat
+import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 from forebay import errors, remote
+from forebay._engine.files.trees import remove_whole
 from forebay._kernel import host
 from forebay._kernel.below import Below, LinkInTheWay
 from forebay._kernel.threads import run_all
 from forebay._model import Buffer, ObjectInfo, Partial, Span
+from forebay.directories import trees
+from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import File
-from forebay.origin.request import is_same_version
+from forebay.origin.request import FetchOptions, is_same_version
+
+if TYPE_CHECKING:
+    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.store import Store
 
 PART = ".forebay-part"
 JOBS = 16
 COPIES = 4  # concurrent files where no remote is involved
 _FULL = frozenset([errno.ENOSPC, errno.EDQUOT])
 
-OnProgress = Callable[[int, int], None]
+OnProgress = Callable[[int, int | None], None]
 
 
 # -- entry points ------------------------------------------------------------------------------------------------------
+
+
+def copy(location: RemoteDirectory, options: FetchOptions, path: str | os.PathLike[str] | None, *, overwrite: bool) -> str:
+    """Write a writable copy of a directory, or a part of it, to ``path``; return its absolute path. One process does it at a time.
+
+    Without a ``path``: to a new directory below the temporary one, which the caller removes, and no other process knows.
+
+    Raises `Foreign`, `NoSpace` where the disk of the copy has no room, and the errors of `trees.lease` except faults of the cache."""
+    if path is not None:
+        target = target_of(path)
+        with _exclusive(location.origin.store, target, options):
+            _bring(location, options, target, overwrite=overwrite)
+        return str(target)
+    target = Path(tempfile.mkdtemp(prefix="forebay-checkpoint-"))
+    try:
+        _bring(location, options, target, overwrite=False)
+    except BaseException:
+        remove_whole(target)
+        raise
+    return str(target)
+
+
+def _exclusive(store: Store | PassThrough, target: Path, options: FetchOptions) -> contextlib.AbstractContextManager[object]:
+    if store.keeps and not store.root.read_only:
+        return store.locks.named(f"copy to {target}", timeout=options.timeout, on_wait=options.on_wait)
+    return locked(target)
+
+
+def _bring(location: RemoteDirectory, options: FetchOptions, target: Path, *, overwrite: bool) -> None:
+    """Copy the files of the cached tree; where the cache cannot store it, fetch them past the cache."""
+    origin = location.origin
+    try:
+        tree = trees.lease(location, options)
+    except (errors.CacheFault, errors.WaitTimeout) as error:
+        if options.offline:
+            raise
+        origin.fall_back(error, location.key)
+    else:
+        with tree:
+            files = trees.files_of(location, tree, options)
+            within = origin.store.root.files if origin.store.keeps and not trees.is_in_place(location, options) else None
+            copy_tree(tree.path, files, target, within=within, overwrite=overwrite)
+        return
+
+    def fetch(file: File, sink: FileSink) -> None:
+        ask = functools.partial(location.remote.fetch, location.object(file.name), sink)
+        origin.receive(location.target(file.name).key, ask, options)
+
+    files, budget = trees.chosen(location, options).files, origin.store.seeing.usage().budget
+    fetch_tree(files, target, fetch, overwrite=overwrite, budget=budget, on_progress=options.on_progress)
 
 
 def target_of(path: str | os.PathLike[str]) -> Path:
@@ -265,7 +323,8 @@ class _Copy:
             if on_progress is not None:
                 on_progress(had + sum(sink.done for sink in self._sinks), total)
 
-        each(((file, file.size or 0) for file in look.todo), work, jobs, on_turn=tell, stop=self._gate.shut)
+        largest_first = sorted(look.todo, key=lambda file: -(file.size or 0))
+        run_all([functools.partial(work, file) for file in largest_first], jobs, name="file", on_turn=tell, stop=self._gate.shut)
         tell()
 
     def _find_part(self) -> None:
@@ -473,66 +532,3 @@ class FileSink:
     def _add(self, count: int) -> None:
         with self._lock:
             self.done += count
-
-
-# -- many files at once --------------------------------------------------------------------------------------------------
-
-T = TypeVar("T")
-
-STREAM, STREAMS = 8 << 20, 8
-"""Bytes of a range, and how many ranges of one file are fetched concurrently: a large file counts as several streams."""
-LARGE = STREAM * STREAMS
-
-
-def each(
-    items: Iterable[tuple[T, int]], work: Callable[[T], object], jobs: int, *,
-    on_turn: Callable[[], None] | None = None, stop: Callable[[], None] | None = None,
-) -> None:  # fmt: skip
-    """Call ``work`` for all ``items`` (each with its bytes), the largest first, with up to ``jobs`` concurrent streams: a file of more
-    than one `STREAM` takes several.
-
-    ``on_turn``, ``stop``, errors and interrupts: see `run_all`."""
-    ordered = sorted(items, key=lambda item: -item[1])
-    large = deque((item, min(-(-size // STREAM), STREAMS)) for item, size in ordered if size > STREAM)
-    small = deque(item for item, size in ordered if size <= STREAM)
-    changed, busy, ended = threading.Condition(), 0, False  # `changed` guards the others: the active streams, and whether to stop
-
-    def one(item: T, streams: int) -> None:
-        nonlocal busy
-        try:
-            work(item)
-        finally:
-            with changed:
-                busy -= streams
-                changed.notify_all()
-
-    def taken_locked(item: T, streams: int) -> Callable[[], None]:
-        nonlocal busy
-        busy += streams
-        return lambda: one(item, streams)
-
-    def calls() -> Iterator[Callable[[], None]]:
-        """Wait until there are streams for the next item."""
-        while large or small:
-            with changed:
-                free = jobs - busy
-                if ended:
-                    return
-                if large and (large[0][1] <= free or not busy):
-                    call = taken_locked(*large.popleft())
-                elif small and free > 0:
-                    call = taken_locked(small.popleft(), 1)
-                else:
-                    changed.wait()
-                    continue
-            yield call
-
-    def end() -> None:
-        nonlocal ended
-        with changed:
-            ended = True
-            changed.notify_all()
-        if stop is not None:
-            stop()
-
-    run_all(calls(), min(jobs, len(ordered)), name="file", on_turn=on_turn, stop=end)

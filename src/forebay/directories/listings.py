@@ -14,7 +14,6 @@ from forebay._logs import logger
 from forebay._model import Buffer, BufferSink, ObjectInfo, Span, Transfer
 from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import MARK, File, Manifest, check_names
-from forebay.origin import Origin
 from forebay.origin.request import FetchOptions, is_same_version
 from forebay.origin.spaces import LISTINGS
 
@@ -30,115 +29,117 @@ class Listing:
     at: int
 
 
-class Listings:
-    """The listings in one store. Callable from any thread and after a fork."""
+def stored(location: RemoteDirectory, since: int) -> Listing | None:
+    """The stored listing, if the remote was asked at ``since`` or later."""
+    store = location.origin.store
+    try:
+        hit = store.view(LISTINGS, location.key)
+    except errors.CacheFault:
+        return None  # a listing can be requested again
+    if hit is None or store.validated(hit.entry) < since:
+        return None
+    try:
+        manifest = Manifest.parse(location.key, hit.view)
+    except (ValueError, TypeError, RecursionError, errors.BadListing) as error:  # a later version may store more
+        log.warning("the stored listing of %s is not used: %s", location.key, str(error))
+        return None
+    return Listing(manifest, hit.entry.validator or "", store.validated(hit.entry))
 
-    def __init__(self, origin: Origin) -> None:
-        self._origin = origin
 
-    def kept(self, location: RemoteDirectory, since: int) -> Listing | None:
-        """The stored listing, if the remote was asked at ``since`` or later."""
-        store = self._origin.store
-        try:
-            hit = store.view(LISTINGS, location.key)
-        except errors.CacheFault:
-            return None  # a listing can be requested again
-        if hit is None or store.validated(hit.entry) < since:
-            return None
-        try:
-            manifest = Manifest.parse(location.key, hit.view)
-        except (ValueError, TypeError, RecursionError, errors.BadListing) as error:  # a later version may store more
-            log.warning("the stored listing of %s is not used: %s", location.key, str(error))
-            return None
-        return Listing(manifest, hit.entry.validator or "", store.validated(hit.entry))
+def version(location: RemoteDirectory, since: int) -> str | None:
+    """The version of the listing of `stored`, without reading it."""
+    store = location.origin.store
+    entry = store.entry(LISTINGS, location.key)
+    return entry.validator if entry is not None and store.validated(entry) >= since else None
 
-    def version(self, location: RemoteDirectory, since: int) -> str | None:
-        """The version of the listing of `kept`, without reading it."""
-        entry = self._origin.store.entry(LISTINGS, location.key)
-        return entry.validator if entry is not None and self._origin.store.validated(entry) >= since else None
 
-    def ask(self, location: RemoteDirectory, options: FetchOptions) -> Listing:
-        """Ask the remote. Raises `NotFound` where nothing lies there, `NotADirectory`, `BadListing`, `Incomplete`, `Offline`,
-        `RemoteError`."""
-        if options.offline and location.local is None:
-            raise errors.Offline.of(location.key)
-        at = self._origin.store.now(exact=True)
-        with self._origin.reaching(options):
-            manifest = Manifest.of(location.key, self._listed(location))
-        if not manifest.files:
-            self.postpone(location, 0)  # the stored listing is out of date
-            raise self._nothing(location)
-        listing = Listing(manifest, manifest.version, at)
-        self._keep(location, listing)
-        return listing
-
-    def _keep(self, location: RemoteDirectory, listing: Listing) -> None:
-        store = self._origin.store
-        if not store.keeps or store.root.read_only:
-            return
-        try:
-            entry = store.entry(LISTINGS, location.key)
-            if entry is None or entry.validator != listing.version:
-                store.put(LISTINGS, location.key, listing.manifest.encoded, validator=listing.version, validated=listing.at)
-            else:
-                store.set_validated([(entry, listing.at)], listing.at)
-        except errors.CacheFault as error:
-            self._origin.warn("listing", "the listing of %s is not stored, and is requested each time: %s", location.key, error)
-
-    def keep(self, location: RemoteDirectory, files: Manifest) -> None:
-        """Store the listing of a directory that this process has just written."""
-        self._keep(location, Listing(files, files.version, self._origin.store.now(exact=True)))
-
-    def postpone(self, location: RemoteDirectory, until: int) -> None:
-        """Serve the stored listing without asking the remote until then; 0: have the remote asked."""
-        try:
-            entry = self._origin.store.entry(LISTINGS, location.key)
-        except errors.CacheFault:
-            return  # there is no listing to serve
-        if entry is not None and until:
-            self._origin.store.set_validated([(entry, until)], self._origin.store.now(exact=True))
-        elif entry is not None:
-            self._origin.store.invalidate([entry])
-
-    def _nothing(self, location: RemoteDirectory) -> errors.RemoteError:
+def ask(location: RemoteDirectory, options: FetchOptions) -> Listing:
+    """Ask the remote, and store its answer. Raises `NotFound` where nothing lies there, `NotADirectory`, `BadListing`, `Incomplete`,
+    `Offline`, `RemoteError`."""
+    if options.offline and location.local is None:
+        raise errors.Offline.of(location.key)
+    at = location.origin.store.now(exact=True)
+    with location.origin.reaching(options):
+        manifest = Manifest.of(location.key, _listed(location))
+    if not manifest.files:
+        postpone(location, 0)  # the stored listing is out of date
         if location.is_object():
-            return errors.NotADirectory(f"{location.key}: this is an object, not a directory: see `Cache.local`", url=location.key)
-        return errors.NotFound(f"{location.key}: there is no object below this URL", url=location.key)
+            raise errors.NotADirectory(f"{location.key}: this is an object, not a directory: see `Cache.local`", url=location.key)
+        raise errors.NotFound(f"{location.key}: there is no object below this URL", url=location.key)
+    listing = Listing(manifest, manifest.version, at)
+    _store(location, listing)
+    return listing
 
-    # -- asking ----------------------------------------------------------------------------------------------------
 
-    def _listed(self, location: RemoteDirectory) -> Iterator[File]:
-        if location.key.startswith(("http://", "https://")):
-            yield from self._listed_by_mark(location)
-            return
-        self._origin.count(Transfer(requests=1))
-        infos = dict(location.list())
-        noted = self._noted(location, set(infos)) if MARK in infos else {}
-        for name, info in infos.items():
-            if name != MARK:
-                mine = noted.get(name)
-                is_noted = mine is not None and bool(mine.etag) and is_same_version(info.validator, mine.etag or "")
-                digest = mine.digest if mine is not None and is_noted else None  # else another writer may have replaced it
-                yield File(name, info.size, info.validator, info.modified, digest)
+def keep(location: RemoteDirectory, files: Manifest) -> None:
+    """Store the listing of a directory that this process has just written."""
+    _store(location, Listing(files, files.version, location.origin.store.now(exact=True)))
 
-    def _listed_by_mark(self, location: RemoteDirectory) -> Iterator[File]:
-        """HTTP has no listings: the marker of an upload serves as one."""
-        try:
-            noted = self._noted(location, None)
-        except errors.NotFound as error:
-            message = f"{location.key}: over HTTP directories cannot be listed, and there is no {MARK} that lists the files"
-            todo = "upload it with `forebay push`, or name its files one by one"
-            raise errors.NotFound(f"{message}: {todo}", url=location.key, status=error.status, todo=todo) from error
-        yield from (File(name, file.size, None, None, file.digest) for name, file in noted.items())
 
-    def _noted(self, location: RemoteDirectory, present: set[str] | None) -> Mapping[str, MarkedFile]:
-        """The files in the marker of an upload. ``present``: the names that are there, if known. Raises `Incomplete`."""
-        where = f"{location.key}{MARK}"
-        sink = MarkSink(where, self._origin.most)
-        self._origin.count(location.remote.fetch(location.object(MARK), sink))
-        mark = UploadMarker.parse(where, sink.data)
-        _check_complete(location, mark.complete, mark.files, present)
-        return mark.files
+def _store(location: RemoteDirectory, listing: Listing) -> None:
+    store = location.origin.store
+    if not store.keeps or store.root.read_only:
+        return
+    try:
+        entry = store.entry(LISTINGS, location.key)
+        if entry is None or entry.validator != listing.version:
+            store.put(LISTINGS, location.key, listing.manifest.encoded, validator=listing.version, validated=listing.at)
+        else:
+            store.set_validated([(entry, listing.at)], listing.at)
+    except errors.CacheFault as error:
+        location.origin.warn("listing", "the listing of %s is not stored, and is requested each time: %s", location.key, error)
+
+
+def postpone(location: RemoteDirectory, until: int) -> None:
+    """Serve the stored listing without asking the remote until then; 0: have the remote asked."""
+    store = location.origin.store
+    try:
+        entry = store.entry(LISTINGS, location.key)
+    except errors.CacheFault:
+        return  # there is no listing to serve
+    if entry is not None and until:
+        store.set_validated([(entry, until)], store.now(exact=True))
+    elif entry is not None:
+        store.invalidate([entry])
+
+
+# -- asking --------------------------------------------------------------------------------------------------------------
+
+
+def _listed(location: RemoteDirectory) -> Iterator[File]:
+    if location.key.startswith(("http://", "https://")):
+        yield from _listed_by_mark(location)
+        return
+    location.origin.count(Transfer(requests=1))
+    infos = dict(location.list())
+    noted = _noted(location, set(infos)) if MARK in infos else {}
+    for name, info in infos.items():
+        if name != MARK:
+            mine = noted.get(name)
+            is_noted = mine is not None and bool(mine.etag) and is_same_version(info.validator, mine.etag or "")
+            digest = mine.digest if mine is not None and is_noted else None  # else another writer may have replaced it
+            yield File(name, info.size, info.validator, info.modified, digest)
+
+
+def _listed_by_mark(location: RemoteDirectory) -> Iterator[File]:
+    """HTTP has no listings: the marker of an upload serves as one."""
+    try:
+        noted = _noted(location, None)
+    except errors.NotFound as error:
+        message = f"{location.key}: over HTTP directories cannot be listed, and there is no {MARK} that lists the files"
+        todo = "upload it with `forebay push`, or name its files one by one"
+        raise errors.NotFound(f"{message}: {todo}", url=location.key, status=error.status, todo=todo) from error
+    yield from (File(name, file.size, None, None, file.digest) for name, file in noted.items())
+
+
+def _noted(location: RemoteDirectory, present: set[str] | None) -> Mapping[str, MarkedFile]:
+    """The files in the marker of an upload. ``present``: the names that are there, if known. Raises `Incomplete`."""
+    where = f"{location.key}{MARK}"
+    sink = MarkSink(where, location.origin.most)
+    location.origin.count(location.remote.fetch(location.object(MARK), sink))
+    mark = UploadMarker.parse(where, sink.data)
+    _check_complete(location, mark.complete, mark.files, present)
+    return mark.files
 
 
 def _check_complete(location: RemoteDirectory, complete: bool, files: Mapping[str, object], present: set[str] | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from forebay import errors, remote
 from forebay._model import ObjectInfo, Remote
+from forebay.directories.manifests import Part, Patterns
 from forebay.origin import Origin
 from forebay.origin.prefix import Prefix
 from forebay.origin.request import Target, folder_of
@@ -17,7 +18,7 @@ from forebay.remote import FilesystemObject
 
 @dataclass(frozen=True, slots=True)
 class RemoteDirectory:
-    """Where the files of a directory are. Callable from any thread and after a fork.
+    """A directory, or a part of it, and where its files are. Callable from any thread and after a fork.
 
     ``url``: as given, without a slash at its end; a path, if there is a filesystem object. ``key``: without secrets, the same for all
     spellings, with a slash at its end. ``local``: the absolute path of a directory of this host, else None."""
@@ -28,7 +29,14 @@ class RemoteDirectory:
     local: str | None
     prefix: Prefix
     origin: Origin
+    part: Part
     filesystem: FilesystemObject | None = None
+
+    @property
+    def tree_key(self) -> str:
+        """The key of the tree of this part."""
+        suffix = str(self.part)
+        return f"{self.key}#{suffix}" if suffix else self.key
 
     def object(self, name: str) -> str:
         """The URL, or path, of the file of this name."""
@@ -71,17 +79,19 @@ def check_either(text: str, filesystem: Any) -> None:
         raise errors.ConfigError(message, name="path", value=shown)
 
 
-def locate(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) -> RemoteDirectory:
-    """The directory of a URL or path, or of a path of a filesystem object of fsspec or pyarrow.
+def locate(
+    origin: Origin, url: str | os.PathLike[str], filesystem: Any = None, include: Patterns = None, exclude: Patterns = None
+) -> RemoteDirectory:  # fmt: skip
+    """The directory of a URL or path, or of a path of a filesystem object of fsspec or pyarrow, or the part of it that patterns select.
 
     Raises `ConfigError`, or `MissingExtra` for a scheme whose package is not installed."""
-    text = remote.as_text(url)
+    text, part = remote.as_text(url), Part.of(include, exclude)
     check_either(text, filesystem)
     if filesystem is None:
         prefix = Prefix(text)
         try:
             key = folder_of(remote.canonical(prefix.folder, origin.naming))
-            return RemoteDirectory(prefix.url, key, remote.resolve(text, origin.options, origin.realm), prefix.local, prefix, origin)
+            return RemoteDirectory(prefix.url, key, remote.resolve(text, origin.options, origin.realm), prefix.local, prefix, origin, part)
         except errors.ConfigError:
             arrow = remote.arrow_filesystem(text)  # pyarrow knows schemes that neither fsspec nor we know
             if arrow is None:
@@ -89,8 +99,8 @@ def locate(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) 
         filesystem, text = arrow
     local = remote.local_path_on(filesystem, text)
     if local is not None:
-        return locate(origin, local)
+        return locate(origin, local, None, include, exclude)
     prefix = Prefix(text, plain=True)
     place = remote.on_filesystem(filesystem, origin.options)
     key = folder_of(place.key(prefix.folder, origin.naming))
-    return RemoteDirectory(prefix.url, key, place.remote, None, prefix, origin, place)
+    return RemoteDirectory(prefix.url, key, place.remote, None, prefix, origin, part, place)

@@ -13,8 +13,8 @@ from typing import Any
 from forebay import errors
 from forebay._logs import logger
 from forebay._model import BufferSink
+from forebay.directories import listings
 from forebay.directories.copying import locked
-from forebay.directories.listings import Listings
 from forebay.directories.location import RemoteDirectory
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions
@@ -63,7 +63,7 @@ def update(origin: Origin, location: RemoteDirectory, metadata: Mapping[str, Any
 def forget(origin: Origin, location: RemoteDirectory) -> None:
     """Make the next reader of the directory in this cache ask the remote for its listing."""
     try:
-        Listings(origin).postpone(location, 0)
+        listings.postpone(location, 0)
     except errors.CacheFault as error:  # a read-only root must not prevent writes to a remote
         log.debug("%s: its listing in the cache stays: %s", location.key, error)
 

@@ -13,25 +13,28 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from forebay import errors
+from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import BufferSink, ObjectInfo
-from forebay.directories.copying import LARGE, each
+from forebay.directories import trees
 from forebay.directories.listings import MarkedFile, MarkSink, UploadMarker
 from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import MARK, File, LocalFile, check_names, files_below, is_folder
 from forebay.directories.metadata import METADATA, forget
-from forebay.directories.trees import Directories
 from forebay.origin import Origin
 from forebay.origin.request import is_same_version
 from forebay.remote.local import prune, sweep
 
 JOBS = 16
-"""Files that are sent concurrently; of files that are sent in parts, two."""
+"""Files that are sent concurrently."""
+LARGE_JOBS = 2
+"""Of files that are sent in parts, that many."""
 IN_ONE = 8 << 20
 """Bytes of a file that `s3://` sends in one request; a larger one is sent in parts, of which eight are in memory at a time."""
 
@@ -96,7 +99,7 @@ def push(
         forget(origin, location)
     if keep and not dry_run and location.local is None:
         try:
-            Directories(origin).keep(location, done.files)
+            trees.keep(location, done.files)
         except errors.CacheFault as error:
             origin.warn("keep", "%s is uploaded, but not stored in the cache: %s", location.key, error)
     return done
@@ -190,7 +193,7 @@ class _Upload:
         def turn() -> None:
             self._say("reading", sum(files[name].size for name in list(digests)), total)
 
-        each([(file, file.size) for file in files.values()], read, self._jobs, on_turn=turn, stop=self._stop)
+        self._run_all([partial(read, file) for file in files.values()], self._jobs, turn)
         return digests, missing
 
     def _is_there(self, file: LocalFile, digest: str, before: UploadMarker | None, info: ObjectInfo | None) -> bool:
@@ -261,12 +264,17 @@ class _Upload:
             self._watch_mark()
             self._say("sending", sum(list(self._done.values())), total)
 
-        each([(file, self._weight(file)) for file in todo], self._send_one, self._jobs, on_turn=turn, stop=self._stop)
+        has_parts = self._location.key.startswith("s3://") and self._location.filesystem is None
+        for in_parts, jobs in (False, self._jobs), (True, min(self._jobs, LARGE_JOBS)):
+            some = [file for file in todo if in_parts == (has_parts and file.size > IN_ONE)]
+            self._run_all([partial(self._send_one, file) for file in some], jobs, turn)
         turn()
 
-    def _weight(self, file: LocalFile) -> int:
-        in_parts = self._location.key.startswith("s3://") and self._location.filesystem is None and file.size > IN_ONE
-        return max(file.size, LARGE) if in_parts else file.size
+    def _run_all(self, calls: Sequence[Callable[[], object]], jobs: int, turn: Callable[[], None] | None = None) -> None:
+        def stop() -> None:
+            self._stopped = True
+
+        run_all(calls, jobs, name="file", on_turn=turn, stop=stop)
 
     def _send_one(self, file: LocalFile) -> None:
         def on_sent(done: int) -> None:
@@ -287,7 +295,7 @@ class _Upload:
 
     def _remove(self, those: Iterable[str]) -> None:
         names = list(those)
-        each([(name, 0) for name in names], lambda name: self._location.remote.delete(self._location.object(name)), self._jobs)
+        self._run_all([partial(self._location.remote.delete, self._location.object(name)) for name in names], self._jobs)
         if self._location.local is not None:
             prune(self._location.local, names)
 
@@ -317,9 +325,6 @@ class _Upload:
     def _say(self, state: str, done: int, total: int) -> None:
         if self._tell is not None:
             self._tell(state, done, total)
-
-    def _stop(self) -> None:
-        self._stopped = True
 
 
 def _noted(files: Mapping[str, LocalFile], digests: Mapping[str, str], etags: Mapping[str, str | None]) -> dict[str, MarkedFile]:

@@ -252,9 +252,10 @@ class Origin(Targets):
     def _postpone(self, entry: Entry, options: FetchOptions) -> None:
         """The remote cannot be reached: calls that wait for this answer, or come in the next seconds, need no time-out of their own."""
         if options.since > 1:
-            self.store.set_validated([(entry, self._postponed(options))], self.store.now(exact=True))
+            self.store.set_validated([(entry, self.postponed(options))], self.store.now(exact=True))
 
-    def _postponed(self, options: FetchOptions) -> int:
+    def postponed(self, options: FetchOptions) -> int:
+        """Until when an answer that could not be had is not asked for again."""
         return options.since + min(self.store.now() - options.since, POSTPONED)
 
     def upstream_copy(self, target: Target, options: FetchOptions) -> tuple[Remembered, int] | None:
@@ -271,7 +272,7 @@ class Origin(Targets):
                 return (hit, began) if target.remote.stat(target.url, known=hit.entry.validator) is None else None
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             self.warn_stale(target.key, "%s cannot be reached (%s): the upstream's copy is served", error)
-            return hit, self._postponed(options)
+            return hit, self.postponed(options)
 
     def receive(self, key: str, ask: Callable[[], A], options: FetchOptions | None = None) -> A:
         """What ``ask`` brings from a remote: bytes of ``key``, or a report on those that it wrote. Counts them, and tells the listeners."""

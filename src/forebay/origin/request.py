@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
@@ -118,6 +118,28 @@ class Targets:
         return url if self.realm.is_usual else key
 
 
+class ReadOptions(TypedDict, total=False):
+    """The keywords of the methods of a cache that fetch objects.
+
+    ``max_age``: seconds for which an entry is served without asking the remote, or ``"forever"``. ``refresh``: ask the remote now.
+    ``filesystem``: an fsspec or pyarrow filesystem; the URL is a path on it. ``sha256``, ``etag``: the expected value; another raises
+    `ChecksumMismatch`. ``timeout``: seconds to wait for other processes. ``bypass``: neither search the cache nor write to it.
+    ``force``: store a local file too. ``pin``: never evict the object. ``offline``: do not ask the remote. ``on_wait``: called about once
+    a second while another process fetches the object."""
+
+    max_age: float | str | None
+    refresh: bool
+    filesystem: Any
+    sha256: str | None
+    etag: str | None
+    timeout: float | None
+    bypass: bool
+    force: bool
+    pin: bool
+    offline: bool | None
+    on_wait: OnWait | None
+
+
 class FetchOptions(NamedTuple):
     """The options of one call. ``since``: serve what was validated at or after this (nanoseconds of the store's clock; 1: ever;
     -1: even if it was invalidated). ``refresh``: serve only what was validated since the call began, whatever the clock says.
@@ -144,11 +166,13 @@ class FetchOptions(NamedTuple):
 
     @classmethod
     def of(
-        cls, origin: Origin, max_age: float | str | None = None, refresh: bool = False, *, sha256: str | None = None,
-        etag: str | None = None, timeout: float | None = None, bypass: bool = False, force: bool = False, pin: bool = False,
-        offline: bool | None = None, on_wait: OnWait | None = None, on_progress: Callable[[int, int | None], None] | None = None,
+        cls, origin: Origin, *, on_progress: Callable[[int, int | None], None] | None = None, max_age: float | str | None = None,
+        refresh: bool = False, filesystem: Any = None, sha256: str | None = None, etag: str | None = None, timeout: float | None = None,
+        bypass: bool = False, force: bool = False, pin: bool = False, offline: bool | None = None, on_wait: OnWait | None = None,
     ) -> Self:  # fmt: skip
-        """The options of a call that begins now, with the defaults of the cache. Raises `ConfigError`."""
+        """The options of a call that begins now, with the defaults of the cache; ``filesystem`` is that of the target. See `ReadOptions`.
+
+        Raises `ConfigError`."""
         offline = origin.offline if offline is None else offline
         age = origin.max_age if max_age is None else _config.parse_age(max_age, name="max_age") * 1_000_000_000
         now = origin.store.now(exact=refresh)
