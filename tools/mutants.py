@@ -126,9 +126,8 @@ MUTANTS = (
         "origin/test_pipeline.py::test_what_was_fetched_between_the_look_and_the_lock_is_not_fetched_again",
     ),
     Mutant(
-        2, "a block is fetched while another process fetches it", "origin.blocks:Blocks._hold",
-        "(hold := locks.try_hold(URLS, self._key(number))) is not None",
-        "(hold := locks.try_hold(URLS, self._key(number))) is not number",
+        2, "a block is fetched while another process fetches it", "origin.flight:get_or_make_free",
+        "list(holds)", "list(keys)",
         "origin/test_blocks.py::test_processes_that_touch_the_same_blocks_fetch_each_once",
     ),
     Mutant(

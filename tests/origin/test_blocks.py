@@ -14,9 +14,9 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine.flight import Flight
 from forebay.cache import origin_of
 from forebay.origin import blocks as blocks_module
-from forebay.origin.blocks import Blocks
 from forebay.origin.request import FetchOptions
 from forebay.origin.spaces import block_key, index_key
 from forebay.remote import RemoteOptions
@@ -666,15 +666,15 @@ def test_what_was_fetched_between_the_look_and_the_lock_is_not_fetched_again(
     cache: forebay.Cache, server: ScriptedServer, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P1 looks: missing / P2 fetches the blocks, and releases their keys / P1 holds them."""
-    hold = Blocks._hold
+    hold = Flight.holding_free
     first, second = cache.open(url, block_size=SIZE), cache.open(url, block_size=SIZE)
 
-    def late(self: Blocks, numbers: Any) -> Any:
+    def late(self: Flight, space: str, keys: list[str]) -> Any:
         monkeypatch.undo()
         assert piece(second, 0, 3)
-        return hold(self, numbers)
+        return hold(self, space, keys)
 
-    monkeypatch.setattr(Blocks, "_hold", late)
+    monkeypatch.setattr(Flight, "holding_free", late)
     with first, second:
         assert piece(first, 0, 3)
     assert server.gets == 1

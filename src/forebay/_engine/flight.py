@@ -186,14 +186,14 @@ class Flight:
             return self._try(space, key)
 
     @contextlib.contextmanager
-    def holding_free(self, space: str, keys: Sequence[str]) -> Iterator[list[str]]:
-        """The locks of those of these keys that are free, around a block that makes their values together; yields these keys.
+    def holding_free(self, space: str, keys: Sequence[str]) -> Iterator[dict[str, KeyHold]]:
+        """The locks of those of these keys that are free, around a block that makes their values together, and may release them earlier.
 
         The block may wait for other keys, as what makes one value may."""
         with contextlib.ExitStack() as stack:
             holds = {key: stack.enter_context(hold) for key in keys if (hold := self.try_hold(space, key)) is not None}
             stack.enter_context(_holding(*(hold.keyhash for hold in holds.values())))
-            yield list(holds)
+            yield holds
 
     def named(self, name: str, *, timeout: float | None = None, on_wait: OnWait | None = None) -> KeyHold:
         """Take the lock of this name, which belongs to no key.

@@ -71,7 +71,7 @@ class NullLocks:
     def try_hold(self, space: str, key: str) -> NoReturn:
         raise _refusal(self._why, key)
 
-    def holding_free(self, space: str, keys: Sequence[str]) -> contextlib.AbstractContextManager[list[str]]:
+    def holding_free(self, space: str, keys: Sequence[str]) -> NoReturn:
         raise _refusal(self._why, keys[0])
 
 

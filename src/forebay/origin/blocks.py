@@ -12,7 +12,7 @@ from forebay._kernel import waits
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import ObjectInfo, Span
-from forebay.origin.flight import get_or_make
+from forebay.origin.flight import get_or_make, get_or_make_free
 from forebay.origin.request import FetchOptions, Target
 from forebay.origin.spaces import URLS, block_key, index_key
 
@@ -74,12 +74,7 @@ class Blocks:
         missing = [number for number in numbers if number not in blocks]
         self.misses += len(missing)
         if len(missing) > 1:
-            try:
-                holds = self._hold(missing)
-            except (errors.CacheFault, errors.Closed) as error:
-                self._fall_back(error)
-                holds = dict.fromkeys(missing)
-            blocks |= self._fetch_held(holds)
+            blocks |= self._fetch_free(missing)
         for number in missing:
             if number not in blocks:
                 blocks[number] = self._fetch_one(number)
@@ -88,7 +83,7 @@ class Blocks:
     def fetch_missing(self, numbers: Sequence[int]) -> Collection[int]:
         """Fetch those of these blocks that are missing, and that no other thread or process is fetching. Returns their numbers."""
         missing = [number for number in numbers if self.origin.store.entry(URLS, self._key(number)) is None]
-        return self._fetch_held(self._hold(missing), ahead=True)
+        return self._fetch_free(missing, ahead=True)
 
     def open_whole(self) -> BinaryIO:
         """A file object on the whole object, which is fetched if it is missing. Raises `RemoteChanged` if it is another version."""
@@ -128,7 +123,7 @@ class Blocks:
             return self._request(self.span(number))
 
         def keep(data: memoryview) -> memoryview:
-            self._put({number: data}, began)
+            self._put({key: data}, began)
             return data
 
         look, key, label = partial(self._cached, number), self._key(number), self.target.key
@@ -136,36 +131,25 @@ class Blocks:
             self.origin, URLS, key, look, make, keep, label=label, timeout=self._timeout, counts_miss=True, looked=True
         )  # fmt: skip
 
-    def _hold(self, numbers: Sequence[int]) -> dict[int, KeyHold | None]:
-        """The locks of those blocks that no other thread or process is fetching. Raises `CacheFault`.
+    def _fetch_free(self, numbers: Sequence[int], *, ahead: bool = False) -> dict[int, memoryview]:
+        """The bytes of those blocks that no other call is fetching, by one request for each run of neighbours. ``ahead``: the blocks are
+        for later reads."""
+        keys = {self._key(number): number for number in numbers}
 
-        No lock is waited for while another one is held: two readers of the same blocks share the work, and cannot wait for each other."""
-        locks = self.origin.store.locks
-        holds: dict[int, KeyHold | None] = {}
-        try:
-            for number in numbers:
-                if (hold := locks.try_hold(URLS, self._key(number))) is not None:
-                    holds[number] = hold
-        except BaseException:
-            _release(holds, list(holds))
-            raise
-        return holds
-
-    def _fetch_held(self, holds: dict[int, KeyHold | None], *, ahead: bool = False) -> dict[int, memoryview]:
-        """The bytes of blocks whose locks this thread holds (None: there is no cache to lock), by one request for each run of neighbours.
-        Releases each lock. ``ahead``: the blocks are for later reads."""
-        blocks: dict[int, memoryview] = {}
-        try:
-            for number in list(holds):
-                # P1 looks: missing / P2 fetches, publishes, unlocks / P1 locks: without this look it fetches again.
-                if (data := self._cached(number)) is not None:
-                    blocks[number] = data
-                    _release(holds, [number])
-            fetches = [partial(self._fetch_run, run, holds, blocks, ahead) for run in self._runs(list(holds))]
+        def make(missing: Sequence[str], holds: Mapping[str, KeyHold]) -> dict[str, memoryview]:
+            blocks: dict[str, memoryview] = {}
+            if not holds:
+                self.are_kept = False
+                if ahead:
+                    return blocks
+            fetches = [partial(self._fetch_run, run, holds, blocks, ahead) for run in self._runs([keys[key] for key in missing])]
             run_all(fetches, self.origin.options.streams, name="blocks", inline=True)
-        finally:
-            _release(holds, list(holds))
-        return blocks
+            return blocks
+
+        found = get_or_make_free(
+            self.origin, URLS, list(keys), lambda key: self._cached(keys[key]), make, label=self.target.key
+        )  # fmt: skip
+        return {keys[key]: data for key, data in found.items()}
 
     def _runs(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """The numbers in groups of neighbours, each of at most `RUN` bytes."""
@@ -178,10 +162,8 @@ class Blocks:
         if run:
             yield run
 
-    def _fetch_run(
-        self, run: Sequence[int], holds: dict[int, KeyHold | None], blocks: dict[int, memoryview], ahead: bool
-    ) -> None:  # fmt: skip
-        """Fetch neighbours by one request, store them, and release their locks."""
+    def _fetch_run(self, run: Sequence[int], holds: Mapping[str, KeyHold], blocks: dict[str, memoryview], ahead: bool) -> None:
+        """Fetch neighbours by one request, store them if their locks are held, and release these."""
         store, first, last = self.origin.store, self.span(run[0]), self.span(run[-1])
         store.count("misses", len(run))
         began = store.now(exact=True)
@@ -191,20 +173,20 @@ class Blocks:
         except (errors.CacheFault, errors.WaitTimeout):
             raise  # the limit of this caller
         except Exception as error:
-            for number in run:
-                if holds.get(number) is not None:
-                    store.locks.note_failure(URLS, self._key(number), error)
+            for number in run if holds else ():
+                store.locks.note_failure(URLS, self._key(number), error)
             raise
-        for number in run:
-            span = self.span(number)
-            blocks[number] = data[span.start - first.start : span.end - first.start]
-        locked = [number for number in run if holds.get(number) is not None]
+        spans = {self._key(number): self.span(number) for number in run}
+        came = {key: data[span.start - first.start : span.end - first.start] for key, span in spans.items()}
+        blocks |= came
+        if not holds:
+            return
         try:
-            if locked:
-                self._put({number: blocks[number] for number in locked}, began, ahead=ahead)
+            self._put(came, began, ahead=ahead)
         except (errors.CacheFault, errors.Closed) as error:
-            self._fall_back(error)
-        _release(holds, locked)
+            self.origin.fall_back(error, self.target.key)
+        for key in came:
+            holds[key].release()
 
     def _request(self, span: Span) -> memoryview:
         """Bytes of this version, from the remote."""
@@ -237,22 +219,11 @@ class Blocks:
         except (errors.CacheFault, errors.Closed) as fault:
             log.debug("%s: %s", key, str(fault))
 
-    def _put(self, blocks: Mapping[int, memoryview], began: int, *, ahead: bool = False) -> None:
-        store, items = self.origin.store, [(self._key(number), data) for number, data in blocks.items()]
+    def _put(self, blocks: Mapping[str, memoryview], began: int, *, ahead: bool = False) -> None:
+        store = self.origin.store
         try:
-            store.put_many(URLS, items, validator=self.info.validator, validated=began, ahead=ahead)
-        except errors.CacheFault:
+            store.put_many(URLS, list(blocks.items()), validator=self.info.validator, validated=began, ahead=ahead)
+        except (errors.CacheFault, errors.Closed):
             self.are_kept = False
             raise
-        store.count("fills", len(items))
-
-    def _fall_back(self, error: Exception) -> None:
-        self.are_kept = False
-        self.origin.fall_back(error, self.target.key)
-
-
-def _release(holds: dict[int, KeyHold | None], numbers: Collection[int]) -> None:
-    for number in numbers:
-        hold = holds.pop(number, None)
-        if hold is not None:
-            hold.release()
+        store.count("fills", len(blocks))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +12,7 @@ from forebay._kernel import waits
 from forebay._model import Buffer
 
 if TYPE_CHECKING:
-    from forebay._engine.flight import WaitFor
+    from forebay._engine.flight import KeyHold, WaitFor
     from forebay.origin import Origin
 
 T = TypeVar("T")
@@ -30,6 +31,30 @@ def get_or_make(
 
     value: T = waits.run(get_or_make_async(origin, space, key, look, made, kept, wait=waits.wait_here, **options))
     return value
+
+
+def get_or_make_free(
+    origin: Origin, space: str, keys: Sequence[str], look: Callable[[str], T | None],
+    make: Callable[[list[str], Mapping[str, KeyHold]], dict[str, T]], *, label: str,
+) -> dict[str, T]:  # fmt: skip
+    """The values of those of these keys that no other call is making: what ``look`` finds, else what one call of ``make`` makes and stores.
+
+    ``make`` gets the missing keys and their locks, which it may release one by one; no locks where the cache cannot help, so that nothing
+    can be stored. No lock is waited for while others are held: two calls for the same keys share the work, and cannot wait for each
+    other. Raises what ``make`` raises."""
+    with contextlib.ExitStack() as stack:
+        found: dict[str, T] = {}
+        holds: Mapping[str, KeyHold] = {}
+        try:
+            holds = stack.enter_context(origin.store.locks.holding_free(space, keys))
+            # P1 looks: absent / P2 makes, stores, unlocks / P1 locks: without this look it makes the value again.
+            found = {key: value for key in holds if (value := look(key)) is not None}
+            keys = list(holds)
+        except (errors.CacheFault, errors.Closed) as error:
+            origin.fall_back(error, label)
+            holds = {}
+        missing = [key for key in keys if key not in found]
+        return found | (make(missing, holds) if missing else {})
 
 
 async def get_or_make_async(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -12,7 +11,7 @@ import secrets
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, SupportsIndex
@@ -26,7 +25,7 @@ from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Item, noted
 from forebay.origin import Origin
-from forebay.origin.flight import get_or_make
+from forebay.origin.flight import get_or_make, get_or_make_free
 
 log = logger("forebay.samples")
 SPACE = "samples"
@@ -150,21 +149,21 @@ class Samples(Generic[Item]):
     ) -> list[int]:
         """Add the items of those slots that no other process is making. Returns the others."""
         keys = {f"{self._pack.id:x}/{i}": i for i in missing}
-        with contextlib.ExitStack() as stack:
-            free, is_stored = list(missing), True
-            if self._pack.admits:
-                try:
-                    held = stack.enter_context(self._origin.store.locks.holding_free(SPACE, list(keys)))
-                    # Another process may have stored one between the look and the lock.
-                    free = [keys[key] for key in held if not _added(items, keys[key], self._look(keys[key]))]
-                except (errors.CacheFault, errors.Closed) as error:
-                    self._origin.fall_back(error, f"samples of {self._label}")
-                    is_stored = False
-            if free:
-                with waits.time_limit(None, afresh=True):  # the time limit is for the cache, not for the function
-                    values = _checked(fn(free), len(free))
-                for i, value in zip(free, values, strict=True):
-                    items[i] = self._store_and_read(i, value) if is_stored else (self._as_read(value),)
+
+        def make(missing: Sequence[str], holds: Mapping[str, object]) -> dict[str, tuple[Item]]:
+            free = [keys[key] for key in missing]
+            with waits.time_limit(None, afresh=True):  # the time limit is for the cache, not for the function
+                values = _checked(fn(free), len(free))
+            is_stored = holds or not self._pack.admits
+            pairs = zip(missing, free, values, strict=True)
+            return {key: self._store_and_read(i, value) if is_stored else (self._as_read(value),) for key, i, value in pairs}
+
+        if self._pack.admits:
+            label = f"samples of {self._label}"
+            found = get_or_make_free(self._origin, SPACE, list(keys), lambda key: self._look(keys[key]), make, label=label)
+        else:
+            found = make(list(keys), {})
+        items |= {keys[key]: item for key, item in found.items()}
         return [i for i in missing if i not in items]
 
     def _look(self, i: int) -> tuple[Item] | None:
