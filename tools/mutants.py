@@ -160,7 +160,7 @@ MUTANTS = (
         "engine/index/test_records.py::test_what_is_replaced_while_it_is_read_is_not_served",
     ),
     Mutant(
-        3, "the wait of a dead process counts as a deadlock", "_engine.index.waiting:Waiters.every",
+        3, "the wait of a dead process counts as a deadlock", "_engine.files.table:Waiters.every",
         "self.locks.locked_among(range(RECORDS))", "list(range(RECORDS))",
         "engine/locks/test_nesting.py::test_what_a_killed_waiter_noted_counts_for_nothing",
     ),
@@ -180,7 +180,7 @@ MUTANTS = (
         "scenarios/test_s23_freshness.py::test_s23_refresh_does_not_take_what_was_asked_for_before",
     ),
     Mutant(
-        3, "a pause between two clock readings makes entries fresher", "_engine.index.clock:Clock.look",
+        3, "a pause between two clock readings makes entries fresher", "_engine.index.head:Clock.look",
         "time.monotonic_ns() + ahead - time.time_ns()", "-time.time_ns() + ahead + time.monotonic_ns()",
         "engine/index/test_clock.py::test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_early",
     ),
@@ -273,7 +273,7 @@ MUTANTS = (
     ),
     # 6. The cache never breaks the job
     Mutant(
-        6, "an error of the disk reaches the caller", "_engine.files.faults:faults.__exit__",
+        6, "an error of the disk reaches the caller", "_engine.files.layout:faults.__exit__",
         "not isinstance(error, OSError)", "error is not None",
         "engine/test_faults.py::test_any_change_may_fail[blob-EDQUOT]",
     ),
@@ -303,7 +303,7 @@ MUTANTS = (
         "scenarios/test_clocks.py::test_times_that_were_forged_make_nothing_fresh_for_ever",
     ),
     Mutant(
-        6, "a process takes back the connection that it gave up for others", "_engine.index.limits:ConnectionRequest._try",
+        6, "a process takes back the connection that it gave up for others", "_engine.index.settings:ConnectionRequest._try",
         "self._is_waiting or not limits.locks.is_locked(self._first + _WAITING)", "True",
         "engine/index/test_limits.py::test_a_request_that_begins_lets_those_that_wait_look_first",
     ),
@@ -472,7 +472,7 @@ MUTANTS = (
         "engine/test_faults.py::test_s08_a_stopped_fetcher_is_named",
     ),
     Mutant(
-        11, "a wait for a connection is not logged", "_engine.index.limits:ConnectionRequest._say",
+        11, "a wait for a connection is not logged", "_engine.index.settings:ConnectionRequest._say",
         "now >= self._say_at", "False",
         "engine/index/test_limits.py::test_a_wait_is_logged",
     ),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from forebay._engine.index.ghosts import BIMODAL
+from forebay._engine.index.adaptive import BIMODAL
 from forebay._engine.locks.lease import Lease
 from forebay._engine.space import budget, eviction
 from forebay._engine.store import Settings, Store

@@ -24,8 +24,7 @@ from forebay._engine.catalog import recovery
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.wal import Ballast
 from forebay._engine.engine import recover_and_retry
-from forebay._engine.files.faults import CatalogBroken, DiskFull
-from forebay._engine.files.layout import Root
+from forebay._engine.files.layout import CatalogBroken, DiskFull, Root
 from forebay._engine.index import settings
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.index.settings import RootLimits, Settings, SpaceLimits

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from forebay._engine.catalog import checked, entries, recovery, reservations, segments, spaces
 from forebay._engine.catalog.connection import Catalog
-from forebay._engine.files import blobs, pack_files, stages, trees
+from forebay._engine.files import blobs, pack_files, stages
 from forebay._engine.files.layout import FANS, PAGE, BlobName, Root, TmpName, parse_blob_below, parse_directory_name, parse_tmp_name
 from forebay._engine.files.root import foreign
 from forebay._engine.index.records import RECORDS, EntryIndex
@@ -198,7 +198,7 @@ def _check_tree(root: Root, catalog: Catalog, entry: Entry) -> Iterator[Problem]
     """Check that a tree holds links to its files under their names, and nothing else."""
     files = {name: root.blob_name(member.id, member.suffix) for name, member in entries.members(catalog, entry.id)}
     try:
-        names = set(trees.list_files(root, entry.id))
+        names = set(blobs.list_files(root, entry.id))
         others = {name for name in names & set(files) if not _is_one_file(root, f"{root.tree(entry.id)}/{name}", files[name])}
     except FileNotFoundError:
         return  # evicted meanwhile; a directory that is lost is reported by its name

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from forebay import errors
-from forebay._engine.files.faults import CatalogBroken, DiskFull, faults
+from forebay._engine.files.layout import CatalogBroken, DiskFull, faults
 from forebay._engine.files.root import Root, open_root
 from forebay._engine.hits import Hits
 from forebay._engine.index.counters import EVICTIONS
@@ -21,7 +21,7 @@ from forebay._kernel import events, host
 from forebay._logs import logger
 
 if TYPE_CHECKING:
-    from forebay._engine.index.limits import NodeLimits
+    from forebay._engine.index.settings import NodeLimits
     from forebay._engine.parts import Parts
 
 log = logger("forebay.engine")
@@ -219,7 +219,7 @@ class Engine(Hits):
         """The limits of transfers, created by the first call."""
         limits = self._limits
         if limits is None:
-            from forebay._engine.index.limits import NodeLimits
+            from forebay._engine.index.settings import NodeLimits
 
             with self.making:
                 if self._limits is None:

@@ -18,11 +18,10 @@ from typing import Any, Self, TypeVar
 from forebay import errors
 from forebay._engine.catalog import failures, reservations
 from forebay._engine.engine import Engine, recover_and_retry
-from forebay._engine.files.faults import CatalogBroken, faults
-from forebay._engine.files.layout import key_hash
+from forebay._engine.files.layout import CatalogBroken, faults, key_hash
 from forebay._engine.files.stages import progress_of
+from forebay._engine.files.table import Entered, KeyWaiter
 from forebay._engine.index.counters import WAIT_NS_LOCK, WAITS
-from forebay._engine.index.waiting import Entered, KeyWaiter
 from forebay._kernel import events, locks, waits
 from forebay._logs import logger
 from forebay._model import Buffer

@@ -10,11 +10,10 @@ import time
 
 from forebay._engine.files import blobs
 from forebay._engine.files.root import Root
+from forebay._engine.files.table import SilentHosts
 from forebay._engine.index.adaptive import AdaptiveSpaces, charge_of
-from forebay._engine.index.counters import BYTES_HIT, HITS, Counters
+from forebay._engine.index.counters import BYTES_HIT, HITS, Counters, History
 from forebay._engine.index.head import SharedHead
-from forebay._engine.index.history import History
-from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.records import ID, SPACE, USED, VALIDATED, EntryIndex, meta_hash
 from forebay._engine.index.settings import RootLimits, SharedSettings

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from forebay import errors
 from forebay._engine.engine import Engine, recover_and_retry
-from forebay._engine.files.faults import faults
+from forebay._engine.files.layout import faults
 from forebay._engine.flight import Flight
 from forebay._engine.index.adaptive import Trial, charge_of
 from forebay._engine.index.records import ID, USED, VALIDATED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forebay import errors
 from forebay._engine.engine import Engine, recover_and_retry
-from forebay._engine.files.faults import faults
+from forebay._engine.files.layout import faults
 from forebay._engine.locks.lease import Lease
 from forebay._engine.packs.pack import Pack
 from forebay._engine.packs.packing import Appender

@@ -11,7 +11,7 @@ from forebay._config import format_size
 from forebay._engine.catalog import entries, recovery, spaces
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.transactions import forgotten, number_below
-from forebay._engine.files.faults import CatalogBroken, DiskFull, faults
+from forebay._engine.files.layout import CatalogBroken, DiskFull, faults
 from forebay._engine.hits import Hits
 from forebay._engine.index.head import NEXT, NUMBERS, SharedBroken
 from forebay._engine.index.settings import OF_TRANSFERS, RootLimits, differences, shown

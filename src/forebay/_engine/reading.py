@@ -8,8 +8,8 @@ import os
 from forebay import errors
 from forebay._engine.catalog import entries
 from forebay._engine.catalog.connection import Catalog
-from forebay._engine.files import blobs, trees
-from forebay._engine.files.faults import DiskFull, faults
+from forebay._engine.files import blobs
+from forebay._engine.files.layout import DiskFull, faults
 from forebay._engine.files.root import Root
 from forebay._engine.hits import COPIED
 from forebay._engine.index import counters
@@ -146,7 +146,7 @@ class Reading:
         and times. A damaged tree is set aside, with those of its files whose bytes changed: they are links to the entries' own files."""
         tree = lease.entry
         try:
-            files = trees.look(self._root, lease.path)
+            files = blobs.look(self._root, lease.path)
         except (FileNotFoundError, LinkInTheWay):
             self.set_aside(tree, f"{tree.name}: it is gone")
             return False
@@ -247,7 +247,7 @@ class Reading:
     def note_tree(self, lease: Lease, files: dict[str, tuple[int, int, int]] | None = None) -> None:
         """Note that a tree is sound as it is: later checks of this process compare sizes and times."""
         self.note_sound(lease.entry)
-        self._remember(self._trees, lease.entry.id, _fingerprint(files if files is not None else trees.look(self._root, lease.path)))
+        self._remember(self._trees, lease.entry.id, _fingerprint(files if files is not None else blobs.look(self._root, lease.path)))
 
     @staticmethod
     def _remember(noted: dict[int, int], id: int, value: int) -> None:

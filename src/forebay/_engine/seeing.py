@@ -17,10 +17,9 @@ from forebay._engine.catalog.wal import FREE, Wal
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.layout import FANS, LEASE_FILES
 from forebay._engine.files.stages import progress_of
-from forebay._engine.index.counters import NAMES
-from forebay._engine.index.ghosts import Standing
-from forebay._engine.index.history import HOURS, MINUTES
-from forebay._engine.index.waiting import Waiters
+from forebay._engine.files.table import Waiters
+from forebay._engine.index.adaptive import Standing
+from forebay._engine.index.counters import HOURS, MINUTES, NAMES
 from forebay._engine.spaces import Spaces
 from forebay._kernel import locks
 from forebay._model import Entry

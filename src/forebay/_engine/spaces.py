@@ -7,7 +7,7 @@ from forebay._engine.catalog import entries
 from forebay._engine.catalog import spaces as rows
 from forebay._engine.catalog.spaces import SpaceRow
 from forebay._engine.engine import Engine, recover_and_retry
-from forebay._engine.files.faults import faults
+from forebay._engine.files.layout import faults
 from forebay._engine.index.settings import RootLimits, SpaceLimits
 from forebay._logs import logger
 from forebay._model import Policy

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forebay import errors
 from forebay._engine.engine import Engine, open_directory, recover_and_retry
-from forebay._engine.files.faults import CatalogBroken, DiskFull, faults
+from forebay._engine.files.layout import CatalogBroken, DiskFull, faults
 from forebay._engine.files.root import Root, foreign
+from forebay._engine.files.table import SilentHosts
 from forebay._engine.index import counters
-from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_hit
 from forebay._engine.index.records import EXPIRED
 from forebay._engine.index.settings import Settings as Settings
@@ -27,7 +27,7 @@ from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victi
 
 if TYPE_CHECKING:
     from forebay._engine.flight import Flight
-    from forebay._engine.index.limits import NodeLimits
+    from forebay._engine.index.settings import NodeLimits
     from forebay._engine.loading import Prefetching
     from forebay._engine.pack_handles import Packs
     from forebay._engine.seeing import Seeing

@@ -11,15 +11,15 @@ from forebay import errors
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.transactions import Txn
 from forebay._engine.files import blobs
-from forebay._engine.files.faults import faults
+from forebay._engine.files.layout import faults
 from forebay._engine.files.root import Root
+from forebay._engine.files.table import Waiters
 from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.counters import Counters
 from forebay._engine.index.head import PAIRS
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.index.settings import SharedSettings
-from forebay._engine.index.waiting import Waiters
 from forebay._engine.locks.lease import Lease
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners

@@ -35,7 +35,7 @@ from forebay.cli.options import existing, opened, root_path, store_of, verb
 from forebay.cli.render import Output, count, styled
 
 if TYPE_CHECKING:
-    from forebay._engine.index.ghosts import Standing
+    from forebay._engine.index.adaptive import Standing
     from forebay._engine.seeing import IndexUse
 
 ENOUGH_FILES = 4096

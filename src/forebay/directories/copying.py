@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay import errors, remote
-from forebay._engine.files.trees import remove_whole
+from forebay._engine.files.blobs import remove_whole
 from forebay._kernel import host
 from forebay._kernel.below import Below, LinkInTheWay
 from forebay._kernel.threads import run_all

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from forebay import errors
-from forebay._engine.files.faults import faults
+from forebay._engine.files.layout import faults
 from forebay._engine.locks.lease import Lease
 from forebay._model import ObjectInfo, Remote, Span, Transfer
 from forebay.origin.request import is_same_version

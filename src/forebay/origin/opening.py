@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from forebay import _config, errors
-from forebay._engine.files.faults import faults
+from forebay._engine.files.layout import faults
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host, waits
 from forebay._kernel.below import LinkInTheWay

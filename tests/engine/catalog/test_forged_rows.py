@@ -21,7 +21,7 @@ from forebay import Cache, errors
 from forebay._engine import seeing
 from forebay._engine.catalog import transactions
 from forebay._engine.files import root
-from forebay._engine.files.faults import CatalogBroken
+from forebay._engine.files.layout import CatalogBroken
 from forebay._engine.store import Store
 from forebay._model import ObjectInfo
 from tests.harness import KiB, MiB, assert_settled, opened

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from forebay._engine.index import clock as module
-from forebay._engine.index.clock import AHEAD, BELIEVED, BOOT, SEEN, Clock
+from forebay._engine.index import head as module
+from forebay._engine.index.head import AHEAD, BELIEVED, BOOT, SEEN, Clock
 from forebay._engine.index.records import USED, VALIDATED
 from forebay._engine.store import Store
 from tests.clocks import Clocks

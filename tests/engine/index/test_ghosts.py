@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 import xxhash
 
-from forebay._engine.index.ghosts import BIMODAL, LOTTERY, MEMORY, MOST, TRIAL_SHARE, WORDS, Ghosts
+from forebay._engine.index.adaptive import BIMODAL, LOTTERY, MEMORY, MOST, TRIAL_SHARE, WORDS, Ghosts
 from tests.traces import LeastRecentlyUsed, best_of_permutation, drifting, hits_of_lru, mixed_sizes, permutations, recent, scanned, zipf
 
 NOW = 1_700_000_000_000_000_000

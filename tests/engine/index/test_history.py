@@ -14,9 +14,8 @@ import pytest
 
 from forebay import Cache, errors
 from forebay._engine.files.root import Root, open_root
-from forebay._engine.index import history as module
-from forebay._engine.index.counters import HITS, MISSES, Counters
-from forebay._engine.index.history import DELAY, EVERY, HOURS, MINUTES, SECOND, History
+from forebay._engine.index import counters as module
+from forebay._engine.index.counters import DELAY, EVERY, HITS, HOURS, MINUTES, MISSES, SECOND, Counters, History
 from forebay._engine.store import Settings, Store
 from tests.clocks import Clocks
 from tests.harness import MiB, opened
@@ -176,7 +175,7 @@ def test_a_record_with_any_bit_changed_is_left_out(root: Root, history: History,
         history.note(start + minute * MINUTE)
     path, place = root.shared_dir / "history", 8 * MINUTES.place(start + MINUTE)
     sound = path.read_bytes()
-    for bit in random.Random(2).sample(range(64 * module._WORDS), 40):
+    for bit in random.Random(2).sample(range(64 * module._PERIOD_WORDS), 40):
         damaged = bytearray(sound)
         damaged[place + bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from forebay._engine.index import head
-from forebay._engine.index import limits as limits_module
-from forebay._engine.index.limits import ConnectionPermit, ConnectionRequest, NodeLimits
+from forebay._engine.index import settings as limits_module
+from forebay._engine.index.settings import ConnectionPermit, ConnectionRequest, NodeLimits
 from forebay._engine.store import Settings, Store
 from tests.harness import opened
 from tests.processes import Child, Gate, Line, talk_to

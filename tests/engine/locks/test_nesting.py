@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import forebay
+from forebay._engine.files.table import KeyWaiter, Waiters
 from forebay._engine.flight import Busy, leads_to
-from forebay._engine.index.waiting import KeyWaiter, Waiters
 from forebay._engine.store import Settings, Store
 
 SPAWNED = multiprocessing.get_context("fork")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import strategies as st
 
 import forebay
-from forebay._engine.files import pack_files, pack_records
+from forebay._engine.files import pack_files
 from forebay._kernel import host, locks
 from tests.harness import KiB, MiB, usage
 from tests.processes import Gate, Line, ProcessGroup, fork, in_child, talk_to
@@ -61,37 +61,37 @@ def word(place: Path, slot: int) -> int:
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-@hypothesis.given(st.integers(1, pack_records.MAX_SEGMENT), st.integers(0, (1 << 38) - 1))
+@hypothesis.given(st.integers(1, pack_files.MAX_SEGMENT), st.integers(0, (1 << 38) - 1))
 def test_a_word_names_one_place(segment: int, sixteenth: int) -> None:
-    found = pack_records.word_of(segment, sixteenth * 16)
+    found = pack_files.word_of(segment, sixteenth * 16)
     assert 0 < found < 1 << 64
-    assert pack_records.place_of(found) == (segment, sixteenth * 16)
+    assert pack_files.place_of(found) == (segment, sixteenth * 16)
 
 
-@hypothesis.given(st.binary(max_size=300), st.integers(0, 1 << 40), st.integers(0, 8 * pack_records.HEADER - 1))
+@hypothesis.given(st.binary(max_size=300), st.integers(0, 1 << 40), st.integers(0, 8 * pack_files.HEADER - 1))
 def test_no_flipped_bit_of_a_header_passes(data: bytes, slot: int, bit: int) -> None:
-    seed = pack_records.seed_of(12345)
-    head = pack_records.header_of(7, seed, slot, (data,), len(data))
-    whole = bytearray(bytes(pack_records.START) + head + data)
-    assert pack_records.length_of(memoryview(whole), pack_records.START, seed, slot) == len(data)
-    assert pack_records.length_of(memoryview(whole), pack_records.START, seed, slot + 1) is None
-    assert pack_records.length_of(memoryview(whole), pack_records.START, pack_records.seed_of(12346), slot) is None
-    assert pack_records.length_of(memoryview(whole)[:-1], pack_records.START, seed, slot) is None
-    whole[pack_records.START + bit // 8] ^= 1 << bit % 8
-    assert pack_records.length_of(memoryview(whole), pack_records.START, seed, slot) is None
+    seed = pack_files.seed_of(12345)
+    head = pack_files.header_of(7, seed, slot, (data,), len(data))
+    whole = bytearray(bytes(pack_files.START) + head + data)
+    assert pack_files.length_of(memoryview(whole), pack_files.START, seed, slot) == len(data)
+    assert pack_files.length_of(memoryview(whole), pack_files.START, seed, slot + 1) is None
+    assert pack_files.length_of(memoryview(whole), pack_files.START, pack_files.seed_of(12346), slot) is None
+    assert pack_files.length_of(memoryview(whole)[:-1], pack_files.START, seed, slot) is None
+    whole[pack_files.START + bit // 8] ^= 1 << bit % 8
+    assert pack_files.length_of(memoryview(whole), pack_files.START, seed, slot) is None
 
 
 @hypothesis.given(st.lists(st.binary(max_size=100), min_size=2, max_size=5))
 def test_parts_are_one_payload(parts: list[bytes]) -> None:
     whole = b"".join(parts)
-    assert pack_records.header_of(7, 1, 2, parts, len(whole)) == pack_records.header_of(7, 1, 2, (whole,), len(whole))
+    assert pack_files.header_of(7, 1, 2, parts, len(whole)) == pack_files.header_of(7, 1, 2, (whole,), len(whole))
 
 
 @hypothesis.given(st.integers(0, 1 << 30))
 def test_every_payload_begins_at_a_multiple_of_64(length: int) -> None:
-    after = pack_records.START + pack_records.footprint(length)
-    assert (after + pack_records.HEADER) % pack_records.ALIGN == 0
-    assert pack_records.footprint(length) - length < pack_records.HEADER + pack_records.ALIGN
+    after = pack_files.START + pack_files.footprint(length)
+    assert (after + pack_files.HEADER) % pack_files.ALIGN == 0
+    assert pack_files.footprint(length) - length < pack_files.HEADER + pack_files.ALIGN
 
 
 @pytest.mark.parametrize("what", ["boot_id", "mount_number"])
@@ -100,8 +100,8 @@ def test_what_another_epoch_wrote_is_compared_with_its_checksum(cache: forebay.C
     with cache.samples("a", SLOTS) as samples:
         for slot in range(3):
             samples.put(slot, body(slot))
-    number, offset = pack_records.place_of(word(place_of(cache), 1))
-    poke(place_of(cache) / f"{number:08d}", offset + pack_records.HEADER + 10, bytes(100))
+    number, offset = pack_files.place_of(word(place_of(cache), 1))
+    poke(place_of(cache) / f"{number:08d}", offset + pack_files.HEADER + 10, bytes(100))
     cache.close()
     monkeypatch.setattr(host, what, {"boot_id": lambda: "0" * 36, "mount_number": lambda path: 1}[what])
     with forebay.Cache(cache.path) as again, again.samples("a", SLOTS) as samples:
@@ -191,9 +191,9 @@ def test_an_epoch_begins_while_a_writer_of_another_one_lives(cache: forebay.Cach
         1,
         1 << 40,
         (1 << 64) - 1,
-        pack_records.word_of(1, 1 << 30),
-        pack_records.word_of(9, pack_records.START),
-        pack_records.word_of(1, 0),
+        pack_files.word_of(1, 1 << 30),
+        pack_files.word_of(9, pack_files.START),
+        pack_files.word_of(1, 0),
         "of slot 4",
         "within 2",
     ],
@@ -227,14 +227,14 @@ def test_a_hint_of_a_length_is_believed_only_where_it_proves_itself(cache: foreb
     assert samples.get(2) == body(2)
     right, word_of_6 = hints(samples)[6], word(place_of(cache), 6)
     epoch = cache._store.root.epoch_tag  # type: ignore[union-attr]
-    key = pack_records.hint_key(epoch, pack.id)
+    key = pack_files.hint_key(epoch, pack.id)
     hints(samples)[6] = {
         "none": 0,
         "of slot 4": hints(samples)[4],
         "one byte more": right + 1,
-        "of another pack": pack_records.length_hint(pack_records.hint_key(epoch, pack.id + 1), word_of_6, length + 1),
-        "of another epoch": pack_records.length_hint(key ^ 1 << 40, word_of_6, length + 1),
-        "beyond the segment": pack_records.length_hint(key, word_of_6, pack_records.HINTED),
+        "of another pack": pack_files.length_hint(pack_files.hint_key(epoch, pack.id + 1), word_of_6, length + 1),
+        "of another epoch": pack_files.length_hint(key ^ 1 << 40, word_of_6, length + 1),
+        "beyond the segment": pack_files.length_hint(key, word_of_6, pack_files.HINTED),
     }[forged]
     assert samples.get(6) == body(6)
     assert hints(samples)[6] == right  # stored again
@@ -249,14 +249,14 @@ def test_a_record_that_another_process_wrote_is_read_without_its_header(
     with cache.samples("a", SLOTS) as fresh:
         assert fresh.get(2) == body(2)  # maps the segment
         with monkeypatch.context() as patch:
-            patch.setattr(pack_records, "length_of", no_header)
+            patch.setattr(pack_files, "length_of", no_header)
             assert [fresh.get(slot) for slot in (4, 6)] == [body(4), body(6)]
             assert in_child(lambda: bytes(fresh.get(8) or b"")) == body(8)
             assert fresh.get(5) is None
 
 
 def test_a_sample_that_is_too_long_for_a_hint_is_read_by_its_header(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_records, "HINTED", 99)
+    monkeypatch.setattr(pack_files, "HINTED", 99)
     with cache.samples("a", 4) as samples:
         assert samples.put(0, bytes(99))
         assert samples.put(1, bytes(100))
@@ -275,8 +275,8 @@ def test_a_torn_word_is_none(cache: forebay.Cache, samples: forebay.Samples) -> 
 def test_flipped_bytes_are_found_by_verify_and_the_slots_filled_again(cache: forebay.Cache, samples: forebay.Samples) -> None:
     place = place_of(cache)
     for slot in (2, 40):
-        number, offset = pack_records.place_of(word(place, slot))
-        poke(place / f"{number:08d}", offset + pack_records.HEADER + 5, b"\xff")
+        number, offset = pack_files.place_of(word(place, slot))
+        poke(place / f"{number:08d}", offset + pack_files.HEADER + 5, b"\xff")
     assert [problem.kind for problem in cache.check(deep=True)] == ["samples"]
     assert "2 of its samples" in str(cache.check(deep=True)[0])
     assert samples.verify() == [2, 40]
@@ -288,8 +288,8 @@ def test_flipped_bytes_are_found_by_verify_and_the_slots_filled_again(cache: for
 
 def test_repair_empties_what_is_damaged(cache: forebay.Cache, samples: forebay.Samples) -> None:
     place = place_of(cache)
-    number, offset = pack_records.place_of(word(place, 2))
-    poke(place / f"{number:08d}", offset + pack_records.HEADER + 5, b"\xff")
+    number, offset = pack_files.place_of(word(place, 2))
+    poke(place / f"{number:08d}", offset + pack_files.HEADER + 5, b"\xff")
     samples.close()
     assert [problem.kind for problem in cache.repair()] == ["samples"]
     assert cache.check(deep=True) == []
@@ -301,8 +301,8 @@ def test_a_damaged_pickle_is_a_miss(cache: forebay.Cache) -> None:
     with cache.samples("p", 10, codec="pickle") as samples:
         samples.put(1, {"key": "value"})
         place = next(p for p in (cache.path / "packs").iterdir())
-        number, offset = pack_records.place_of(word(place, 1))
-        poke(place / f"{number:08d}", offset + pack_records.HEADER + 20, b"\xff" * 12)
+        number, offset = pack_files.place_of(word(place, 1))
+        poke(place / f"{number:08d}", offset + pack_files.HEADER + 20, b"\xff" * 12)
         assert samples.get(1) is None
         assert samples.get_or_put(1, lambda: {"key": "new"}) == {"key": "new"}
         assert samples.get(1) == {"key": "new"}
@@ -310,7 +310,7 @@ def test_a_damaged_pickle_is_a_miss(cache: forebay.Cache) -> None:
 
 def test_a_segment_that_was_cut_short(cache: forebay.Cache, samples: forebay.Samples) -> None:
     place = place_of(cache)
-    number, offset = pack_records.place_of(word(place, 20))
+    number, offset = pack_files.place_of(word(place, 20))
     samples.close()
     os.truncate(place / f"{number:08d}", offset + 100)
     with cache.samples("a", SLOTS) as again:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay._engine.files import pack_files, pack_records
+from forebay._engine.files import pack_files
 from forebay._kernel import host
 from tests.harness import KiB, MiB, assert_counted, usage
 from tests.processes import Line, in_child, talk_to
@@ -67,7 +67,7 @@ def pack_of(place: Path) -> Path:
 def where(place: Path, slot: int) -> tuple[int, int]:
     """The segment and the offset of a sample."""
     data = (pack_of(place) / "index").read_bytes()
-    return pack_records.place_of(int.from_bytes(data[pack_files.PAGE + 8 * slot :][:8], "little"))
+    return pack_files.place_of(int.from_bytes(data[pack_files.PAGE + 8 * slot :][:8], "little"))
 
 
 def segment(place: Path, number: int) -> Path:
@@ -192,7 +192,7 @@ def test_no_number_is_given_twice(place: Path, cache: forebay.Cache, monkeypatch
     with cache.samples("a", SLOTS) as samples:
         assert samples.get(0) == body(0)  # maps segment 1
         number, offset = where(place, 0)
-        poke(segment(place, number), offset, bytes(pack_records.HEADER))
+        poke(segment(place, number), offset, bytes(pack_files.HEADER))
         assert samples.verify() == [0]
         with cache._store.engine.parts.catalog.write() as txn:  # type: ignore[union-attr]
             txn.run("DELETE FROM segments")
@@ -211,7 +211,7 @@ def test_nothing_is_appended_behind_a_record_that_was_lost(
     """The word of the last record is on the disk, and the record is not."""
     put(place, 0, 1, 2)
     number, offset = where(place, 2)
-    poke(segment(place, number), offset, bytes(pack_records.HEADER + 3000))
+    poke(segment(place, number), offset, bytes(pack_files.HEADER + 3000))
     if epoch == "another epoch":
         monkeypatch.setattr(host, "mount_number", lambda path: 1)
     put(place, 3)

@@ -13,9 +13,8 @@ from typing import TypeVar
 import pytest
 
 from forebay._engine.files.table import SharedTable
-from forebay._engine.index import adaptive, ghosts
-from forebay._engine.index.adaptive import AdaptiveSpace, hash_of
-from forebay._engine.index.ghosts import BIMODAL, LRU
+from forebay._engine.index import adaptive
+from forebay._engine.index.adaptive import BIMODAL, LRU, AdaptiveSpace, hash_of
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay.errors import NoSpace
@@ -180,7 +179,7 @@ def test_the_budget_of_the_root_is_shared_with_other_spaces(store: Store) -> Non
 @pytest.fixture
 def trying(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A full space of 64 files of 20 KB, of which new ones are on trial: each takes the place of the one before."""
-    monkeypatch.setattr(ghosts, "_NEW_DATA", 1 << 30)  # else one new key behind the other would end the trials
+    monkeypatch.setattr(adaptive, "_NEW_DATA", 1 << 30)  # else one new key behind the other would end the trials
     filled(store, "auto", "auto", 64 * 20_000)
     for number in range(66):
         store.put("auto", f"old{number}", b"o" * 20_000)

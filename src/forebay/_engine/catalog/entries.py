@@ -9,7 +9,7 @@ from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.schema import COUNT, LIVE, SUPERSEDED
 from forebay._engine.catalog.transactions import Rows, Txn
-from forebay._engine.files.faults import CatalogBroken
+from forebay._engine.files.layout import CatalogBroken
 from forebay._model import Entry
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import contextlib
 from forebay._engine.catalog import entries, reservations
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.transactions import Txn
-from forebay._engine.files import blobs, pack_files, trees
+from forebay._engine.files import blobs, pack_files
 from forebay._engine.files.layout import parse_tmp_name
 from forebay._engine.files.root import Root
 from forebay._engine.index.records import RECORDS, EntryIndex
@@ -38,7 +38,7 @@ def recover(root: Root, catalog: Catalog, index: EntryIndex) -> None:
         elif not entries.is_known(catalog, id):
             try:
                 blobs.remove_whatever_suffix(root, id)
-                trees.remove(root, id)
+                blobs.remove(root, id)
                 pack_files.remove(root, id)
             except OSError as error:  # it is a stray, which a later epoch and a repair try to remove again
                 log.warning("%s: a file without an entry cannot be removed: %s", root.path, str(error))

@@ -9,8 +9,7 @@ from forebay._engine.catalog import entries
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.schema import LIVE
 from forebay._engine.catalog.transactions import Rows, Txn
-from forebay._engine.files.faults import CatalogBroken
-from forebay._engine.files.layout import PAGE
+from forebay._engine.files.layout import PAGE, CatalogBroken
 
 ALLOWANCE = 8 << 20
 """Bytes of the catalog, small values apart, that the budget does not count."""

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 from forebay import errors
 from forebay._engine.catalog import schema
-from forebay._engine.files.faults import CatalogBroken, DiskFull
-from forebay._engine.files.layout import PAGE
+from forebay._engine.files.layout import PAGE, CatalogBroken, DiskFull
 from forebay._engine.index.head import NUMBERS as NUMBERS
 from forebay._engine.index.head import SLOTS as SLOTS
 from forebay._logs import logger

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import stat
 
-from forebay._engine.files.faults import DiskFull
-from forebay._engine.files.layout import PAGE
+from forebay._engine.files.layout import PAGE, DiskFull
 from forebay._engine.files.root import Root
 from forebay._kernel import host, locks
 from forebay._kernel.below import Below

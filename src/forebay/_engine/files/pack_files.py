@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import stat
+import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from forebay._engine.files import pack_records
+import xxhash
+
 from forebay._engine.files.layout import PAGE, Root
 from forebay._kernel import host, locks, mappings
 from forebay._kernel.below import NoPlainFile
+from forebay._model import Buffer
 from forebay.errors import Damaged
 
 HEADER_WORDS = PAGE // 8
@@ -98,7 +102,7 @@ def list_segments(root: Root, id: int) -> list[int]:
     """The numbers of the segments of a pack that are there."""
     names = root.files.names_in(root.pack(id))
     numbers = {f"{int(name):08d}": int(name) for name in names if name.isdecimal()}
-    return [numbers[name] for name in names if 0 < numbers.get(name, 0) <= pack_records.MAX_SEGMENT]
+    return [numbers[name] for name in names if 0 < numbers.get(name, 0) <= MAX_SEGMENT]
 
 
 def last_number(root: Root, id: int, words: memoryview) -> int:
@@ -192,7 +196,7 @@ def make_segment(root: Root, id: int, number: int, capacity: int) -> int:
 def punch_segment(root: Root, id: int, number: int, tail: int) -> int:
     """Free the blocks after ``tail``, or remove a segment without records; returns the bytes that stay. Caller: holds its byte."""
     path = segment_path(root, id, number)
-    if tail <= pack_records.START:
+    if tail <= START:
         root.files.unlink(path)
         return 0
     try:
@@ -248,18 +252,18 @@ def note_last(root: Root, words: memoryview, number: int, slot: int) -> None:
 def _end_of(root: Root, id: int, word: int, slot: int) -> SegmentEnd:
     """The end of the record that the last word of a segment leads to; 0: there is none."""
     if not word:
-        return SegmentEnd(pack_records.START, True)
-    number, offset = pack_records.place_of(word)
+        return SegmentEnd(START, True)
+    number, offset = place_of(word)
     try:
         fd = open_segment(root, id, number)
     except FileNotFoundError:
-        return SegmentEnd(pack_records.START, False)
+        return SegmentEnd(START, False)
     try:
-        length = pack_records.length_in(os.pread(fd, pack_records.HEADER, offset), pack_records.seed_of(id), slot)
+        length = length_in(os.pread(fd, HEADER, offset), seed_of(id), slot)
         if length is None:  # a crash of the machine lost it, and readers empty its slot; what lies before it stays
             return SegmentEnd(offset, False)
-        tail = offset + pack_records.footprint(length)
-        return SegmentEnd(tail, True, not any(os.pread(fd, pack_records.HEADER, tail)))
+        tail = offset + footprint(length)
+        return SegmentEnd(tail, True, not any(os.pread(fd, HEADER, tail)))
     finally:
         os.close(fd)
 
@@ -270,11 +274,11 @@ def bad_slots(root: Root, id: int, words: memoryview) -> list[int]:
     by_segment: dict[int, list[tuple[int, int]]] = {}
     for slot, word in enumerate(cells_of(words).tolist()):
         if word:
-            number, offset = pack_records.place_of(word)
+            number, offset = place_of(word)
             by_segment.setdefault(number, []).append((offset, slot))
     for number, places in by_segment.items():
-        view, seed = _map_whole(root, id, number), pack_records.seed_of(id)
-        bad += [slot for offset, slot in sorted(places) if pack_records.length_of(view, offset, seed, slot) is None]
+        view, seed = _map_whole(root, id, number), seed_of(id)
+        bad += [slot for offset, slot in sorted(places) if length_of(view, offset, seed, slot) is None]
     return sorted(bad)
 
 
@@ -287,3 +291,87 @@ def _map_whole(root: Root, id: int, number: int) -> memoryview:
         return mappings.map_file(fd, os.fstat(fd).st_size)
     finally:
         os.close(fd)
+
+
+HEADER = 32
+ALIGN = 64
+START = ALIGN - HEADER
+"""The offset of the first record of a segment; every record starts this far above a multiple of `ALIGN`."""
+MAX_SEGMENT = (1 << 24) - 1
+
+HINT_BITS = 24
+HINTED, PROOFS = (1 << HINT_BITS) - 1, (1 << 64 - HINT_BITS) - 1
+SIXTEENTHS = (1 << 40) - 1
+"""The part of an index word that is the offset, in units of 16 bytes."""
+
+_BODY = struct.Struct("<QQQI")
+_HEADER = struct.Struct("<QQQII")
+
+
+def word_of(segment: int, offset: int) -> int:
+    """The index word of the record at ``offset`` of segment ``segment`` (from 1 on)."""
+    return segment << 40 | offset >> 4
+
+
+def place_of(word: int) -> tuple[int, int]:
+    """The segment and the offset that a word names."""
+    return word >> 40, (word & SIXTEENTHS) << 4
+
+
+def hint_key(epoch: int, pack: int) -> int:
+    """What the hints of a pack are mixed with: those of another pack, and of another epoch, prove nothing. ``epoch``: its tag."""
+    return epoch << 32 | seed_of(pack)
+
+
+def length_hint(key: int, word: int, length: int) -> int:
+    """A word that says how long the record is that an index word names; 0 for a length that does not fit. ``key``: see `hint_key`.
+
+    It is a hint that proves itself: `hash` mixes numbers, in the same way in each process."""
+    return 0 if length > HINTED else (hash((key, word, length)) & PROOFS) << HINT_BITS | length
+
+
+def footprint(length: int) -> int:
+    """Bytes from the start of a record of ``length`` bytes to the start of the next one."""
+    return -(-(HEADER + length) // ALIGN) * ALIGN
+
+
+def seed_of(pack: int) -> int:
+    """The initial value of the checksums of a pack's headers: a header of another pack does not match."""
+    return zlib.crc32(pack.to_bytes(8, "little"))
+
+
+def header_of(epoch: int, seed: int, slot: int, parts: Sequence[Buffer], length: int) -> bytes:
+    """The header of the record of ``slot``, whose payload is ``parts``, of ``length`` bytes together."""
+    if len(parts) == 1:
+        digest = xxhash.xxh3_64_intdigest(parts[0])
+    else:
+        whole = xxhash.xxh3_64()
+        for part in parts:
+            whole.update(part)
+        digest = whole.intdigest()
+    body = _BODY.pack(slot, length, digest, epoch)
+    return body + zlib.crc32(body, seed).to_bytes(4, "little")
+
+
+def length_of(segment: memoryview, offset: int, seed: int, slot: int, *, trusted: int | None = None) -> int | None:
+    """The length of the payload, which starts `HEADER` bytes after ``offset``; None if there is no sound record of this slot.
+
+    The payload is compared with its checksum unless it was written in the epoch with the tag ``trusted``."""
+    start = offset + HEADER
+    if start > len(segment):
+        return None
+    length = length_in(bytes(segment[offset:start]), seed, slot)
+    if length is None or start + length > len(segment):
+        return None
+    _, _, digest, epoch, _ = _HEADER.unpack_from(segment, offset)
+    if epoch != trusted and xxhash.xxh3_64_intdigest(segment[start : start + length]) != digest:
+        return None
+    return length
+
+
+def length_in(header: bytes, seed: int, slot: int) -> int | None:
+    """The length of the payload as a header has it; None if these bytes are no header of this slot."""
+    if len(header) < HEADER:
+        return None
+    owner, length, _, _, check = _HEADER.unpack(header)
+    return int(length) if owner == slot and check == zlib.crc32(header[: _BODY.size], seed) else None

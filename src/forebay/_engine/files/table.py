@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+import struct
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
 
 from forebay._engine.files.layout import PAGE, Root
-from forebay._kernel import host, mappings
+from forebay._kernel import host, locks, mappings
+from forebay._logs import logger
 from forebay.errors import CacheFault
 
 HEADER = PAGE // 8
@@ -83,3 +90,182 @@ class SharedTable:
             return None
         finally:
             os.close(fd)
+
+
+log = logger("forebay.hosts")
+
+PERIOD = 5.0
+"""Seconds for which a silent host is left alone."""
+LONG_ENOUGH = 3.0
+"""A wait of this many seconds without an answer makes a host silent for every process; a shorter one only for calls with a shorter
+timeout."""
+_HEARD_EVERY = 1.0  # seconds
+_JUST_NOW = 100_000_000  # nanoseconds: a host that answered this process so lately is not looked up
+_COUNT, _WORDS = 256, 4  # records: hash of the host; silent at, in ns; after a wait, in ms; last answer, in ns
+_SECOND = 1_000_000_000
+
+
+class SilentHosts:
+    """Callable from any thread and after a fork. Raises nothing: where the table cannot be used, this process keeps one of its own.
+
+    ``root``: the root of the table; None: no shared table."""
+
+    def __init__(self, root: Root | None = None) -> None:
+        self._table = SharedTable(root, root.hosts, b"FBHOST01", _COUNT * _WORDS) if root is not None else None
+        self._is_read_only = root is None or root.read_only
+        self._own = memoryview(bytearray((HEADER + _COUNT * _WORDS) * 8)).cast("Q")
+        self._heard: dict[str, int] = {}  # when that was last noted
+        self._answered: dict[str, int] = {}  # when it last answered this process
+
+    def silent_since(self, host_name: str, timeout: float) -> float | None:
+        """How many seconds ago the host was last silent; None if it may be asked, by a call that would wait ``timeout`` seconds for an
+        answer."""
+        now = time.monotonic_ns()
+        if 0 <= now - self._answered.get(host_name, now + 1) < _JUST_NOW:
+            return None
+        at, waited, heard = self._look(host_name)
+        if not now - PERIOD * _SECOND < at <= now or at <= heard <= now:
+            return None
+        if waited < 0.9 * min(timeout, LONG_ENOUGH):
+            return None
+        return (now - at) / _SECOND
+
+    def heard(self, host_name: str) -> None:
+        """It answers."""
+        now = time.monotonic_ns()
+        if len(self._answered) > 1000:
+            self._answered.clear()
+        self._answered[host_name] = now
+        if now - self._heard.get(host_name, -now) < _HEARD_EVERY * _SECOND:
+            return
+        if len(self._heard) > 1000:
+            self._heard.clear()
+        self._heard[host_name] = now
+        self._note(host_name, 0, 0.0, now)
+
+    def silent(self, host_name: str, began: float, waited: float) -> None:
+        """A request that began then (seconds of the monotonic clock) got no byte for ``waited`` seconds. One slow object does not make
+        its host silent: a host that has answered any request meanwhile is not."""
+        heard = max(self._look(host_name)[2], self._heard.get(host_name, 0))
+        now = time.monotonic_ns()
+        if not began * _SECOND <= heard <= now:
+            self._note(host_name, now, waited, heard)
+
+    def _look(self, host_name: str) -> tuple[int, float, int]:
+        """When the host was last silent, after what wait, and when it last answered."""
+        name, at = _place_of(host_name)
+        shared = self._table.words() if self._table is not None else None
+        records = [words[at : at + _WORDS].tolist() for words in (self._own, shared) if words is not None]
+        of_it = [(silent, waited / 1000, heard) for known, silent, waited, heard in records if known == name]
+        return max(of_it, key=lambda each: max(each[0], each[2]), default=(0, 0.0, 0))
+
+    def _note(self, host_name: str, silent: int, waited: float, heard: int) -> None:
+        name, at = _place_of(host_name)
+        record = name, silent, round(min(waited, 1e6) * 1000) if not math.isnan(waited) else 0, heard
+        try:
+            shared = self._table.create() if self._table is not None and not self._is_read_only else None
+        except (CacheFault, OSError) as error:
+            log.debug("other processes do not see which hosts are silent: %s", str(error))
+            shared = None
+        for words in (self._own, shared):
+            if words is not None:
+                words[at : at + _WORDS] = memoryview(b"".join(word.to_bytes(8, "little") for word in record)).cast("Q")
+
+
+def _place_of(host_name: str) -> tuple[int, int]:
+    """The hash of a host's name, and where its record is: a later host with the same place replaces it."""
+    import hashlib
+
+    name = int.from_bytes(hashlib.blake2s(host_name.encode("utf-8", "replace"), digest_size=8).digest(), "little") or 1
+    return name, HEADER + name % _COUNT * _WORDS
+
+
+RECORDS = 256
+_RECORD = 256
+_TRIES = 8
+_FIELDS = struct.Struct("<QdQHH")  # process, since, lock, number of held locks, length of the name; before them the checksum
+_ROOM = _RECORD - 8 - _FIELDS.size
+
+
+class KeyWaiter(NamedTuple):
+    """A process that waits for a key since a time in seconds since 1970, and holds others. A long name of the key lacks its end."""
+
+    pid: int
+    since: float
+    keyhash: int
+    key: str
+    held: frozenset[int] = frozenset()
+
+
+class Entered(NamedTuple):
+    """A record of this process: the table that it is in, and its number."""
+
+    words: memoryview
+    number: int
+
+
+class Waiters:
+    """The waits of this process, and those of all. Callable from any thread; `Writers` tells it of forks. No call raises: a wait that finds
+    no free record, or meets a fault of the disk, is not shown."""
+
+    def __init__(self, root: Root) -> None:
+        self._table = SharedTable(root, root.shared_dir / "waiting", b"FBWAIT01", RECORDS * _RECORD // 8)
+        self.locks = locks.LockFile(self._table.path, root.files.open, writable=not root.read_only)
+
+    def enter(self, key: str, keyhash: int, held: Collection[int] = ()) -> Entered | None:
+        """Show a wait for a key by a holder of other keys. None if it cannot be shown, or not with all that it holds."""
+        locked = b"".join(each.to_bytes(8, "little") for each in held)
+        if len(locked) > _ROOM:
+            return None
+        try:
+            words = self._table.create()
+            self._follow()
+            first = int.from_bytes(os.urandom(4)) % RECORDS
+            for number in ((first + turn) % RECORDS for turn in range(_TRIES)):
+                if self.locks.try_lock(number, exclusive=True):
+                    name = key.encode("utf-8", "replace")[: _ROOM - len(locked)]
+                    content = _FIELDS.pack(os.getpid(), time.time(), keyhash, len(held), len(name)) + locked + name
+                    content = content.ljust(_RECORD - 8, b"\0")
+                    words[_place(number)] = memoryview(xxhash.xxh3_64_digest(content) + content).cast("Q")
+                    return Entered(words, number)
+        except (CacheFault, OSError) as error:
+            log.debug("others do not see that this process waits for %s: %s", key, str(error))
+        return None
+
+    def leave(self, entered: Entered | None) -> None:
+        """The wait has ended."""
+        if entered is not None and self.locks.held(entered.number):  # not in a forked child: the record is its parent's
+            entered.words[_place(entered.number).start] = 0  # before this process goes on, with what it holds
+            self.locks.unlock(entered.number)
+
+    def every(self) -> list[KeyWaiter]:
+        """All waits for keys, of all processes."""
+        words = self._table.words()
+        self._follow()
+        try:
+            numbers = self.locks.locked_among(range(RECORDS)) if words is not None else []
+            numbers += filter(self.locks.held, range(RECORDS))
+        except OSError:
+            return []
+        waiters = [_parsed(words[_place(number)].tobytes()) for number in numbers if words is not None]
+        return [waiter for waiter in waiters if waiter is not None]
+
+    def _follow(self) -> None:
+        """Lock the bytes of the file that has the name now: what was locked in another one is shown to nobody any more."""
+        if not self.locks.is_same():
+            self.locks.close()
+
+
+def _place(number: int) -> slice:
+    start = HEADER + number * _RECORD // 8
+    return slice(start, start + _RECORD // 8)
+
+
+def _parsed(record: bytes) -> KeyWaiter | None:
+    content = record[8:]
+    if len(record) != _RECORD or record[:8] != xxhash.xxh3_64_digest(content):
+        return None
+    pid, since, keyhash, count, length = _FIELDS.unpack_from(content)
+    locked, name = content[_FIELDS.size : _FIELDS.size + 8 * count], content[_FIELDS.size + 8 * count :][:length]
+    held = frozenset(int.from_bytes(locked[at : at + 8], "little") for at in range(0, len(locked), 8))
+    return KeyWaiter(pid, since, keyhash, name.decode(errors="replace"), held)

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from forebay import errors
-from forebay._engine.files import pack_files, pack_records
-from forebay._engine.files.faults import FULL, faults
+from forebay._engine.files import pack_files
+from forebay._engine.files.layout import FULL, faults
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
 from forebay._engine.index.head import SharedHead
@@ -54,10 +54,10 @@ class Pack:
         """Raises FileNotFoundError, `Damaged`, or OSError."""
         self.lease, self.id, self.length = lease, lease.entry.id, length
         self._segments, self._head, self._counters, self._space = segments, head, counters, space
-        self._root, self._epoch, self._seed = root, root.epoch_tag, pack_records.seed_of(self.id)
+        self._root, self._epoch, self._seed = root, root.epoch_tag, pack_files.seed_of(self.id)
         words = pack_files.map_index(self._root, self.id, length, writable=not self._root.read_only)
         self._words, self._cells, self._hints = words, pack_files.cells_of(words), pack_files.hints_of(words)
-        self._hint_key = pack_records.hint_key(self._epoch, self.id)
+        self._hint_key = pack_files.hint_key(self._epoch, self.id)
         self._starts, self._ends = mappings.words_of_process(length), mappings.words_of_process(length)
         self._mapped = Mapped(root, self.id)
         self._view = self._mapped.view
@@ -142,18 +142,18 @@ class Pack:
 
     def private(self, slot: int) -> memoryview:
         """The payload of a slot that `find` returned, mapped privately: stores to it are not seen elsewhere, and never kept."""
-        number, offset = pack_records.place_of(self._cells[slot])
+        number, offset = pack_files.place_of(self._cells[slot])
         begin, _ = self._mapped.where(number, offset) or (0, 0)
-        if begin + offset + pack_records.HEADER != self._starts[slot]:  # it was damaged, and filled again
+        if begin + offset + pack_files.HEADER != self._starts[slot]:  # it was damaged, and filled again
             raise FileNotFoundError(f"sample {slot} is another record by now")
-        return self._mapped.private(number, offset + pack_records.HEADER, self._ends[slot] - self._starts[slot])
+        return self._mapped.private(number, offset + pack_files.HEADER, self._ends[slot] - self._starts[slot])
 
     def _locate(self, slot: int) -> bool:
         """Check a record at its first use in this process, and remember where it is. False: there is none, or it is damaged."""
         word = self._cells[slot]
         if not word:
             return False
-        number, offset = pack_records.place_of(word)
+        number, offset = pack_files.place_of(word)
         placed = self._mapped.where(number, offset)
         if placed is None:
             return False
@@ -161,13 +161,13 @@ class Pack:
             self._view = self._mapped.view
             self.finder().show(self._view)
         begin, length = placed
-        size = pack_records.length_of(self._view[begin : begin + length], offset, self._seed, slot, trusted=self._epoch) if length else None
+        size = pack_files.length_of(self._view[begin : begin + length], offset, self._seed, slot, trusted=self._epoch) if length else None
         if size is None:
             self._empty(slot, word)
             return False
         self._places[number] = begin, begin + length  # after `show`: who sees it reads from the larger view
         self._note_length(slot, word, size)
-        start = begin + offset + pack_records.HEADER
+        start = begin + offset + pack_files.HEADER
         self._starts[slot] = start
         self._ends[slot] = start + size  # last: a reader that sees it relies on the other
         return True
@@ -175,7 +175,7 @@ class Pack:
     def _note_length(self, slot: int, word: int, length: int) -> None:
         """Let other processes find a record without a look at its header. Caller: has written it, or found it sound."""
         if not self._root.read_only:
-            self._hints[slot] = pack_records.length_hint(self._hint_key, word, length)
+            self._hints[slot] = pack_files.length_hint(self._hint_key, word, length)
 
     def _empty(self, slot: int, word: int) -> None:
         """Empty the slot of a damaged record, so that it is not served and can be filled again."""
@@ -220,15 +220,15 @@ class Pack:
 
     def _append_locked(self, slot: int, parts: Sequence[Buffer], length: int) -> bool:
         self._check_open()  # another thread may have closed it meanwhile
-        need = pack_records.footprint(length)
+        need = pack_files.footprint(length)
         appender = self._appender
         if appender is None or appender.tail + need > appender.ready:
             appender = self._appender_for(need)
             if appender is None:
                 return False
         tail, claims = appender.tail, appender.claims
-        header = pack_records.header_of(self._epoch, self._seed, slot, parts, length)
-        host.pwritev(appender.fd, (header, *parts), pack_records.HEADER + length, tail)
+        header = pack_files.header_of(self._epoch, self._seed, slot, parts, length)
+        host.pwritev(appender.fd, (header, *parts), pack_files.HEADER + length, tail)
         # The record is written; the writer that has the slot's byte stores it. P1 sees it empty / P2 sees it empty, stores /
         # P1 has the byte: look again. A writer that finds the byte taken is second, and does not wait.
         if not claims.try_claim(slot):
@@ -236,7 +236,7 @@ class Pack:
         try:
             if self._cells[slot]:
                 return False
-            word = pack_records.word_of(appender.number, tail)
+            word = pack_files.word_of(appender.number, tail)
             self._note_length(slot, word, length)
             host.set_word(self._cells, slot, word)
         finally:
@@ -311,9 +311,9 @@ class Pack:
     def is_damaged(self, slot: int) -> bool:
         """Compare the record that `find` returned with its checksum; a damaged slot is emptied."""
         word = self._cells[slot]
-        number, offset = pack_records.place_of(word)
+        number, offset = pack_files.place_of(word)
         begin, length = self._mapped.where(number, offset) or (0, 0)
-        if not word or pack_records.length_of(self._view[begin : begin + length], offset, self._seed, slot) is not None:
+        if not word or pack_files.length_of(self._view[begin : begin + length], offset, self._seed, slot) is not None:
             return False
         self._ends[slot] = 0
         self._empty(slot, word)

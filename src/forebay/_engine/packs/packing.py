@@ -19,9 +19,8 @@ from forebay import errors
 from forebay._engine.catalog import entries, segments
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.transactions import Rows, Txn
-from forebay._engine.files import pack_files, pack_records
-from forebay._engine.files.faults import faults
-from forebay._engine.files.layout import PAGE
+from forebay._engine.files import pack_files
+from forebay._engine.files.layout import PAGE, faults
 from forebay._engine.files.root import Root
 from forebay._engine.locks.lease import Lease
 from forebay._engine.locks.leases import Leases
@@ -110,7 +109,7 @@ class Packing:
                     """Count the segment; returns its number, its tail, and up to where it may be filled."""
                     # P1 and P2 see what the quota leaves / P2 takes it / P1: it is less now.
                     new, _, quota = self._sizes(txn, pack, space, words, need)
-                    number, tail, end = left or (self._next_number(txn, pack, words), pack_records.START, min(size, new))
+                    number, tail, end = left or (self._next_number(txn, pack, words), pack_files.START, min(size, new))
                     end = min(end, _rounded(tail) + quota)
                     if not left and not claims.try_claim(pack_files.byte_of(number)):
                         raise errors.CacheFault(f"another program holds byte {pack_files.byte_of(number)} of the index of pack {pack:x}")
@@ -145,7 +144,7 @@ class Packing:
         entry = entries.by_id(rows, pack)
         if entry is None:
             raise errors.CacheFault(f"the pack {pack:x} has no entry any more: it was removed, or replaced by another version")
-        quota, least = words[pack_files.QUOTA], need + pack_records.START
+        quota, least = words[pack_files.QUOTA], need + pack_files.START
         left = quota - entry.size if quota else NO_LIMIT
         if left < least:
             raise errors.NoSpace(
@@ -160,7 +159,7 @@ class Packing:
     def _next_number(self, txn: Txn, pack: int, words: memoryview) -> int:
         """A number that no segment of the pack has or had, noted before its file is made."""
         number = max(segments.last(txn, pack), pack_files.last_number(self.root, pack, words)) + 1
-        if number > pack_records.MAX_SEGMENT:
+        if number > pack_files.MAX_SEGMENT:
             raise errors.CacheFault(f"the pack {pack:x} has {number:,} segments: no more can be named")
         pack_files.note_number(self.root, words, number)
         return number

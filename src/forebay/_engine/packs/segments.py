@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol, cast
 
 from forebay import errors
-from forebay._engine.files import pack_files, pack_records
+from forebay._engine.files import pack_files
 from forebay._engine.files.layout import PAGE, Root
 from forebay._kernel import mappings
 
@@ -53,7 +53,7 @@ def finder(records: Records, view: memoryview, slowly: Find, flush: Callable[[],
     cells, hints, key, starts, ends, places = records
     hits = size = 0
     header, sixteenths, hinted, bits, proofs = (
-        pack_records.HEADER, pack_records.SIXTEENTHS, pack_records.HINTED, pack_records.HINT_BITS, pack_records.PROOFS
+        pack_files.HEADER, pack_files.SIXTEENTHS, pack_files.HINTED, pack_files.HINT_BITS, pack_files.PROOFS
     )  # fmt: skip
 
     def find(slot: int, copy: bool = False) -> memoryview | None:
@@ -70,7 +70,7 @@ def finder(records: Records, view: memoryview, slowly: Find, flush: Callable[[],
                 start, limit = places[word >> 40]
                 start += header + ((word & sixteenths) << 4)
                 end = start + length
-                if hint >> bits != hash((key, word, length)) & proofs or end > limit:  # `pack_records.length_hint`, without a call
+                if hint >> bits != hash((key, word, length)) & proofs or end > limit:  # `pack_files.length_hint`, without a call
                     return slowly(slot, copy)
                 starts[slot] = start
                 ends[slot] = end  # last: a reader that sees it relies on the other

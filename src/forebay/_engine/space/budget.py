@@ -20,8 +20,8 @@ from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.entries import Ended
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.catalog.transactions import Txn
-from forebay._engine.files import pack_files, stages, trees
-from forebay._engine.files.faults import DiskFull
+from forebay._engine.files import blobs, pack_files, stages
+from forebay._engine.files.layout import DiskFull
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import EVICTIONS, Counters
 from forebay._engine.index.memo import Memo
@@ -401,7 +401,7 @@ class Budget:
             if only in (None, left.space) and self.keys.try_lock(left.keyhash, exclusive=True):
                 txn.at_end.append(partial(self.keys.unlock, left.keyhash))
                 stages.remove_partial(self._root, left.keyhash, left.id)
-                trees.remove(self._root, left.id, keyhash=left.keyhash)
+                blobs.remove(self._root, left.id, keyhash=left.keyhash)
                 pack_files.remove(self._root, left.id, keyhash=left.keyhash)
                 reservations.delete(txn, left.id)
                 freed.add(left, is_file=True)

@@ -20,9 +20,8 @@ from forebay._engine.catalog import entries
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.entries import Ended, FileName, Superseded
 from forebay._engine.catalog.transactions import AT_ONCE, Txn
-from forebay._engine.files import blobs, pack_files, trees
-from forebay._engine.files.faults import DiskFull
-from forebay._engine.files.layout import PAGE, is_suffix
+from forebay._engine.files import blobs, pack_files
+from forebay._engine.files.layout import PAGE, DiskFull, is_suffix
 from forebay._engine.files.root import Root
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.locks.leases import Leases
@@ -93,7 +92,7 @@ class Eviction:
                 if not (is_suffix(suffix) and blobs.remove_blob(self._root, id, suffix)):
                     blobs.remove_whatever_suffix(self._root, id)  # of a row that was set aside, whose suffix cannot be trusted
             elif kind == "tree":
-                trees.remove(self._root, id)
+                blobs.remove(self._root, id)
             elif kind == "pack":
                 pack_files.remove(self._root, id)
         except OSError as error:

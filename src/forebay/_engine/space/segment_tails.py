@@ -13,7 +13,7 @@ from forebay._engine.catalog import segments
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.transactions import Rows
 from forebay._engine.files import pack_files
-from forebay._engine.files.faults import faults
+from forebay._engine.files.layout import faults
 from forebay._engine.files.root import Root
 from forebay.errors import Damaged
 

@@ -23,9 +23,8 @@ from forebay._engine.catalog import entries, reservations, spaces
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.catalog.transactions import Txn
-from forebay._engine.files import blobs, trees
-from forebay._engine.files.faults import faults
-from forebay._engine.files.layout import key_hash
+from forebay._engine.files import blobs
+from forebay._engine.files.layout import faults, key_hash
 from forebay._engine.files.root import Root
 from forebay._engine.index.adaptive import AdaptiveSpace, AdaptiveSpaces, Trial
 from forebay._engine.index.records import EntryIndex
@@ -205,12 +204,12 @@ class Publisher:
     def publish_tree(self, label: Label, members: Sequence[tuple[str, Entry]], validator: str | None = None) -> Lease:
         """Publish a tree of entries. It is charged for its directories; its files are charged to the members. Caller: holds leases on the
         members, and no other caller writes the tree's key."""
-        size = trees.footprint([name for name, _ in members], host.disk(self.root.path).block)
+        size = blobs.footprint([name for name, _ in members], host.disk(self.root.path).block)
         files = [(name, self.root.blob_name(entry.id, entry.suffix)) for name, entry in members]
         keyhash = label.keyhash
         return self.build(
-            label, "tree", size, lambda id: trees.build(self.root, id, files, keyhash=keyhash),
-            lambda id: trees.remove(self.root, id, keyhash=keyhash), validator=validator, members=[(name, e.id) for name, e in members],
+            label, "tree", size, lambda id: blobs.build(self.root, id, files, keyhash=keyhash),
+            lambda id: blobs.remove(self.root, id, keyhash=keyhash), validator=validator, members=[(name, e.id) for name, e in members],
         )  # fmt: skip
 
     def name(self, id: int, label: Label, *, overwrite: bool) -> bool:

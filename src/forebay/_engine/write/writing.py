@@ -18,7 +18,7 @@ from forebay._engine.catalog import reservations
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.catalog.transactions import Txn
 from forebay._engine.files import blobs, stages
-from forebay._engine.files.faults import faults
+from forebay._engine.files.layout import faults
 from forebay._engine.files.stages import MemoryStage, Stage
 from forebay._engine.locks.lease import Lease
 from forebay._engine.space.free_space import SpaceRequest

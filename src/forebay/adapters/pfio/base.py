@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from forebay import errors
-from forebay._engine.files.faults import FULL
+from forebay._engine.files.layout import FULL
 from forebay._engine.packs.pack import Pack
 from forebay._kernel import host
 from forebay._kernel.locks import LockFile

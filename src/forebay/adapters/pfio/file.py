@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from forebay import codecs, errors
-from forebay._engine.files import pack_files, pack_records
+from forebay._engine.files import pack_files
 from forebay._kernel import host
 from forebay._kernel.mappings import map_file
 from forebay.cache import Cache
@@ -145,8 +145,8 @@ def _locations(samples: Samples, pack: Any, first: tuple[int, memoryview] | None
     for i in samples:
         data = samples.get(i)
         if data is not None and first is not None and i != first[0]:
-            number, offset = pack_records.place_of(pack._cells[i])
-            yield i, number, offset + pack_records.HEADER, len(data)
+            number, offset = pack_files.place_of(pack._cells[i])
+            yield i, number, offset + pack_files.HEADER, len(data)
 
 
 def _rounded(size: int) -> int:
