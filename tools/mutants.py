@@ -426,7 +426,7 @@ MUTANTS = (
         "engine/files/test_strange_files.py::test_nor_one_that_comes_a_moment_later",
     ),
     Mutant(
-        10, "what one token got is served for another", "remote.realm:Realm.__call__",
+        10, "what one token got is served for another", "remote:Realm.__call__",
         "any(parts)", "False",
         "security/test_keys.py::test_what_one_token_got_is_not_served_for_another[read]",
     ),

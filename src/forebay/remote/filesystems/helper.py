@@ -208,7 +208,7 @@ class InHelper:
                 pickle.dump((self._filesystem, verb, url, *args), file)
                 file.flush()
                 while True:
-                    sock.settimeout(call.timeout(timeout))
+                    sock.settimeout(min(timeout, call.check()))
                     kind, payload = receive(file)
                     if kind == ERROR:
                         raise from_wire(payload)

@@ -274,25 +274,21 @@ class HttpDownload:
                 self.close()
             if self._is_here and self._sent is not None:
                 return self._take_what_is_here(self._sent.transfer)
-            return self._take()
+            for changes in range(MAX_CHANGES + 1):
+                self._whole = changes == MAX_CHANGES
+                with self._call as call:
+                    try:
+                        call.retry(self._attempt)
+                        break
+                    except errors.RemoteChanged:
+                        if changes == MAX_CHANGES:
+                            raise
+                        self._previous = None
+                self._call = call.restarted()
+            return self._call.transfer
         finally:
             self.close()
             del self._sink  # with the bytes that it holds
-
-    def _take(self) -> Transfer:
-        """The object, by as many requests as it takes."""
-        for changes in range(MAX_CHANGES + 1):
-            self._whole = changes == MAX_CHANGES
-            with self._call as call:
-                try:
-                    call.retry(self._attempt)
-                    break
-                except errors.RemoteChanged:
-                    if changes == MAX_CHANGES:
-                        raise
-                    self._previous = None
-            self._call = call.restarted()
-        return self._call.transfer
 
     def _take_what_is_here(self, transfer: HttpTransfer) -> Transfer:
         """The whole object, by one response: there is nothing to wait for, to repeat or to resume."""
@@ -305,13 +301,15 @@ class HttpDownload:
 
     def _attempt(self) -> None:
         """Fetch one version of the object. Starts over unless it could resume by itself."""
-        done = False
+        part, done = self._call.options.part, False
         while not done:
-            first, headers = self._first_span(), {}
+            first, headers = None if self._whole else Span(0, part), {}
             if first is not None:
-                headers["Range"] = f"bytes={first.start}-{first.end - 1}"
                 if self._previous is not None:
+                    missing = self._previous.missing[0] if self._previous.missing else Span(0, 1)
+                    first = Span(missing.start, min(missing.length, part))
                     headers["If-Range"] = self._previous.validator
+                headers["Range"] = f"bytes={first.start}-{first.end - 1}"
             ok = (200,) if first is None else (200, 206, 416)
             sent, self._sent = self._sent, None
             with self._exchange.send(self._call, "GET", self._url, headers, ok=ok, sent=sent) as response:
@@ -324,15 +322,6 @@ class HttpDownload:
                     # 416: the object is empty (its validator comes only with the whole object), or shorter than what was kept of it
                     response.drain()
                     self._whole, self._previous = self._previous is None, None
-
-    def _first_span(self) -> Span | None:
-        if self._whole:
-            return None
-        part = self._call.options.part
-        if self._previous is None:
-            return Span(0, part)
-        missing = self._previous.missing[0] if self._previous.missing else Span(0, 1)
-        return Span(missing.start, min(missing.length, part))
 
     def _take_whole(self, response: Response) -> None:
         size = response.length if not response.encoding else None
@@ -366,7 +355,10 @@ class HttpDownload:
             return True
         if previous is not None:
             self._call.transfer.resumed = total - sum(missing.length for missing in self._spans)
-        self._fetch_all(span, response)
+        if (span,) == self._spans:  # all of a small object
+            self._fetch(span, response)
+        else:
+            self._fetch_all(span, response)
         return True
 
     def _take_stream(self, response: Response) -> None:
@@ -398,9 +390,6 @@ class HttpDownload:
 
     def _fetch_all(self, first: Span, response: Response) -> None:
         """All spans of the sink, ``first`` from ``response``, which is open."""
-        if (first,) == self._spans:  # all of a small object
-            self._fetch(first, response)
-            return
         options = self._call.options
         rest = [piece for span in self._spans for piece in _without(span, first)]
         first_is_missing = any(span.start < first.end and first.start < span.end for span in self._spans)

@@ -5,6 +5,7 @@ that may not receive yet is paused, and the loop calls `run` whenever it is `due
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -58,7 +59,7 @@ class Admission:
 
     ``begin``: begins a transfer. ``close_idle``: closes idle connections to a host until at most so many are open, if any
     of them are idle; False: it cannot tell yet which of them are. ``finish``: ends a transfer. ``due``: when `run` is to be
-    called, by the monotonic clock; None: never."""
+    called, by the monotonic clock."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Admission:
     ) -> None:
         self._begin, self._close_idle, self._finish = begin, close_idle, finish
         self._queues: dict[tuple[Limits, str], HostQueue] = {}
-        self.due: float | None = None
+        self.due = math.inf
 
     def add(self, transfer: HttpTransfer, limits: Limits) -> None:
         """Have it begun when a permit is free."""
@@ -97,7 +98,7 @@ class Admission:
 
     def run(self, now: float) -> None:
         """Begin what may begin, and release permits that other processes want, or that are not used any more."""
-        self.due = None
+        self.due = math.inf
         for key, queue in list(self._queues.items()):
             self._begin_waiting(queue, now)
             self._release_idle(queue, now)
@@ -109,8 +110,11 @@ class Admission:
             before = queue.permits
             transfer.permit = queue.take_permit()
             if transfer.permit is None:
-                self._give_up_late(queue)
-                self._call_at(now + LOOK)
+                for late in [each for each in queue.waiting if each.request.wait is not None and not each.is_done]:
+                    wait = late.request.wait  # of calls that may wait no longer
+                    if wait is not None and wait.is_over():
+                        self._finish(late, NoPermit(queue.limits, queue.host, wait.waited()))
+                self.due = min(self.due, now + LOOK)
                 return
             if transfer.request.wait is not None:
                 transfer.request.wait.end(has_one=True)
@@ -120,27 +124,17 @@ class Admission:
             self._begin(transfer)
         queue.stop_waiting()
 
-    def _give_up_late(self, queue: HostQueue) -> None:
-        """End the transfers whose calls may wait no longer."""
-        for transfer in [each for each in queue.waiting if each.request.wait is not None and not each.is_done]:
-            wait = transfer.request.wait
-            if wait is not None and wait.is_over():
-                self._finish(transfer, NoPermit(queue.limits, queue.host, wait.waited()))
-
     def _release_idle(self, queue: HostQueue, now: float) -> None:
         is_limited = queue.limits.in_force()[1] > 0
         for permit, since in queue.idle.copy():
             if is_limited and now - since < KEEP and not permit.is_wanted():
-                self._call_at(now + LOOK_IDLE)
+                self.due = min(self.due, now + LOOK_IDLE)
             elif is_limited and not self._close_idle(queue.host, queue.permits - 1):
-                self._call_at(now + LOOK)
+                self.due = min(self.due, now + LOOK)
             else:
                 queue.idle.remove((permit, since))
                 queue.permits -= 1
                 permit.release()
-
-    def _call_at(self, moment: float) -> None:
-        self.due = moment if self.due is None else min(self.due, moment)
 
     def stop(self) -> None:
         """Release all permits that are not in use."""
@@ -149,7 +143,7 @@ class Admission:
             for permit, _ in queue.idle:
                 permit.release()
         self._queues.clear()
-        self.due = None
+        self.due = math.inf
 
 
 class Throttle:
@@ -160,7 +154,7 @@ class Throttle:
     def __init__(self, resume: Callable[[CurlHandle], None]) -> None:
         self._resume = resume
         self._paused: dict[Limits, deque[CurlHandle]] = {}
-        self.due: float | None = None
+        self.due = math.inf
 
     def pause(self, handle: CurlHandle) -> None:
         """Resume it when more bytes may come."""
@@ -176,7 +170,7 @@ class Throttle:
 
     def run(self, now: float) -> None:
         """Resume what was paused, each transfer in turn, as long as there are bytes."""
-        self.due = None
+        self.due = math.inf
         for limits, handles in list(self._paused.items()):
             while handles and (delay := limits.delay()) <= 0:
                 handle = handles.popleft()
@@ -185,5 +179,4 @@ class Throttle:
             if not handles:
                 del self._paused[limits]
             else:
-                moment = now + min(delay, LONGEST_DELAY)
-                self.due = moment if self.due is None else min(self.due, moment)
+                self.due = min(self.due, now + min(delay, LONGEST_DELAY))

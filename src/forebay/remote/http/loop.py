@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import os
 import select
 import socket
@@ -19,6 +20,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from functools import partial
 
 import pycurl
 
@@ -26,7 +28,7 @@ from forebay._logs import logger
 from forebay.errors import RemoteTimeout
 from forebay.remote.base import LONGEST_DELAY, AttemptFailed, CallAborted, wake_at_end
 from forebay.remote.http.limits import Admission, Throttle
-from forebay.remote.http.transfers import SILENCE, CurlHandle, HttpTransfer, NotConnected, too_late
+from forebay.remote.http.transfers import SILENCE, CurlHandle, HttpTransfer, NotConnected
 
 log = logger("forebay.remote")
 
@@ -53,8 +55,9 @@ class _Loop:
         self._admission = Admission(self._begin, self._close_idle, self.finish)
         self._throttle = Throttle(self._resume)
         self._looked_at_rates = 0.0
-        self._timer: float | None = None  # when libcurl wants to be called
-        self._next_check: float | None = None  # when the time of a transfer may be over
+        # by the monotonic clock
+        self._timer = math.inf  # when libcurl wants to be called
+        self._next_check = math.inf  # when the time of a transfer may be over
         self._running: dict[pycurl.Curl, HttpTransfer] = {}
         self._resolving: set[HttpTransfer] = set()  # those of hosts whose addresses are not known yet
         self._spare: list[CurlHandle] = []
@@ -64,6 +67,7 @@ class _Loop:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="http-transfers")
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_up = partial(os.eventfd_write, self._wake, 1)
         try:
             self._epoll.register(self._wake, select.EPOLLIN)
             self._thread.start()
@@ -78,9 +82,6 @@ class _Loop:
             self._changed.append(transfer)
             if not (self._awake or wake_at_end(self._wake_up)):
                 self._wake_up()
-
-    def _wake_up(self) -> None:
-        os.eventfd_write(self._wake, 1)
 
     def usable(self) -> bool:
         return self.pid == os.getpid() and not self._stopping
@@ -135,7 +136,9 @@ class _Loop:
     def _turn(self) -> None:
         """Wait for something to happen, and act on it."""
         self._awake = False
-        events = self._epoll.poll(0 if self._changed else self._until_next())
+        due = min(self._timer, self._next_check, self._throttle.due, self._admission.due)
+        seconds = 0 if self._changed else None if due == math.inf else max(0.0, due - time.monotonic())
+        events = self._epoll.poll(seconds)
         self._awake = True
         for descriptor, event in events:
             if descriptor == self._wake:
@@ -147,27 +150,27 @@ class _Loop:
         while self._changed:
             self._look_after(self._changed.popleft())
         now = time.monotonic()
-        if self._timer is not None and self._timer <= now:
-            self._timer = None
+        if self._timer <= now:
+            self._timer = math.inf
             self._multi.socket_action(pycurl.SOCKET_TIMEOUT, 0)
-        self._collect()
-        if self._next_check is not None and self._next_check <= now:
+        left = 1
+        while left:
+            left, done, failed = self._multi.info_read()
+            for curl, code, text in [*((curl, 0, "") for curl in done), *failed]:
+                transfer = self._running[curl]
+                if transfer.handle is not None:
+                    self.finish(transfer, transfer.handle.failure(code, text))
+        if self._next_check <= now:
             self._check_limits(now)
         if now - self._looked_at_rates >= LONGEST_DELAY:
             self._looked_at_rates = now
             for transfer in self._running.values():
                 if transfer.handle is not None:
                     transfer.handle.look_at_rate()
-        if self._throttle.due is not None and self._throttle.due <= now:
+        if self._throttle.due <= now:
             self._throttle.run(now)
-        if self._admission.due is not None and self._admission.due <= now:
+        if self._admission.due <= now:
             self._admission.run(now)
-
-    def _until_next(self) -> float | None:
-        """Seconds until a time limit, libcurl's timer, or a limit of the node may allow more."""
-        moments = self._timer, self._next_check, self._throttle.due, self._admission.due
-        due = min((each for each in moments if each is not None), default=None)
-        return None if due is None else max(0.0, due - time.monotonic())
 
     def _watch(self, what: int, descriptor: int, multi: object, data: object) -> None:
         """libcurl wants to know when a socket can be read or written."""
@@ -182,7 +185,7 @@ class _Loop:
             self._watched.add(descriptor)
 
     def _set_timer(self, milliseconds: int) -> None:
-        self._timer = None if milliseconds < 0 else time.monotonic() + milliseconds / 1000
+        self._timer = math.inf if milliseconds < 0 else time.monotonic() + milliseconds / 1000
 
     def _look_after(self, transfer: HttpTransfer) -> None:
         """Do what another thread wants of a transfer."""
@@ -197,7 +200,7 @@ class _Loop:
         elif transfer.handle is not None:
             if transfer.head_until is not None and not transfer.handle.has_head:
                 transfer.handle.until = transfer.head_until
-                self._check_at(transfer.head_until)
+                self._next_check = min(self._next_check, transfer.head_until)
             self._resume(transfer.handle)
 
     def _admit(self, transfer: HttpTransfer) -> None:
@@ -205,7 +208,7 @@ class _Loop:
         request = transfer.request
         if transfer.addresses is None:
             self._resolving.add(transfer)
-            self._check_at(transfer.started + request.connect_timeout)
+            self._next_check = min(self._next_check, transfer.started + request.connect_timeout)
             return
         self._resolving.discard(transfer)
         transfer.submitted = time.monotonic()
@@ -215,7 +218,7 @@ class _Loop:
         transfer.is_limited = True
         self._admission.add(transfer, request.limits)
         if request.until is not None:
-            self._check_at(request.until)
+            self._next_check = min(self._next_check, request.until)
 
     def _begin(self, transfer: HttpTransfer) -> None:
         """Connect to the next address of its host, or by a connection that is kept, and send the request."""
@@ -238,7 +241,7 @@ class _Loop:
         transfer.handle = handle
         self._running[handle.curl] = transfer
         self._multi.add_handle(handle.curl)
-        self._check_at(handle.due(handle.began))
+        self._next_check = min(self._next_check, handle.due(handle.began))
 
     def _resume(self, handle: CurlHandle) -> None:
         """Offer the transfer what it refused, if it is paused."""
@@ -276,38 +279,22 @@ class _Loop:
             self._admission.ended(transfer)
         transfer.end(error)
 
-    def _collect(self) -> None:
-        """Finish what libcurl has done."""
-        left = 1
-        while left:
-            left, done, failed = self._multi.info_read()
-            for curl, code, text in [*((curl, 0, "") for curl in done), *failed]:
-                transfer = self._running[curl]
-                if transfer.handle is not None:
-                    self.finish(transfer, transfer.handle.failure(code, text))
-
     def _check_limits(self, now: float) -> None:
         """Finish transfers whose time is over."""
-        self._next_check = None
-        for transfer in list(self._running.values()):
-            if transfer.handle is not None:
-                due = transfer.handle.due(now)
-                if due > now:
-                    self._check_at(due)
-                else:
-                    self.finish(transfer, too_late(transfer.handle))
-        for transfer in self._admission.waiting():
-            until = transfer.request.until
-            if until is not None and until <= now:
-                self.finish(transfer, AttemptFailed("the limit of connections allowed none in time", RemoteTimeout))
-            elif until is not None:
-                self._check_at(until)
-        for transfer in list(self._resolving):
-            due = transfer.started + transfer.request.connect_timeout
-            if due > now:
-                self._check_at(due)
+        self._next_check = math.inf
+        for transfer in self._unfinished():
+            request, handle = transfer.request, transfer.handle
+            if handle is not None:
+                due, error = handle.due(now), AttemptFailed(SILENCE, RemoteTimeout, no_answer=not handle.answered)
+            elif not transfer.submitted:
+                due, error = transfer.started + request.connect_timeout, AttemptFailed(SILENCE, RemoteTimeout, no_answer=True)
             else:
-                self.finish(transfer, AttemptFailed(SILENCE, RemoteTimeout, no_answer=True))
+                due = math.inf if request.until is None else request.until
+                error = AttemptFailed("the limit of connections allowed none in time", RemoteTimeout)
+            if due <= now:
+                self.finish(transfer, error)
+            else:
+                self._next_check = min(self._next_check, due)
 
     def _close_idle(self, peer: str, keep: int) -> bool:
         """Close idle connections until at most ``keep`` to ``peer`` are open, if any are idle. False: it cannot be told yet which are."""
@@ -329,9 +316,6 @@ class _Loop:
         except OSError:
             return False
 
-    def _check_at(self, moment: float) -> None:
-        self._next_check = moment if self._next_check is None else min(self._next_check, moment)
-
 
 _current: _Loop | None = None
 _lock = threading.Lock()  # guards the start of a loop
@@ -339,9 +323,25 @@ _lock = threading.Lock()  # guards the start of a loop
 
 def start(transfer: HttpTransfer) -> HttpTransfer:
     """Send a request, and return its transfer. Returns at once; callable from any thread, also from a receiver. Raises
-    `AttemptFailed` where this process can start no loop."""
-    transfer.attend = _loop().attend
-    transfer.attend(transfer)
+    `AttemptFailed` if this process cannot start its loop."""
+    global _current
+    loop = _current
+    if loop is None or not loop.usable():
+        with _lock:
+            loop = _current
+            if loop is None or not loop.usable():
+                if loop is not None:
+                    atexit.unregister(loop.stop)
+                    if loop.pid != os.getpid():  # forked by C code, which runs no fork hook
+                        loop.leave_to_parent()
+                try:
+                    loop = _Loop()
+                except (OSError, RuntimeError, pycurl.error) as error:  # no more descriptors, or threads, for this process
+                    raise AttemptFailed(f"this process cannot begin a request: {error}") from error
+                atexit.register(loop.stop)
+                _current = loop
+    transfer.attend = loop.attend
+    loop.attend(transfer)
     return transfer
 
 
@@ -349,27 +349,6 @@ def running() -> int:
     """How many transfers of this process are under way."""
     loop = _current
     return 0 if loop is None or not loop.usable() else len(loop._running)
-
-
-def _loop() -> _Loop:
-    global _current
-    loop = _current
-    if loop is not None and loop.usable():
-        return loop
-    with _lock:
-        loop = _current
-        if loop is None or not loop.usable():
-            if loop is not None:
-                atexit.unregister(loop.stop)
-                if loop.pid != os.getpid():  # forked by C code, which runs no fork hook
-                    loop.leave_to_parent()
-            try:
-                loop = _Loop()
-            except (OSError, RuntimeError, pycurl.error) as error:  # no more descriptors, or threads, for this process
-                raise AttemptFailed(f"this process cannot begin a request: {error}") from error
-            atexit.register(loop.stop)
-            _current = loop
-    return loop
 
 
 def _leave_to_parent() -> None:

@@ -111,17 +111,39 @@ class Exchange:
         """The response, if its status is in ``ok``. Follows redirects; sends the user's credentials to no other scheme,
         host or port. ``sent``: this request, if `start` has sent it. Raises `RemoteError`, or `AttemptFailed` if another
         attempt may succeed."""
-        target = call.redirects.get(url) if method == "GET" and sent is None else None
-        if target is not None:
-            # the request for the URL itself is not sent, since it is known where that leads
+        first, known = None, call.redirects.get(url) if method == "GET" and sent is None else None
+        if known is not None:  # the request for the URL itself is not sent, since it is known where that leads
             first = _parsed(call, url if self._sign is None else self._sign(method, url, {})[0])[:2]
-            try:
-                there = self.start(call, method, target, headers, body, first=first)
-                return self._follow(call, method, url, headers, ok, body, there, first)
-            except (errors.AccessDenied, errors.NotFound):  # such as a signature that has expired
-                call.redirects.pop(url, None)
-        sent = sent or self.start(call, method, url, headers, body)
-        return self._follow(call, method, url, headers, ok, body, sent, None)
+        sent = sent or self.start(call, method, known or url, headers, body, first=first)
+        is_redirected, may_repeat = False, True
+        for _ in range(MAX_REDIRECTS):
+            first = first or (sent.endpoint, sent.user)
+            self._wait_for_head(call, sent.transfer)
+            response = Response(sent.transfer, call, has_body=method != "HEAD", raw=self._raw)
+            if response.status in ok:
+                if is_redirected and self._keeps_redirects:
+                    call.redirects[url] = sent.address
+                if self._amend is not None:
+                    response.headers = self._amend(url, response.headers)
+                return response
+            with response:
+                if response.status in REDIRECTS and "Location" in response.headers:
+                    response.drain()
+                    target, is_redirected = self._redirect_target(call, sent.address, response.headers["Location"]), True
+                else:
+                    refusal = self._refusal(call, url, response)
+                    if known is not None and isinstance(refusal, (errors.AccessDenied, errors.NotFound)):
+                        call.redirects.pop(url, None)  # such as a signature that has expired
+                        known = None
+                    elif isinstance(refusal, SendAgain) and may_repeat:
+                        may_repeat = False
+                    else:
+                        raise refusal
+                    target, is_redirected, first = url, False, None
+            if response.status == 303 and method != "HEAD":
+                method, body = "GET", None
+            sent = self.start(call, method, target, headers, body, first=first)
+        raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_REDIRECTS} times", url=call.url)
 
     def start(
         self, call: Call, method: str, target: str, headers: Mapping[str, str], body: bytes | None = None, *,
@@ -141,7 +163,7 @@ class Exchange:
         proxy = self._proxies[endpoint]
         request = TransferRequest(
             method, f"{endpoint.scheme}://{endpoint.name}", _TO_QUOTE.sub(_quoted, path), {**defaults, **signed}, body, proxy,
-            connect_timeout=call.timeout(options.connect_timeout), read_timeout=options.read_timeout, until=call.until,
+            connect_timeout=min(options.connect_timeout, call.check()), read_timeout=options.read_timeout, until=call.until,
             limits=call.limits, wait=call.wait,
         )  # fmt: skip
         call.check_host(way := request.way)
@@ -172,36 +194,6 @@ class Exchange:
                 self._addresses.pop(way, None)
             raise
         call.host_answered(way)
-
-    def _follow(
-        self, call: Call, method: str, url: str, headers: Mapping[str, str], ok: Container[int], body: bytes | None, sent: Sent,
-        first: tuple[Endpoint, str] | None,
-    ) -> Response:  # fmt: skip
-        """Wait for the response to a request for ``url``, and send it again to wherever that redirects."""
-        is_redirected, may_repeat = False, True
-        for _ in range(MAX_REDIRECTS):
-            first = first or (sent.endpoint, sent.user)
-            self._wait_for_head(call, sent.transfer)
-            response = Response(sent.transfer, call, has_body=method != "HEAD", raw=self._raw)
-            if response.status in ok:
-                if is_redirected and self._keeps_redirects:
-                    call.redirects[url] = sent.address
-                if self._amend is not None:
-                    response.headers = self._amend(url, response.headers)
-                return response
-            with response:
-                if response.status in REDIRECTS and "Location" in response.headers:
-                    response.drain()
-                    target, is_redirected = self._redirect_target(call, sent.address, response.headers["Location"]), True
-                else:
-                    refusal = self._refusal(call, url, response)
-                    if not (isinstance(refusal, SendAgain) and may_repeat):
-                        raise refusal
-                    target, is_redirected, may_repeat, first = url, False, False, None
-            if response.status == 303 and method != "HEAD":
-                method, body = "GET", None
-            sent = self.start(call, method, target, headers, body, first=first)
-        raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_REDIRECTS} times", url=call.url)
 
     def _redirect_target(self, call: Call, url: str, location: str) -> str:
         try:

@@ -379,33 +379,66 @@ class CurlHandle:
             self._set_basics()
 
     def failure(self, code: int, text: str) -> Exception | None:
-        """Why the transfer that libcurl has ended failed; None: its response is complete."""
-        if self.error is None and code:
-            return _failure(self, code, text)
-        if self.error is None and not self.has_head:
+        """Why the transfer that libcurl has ended failed, in our words: libcurl's text may name the whole URL, secrets included. None: its
+        response is complete."""
+        if self.error is not None or (code == 0 and self.has_head):
+            return self.error
+        if code == 0:
             return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
-        return self.error
+        curl, proxied, no_answer = self.curl, self.request.proxy is not None, not self.answered
+        number = curl.getinfo(pycurl.OS_ERRNO)
+        reason = f"the connection failed: {os.strerror(number) if number else f'CURLE {code}'}"
+        if code == pycurl.E_PEER_FAILED_VERIFICATION:
+            match = _CERTIFICATE.search(text)
+            why = match[1] if match else "it is for another host" if "subject name" in text else "it cannot be verified"
+            return AttemptFailed(f"its certificate is not trusted: {why}", retryable=False)
+        if code == pycurl.E_SSL_CACERT_BADFILE:
+            return AttemptFailed("the file of trusted certificates cannot be read", retryable=False)
+        if code == pycurl.E_URL_MALFORMAT:
+            return AttemptFailed("a host that cannot be", retryable=False)
+        if code == pycurl.E_COULDNT_RESOLVE_PROXY:
+            return AttemptFailed(_NO_PROXY)
+        if code == pycurl.E_COULDNT_RESOLVE_HOST:
+            return AttemptFailed(NO_NAME)
+        if code == pycurl.E_OPERATION_TIMEDOUT:
+            if curl.getinfo(pycurl.CONNECT_TIME):
+                return AttemptFailed(SILENCE, RemoteTimeout, no_answer=no_answer)
+            return NotConnected(_NO_PROXY if proxied else SILENCE, RemoteTimeout, no_answer=no_answer)
+        if proxied and not self.has_head and (refused := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
+            return AttemptFailed(f"its proxy answers {refused}", retryable=refused >= 500)
+        answer = int(curl.getinfo(pycurl.PROXY_ERROR)) if code == _E_PROXY else 0
+        if answer in _REFUSED_BY_SOCKS:
+            return AttemptFailed(_REFUSED_BY_SOCKS[answer], retryable=answer not in _FOR_GOOD)
+        if code in (pycurl.E_COULDNT_CONNECT, _E_PROXY):
+            unreachable = number in UNREACHABLE
+            return NotConnected(_NO_PROXY if proxied else reason, no_answer=unreachable, unreachable=unreachable)
+        if code in (pycurl.E_SSL_CONNECT_ERROR, pycurl.E_SSL_CIPHER):
+            return AttemptFailed("TLS failed")
+        if code == pycurl.E_PARTIAL_FILE:
+            match = _MISSING.search(text)
+            return AttemptFailed(_CUT + (f" {int(match[1]):,} bytes before the end" if match else ""))
+        if code in (pycurl.E_GOT_NOTHING, pycurl.E_RECV_ERROR, pycurl.E_SEND_ERROR):
+            return AttemptFailed(_CUT)
+        if code in (pycurl.E_UNSUPPORTED_PROTOCOL, _E_WEIRD_SERVER_REPLY, pycurl.E_BAD_CONTENT_ENCODING, _E_TOO_LARGE):
+            return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
+        return AttemptFailed(reason)
 
     def due(self, now: float) -> float:
         """When the transfer fails unless it makes progress; not before then, this has to be asked again. libcurl counts whole seconds, and
         a head that comes byte by byte as progress."""
         request, limit = self.request, now + self.request.read_timeout
         if not self.has_head:
-            self._note_progress(now)
+            if not self.connected:
+                seconds = self.curl.getinfo(pycurl.PRETRANSFER_TIME)
+                self.connected = seconds > 0
+                self.heard = min(now, self.began + seconds)
+            if request.body is not None and (sent := int(self.curl.getinfo(pycurl.SIZE_UPLOAD_T))) > self._sent:
+                self._sent, self.heard = sent, now
         if not self.connected:  # libcurl has the limit of connecting
             limit = now + min(1.0, request.read_timeout, request.connect_timeout)
         elif not self.paused:
             limit = self.heard + request.read_timeout
         return limit if self.until is None else min(limit, self.until)
-
-    def _note_progress(self, now: float) -> None:
-        """Until the head of the response: whether the request is being sent, and how much of it."""
-        if not self.connected:
-            seconds = self.curl.getinfo(pycurl.PRETRANSFER_TIME)
-            self.connected = seconds > 0
-            self.heard = min(now, self.began + seconds)
-        if self.request.body is not None and (sent := int(self.curl.getinfo(pycurl.SIZE_UPLOAD_T))) > self._sent:
-            self._sent, self.heard = sent, now
 
     def _note_socket(self, descriptor: int, purpose: int) -> int:
         self._sockets[descriptor], self._peers[descriptor] = os.fstat(descriptor).st_ino, self.request.peer
@@ -525,47 +558,6 @@ class NotConnected(AttemptFailed):
     """No connection to the server, or to its proxy, came about: another address may be tried."""
 
 
-def _failure(handle: CurlHandle, code: int, text: str) -> AttemptFailed:
-    """In our words: libcurl's text may name the whole URL, secrets included."""
-    curl, proxied, no_answer = handle.curl, handle.request.proxy is not None, not handle.answered
-    number = curl.getinfo(pycurl.OS_ERRNO)
-    reason = f"the connection failed: {os.strerror(number) if number else f'CURLE {code}'}"
-    if code == pycurl.E_PEER_FAILED_VERIFICATION:
-        match = _CERTIFICATE.search(text)
-        why = match[1] if match else "it is for another host" if "subject name" in text else "it cannot be verified"
-        return AttemptFailed(f"its certificate is not trusted: {why}", retryable=False)
-    if code == pycurl.E_SSL_CACERT_BADFILE:
-        return AttemptFailed("the file of trusted certificates cannot be read", retryable=False)
-    if code == pycurl.E_URL_MALFORMAT:
-        return AttemptFailed("a host that cannot be", retryable=False)
-    if code == pycurl.E_COULDNT_RESOLVE_PROXY:
-        return AttemptFailed(_NO_PROXY)
-    if code == pycurl.E_COULDNT_RESOLVE_HOST:
-        return AttemptFailed(NO_NAME)
-    if code == pycurl.E_OPERATION_TIMEDOUT:
-        if curl.getinfo(pycurl.CONNECT_TIME):
-            return AttemptFailed(SILENCE, RemoteTimeout, no_answer=no_answer)
-        return NotConnected(_NO_PROXY if proxied else SILENCE, RemoteTimeout, no_answer=no_answer)
-    if proxied and not handle.has_head and (refused := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
-        return AttemptFailed(f"its proxy answers {refused}", retryable=refused >= 500)
-    answer = int(curl.getinfo(pycurl.PROXY_ERROR)) if code == _E_PROXY else 0
-    if answer in _REFUSED_BY_SOCKS:
-        return AttemptFailed(_REFUSED_BY_SOCKS[answer], retryable=answer not in _FOR_GOOD)
-    if code in (pycurl.E_COULDNT_CONNECT, _E_PROXY):
-        unreachable = number in UNREACHABLE
-        return NotConnected(_NO_PROXY if proxied else reason, no_answer=unreachable, unreachable=unreachable)
-    if code in (pycurl.E_SSL_CONNECT_ERROR, pycurl.E_SSL_CIPHER):
-        return AttemptFailed("TLS failed")
-    if code == pycurl.E_PARTIAL_FILE:
-        match = _MISSING.search(text)
-        return AttemptFailed(_CUT + (f" {int(match[1]):,} bytes before the end" if match else ""))
-    if code in (pycurl.E_GOT_NOTHING, pycurl.E_RECV_ERROR, pycurl.E_SEND_ERROR):
-        return AttemptFailed(_CUT)
-    if code in (pycurl.E_UNSUPPORTED_PROTOCOL, _E_WEIRD_SERVER_REPLY, pycurl.E_BAD_CONTENT_ENCODING, _E_TOO_LARGE):
-        return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
-    return AttemptFailed(reason)
-
-
 # libcurl's CURLproxycode of a proxy that was reached, but does not connect
 _FOR_GOOD = frozenset({12, 23, 33})
 _REFUSED_BY_SOCKS = dict.fromkeys((12, 33), "its proxy accepts no such user and password") | {
@@ -580,8 +572,3 @@ _REFUSED_BY_SOCKS = dict.fromkeys((12, 33), "its proxy accepts no such user and 
 }
 SILENCE, _CUT = "nothing came for too long", "the connection was cut"
 _NO_PROXY, NO_NAME = "its proxy cannot be reached", "its host name cannot be resolved"
-
-
-def too_late(handle: CurlHandle) -> AttemptFailed:
-    """The failure of a transfer that made no progress until it was `CurlHandle.due`."""
-    return AttemptFailed(SILENCE, RemoteTimeout, no_answer=not handle.answered)

@@ -25,8 +25,7 @@ from forebay.remote.http.requests import REDIRECTS, endpoint_of
 from forebay.remote.http.responses import MAX_SIZE, is_same_validator
 from forebay.remote.http.transfers import Headers
 from forebay.remote.hub.names import KINDS, HubName, token_from
-from forebay.remote.realm import PUBLIC_HUB, other_endpoint
-from forebay.remote.urls import canonical, scheme
+from forebay.remote.urls import PUBLIC_HUB, canonical, hub_endpoint, scheme
 
 PATH = ":path"
 """Name under which the path of a request to the hub's API stands among its headers until it is sent."""
@@ -55,7 +54,7 @@ class HubRemote:
 
     def __init__(self, options: RemoteOptions | None = None, endpoint: str | None = None) -> None:
         self.options = options or RemoteOptions()
-        self._endpoint = (other_endpoint("hf") if endpoint is None else endpoint) or PUBLIC_HUB
+        self._endpoint = hub_endpoint() if endpoint is None else endpoint or PUBLIC_HUB
         self._check_options = self.options.for_check()
         self._http = HttpRemote(self.options, self._sign, self._explain, self._amend)
         self._commits: dict[tuple[str, str, str], tuple[str, float]] = {}
