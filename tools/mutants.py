@@ -186,8 +186,8 @@ MUTANTS = (
         "engine/index/test_clock.py::test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_early",
     ),
     Mutant(
-        3, "a permit is released while its connection is open", "remote.http.limits:Admission._release_idle",
-        "not self._close_idle(queue.host, queue.permits - 1)", "False",
+        3, "a permit is released while its connection is open", "remote.http.loop:Admission._release_idle",
+        "not self._loop.close_idle(queue.host, queue.permits - 1)", "False",
         "remote/test_limits.py::test_four_processes_never_open_more_connections_than_the_limit",
     ),
     Mutant(

@@ -98,32 +98,29 @@ class RemoteOptions:
         return replace(self, attempts=min(2, self.attempts), total_timeout=limit)
 
 
-def numbers(given: Mapping[str, _config.GivenSetting]) -> tuple[dict[str, float], list[errors.ConfigError]]:
-    """The fields of `RemoteOptions` that are set, and an error for each that is invalid."""
-    values, faults = {}, []
-    for name, kind in _NUMBERS.items():
-        try:
-            if name in given:
-                values[name] = _number(*given[name], kind)
-        except errors.ConfigError as error:
-            faults.append(error)
-    return values, faults
-
-
 _NUMBERS: dict[str, Callable[[str], float]] = {
     "connect_timeout": float, "read_timeout": float, "total_timeout": float, "attempts": int, "connections": int, "streams": int,
 }  # fmt: skip
 
 
-def _number(text: str, name: str, kind: Callable[[str], float]) -> float:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = 0
-    if not 0 < value < threading.TIMEOUT_MAX:
-        message = f"{name} is {text!r}: it must be a number above 0 and below {threading.TIMEOUT_MAX:.0f}"
-        raise errors.ConfigError(message, name=name, value=text)
-    return value
+def numbers(given: Mapping[str, _config.GivenSetting]) -> tuple[dict[str, float], list[errors.ConfigError]]:
+    """The fields of `RemoteOptions` that are set, and an error for each that is invalid."""
+    values: dict[str, float] = {}
+    faults: list[errors.ConfigError] = []
+    for field_name, kind in _NUMBERS.items():
+        if field_name not in given:
+            continue
+        text, name = given[field_name]
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if 0 < value < threading.TIMEOUT_MAX:
+            values[field_name] = value
+        else:
+            message = f"{name} is {text!r}: it must be a number above 0 and below {threading.TIMEOUT_MAX:.0f}"
+            faults.append(errors.ConfigError(message, name=name, value=text))
+    return values, faults
 
 
 class AttemptFailed(Exception):
@@ -153,7 +150,7 @@ class NoPermit(AttemptFailed):
     """The limits of the node allowed no connection to ``host`` within the ``waited`` seconds for which the call may wait."""
 
     def __init__(self, limits: Limits, host: str, waited: float) -> None:
-        super().__init__("the limit of connections allowed none in time", errors.RemoteTimeout, retryable=False)
+        super().__init__("timed out waiting for a free connection (max_connections)", errors.RemoteTimeout, retryable=False)
         self.limits, self.host, self.waited = limits, host, waited
 
 
@@ -237,32 +234,26 @@ def shared_time_limit() -> Iterator[None]:
         _shared_start.reset(token)
 
 
-class tracking_hosts:
+@contextmanager
+def tracking_hosts(
+    hosts: Hosts | None, *, limits: Limits | None = None, ask_silent: bool = False, wait: SharedLimit | None = None,
+    max_age: float = math.inf,
+) -> Iterator[None]:  # fmt: skip
     """Calls that this thread begins inside of the block consult and update ``hosts``, and stay within ``limits``. ``ask_silent``: ask
     silent hosts all the same. ``wait``: how long they wait for connections, which counts for the `time_limit` of this thread too.
     ``max_age``: how old, in seconds, an answer of a remote may be that they use again (`max_age_here`)."""
-
-    __slots__ = ("_access", "_before", "_waited")
-
-    def __init__(
-        self, hosts: Hosts | None, *, limits: Limits | None = None, ask_silent: bool = False, wait: SharedLimit | None = None,
-        max_age: float = math.inf,
-    ) -> None:  # fmt: skip
-        remaining = time_limit.remaining()
+    remaining = time_limit.remaining()
+    if wait is not None:
+        wait.lower(remaining)
+    elif remaining < math.inf:
+        wait = SharedLimit(remaining)
+    before, token = 0.0 if wait is None else wait.waited(), _access.set(_Access(hosts, limits, ask_silent, wait, max_age))
+    try:
+        yield
+    finally:
+        _access.reset(token)
         if wait is not None:
-            wait.lower(remaining)
-        elif remaining < math.inf:
-            wait = SharedLimit(remaining)
-        self._access = _Access(hosts, limits, ask_silent, wait, max_age)
-        self._waited = 0.0 if wait is None else wait.waited()
-
-    def __enter__(self) -> None:
-        self._before = _access.set(self._access)
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        _access.reset(self._before)
-        if self._access.wait is not None:
-            time_limit.spend(self._access.wait.waited() - self._waited)
+            time_limit.spend(wait.waited() - before)
 
 
 def max_age_here() -> float:
@@ -369,7 +360,8 @@ class Call:
         ago = None if self._ask_silent else self.hosts.silent_since(host, timeout)
         if ago is not None:
             name = host.partition(" ")[0]
-            message = f"{self.url}: {name} gave no answer {ago:.1f} s ago and is not asked again for some seconds; refresh=True asks now"
+            skipped = "so it is skipped for a few seconds; pass refresh=True to try it now"
+            message = f"{self.url}: {name} gave no answer {ago:.1f} s ago, {skipped}"
             raise errors.RemoteTimeout(message, url=self.url, done=0, attempts=0)
 
     def host_answered(self, host: str) -> None:

@@ -14,10 +14,13 @@ from forebay._logs import logger
 from forebay._model import Buffer, Content, ObjectInfo, Partial, Sink, Span, Transfer
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
 from forebay.remote.http import loop
-from forebay.remote.http.requests import AmendHeaders, Exchange, ExplainRefusal, Sent, Sign
-from forebay.remote.http.responses import (
+from forebay.remote.http.requests import (
+    AmendHeaders,
+    Exchange,
+    ExplainRefusal,
     Response,
-    content_length,
+    Sent,
+    Sign,
     content_range,
     ends_before,
     info_of,
@@ -25,7 +28,7 @@ from forebay.remote.http.responses import (
     is_other_version,
     is_same_validator,
     is_shorter,
-)
+)  # fmt: skip
 from forebay.remote.http.transfers import HttpTransfer
 from forebay.remote.urls import canonical
 
@@ -74,7 +77,7 @@ class HttpRemote:
             if response.status == 304:
                 return None
             if response.status == 200:
-                return info_of(url, response.headers, content_length(response.headers) if not response.encoding else None)
+                return info_of(url, response.headers, response.length if not response.encoding else None)
         headers = {**conditions, "Range": "bytes=0-0"}
         with self._exchange.send(call, "GET", url, headers, ok=(200, 206, 304, 416)) as response:
             if response.status == 304:

@@ -20,20 +20,23 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass, field
 
 import pycurl
 
 from forebay._logs import logger
 from forebay.errors import RemoteTimeout
-from forebay.remote.base import LONGEST_DELAY, AttemptFailed, CallAborted, wake_at_end
-from forebay.remote.http.limits import Admission, Throttle
+from forebay.remote.base import LONGEST_DELAY, LOOK, AttemptFailed, CallAborted, Limits, NoPermit, Permit, PermitRequest, wake_at_end
 from forebay.remote.http.transfers import SILENCE, CurlHandle, HttpTransfer, NotConnected
 
 log = logger("forebay.remote")
 
 MAX_IDLE = 128  # connections that are kept
 SPARE_HANDLES = 64
+TURN = 0.1
+"""Seconds for which a permit may serve one transfer after the other while other processes wait for one."""
+KEEP = 2.0  # seconds: an idle connection and its permit are kept for so long, unless another process waits
+LOOK_IDLE = 0.02  # seconds between two looks whether another process waits for the permit of an idle connection
 _MASKS = {
     pycurl.POLL_NONE: 0, pycurl.POLL_IN: select.EPOLLIN, pycurl.POLL_OUT: select.EPOLLOUT,
     pycurl.POLL_INOUT: select.EPOLLIN | select.EPOLLOUT,
@@ -52,8 +55,7 @@ class _Loop:
         self._awake = False  # whether the loop will look at what changed without being woken. Only the loop sets it
         self.sockets: dict[int, int] = {}  # descriptor -> inode of every socket that libcurl opened; it may have closed it since
         self.peers: dict[int, str] = {}  # descriptor -> what it is connected to; without those that were closed here
-        self._admission = Admission(self._begin, self._close_idle, self.finish)
-        self._throttle = Throttle(self._resume)
+        self._admission, self._throttle = Admission(self), Throttle(self)
         self._looked_at_rates = 0.0
         # by the monotonic clock
         self._timer = math.inf  # when libcurl wants to be called
@@ -67,7 +69,6 @@ class _Loop:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="http-transfers")
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_up = partial(os.eventfd_write, self._wake, 1)
         try:
             self._epoll.register(self._wake, select.EPOLLIN)
             self._thread.start()
@@ -82,6 +83,9 @@ class _Loop:
             self._changed.append(transfer)
             if not (self._awake or wake_at_end(self._wake_up)):
                 self._wake_up()
+
+    def _wake_up(self) -> None:
+        os.eventfd_write(self._wake, 1)
 
     def usable(self) -> bool:
         return self.pid == os.getpid() and not self._stopping
@@ -201,7 +205,7 @@ class _Loop:
             if transfer.head_until is not None and not transfer.handle.has_head:
                 transfer.handle.until = transfer.head_until
                 self._next_check = min(self._next_check, transfer.head_until)
-            self._resume(transfer.handle)
+            self.resume(transfer.handle)
 
     def _admit(self, transfer: HttpTransfer) -> None:
         """Begin a transfer, once the addresses of its host are known, as soon as the limits of the node allow it."""
@@ -213,14 +217,14 @@ class _Loop:
         self._resolving.discard(transfer)
         transfer.submitted = time.monotonic()
         if request.limits is None or not request.limits.in_force()[1]:
-            self._begin(transfer)
+            self.begin(transfer)
             return
         transfer.is_limited = True
         self._admission.add(transfer, request.limits)
         if request.until is not None:
             self._next_check = min(self._next_check, request.until)
 
-    def _begin(self, transfer: HttpTransfer) -> None:
+    def begin(self, transfer: HttpTransfer) -> None:
         """Connect to the next address of its host, or by a connection that is kept, and send the request."""
         request, now = transfer.request, time.monotonic()
         if transfer.connect_until is None:
@@ -243,7 +247,7 @@ class _Loop:
         self._multi.add_handle(handle.curl)
         self._next_check = min(self._next_check, handle.due(handle.began))
 
-    def _resume(self, handle: CurlHandle) -> None:
+    def resume(self, handle: CurlHandle) -> None:
         """Offer the transfer what it refused, if it is paused."""
         try:
             handle.resume()
@@ -270,7 +274,7 @@ class _Loop:
             if transfer.not_connected is None or transfer.not_connected.unreachable:
                 transfer.not_connected = error
             if transfer.addresses:
-                self._begin(transfer)
+                self.begin(transfer)
                 return
             error = transfer.not_connected
         transfer.is_done = True
@@ -290,13 +294,13 @@ class _Loop:
                 due, error = transfer.started + request.connect_timeout, AttemptFailed(SILENCE, RemoteTimeout, no_answer=True)
             else:
                 due = math.inf if request.until is None else request.until
-                error = AttemptFailed("the limit of connections allowed none in time", RemoteTimeout)
+                error = AttemptFailed("timed out waiting for a free connection (max_connections)", RemoteTimeout)
             if due <= now:
                 self.finish(transfer, error)
             else:
                 self._next_check = min(self._next_check, due)
 
-    def _close_idle(self, peer: str, keep: int) -> bool:
+    def close_idle(self, peer: str, keep: int) -> bool:
         """Close idle connections until at most ``keep`` to ``peer`` are open, if any are idle. False: it cannot be told yet which are."""
         there = [descriptor for descriptor, other in self.peers.items() if other == peer and self._is_open(descriptor)]
         busy = [each.handle.curl for each in self._running.values() if each.handle is not None and each.request.peer == peer]
@@ -316,6 +320,161 @@ class _Loop:
         except OSError:
             return False
 
+
+# -- the limits of the node in this process ----------------------------------------------------------------------------
+# All of it belongs to the thread of the loop, and none of it waits. A transfer that may not begin yet stands in a queue, one that may not
+# receive yet is paused, and the loop calls `run` whenever it is `due`.
+
+
+@dataclass(slots=True)
+class HostQueue:
+    """The transfers of this process to one host that wait, and the permits that this process has for it."""
+
+    limits: Limits
+    host: str
+    waiting: deque[HttpTransfer] = field(default_factory=deque)
+    idle: list[tuple[Permit, float]] = field(default_factory=list)  # with the time since when its connection is idle
+    permits: int = 0  # with those of running transfers
+    request: PermitRequest | None = None
+
+    def stop_waiting(self) -> None:
+        if self.request is not None:
+            self.request.cancel()
+            self.request = None
+
+
+class Admission:
+    """Begins transfers when the limit of connections to their hosts allows it. A permit is kept with its connection, which
+    is closed before the permit is released: so connections that are idle count too.
+
+    ``due``: when `run` is to be
+    called, by the monotonic clock."""
+
+    def __init__(self, loop: _Loop) -> None:
+        self._loop = loop
+        self._queues: dict[tuple[Limits, str], HostQueue] = {}
+        self.due = math.inf
+
+    def add(self, transfer: HttpTransfer, limits: Limits) -> None:
+        """Have it begun when a permit is free."""
+        key = limits, transfer.request.peer
+        if key not in self._queues:
+            self._queues[key] = HostQueue(*key)
+        self._queues[key].waiting.append(transfer)
+        if transfer.request.wait is not None:
+            transfer.request.wait.begin()
+        self.due = 0.0
+
+    def ended(self, transfer: HttpTransfer) -> None:
+        """Take its permit back, if it has one."""
+        request, permit, transfer.permit = transfer.request, transfer.permit, None
+        if request.wait is not None and permit is not None:
+            request.wait.release()
+        elif request.wait is not None:
+            request.wait.end(has_one=False)
+        if permit is not None and request.limits is not None:
+            self._queues[request.limits, request.peer].idle.append((permit, time.monotonic()))
+        self.due = 0.0
+
+    def waiting(self) -> list[HttpTransfer]:
+        """The transfers that have not begun."""
+        return [transfer for queue in self._queues.values() for transfer in queue.waiting if not transfer.is_done]
+
+    def run(self, now: float) -> None:
+        """Begin what may begin, and release permits that other processes want, or that are not used any more."""
+        self.due = math.inf
+        for key, queue in list(self._queues.items()):
+            self._begin_waiting(queue, now)
+            self._release_idle(queue, now)
+            if not (queue.waiting or queue.permits):
+                del self._queues[key]
+
+    def _begin_waiting(self, queue: HostQueue, now: float) -> None:
+        while queue.waiting:
+            transfer = queue.waiting[0]
+            if transfer.is_done:
+                queue.waiting.popleft()
+                continue
+            if queue.idle and not queue.idle[-1][0].is_wanted(TURN):
+                transfer.permit = queue.idle.pop()[0]
+            else:
+                queue.request = queue.request if queue.request is not None else queue.limits.request(queue.host)
+                transfer.permit = queue.request.try_take()
+                if transfer.permit is None:
+                    for late in [each for each in queue.waiting if not each.is_done]:
+                        wait = late.request.wait
+                        if wait is not None and wait.is_over():
+                            self._loop.finish(late, NoPermit(queue.limits, queue.host, wait.waited()))
+                    self.due = min(self.due, now + LOOK)
+                    return
+                queue.request = None
+                queue.permits += 1
+                self._loop.close_idle(queue.host, queue.permits)  # connections of a time without a limit
+            if transfer.request.wait is not None:
+                transfer.request.wait.end(has_one=True)
+            queue.waiting.popleft()
+            self._loop.begin(transfer)
+        queue.stop_waiting()
+
+    def _release_idle(self, queue: HostQueue, now: float) -> None:
+        is_limited = queue.limits.in_force()[1] > 0
+        for permit, since in queue.idle.copy():
+            if is_limited and now - since < KEEP and not permit.is_wanted():
+                self.due = min(self.due, now + LOOK_IDLE)
+            elif is_limited and not self._loop.close_idle(queue.host, queue.permits - 1):
+                self.due = min(self.due, now + LOOK)
+            else:
+                queue.idle.remove((permit, since))
+                queue.permits -= 1
+                permit.release()
+
+    def stop(self) -> None:
+        """Release all permits that are not in use."""
+        for queue in self._queues.values():
+            queue.stop_waiting()
+            for permit, _ in queue.idle:
+                permit.release()
+        self._queues.clear()
+        self.due = math.inf
+
+
+class Throttle:
+    """Pauses transfers while the bytes a second of the node are used up, and resumes them in turn.
+
+    ``due``: as for `Admission`."""
+
+    def __init__(self, loop: _Loop) -> None:
+        self._loop = loop
+        self._paused: dict[Limits, deque[CurlHandle]] = {}
+        self.due = math.inf
+
+    def pause(self, handle: CurlHandle) -> None:
+        """Resume it when more bytes may come."""
+        if handle.limits is not None:
+            self._paused.setdefault(handle.limits, deque()).append(handle)
+            self.due = 0.0
+
+    def forget(self, handle: CurlHandle) -> None:
+        """The transfer has ended."""
+        for handles in self._paused.values():
+            if handle in handles:
+                handles.remove(handle)
+
+    def run(self, now: float) -> None:
+        """Resume what was paused, each transfer in turn, as long as there are bytes."""
+        self.due = math.inf
+        for limits, handles in list(self._paused.items()):
+            while handles and (delay := limits.delay()) <= 0:
+                handle = handles.popleft()
+                handle.throttled = False
+                self._loop.resume(handle)  # it may be paused again at once, behind the others
+            if not handles:
+                del self._paused[limits]
+            else:
+                self.due = min(self.due, now + min(delay, LONGEST_DELAY))
+
+
+# -- the loop of this process ------------------------------------------------------------------------------------------
 
 _current: _Loop | None = None
 _lock = threading.Lock()  # guards the start of a loop

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import pycurl
 
-from forebay._kernel import host
 from forebay._kernel.waits import SharedLimit
 from forebay.errors import RemoteProtocolError, RemoteTimeout
 from forebay.remote.base import AttemptFailed, CallAborted, Limits, Permit
@@ -40,25 +39,19 @@ class Headers(Mapping[str, str]):
     """The headers of a response, looked up in any case; the values of a repeated one are joined by commas."""
 
     def __init__(self, lines: Iterable[bytes] = ()) -> None:
-        self._lines = lines
-
-    @host.cached_property
-    def _values(self) -> dict[str, tuple[str, str]]:
-        """Name in lower case -> name as sent, value. Of many responses no header is looked at."""
-        values: dict[str, tuple[str, str]] = {}
+        self._values: dict[str, tuple[str, str]] = {}  # name in lower case -> name as sent, value
         last = ""
-        for line in self._lines:
+        for line in lines:
             text = line.decode("latin-1")
             if text[0] in " \t" and last:  # an obsolete continuation
-                values[last] = (values[last][0], f"{values[last][1]} {text.strip()}")
+                self._values[last] = (self._values[last][0], f"{self._values[last][1]} {text.strip()}")
                 continue
             name, _, value = text.partition(":")
             name, value = name.strip(), value.strip()
             last = name.lower()
-            if last in values:
-                name, value = values[last][0], f"{values[last][1]}, {value}"
-            values[last] = (name, value)
-        return values
+            if last in self._values:
+                name, value = self._values[last][0], f"{self._values[last][1]}, {value}"
+            self._values[last] = (name, value)
 
     def __getitem__(self, name: str) -> str:
         return self._values[name.lower()][1]
@@ -210,12 +203,9 @@ class HttpTransfer:
 
     def wait_for_head(self) -> None:
         """Raises `AttemptFailed` where none comes, and `CallAborted` after `close`."""
-        self._check_process()
-        with self._lock:
-            while not (self._has_head or self._ended):
-                self._changed.wait(_LOOK)
-            if not self._has_head and self._error is not None:
-                raise self._error
+        self._wait(0)
+        if not self._has_head and self._error is not None:
+            raise self._error
 
     @property
     def is_complete(self) -> bool:
@@ -232,32 +222,28 @@ class HttpTransfer:
     def wait_for(self, size: int) -> int:
         """Wait until ``size`` bytes of the body may be read at once, or as many as this holds, or the body has ended:
         how many may be read then. Raises `AttemptFailed` where it is cut before, and `CallAborted` after `close`."""
-        self._check_process()
+        wanted = min(size, self._limit)
+        self._wait(wanted)
         with self._lock:
-            wanted = self._wait_for(size)
             if self._size < wanted and self._error is not None:
                 raise self._error
             return self._size
 
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
+    def _wait(self, wanted: int) -> None:
+        """Wait until the head is complete and ``wanted`` bytes of the body may be read, or until the response has ended."""
+        if self._pid != os.getpid():  # the lock may be held by a thread of the parent
             raise AttemptFailed("its response comes to the parent process")
-
-    def _wait_for(self, size: int) -> int:
-        """How many bytes there will be, unless the body ends before."""
-        wanted = min(size, self._limit)
-        while self._size < wanted and not self._ended:
-            self._wanted = wanted
-            self._changed.wait(_LOOK)
-        self._wanted = _NOBODY
-        return wanted
+        with self._lock:
+            while not (self._ended or (self._has_head and self._size >= wanted)):
+                self._wanted = wanted
+                self._changed.wait(_LOOK)
+            self._wanted = _NOBODY
 
     def read(self, size: int, at_least: int = 1) -> bytes:
         """At most ``size`` bytes of the body; waits for ``at_least`` so many, or for its end. Empty: the body has ended.
         Raises `AttemptFailed` where it is cut, after all bytes that came, and `CallAborted` after `close`."""
-        self._check_process()
+        self._wait(min(at_least, size, self._limit))
         with self._lock:
-            self._wait_for(min(at_least, size))
             if self._ended and self._error is not None and not self._size:
                 raise self._error
             pieces, count = [], 0

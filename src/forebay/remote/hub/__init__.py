@@ -21,8 +21,7 @@ from forebay import errors
 from forebay._model import Content, ObjectInfo, Remote, Sink, Span, Started, Transfer
 from forebay.remote.base import Call, RemoteOptions, max_age_here, shared_time_limit
 from forebay.remote.http import HttpRemote, SmallResponse
-from forebay.remote.http.requests import REDIRECTS, endpoint_of
-from forebay.remote.http.responses import MAX_SIZE, is_same_validator
+from forebay.remote.http.requests import MAX_SIZE, REDIRECTS, endpoint_of, is_same_validator
 from forebay.remote.http.transfers import Headers
 from forebay.remote.hub.names import KINDS, HubName, token_from
 from forebay.remote.urls import PUBLIC_HUB, canonical, hub_endpoint, scheme
@@ -148,7 +147,10 @@ class HubRemote:
             commit = self._fresh_commit(name)
             if commit is None:
                 at = time.monotonic()
-                commit = _sha_in(url, self._ask("GET", url, name.commit_query, spent, options))
+                answer = _json_in(url, self._ask("GET", url, name.commit_query, spent, options))
+                commit = answer.get("sha") if isinstance(answer, dict) else None
+                if not (isinstance(commit, str) and _COMMIT.match(commit)):
+                    raise _invalid(url, "a commit")
                 self._commits[key] = commit, at
         return commit
 
@@ -318,14 +320,6 @@ def _listed(name: HubName, url: str, item: Any) -> tuple[str, ObjectInfo | None]
     if not (isinstance(path, str) and path and isinstance(oid, str) and type(size) is int and 0 <= size <= MAX_SIZE):
         raise _invalid(url, "an item of a listing")
     return path, _info(name._replace(path=path), size, oid.removeprefix("sha256:"))
-
-
-def _sha_in(url: str, response: SmallResponse) -> str:
-    answer = _json_in(url, response)
-    sha = answer.get("sha") if isinstance(answer, dict) else None
-    if not (isinstance(sha, str) and _COMMIT.match(sha)):
-        raise _invalid(url, "a commit")
-    return sha
 
 
 def _json_in(url: str, response: SmallResponse) -> Any:
