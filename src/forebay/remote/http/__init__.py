@@ -123,14 +123,14 @@ class HttpRemote:
                 if exact and known.size is not None and span.end <= known.size and not is_shorter(response.headers, span):
                     raise errors.Unsupported(f"{call.url}: the server refuses a range that the object has", url=call.url)
                 if validator is not None and not ends_before(known, response.headers, span):
-                    raise _changed(call.url)
+                    raise changed(call.url)
                 return b""
             if response.status == 412:
                 response.drain()
-                raise _changed(call.url)
+                raise changed(call.url)
             size = content_range(response, span).total if response.status == 206 else response.length
             if is_other_version(known, response.headers, None if response.encoding else size):
-                raise _changed(call.url)
+                raise changed(call.url)
             if exact and response.status == 200 and (span.start or size is None or size > span.end):
                 raise errors.Unsupported(f"{call.url}: the server sends the whole object instead of a range", url=call.url)
             if response.encoding and response.status == 206:
@@ -195,7 +195,7 @@ def _unsupported(url: str) -> errors.Unsupported:
     return errors.Unsupported(f"{key}: nothing can be written over HTTP: give the s3:// URL, or the path, behind it", url=key)
 
 
-def _changed(url: str) -> errors.RemoteChanged:
+def changed(url: str) -> errors.RemoteChanged:
     """``url``: without secrets."""
     return errors.RemoteChanged(f"{url} changed to another object while being read", url=url)
 
@@ -436,14 +436,14 @@ class HttpDownload:
         try:
             if response.status in (412, 416):
                 response.drain()
-                raise _changed(call.url)
+                raise changed(call.url)
             if response.status == 206:
                 total = content_range(response, span).total
                 other = info_of(self._url, response.headers, total).validator != info.validator
                 if other or total != info.size or response.encoding:
-                    raise _changed(call.url)
+                    raise changed(call.url)
             elif info_of(self._url, response.headers, response.length) != info:
-                raise _changed(call.url)
+                raise changed(call.url)
             else:
                 response.skip(span.start)
         except BaseException:

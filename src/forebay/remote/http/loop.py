@@ -226,18 +226,18 @@ class _Loop:
 
     def begin(self, transfer: HttpTransfer) -> None:
         """Connect to the next address of its host, or by a connection that is kept, and send the request."""
-        request, now = transfer.request, time.monotonic()
+        now, address, seconds = time.monotonic(), None, transfer.request.connect_timeout
         if transfer.connect_until is None:
             transfer.queued = now - transfer.submitted
             # the time for connecting covers resolving the name, but not a wait for a connection
-            transfer.connect_until = now + request.connect_timeout - (transfer.submitted - transfer.started)
+            transfer.connect_until = now + seconds - (transfer.submitted - transfer.started)
         if transfer.addresses:
             # an address that does not answer must not take the time of those after it
             seconds = max(0.001, transfer.connect_until - now) / len(transfer.addresses)
-            request = request._replace(resolved=transfer.addresses.pop(0), connect_timeout=seconds)
+            address = transfer.addresses.pop(0)
         handle = self._spare.pop() if self._spare else CurlHandle(self.sockets, self.peers, self._throttle.pause)
         try:
-            handle.prepare(request, transfer)
+            handle.prepare(transfer, address, seconds)
         except (pycurl.error, TypeError, ValueError) as error:
             handle.curl.close()
             self.finish(transfer, AttemptFailed(f"a request that cannot be sent: {type(error).__name__}", retryable=False))

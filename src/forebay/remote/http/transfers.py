@@ -68,8 +68,7 @@ class Headers(Mapping[str, str]):
 
 class TransferRequest(NamedTuple):
     """One request. ``origin``: ``https://host:port``; ``target``: path and query, sent as they are. ``proxy``: a URL, which
-    may contain a user and a password; None: no proxy, whatever the environment says. ``resolved``: ``host:port:address``,
-    what the name of the server or of its proxy stands for; None: libcurl resolves it.
+    may contain a user and a password; None: no proxy, whatever the environment says.
 
     ``connect_timeout``: seconds for resolving the name, connecting and TLS. ``read_timeout``: seconds for the whole head of
     the response, then for each wait within the body; a wait of the receiver does not count. ``until``: the deadline by the
@@ -82,7 +81,6 @@ class TransferRequest(NamedTuple):
     headers: Mapping[str, str]
     body: bytes | None = None
     proxy: str | None = None
-    resolved: str | None = None
     connect_timeout: float = 10.0
     read_timeout: float = 30.0
     until: float | None = None
@@ -116,7 +114,7 @@ class HttpTransfer:
 
     ``limit``: bytes of the body to hold before the transfer pauses. ``on_ready`` is called once, by the thread of the
     loop, when the transfer has ended or holds all that it may: it must not wait for anything. ``addresses``: those that
-    the name of the host stands for, in the form of `TransferRequest.resolved`; empty: libcurl resolves the name; None:
+    the name of the host, or of its proxy, stands for, as ``host:port:address``; empty: libcurl resolves the name; None:
     they are not known yet, and `resolved` or `fail` will be called."""
 
     def __init__(
@@ -322,9 +320,11 @@ class CurlHandle:
         self._is_basic = True
         self.transfer: HttpTransfer | None = None
 
-    def prepare(self, request: TransferRequest, transfer: HttpTransfer) -> None:
-        """Set all that the request wants. Raises `ValueError` or `pycurl.error` if it cannot be sent."""
-        self.request, self.transfer, curl, proxy = request, transfer, self.curl, request.proxy or ""
+    def prepare(self, transfer: HttpTransfer, address: str | None, connect_timeout: float) -> None:
+        """Set all that the request wants. ``address``: one of `HttpTransfer.addresses`; None: libcurl resolves the name. Raises
+        `ValueError` or `pycurl.error` if it cannot be sent."""
+        request = self.request = transfer.request
+        self.transfer, curl, proxy = transfer, self.curl, request.proxy or ""
         self.began = self.heard = time.monotonic()
         self.until, self.error = request.until, None
         self.connected = self.answered = self.has_head = self.paused = self.throttled = False
@@ -335,14 +335,14 @@ class CurlHandle:
             raise ValueError("a target that cannot be sent")
         curl.setopt(pycurl.URL, f"{request.origin}/")
         curl.setopt(pycurl.REQUEST_TARGET, request.origin + request.target if request.is_relayed else request.target)
-        curl.setopt(pycurl.CONNECTTIMEOUT_MS, max(1, int(request.connect_timeout * 1000)))
+        curl.setopt(pycurl.CONNECTTIMEOUT_MS, max(1, int(connect_timeout * 1000)))
         curl.setopt(pycurl.PROXY, proxy)  # "": none, not that of the environment
         if request.origin.startswith("https:") or proxy.startswith("https:"):
             _trust(curl)
         curl.setopt(pycurl.HTTPHEADER, _header_lines(tuple(request.headers.items())))
-        if request.resolved is not None:
+        if address is not None:
             self._is_basic = False
-            curl.setopt(pycurl.RESOLVE, [f"+{request.resolved}"])
+            curl.setopt(pycurl.RESOLVE, [f"+{address}"])
         if request.method == "HEAD":
             self._is_basic = False
             curl.setopt(pycurl.NOBODY, 1)

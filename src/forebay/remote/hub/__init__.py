@@ -20,7 +20,7 @@ from urllib.parse import urljoin, urlsplit
 from forebay import errors
 from forebay._model import Content, ObjectInfo, Remote, Sink, Span, Started, Transfer
 from forebay.remote.base import Call, RemoteOptions, max_age_here, shared_time_limit
-from forebay.remote.http import HttpRemote, SmallResponse
+from forebay.remote.http import HttpRemote, SmallResponse, changed
 from forebay.remote.http.requests import MAX_SIZE, REDIRECTS, endpoint_of, is_same_validator
 from forebay.remote.http.transfers import Headers
 from forebay.remote.hub.names import KINDS, HubName, token_from
@@ -94,7 +94,7 @@ class HubRemote:
         with shared_time_limit():
             current = self._described(url, Transfer(), self.options)
             if expected is not None and not is_same_validator(current.validator, expected):
-                raise errors.RemoteChanged(f"{canonical(url)} changed to another object while being read", url=canonical(url))
+                raise changed(canonical(url))
             return self._http.read(current.url, span, info=current, exact=exact)
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
