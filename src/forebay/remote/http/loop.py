@@ -322,13 +322,13 @@ class _Loop:
 
 
 # -- the limits of the node in this process ----------------------------------------------------------------------------
-# All of it belongs to the thread of the loop, and none of it waits. A transfer that may not begin yet stands in a queue, one that may not
-# receive yet is paused, and the loop calls `run` whenever it is `due`.
+# Only the thread of the loop calls it, and none of it waits. A transfer that may not start yet is in a queue, one that may not receive yet
+# is paused, and the loop calls `run` whenever it is `due`.
 
 
 @dataclass(slots=True)
 class HostQueue:
-    """The transfers of this process to one host that wait, and the permits that this process has for it."""
+    """The waiting transfers of this process to one host, and the permits that this process has for it."""
 
     limits: Limits
     host: str
@@ -344,11 +344,10 @@ class HostQueue:
 
 
 class Admission:
-    """Begins transfers when the limit of connections to their hosts allows it. A permit is kept with its connection, which
-    is closed before the permit is released: so connections that are idle count too.
+    """Starts transfers as soon as the limit of connections to their hosts allows it. A permit is kept with its connection, which is closed
+    before the permit is released, so idle connections count too.
 
-    ``due``: when `run` is to be
-    called, by the monotonic clock."""
+    ``due``: when the loop has to call `run` next, by the monotonic clock."""
 
     def __init__(self, loop: _Loop) -> None:
         self._loop = loop
@@ -356,7 +355,7 @@ class Admission:
         self.due = math.inf
 
     def add(self, transfer: HttpTransfer, limits: Limits) -> None:
-        """Have it begun when a permit is free."""
+        """Start it as soon as a permit is free."""
         key = limits, transfer.request.peer
         if key not in self._queues:
             self._queues[key] = HostQueue(*key)
@@ -377,11 +376,11 @@ class Admission:
         self.due = 0.0
 
     def waiting(self) -> list[HttpTransfer]:
-        """The transfers that have not begun."""
+        """The transfers that have not started."""
         return [transfer for queue in self._queues.values() for transfer in queue.waiting if not transfer.is_done]
 
     def run(self, now: float) -> None:
-        """Begin what may begin, and release permits that other processes want, or that are not used any more."""
+        """Start what may start, and release the permits that other processes want, or that are unused."""
         self.due = math.inf
         for key, queue in list(self._queues.items()):
             self._begin_waiting(queue, now)
