@@ -185,8 +185,8 @@ MUTANTS = (
         "engine/index/test_clock.py::test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_early",
     ),
     Mutant(
-        3, "a permit is released while its connection is open", "remote.http.limits:Admission._release_idle",
-        "not self._close_idle(queue.host, queue.permits - 1)", "False",
+        3, "a permit is released while its connection is open", "remote.http.loop:Admission._release_idle",
+        "not self._loop.close_idle(queue.host, queue.permits - 1)", "False",
         "remote/test_limits.py::test_four_processes_never_open_more_connections_than_the_limit",
     ),
     Mutant(
@@ -425,7 +425,7 @@ MUTANTS = (
         "engine/files/test_strange_files.py::test_nor_one_that_comes_a_moment_later",
     ),
     Mutant(
-        10, "what one token got is served for another", "remote.realm:Realm.__call__",
+        10, "what one token got is served for another", "remote:Realm.__call__",
         "any(parts)", "False",
         "security/test_keys.py::test_what_one_token_got_is_not_served_for_another[read]",
     ),

@@ -241,7 +241,7 @@ def test_the_helper_writes_no_file(server: ScriptedServer, tmp_path: Path) -> No
     ) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-        opened = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+        opened = {os.path.realpath(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
         assert [path for path in opened if path.startswith(str(tmp_path))] == []
     assert list(tmp_path.iterdir()) == []
 

@@ -15,7 +15,7 @@ import forebay
 from forebay import errors
 from forebay._model import Span
 from forebay.remote import RemoteOptions
-from forebay.remote.http import HttpRemote, responses
+from forebay.remote.http import HttpRemote, requests
 from forebay.sources import UrlSource
 from forebay.testing import MemorySink, ScriptedServer
 from tests.servers.raw import RawServer
@@ -159,14 +159,14 @@ _new_inflating = zlib.decompressobj
 
 def test_of_many_gzip_members_each_costs_the_same(small: forebay.Cache, raw: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """zlib copies what follows a member: of a block of a mebibyte, a mebibyte for each of its 50,000."""
-    monkeypatch.setattr(responses.zlib, "decompressobj", _Inflating)
+    monkeypatch.setattr(requests.zlib, "decompressobj", _Inflating)
     _Inflating.sizes.clear()
     pieces = [bytes([number % 256]) * 300 for number in range(3000)]
     body = b"".join(map(gzip.compress, pieces))
     raw.says(f"Content-Length: {len(body)}", "Content-Encoding: gzip", body=body)
     with small:
         assert small.read(f"{raw.url}/a") == b"".join(pieces)
-        assert 0 < max(_Inflating.sizes[1:]) <= responses.WINDOW  # a body of one member is decompressed as it comes
+        assert 0 < max(_Inflating.sizes[1:]) <= requests.WINDOW  # a body of one member is decompressed as it comes
         body = gzip.compress(b"") * 20_000
         raw.says(f"Content-Length: {len(body)}", "Content-Encoding: gzip", body=body)
         with pytest.raises(errors.RemoteProtocolError, match="consists of 10,001 members of less than 128 bytes"):

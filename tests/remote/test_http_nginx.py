@@ -15,7 +15,7 @@ from forebay import errors
 from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions
 from forebay.remote.http import HttpRemote
-from forebay.remote.http.responses import JOIN_UP_TO
+from forebay.remote.http.requests import JOIN_UP_TO
 from forebay.testing import MemorySink
 from tests.servers.nginx import Nginx
 from tests.servers.nginx import nginx as running

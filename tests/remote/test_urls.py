@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import ConfigError
-from forebay.remote import FilesystemObject, RemoteOptions, urls
+from forebay.remote import FilesystemObject, Realm, RemoteOptions, urls
 from forebay.remote.local import LocalRemote
-from forebay.remote.realm import Realm
 from forebay.remote.urls import UrlNaming, canonical, local_path, scheme, suffix
 
 SIGNED_S3 = (

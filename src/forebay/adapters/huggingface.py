@@ -22,7 +22,7 @@ from forebay.directories.manifests import Patterns
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions
 from forebay.remote.hub.names import KINDS, MAIN, is_offline, token_from
-from forebay.remote.realm import PUBLIC_HUB, other_endpoint
+from forebay.remote.urls import hub_endpoint
 
 __all__ = ["Snapshot", "hf_hub_download", "snapshot_download"]
 
@@ -112,7 +112,7 @@ def _check(endpoint: str | None, others: Mapping[str, Any]) -> None:
             raise errors.ConfigError(f"{name} is not supported: {_REFUSED[name]}", name=name, value=str(value))
         if name not in _REFUSED and name not in _IGNORED:
             raise TypeError(f"an unexpected keyword argument {name!r}")
-    if endpoint is not None and endpoint.rstrip("/") != (other_endpoint("hf") or PUBLIC_HUB):
+    if endpoint is not None and endpoint.rstrip("/") != hub_endpoint():
         raise errors.ConfigError(f"endpoint={endpoint!r} is not supported: set HF_ENDPOINT", name="endpoint", value=endpoint)
 
 

@@ -98,32 +98,29 @@ class RemoteOptions:
         return replace(self, attempts=min(2, self.attempts), total_timeout=limit)
 
 
-def numbers(given: Mapping[str, _config.GivenSetting]) -> tuple[dict[str, float], list[errors.ConfigError]]:
-    """The fields of `RemoteOptions` that are set, and an error for each that is invalid."""
-    values, faults = {}, []
-    for name, kind in _NUMBERS.items():
-        try:
-            if name in given:
-                values[name] = _number(*given[name], kind)
-        except errors.ConfigError as error:
-            faults.append(error)
-    return values, faults
-
-
 _NUMBERS: dict[str, Callable[[str], float]] = {
     "connect_timeout": float, "read_timeout": float, "total_timeout": float, "attempts": int, "connections": int, "streams": int,
 }  # fmt: skip
 
 
-def _number(text: str, name: str, kind: Callable[[str], float]) -> float:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = 0
-    if not 0 < value < threading.TIMEOUT_MAX:
-        message = f"{name} is {text!r}: it must be a number above 0 and below {threading.TIMEOUT_MAX:.0f}"
-        raise errors.ConfigError(message, name=name, value=text)
-    return value
+def numbers(given: Mapping[str, _config.GivenSetting]) -> tuple[dict[str, float], list[errors.ConfigError]]:
+    """The fields of `RemoteOptions` that are set, and an error for each that is invalid."""
+    values: dict[str, float] = {}
+    faults: list[errors.ConfigError] = []
+    for field_name, kind in _NUMBERS.items():
+        if field_name not in given:
+            continue
+        text, name = given[field_name]
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if 0 < value < threading.TIMEOUT_MAX:
+            values[field_name] = value
+        else:
+            message = f"{name} is {text!r}: it must be a number above 0 and below {threading.TIMEOUT_MAX:.0f}"
+            faults.append(errors.ConfigError(message, name=name, value=text))
+    return values, faults
 
 
 class AttemptFailed(Exception):
@@ -153,7 +150,7 @@ class NoPermit(AttemptFailed):
     """The limits of the node allowed no connection to ``host`` within the ``waited`` seconds for which the call may wait."""
 
     def __init__(self, limits: Limits, host: str, waited: float) -> None:
-        super().__init__("the limit of connections allowed none in time", errors.RemoteTimeout, retryable=False)
+        super().__init__("timed out waiting for a free connection (max_connections)", errors.RemoteTimeout, retryable=False)
         self.limits, self.host, self.waited = limits, host, waited
 
 
@@ -213,15 +210,17 @@ LOOK = 0.005  # seconds between two looks for a permit
 LONGEST_DELAY = 0.25  # seconds: then a limit may be another one
 
 
-class _HostAccess(NamedTuple):
-    hosts: Hosts
-    limits: Limits | None
-    ask_silent: bool
-    wait: SharedLimit | None
+class _Access(NamedTuple):
+    """The arguments of `tracking_hosts`."""
+
+    hosts: Hosts | None = None
+    limits: Limits | None = None
+    ask_silent: bool = False
+    wait: SharedLimit | None = None
+    max_age: float = math.inf
 
 
-_host_access: ContextVar[_HostAccess | None] = ContextVar("forebay_host_access", default=None)
-_max_age: ContextVar[float] = ContextVar("forebay_max_age", default=math.inf)
+_access: ContextVar[_Access] = ContextVar("forebay_access", default=_Access())  # noqa: B039 (immutable)
 _shared_start: ContextVar[float | None] = ContextVar("forebay_shared_start", default=None)
 
 
@@ -235,39 +234,31 @@ def shared_time_limit() -> Iterator[None]:
         _shared_start.reset(token)
 
 
-class tracking_hosts:
+@contextmanager
+def tracking_hosts(
+    hosts: Hosts | None, *, limits: Limits | None = None, ask_silent: bool = False, wait: SharedLimit | None = None,
+    max_age: float = math.inf,
+) -> Iterator[None]:  # fmt: skip
     """Calls that this thread begins inside of the block consult and update ``hosts``, and stay within ``limits``. ``ask_silent``: ask
     silent hosts all the same. ``wait``: how long they wait for connections, which counts for the `time_limit` of this thread too.
     ``max_age``: how old, in seconds, an answer of a remote may be that they use again (`max_age_here`)."""
-
-    __slots__ = ("_access", "_age", "_before", "_max_age", "_waited")
-
-    def __init__(
-        self, hosts: Hosts | None, *, limits: Limits | None = None, ask_silent: bool = False, wait: SharedLimit | None = None,
-        max_age: float = math.inf,
-    ) -> None:  # fmt: skip
-        remaining = time_limit.remaining()
+    remaining = time_limit.remaining()
+    if wait is not None:
+        wait.lower(remaining)
+    elif remaining < math.inf:
+        wait = SharedLimit(remaining)
+    before, token = 0.0 if wait is None else wait.waited(), _access.set(_Access(hosts, limits, ask_silent, wait, max_age))
+    try:
+        yield
+    finally:
+        _access.reset(token)
         if wait is not None:
-            wait.lower(remaining)
-        elif remaining < math.inf:
-            wait = SharedLimit(remaining)
-        self._access = None if hosts is None else _HostAccess(hosts, limits, ask_silent, wait)
-        self._waited = 0.0 if wait is None else wait.waited()
-        self._max_age = max_age
-
-    def __enter__(self) -> None:
-        self._before, self._age = _host_access.set(self._access), _max_age.set(self._max_age)
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        _host_access.reset(self._before)
-        _max_age.reset(self._age)
-        if self._access is not None and self._access.wait is not None:
-            time_limit.spend(self._access.wait.waited() - self._waited)
+            time_limit.spend(wait.waited() - before)
 
 
 def max_age_here() -> float:
     """How old, in seconds, an answer of a remote may be that a call of this thread uses again."""
-    return _max_age.get()
+    return _access.get().max_age
 
 
 _deferred = threading.local()
@@ -312,11 +303,8 @@ class Call:
         """The deadline by the monotonic clock; None without a limit."""
         if options.total_timeout is not None:
             self.until = (_shared_start.get() or time.monotonic()) + options.total_timeout
-        self._access = _host_access.get()
-        self.limits = None if self._access is None else self._access.limits
-        """What its transfers have to stay within."""
-        self.wait = None if self._access is None else self._access.wait
-        """How long its transfers may wait for connections; None: as long as the call may take."""
+        self.hosts, self.limits, self._ask_silent, self.wait, _ = _access.get()
+        """Hosts that gave no answer recently; what its transfers have to stay within; how long they may wait for connections."""
         self._asked_hosts: set[str] = set()
         self._aborted = threading.Event()
         self._lock = threading.Lock()  # guards _on_abort and the counters
@@ -348,49 +336,43 @@ class Call:
         for function in functions:
             function()
 
-    def check(self) -> None:
-        """Raises `CallAborted` after `abort`, and `RemoteTimeout` after the deadline."""
+    def check(self) -> float:
+        """Return the seconds until the deadline; infinite without one. Raises `CallAborted` after `abort`, and `RemoteTimeout` after the
+        deadline."""
         if self._aborted.is_set():
             raise CallAborted
-        self.remaining()
-
-    def remaining(self) -> float | None:
-        """Seconds until the deadline, None without a limit. Raises `RemoteTimeout` after the deadline."""
         if self.until is None:
-            return None
+            return math.inf
         left = self.until - time.monotonic()
         if left <= 0:
             failed = AttemptFailed(f"not done in {self.options.total_timeout:g} s", errors.RemoteTimeout)
             raise self.error_of(failed, self.transfer.retries + 1)
         return left
 
-    def timeout(self, seconds: float) -> float:
-        """``seconds``, or the time until the deadline if that is less."""
-        left = self.remaining()
-        return seconds if left is None else min(seconds, left)
-
     # -- hosts that do not answer ----------------------------------------------------------------------------------
 
     def check_host(self, host: str) -> None:
         """Before the first request to a host: raises `RemoteTimeout` if it was silent recently. Later attempts of this call go on."""
-        if self._access is None or host in self._asked_hosts:
+        if self.hosts is None or host in self._asked_hosts:
             return
         self._asked_hosts.add(host)
-        timeout = self.timeout(min(self.options.connect_timeout, self.options.read_timeout))
-        ago = None if self._access.ask_silent else self._access.hosts.silent_since(host, timeout)
+        timeout = min(self.options.connect_timeout, self.options.read_timeout, self.check())
+        ago = None if self._ask_silent else self.hosts.silent_since(host, timeout)
         if ago is not None:
             name = host.partition(" ")[0]
-            message = f"{self.url}: {name} gave no answer {ago:.1f} s ago and is not asked again for some seconds; refresh=True asks now"
+            skipped = "so it is skipped for a few seconds; pass refresh=True to try it now"
+            message = f"{self.url}: {name} gave no answer {ago:.1f} s ago, {skipped}"
             raise errors.RemoteTimeout(message, url=self.url, done=0, attempts=0)
 
     def host_answered(self, host: str) -> None:
-        if self._access is not None:
-            self._access.hosts.heard(host)
+        """Note that a host answers."""
+        if self.hosts is not None:
+            self.hosts.heard(host)
 
     def host_silent(self, host: str, began: float, *, unreachable: bool = False) -> None:
         """A request that began at ``began`` (monotonic) received no byte. ``unreachable``: the network has no route to the host."""
-        if self._access is not None:
-            self._access.hosts.silent(host, began, math.inf if unreachable else time.monotonic() - began)
+        if self.hosts is not None:
+            self.hosts.silent(host, began, math.inf if unreachable else time.monotonic() - began)
 
     # -- the limits of the node ------------------------------------------------------------------------------------
 
@@ -480,8 +462,7 @@ class Call:
             if failed.retry_after > MAX_RETRY_AFTER:
                 return None
             pause = max(pause, failed.retry_after)
-        left = self.remaining()
-        return pause if left is None or pause < left else None
+        return pause if pause < self.check() else None
 
     def error_of(self, failed: AttemptFailed, attempts: int) -> errors.RemoteError:
         """The error that reports the last of ``attempts`` attempts."""

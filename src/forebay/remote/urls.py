@@ -1,5 +1,4 @@
-"""URLs: the key of an entry, the suffix of its file, the local path that a URL names, and texts without secrets. Pure: no network, no
-file."""
+"""URLs: the key of an entry, the suffix of its file, the local path that a URL names, and texts without secrets. No network, no file."""
 
 from __future__ import annotations
 
@@ -22,6 +21,7 @@ _HASHED = r"q=[0-9a-f]{32}\Z"
 _HASHED_USER = r"u=[0-9a-f]{16}@"
 # URLs that are their own keys, and absolute paths whose keys are ``file://`` and the path: most of what a training job reads, each epoch.
 _PLAIN = r"(?:https?|s3)://[a-z0-9-][a-z0-9.-]*(?::(?!80/|443/)[0-9]+)?/[A-Za-z0-9_./=~%+,-]*|((?:/(?!\.\.?(?:/|\Z))[A-Za-z0-9_.-]+)+)"
+PUBLIC_HUB = "https://huggingface.co"
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".z"}
 _PORTS = {"http": ":80", "https": ":443"}
 _KNOWN = {*_PORTS, "s3"}
@@ -97,6 +97,11 @@ def scheme(url: str) -> str:
         outer, inner = url.partition("::")[0], canonical(url.rpartition("::")[2])
         raise ConfigError(f"write {inner}, without the {outer}:: before it: Forebay is the cache", url=inner)
     return match[1].lower() if match else "file"
+
+
+def hub_endpoint() -> str:
+    """The address of the Hugging Face Hub, without a slash at its end: ``HF_ENDPOINT``, else that of the public hub."""
+    return os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or PUBLIC_HUB
 
 
 def is_url(text: str) -> bool:

@@ -12,7 +12,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from forebay._logs import logger
 from forebay._model import Buffer, Content, ObjectInfo, Sink, Span, Transfer
@@ -29,21 +29,10 @@ IN_PROCESS = frozenset({"file", "local", "memory", "mock", "data"})  # no connec
 WRAPPERS = frozenset({"zip", "tar", "libarchive", "dir"})  # the wrapped filesystem decides
 
 
-class Access(Protocol):
-    """How a filesystem is asked: in this process, or in the helper."""
-
-    @property
-    def has_connections(self) -> bool:
-        """Whether its bytes come by a network, so that the limits of the node apply."""
-
-    def ask(self, call: Call, verb: str, url: str, *args: Any, size: int = 0, on_sent: OnSent | None = None) -> Iterator[Any]:
-        """The items of the answer of its client, see `forebay.remote.filesystems.clients`. A buffer is valid until the next one is
-        requested. ``size``: how many bytes the client may read or send before its answer begins. ``on_sent``: for ``write``. Raises
-        `AttemptFailed` for every error of the filesystem."""
-
-
 class InProcess:
-    """A filesystem that is asked in this process. ``bound``: and not in a forked child."""
+    """A filesystem that is asked in this process. ``bound``: and not in a forked child.
+
+    ``has_connections``: whether its bytes come by a network, so that the limits of the node apply."""
 
     def __init__(self, filesystem: Any, settings: Mapping[str, Any] | None = None, *, bound: bool = False) -> None:
         self._client = client_of(filesystem, settings)
@@ -51,7 +40,9 @@ class InProcess:
         self._pid = os.getpid() if bound else None
 
     def ask(self, call: Call, verb: str, url: str, *args: Any, size: int = 0, on_sent: OnSent | None = None) -> Iterator[Any]:
-        """See `Access.ask`."""
+        """The items of the answer of its client, see `forebay.remote.filesystems.clients`. A buffer is valid until the next one is
+        requested. ``size``: how many bytes the client may read or send before its answer begins. ``on_sent``: for ``write``. Raises
+        `AttemptFailed` for every error of the filesystem."""
         if self._pid not in (None, os.getpid()):
             reason = "its filesystem was created before a fork, and cannot be pickled: create it after the fork"
             raise AttemptFailed(reason, RemoteError, retryable=False)
@@ -59,6 +50,9 @@ class InProcess:
             yield from getattr(self._client, verb)(url, *args, *([] if on_sent is None else [on_sent]))
         except Exception as error:
             raise helper.failed_by(error) from error
+
+
+Access: TypeAlias = InProcess | helper.InHelper
 
 
 class FilesystemRemote:
@@ -115,7 +109,11 @@ class FilesystemRemote:
 
     def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
         """See `Remote.fetch`. All bytes are of one version: the validator is compared before and after."""
-        call, trusted = self._call(url), listed if listed is not None and self._is_enough(listed) else None
+        call, trusted = self._call(url), None
+        # A larger object needs `stat`, which tells whether its validator is strong and whether ranges of it can be read in parallel. If a
+        # listing of a small one is out of date, few bytes come in vain.
+        if listed is not None and listed.validator is not None and listed.size is not None:
+            trusted = listed if listed.size <= min(BLOCK, self._options.part) else None
         for _ in range(1 + MAX_CHANGES + (trusted is not None)):
             try:
                 with call:
@@ -123,11 +121,6 @@ class FilesystemRemote:
             except _Changed:
                 call, trusted = call.restarted(), None
         raise RemoteChanged(f"{call.url}: it changed again and again while it was read", url=call.url)
-
-    def _is_enough(self, listed: ObjectInfo) -> bool:
-        """Whether an object may be read by what a listing said of it: if that is out of date, few bytes come in vain. A larger object needs
-        `stat`, which tells whether its validator is strong and whether ranges of it can be read in parallel."""
-        return listed.validator is not None and listed.size is not None and listed.size <= min(BLOCK, self._options.part)
 
     def _fetch(self, call: Call, url: str, sink: Sink, listed: ObjectInfo | None) -> Transfer:
         info, parallel = self._stat(call, url) if listed is None else (listed, False)

@@ -197,8 +197,8 @@ class InHelper:
         self._name = hashlib.blake2s(filesystem, digest_size=8).hexdigest()  # its settings determine its hosts
 
     def ask(self, call: Call, verb: str, url: str, *args: Any, size: int = 0, on_sent: OnSent | None = None) -> Iterator[Any]:
-        """See `forebay.remote.filesystems.Access.ask`. The answer to ``stat`` and ``list`` comes soon, if at all: it tells whether the host
-        answers."""
+        """See `forebay.remote.filesystems.InProcess.ask`. The answer to ``stat`` and ``list`` comes soon, if at all: it tells whether the
+        host answers."""
         host = f"{host_of(call.url)} {self._name}" if verb in ("stat", "list") else ""
         if host:
             call.check_host(host)
@@ -208,7 +208,7 @@ class InHelper:
                 pickle.dump((self._filesystem, verb, url, *args), file)
                 file.flush()
                 while True:
-                    sock.settimeout(call.timeout(timeout))
+                    sock.settimeout(min(timeout, call.check()))
                     kind, payload = receive(file)
                     if kind == ERROR:
                         raise from_wire(payload)
@@ -283,47 +283,9 @@ def channel(call: Call) -> Iterator[socket.socket]:
             shut_down()  # a forked child may hold it too: then the helper would not notice the close
 
 
-class Process:
-    """One helper process. It ends with this object, or with the process that started it."""
-
-    def __init__(self) -> None:
-        self.control, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _COMMAND, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for this process, which reports to the helper what is given up
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )  # fmt: skip
-        self.pid = self._process.pid
-        self._end = weakref.finalize(self, _end, self.control, self._process)
-
-    def channel(self) -> socket.socket:
-        """Raises OSError if the process is gone."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                socket.send_fds(self.control, [b"c"], [theirs.fileno()])
-            except OSError:
-                ours.close()
-                raise
-        return ours
-
-    def leave_to_parent(self) -> None:
-        """In a forked child: the helper belongs to the parent."""
-        self._end.detach()
-        self.control.close()
-        self._process.returncode = 0  # otherwise its finalizer warns of a child that is still running
-
-
-def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    control.close()
-    process.kill()
-    process.wait()
-
-
 class _Helper:
-    """The helper of this process: started at the first call, started again if it died, and never shared with a forked child."""
+    """The helper of this process: started at the first call, started again if it died, and never shared with a forked child. It ends with
+    the process that started it."""
 
     def __init__(self) -> None:
         self._reset()
@@ -331,25 +293,56 @@ class _Helper:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # guards _process
-        self._process: Process | None = None
+        self._lock = threading.Lock()  # guards what follows
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket
+        self._end: weakref.finalize[..., _Helper]
 
     def channel(self) -> socket.socket:
+        """A socket whose other end the helper serves. Raises OSError."""
         if self._pid != os.getpid():  # forked by C code, which runs no fork hook
             self.after_fork_child()
-        with self._lock:
-            if self._process is not None:
-                try:
-                    return self._process.channel()
-                except OSError as error:
-                    log.warning("the helper process %d is gone (%s): starting another", self._process.pid, error)
-            self._process = Process()
-            return self._process.channel()
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, self._lock:
+                if self._process is not None:
+                    try:
+                        socket.send_fds(self._control, [b"c"], [theirs.fileno()])
+                        return ours
+                    except OSError as error:
+                        log.warning("the helper process %d is gone (%s): starting another", self._process.pid, error)
+                        self._end()
+                self._start()
+                socket.send_fds(self._control, [b"c"], [theirs.fileno()])
+        except BaseException:
+            ours.close()
+            raise
+        return ours
+
+    def _start(self) -> None:
+        self._process = None
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _COMMAND, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C is for this process, which reports to the helper what is given up
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )  # fmt: skip
+        self._end = weakref.finalize(self, _end, self._control, self._process)
 
     def after_fork_child(self) -> None:
-        if self._process is not None:
-            self._process.leave_to_parent()
+        if self._process is not None:  # it belongs to the parent
+            self._end.detach()
+            self._control.close()
+            self._process.returncode = 0  # otherwise its finalizer warns of a child that is still running
         self._reset()
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    control.close()
+    process.kill()
+    process.wait()
 
 
 _helper = _Helper()

@@ -14,10 +14,13 @@ from forebay._logs import logger
 from forebay._model import Buffer, Content, ObjectInfo, Partial, Sink, Span, Transfer
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
 from forebay.remote.http import loop
-from forebay.remote.http.requests import AmendHeaders, Exchange, ExplainRefusal, Sent, Sign
-from forebay.remote.http.responses import (
+from forebay.remote.http.requests import (
+    AmendHeaders,
+    Exchange,
+    ExplainRefusal,
     Response,
-    content_length,
+    Sent,
+    Sign,
     content_range,
     ends_before,
     info_of,
@@ -25,7 +28,7 @@ from forebay.remote.http.responses import (
     is_other_version,
     is_same_validator,
     is_shorter,
-)
+)  # fmt: skip
 from forebay.remote.http.transfers import HttpTransfer
 from forebay.remote.urls import canonical
 
@@ -74,7 +77,7 @@ class HttpRemote:
             if response.status == 304:
                 return None
             if response.status == 200:
-                return info_of(url, response.headers, content_length(response.headers) if not response.encoding else None)
+                return info_of(url, response.headers, response.length if not response.encoding else None)
         headers = {**conditions, "Range": "bytes=0-0"}
         with self._exchange.send(call, "GET", url, headers, ok=(200, 206, 304, 416)) as response:
             if response.status == 304:
@@ -120,14 +123,14 @@ class HttpRemote:
                 if exact and known.size is not None and span.end <= known.size and not is_shorter(response.headers, span):
                     raise errors.Unsupported(f"{call.url}: the server refuses a range that the object has", url=call.url)
                 if validator is not None and not ends_before(known, response.headers, span):
-                    raise _changed(call.url)
+                    raise changed(call.url)
                 return b""
             if response.status == 412:
                 response.drain()
-                raise _changed(call.url)
+                raise changed(call.url)
             size = content_range(response, span).total if response.status == 206 else response.length
             if is_other_version(known, response.headers, None if response.encoding else size):
-                raise _changed(call.url)
+                raise changed(call.url)
             if exact and response.status == 200 and (span.start or size is None or size > span.end):
                 raise errors.Unsupported(f"{call.url}: the server sends the whole object instead of a range", url=call.url)
             if response.encoding and response.status == 206:
@@ -192,7 +195,7 @@ def _unsupported(url: str) -> errors.Unsupported:
     return errors.Unsupported(f"{key}: nothing can be written over HTTP: give the s3:// URL, or the path, behind it", url=key)
 
 
-def _changed(url: str) -> errors.RemoteChanged:
+def changed(url: str) -> errors.RemoteChanged:
     """``url``: without secrets."""
     return errors.RemoteChanged(f"{url} changed to another object while being read", url=url)
 
@@ -274,25 +277,21 @@ class HttpDownload:
                 self.close()
             if self._is_here and self._sent is not None:
                 return self._take_what_is_here(self._sent.transfer)
-            return self._take()
+            for changes in range(MAX_CHANGES + 1):
+                self._whole = changes == MAX_CHANGES
+                with self._call as call:
+                    try:
+                        call.retry(self._attempt)
+                        break
+                    except errors.RemoteChanged:
+                        if changes == MAX_CHANGES:
+                            raise
+                        self._previous = None
+                self._call = call.restarted()
+            return self._call.transfer
         finally:
             self.close()
             del self._sink  # with the bytes that it holds
-
-    def _take(self) -> Transfer:
-        """The object, by as many requests as it takes."""
-        for changes in range(MAX_CHANGES + 1):
-            self._whole = changes == MAX_CHANGES
-            with self._call as call:
-                try:
-                    call.retry(self._attempt)
-                    break
-                except errors.RemoteChanged:
-                    if changes == MAX_CHANGES:
-                        raise
-                    self._previous = None
-            self._call = call.restarted()
-        return self._call.transfer
 
     def _take_what_is_here(self, transfer: HttpTransfer) -> Transfer:
         """The whole object, by one response: there is nothing to wait for, to repeat or to resume."""
@@ -305,13 +304,15 @@ class HttpDownload:
 
     def _attempt(self) -> None:
         """Fetch one version of the object. Starts over unless it could resume by itself."""
-        done = False
+        part, done = self._call.options.part, False
         while not done:
-            first, headers = self._first_span(), {}
+            first, headers = None if self._whole else Span(0, part), {}
             if first is not None:
-                headers["Range"] = f"bytes={first.start}-{first.end - 1}"
                 if self._previous is not None:
+                    missing = self._previous.missing[0] if self._previous.missing else Span(0, 1)
+                    first = Span(missing.start, min(missing.length, part))
                     headers["If-Range"] = self._previous.validator
+                headers["Range"] = f"bytes={first.start}-{first.end - 1}"
             ok = (200,) if first is None else (200, 206, 416)
             sent, self._sent = self._sent, None
             with self._exchange.send(self._call, "GET", self._url, headers, ok=ok, sent=sent) as response:
@@ -324,15 +325,6 @@ class HttpDownload:
                     # 416: the object is empty (its validator comes only with the whole object), or shorter than what was kept of it
                     response.drain()
                     self._whole, self._previous = self._previous is None, None
-
-    def _first_span(self) -> Span | None:
-        if self._whole:
-            return None
-        part = self._call.options.part
-        if self._previous is None:
-            return Span(0, part)
-        missing = self._previous.missing[0] if self._previous.missing else Span(0, 1)
-        return Span(missing.start, min(missing.length, part))
 
     def _take_whole(self, response: Response) -> None:
         size = response.length if not response.encoding else None
@@ -366,7 +358,10 @@ class HttpDownload:
             return True
         if previous is not None:
             self._call.transfer.resumed = total - sum(missing.length for missing in self._spans)
-        self._fetch_all(span, response)
+        if (span,) == self._spans:  # all of a small object
+            self._fetch(span, response)
+        else:
+            self._fetch_all(span, response)
         return True
 
     def _take_stream(self, response: Response) -> None:
@@ -398,9 +393,6 @@ class HttpDownload:
 
     def _fetch_all(self, first: Span, response: Response) -> None:
         """All spans of the sink, ``first`` from ``response``, which is open."""
-        if (first,) == self._spans:  # all of a small object
-            self._fetch(first, response)
-            return
         options = self._call.options
         rest = [piece for span in self._spans for piece in _without(span, first)]
         first_is_missing = any(span.start < first.end and first.start < span.end for span in self._spans)
@@ -444,14 +436,14 @@ class HttpDownload:
         try:
             if response.status in (412, 416):
                 response.drain()
-                raise _changed(call.url)
+                raise changed(call.url)
             if response.status == 206:
                 total = content_range(response, span).total
                 other = info_of(self._url, response.headers, total).validator != info.validator
                 if other or total != info.size or response.encoding:
-                    raise _changed(call.url)
+                    raise changed(call.url)
             elif info_of(self._url, response.headers, response.length) != info:
-                raise _changed(call.url)
+                raise changed(call.url)
             else:
                 response.skip(span.start)
         except BaseException:

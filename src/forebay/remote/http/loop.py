@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import os
 import select
 import socket
@@ -19,19 +20,23 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import pycurl
 
 from forebay._logs import logger
 from forebay.errors import RemoteTimeout
-from forebay.remote.base import LONGEST_DELAY, AttemptFailed, CallAborted, wake_at_end
-from forebay.remote.http.limits import Admission, Throttle
-from forebay.remote.http.transfers import SILENCE, CurlHandle, HttpTransfer, NotConnected, too_late
+from forebay.remote.base import LONGEST_DELAY, LOOK, AttemptFailed, CallAborted, Limits, NoPermit, Permit, PermitRequest, wake_at_end
+from forebay.remote.http.transfers import SILENCE, CurlHandle, HttpTransfer, NotConnected
 
 log = logger("forebay.remote")
 
 MAX_IDLE = 128  # connections that are kept
 SPARE_HANDLES = 64
+TURN = 0.1
+"""Seconds for which a permit may serve one transfer after the other while other processes wait for one."""
+KEEP = 2.0  # seconds: an idle connection and its permit are kept for so long, unless another process waits
+LOOK_IDLE = 0.02  # seconds between two looks whether another process waits for the permit of an idle connection
 _MASKS = {
     pycurl.POLL_NONE: 0, pycurl.POLL_IN: select.EPOLLIN, pycurl.POLL_OUT: select.EPOLLOUT,
     pycurl.POLL_INOUT: select.EPOLLIN | select.EPOLLOUT,
@@ -50,11 +55,11 @@ class _Loop:
         self._awake = False  # whether the loop will look at what changed without being woken. Only the loop sets it
         self.sockets: dict[int, int] = {}  # descriptor -> inode of every socket that libcurl opened; it may have closed it since
         self.peers: dict[int, str] = {}  # descriptor -> what it is connected to; without those that were closed here
-        self._admission = Admission(self._begin, self._close_idle, self.finish)
-        self._throttle = Throttle(self._resume)
+        self._admission, self._throttle = Admission(self), Throttle(self)
         self._looked_at_rates = 0.0
-        self._timer: float | None = None  # when libcurl wants to be called
-        self._next_check: float | None = None  # when the time of a transfer may be over
+        # by the monotonic clock
+        self._timer = math.inf  # when libcurl wants to be called
+        self._next_check = math.inf  # when the time of a transfer may be over
         self._running: dict[pycurl.Curl, HttpTransfer] = {}
         self._resolving: set[HttpTransfer] = set()  # those of hosts whose addresses are not known yet
         self._spare: list[CurlHandle] = []
@@ -135,7 +140,9 @@ class _Loop:
     def _turn(self) -> None:
         """Wait for something to happen, and act on it."""
         self._awake = False
-        events = self._epoll.poll(0 if self._changed else self._until_next())
+        due = min(self._timer, self._next_check, self._throttle.due, self._admission.due)
+        seconds = 0 if self._changed else None if due == math.inf else max(0.0, due - time.monotonic())
+        events = self._epoll.poll(seconds)
         self._awake = True
         for descriptor, event in events:
             if descriptor == self._wake:
@@ -147,27 +154,27 @@ class _Loop:
         while self._changed:
             self._look_after(self._changed.popleft())
         now = time.monotonic()
-        if self._timer is not None and self._timer <= now:
-            self._timer = None
+        if self._timer <= now:
+            self._timer = math.inf
             self._multi.socket_action(pycurl.SOCKET_TIMEOUT, 0)
-        self._collect()
-        if self._next_check is not None and self._next_check <= now:
+        left = 1
+        while left:
+            left, done, failed = self._multi.info_read()
+            for curl, code, text in [*((curl, 0, "") for curl in done), *failed]:
+                transfer = self._running[curl]
+                if transfer.handle is not None:
+                    self.finish(transfer, transfer.handle.failure(code, text))
+        if self._next_check <= now:
             self._check_limits(now)
         if now - self._looked_at_rates >= LONGEST_DELAY:
             self._looked_at_rates = now
             for transfer in self._running.values():
                 if transfer.handle is not None:
                     transfer.handle.look_at_rate()
-        if self._throttle.due is not None and self._throttle.due <= now:
+        if self._throttle.due <= now:
             self._throttle.run(now)
-        if self._admission.due is not None and self._admission.due <= now:
+        if self._admission.due <= now:
             self._admission.run(now)
-
-    def _until_next(self) -> float | None:
-        """Seconds until a time limit, libcurl's timer, or a limit of the node may allow more."""
-        moments = self._timer, self._next_check, self._throttle.due, self._admission.due
-        due = min((each for each in moments if each is not None), default=None)
-        return None if due is None else max(0.0, due - time.monotonic())
 
     def _watch(self, what: int, descriptor: int, multi: object, data: object) -> None:
         """libcurl wants to know when a socket can be read or written."""
@@ -182,7 +189,7 @@ class _Loop:
             self._watched.add(descriptor)
 
     def _set_timer(self, milliseconds: int) -> None:
-        self._timer = None if milliseconds < 0 else time.monotonic() + milliseconds / 1000
+        self._timer = math.inf if milliseconds < 0 else time.monotonic() + milliseconds / 1000
 
     def _look_after(self, transfer: HttpTransfer) -> None:
         """Do what another thread wants of a transfer."""
@@ -197,40 +204,40 @@ class _Loop:
         elif transfer.handle is not None:
             if transfer.head_until is not None and not transfer.handle.has_head:
                 transfer.handle.until = transfer.head_until
-                self._check_at(transfer.head_until)
-            self._resume(transfer.handle)
+                self._next_check = min(self._next_check, transfer.head_until)
+            self.resume(transfer.handle)
 
     def _admit(self, transfer: HttpTransfer) -> None:
         """Begin a transfer, once the addresses of its host are known, as soon as the limits of the node allow it."""
         request = transfer.request
         if transfer.addresses is None:
             self._resolving.add(transfer)
-            self._check_at(transfer.started + request.connect_timeout)
+            self._next_check = min(self._next_check, transfer.started + request.connect_timeout)
             return
         self._resolving.discard(transfer)
         transfer.submitted = time.monotonic()
         if request.limits is None or not request.limits.in_force()[1]:
-            self._begin(transfer)
+            self.begin(transfer)
             return
         transfer.is_limited = True
         self._admission.add(transfer, request.limits)
         if request.until is not None:
-            self._check_at(request.until)
+            self._next_check = min(self._next_check, request.until)
 
-    def _begin(self, transfer: HttpTransfer) -> None:
+    def begin(self, transfer: HttpTransfer) -> None:
         """Connect to the next address of its host, or by a connection that is kept, and send the request."""
-        request, now = transfer.request, time.monotonic()
+        now, address, seconds = time.monotonic(), None, transfer.request.connect_timeout
         if transfer.connect_until is None:
             transfer.queued = now - transfer.submitted
             # the time for connecting covers resolving the name, but not a wait for a connection
-            transfer.connect_until = now + request.connect_timeout - (transfer.submitted - transfer.started)
+            transfer.connect_until = now + seconds - (transfer.submitted - transfer.started)
         if transfer.addresses:
             # an address that does not answer must not take the time of those after it
             seconds = max(0.001, transfer.connect_until - now) / len(transfer.addresses)
-            request = request._replace(resolved=transfer.addresses.pop(0), connect_timeout=seconds)
+            address = transfer.addresses.pop(0)
         handle = self._spare.pop() if self._spare else CurlHandle(self.sockets, self.peers, self._throttle.pause)
         try:
-            handle.prepare(request, transfer)
+            handle.prepare(transfer, address, seconds)
         except (pycurl.error, TypeError, ValueError) as error:
             handle.curl.close()
             self.finish(transfer, AttemptFailed(f"a request that cannot be sent: {type(error).__name__}", retryable=False))
@@ -238,9 +245,9 @@ class _Loop:
         transfer.handle = handle
         self._running[handle.curl] = transfer
         self._multi.add_handle(handle.curl)
-        self._check_at(handle.due(handle.began))
+        self._next_check = min(self._next_check, handle.due(handle.began))
 
-    def _resume(self, handle: CurlHandle) -> None:
+    def resume(self, handle: CurlHandle) -> None:
         """Offer the transfer what it refused, if it is paused."""
         try:
             handle.resume()
@@ -267,7 +274,7 @@ class _Loop:
             if transfer.not_connected is None or transfer.not_connected.unreachable:
                 transfer.not_connected = error
             if transfer.addresses:
-                self._begin(transfer)
+                self.begin(transfer)
                 return
             error = transfer.not_connected
         transfer.is_done = True
@@ -276,40 +283,24 @@ class _Loop:
             self._admission.ended(transfer)
         transfer.end(error)
 
-    def _collect(self) -> None:
-        """Finish what libcurl has done."""
-        left = 1
-        while left:
-            left, done, failed = self._multi.info_read()
-            for curl, code, text in [*((curl, 0, "") for curl in done), *failed]:
-                transfer = self._running[curl]
-                if transfer.handle is not None:
-                    self.finish(transfer, transfer.handle.failure(code, text))
-
     def _check_limits(self, now: float) -> None:
         """Finish transfers whose time is over."""
-        self._next_check = None
-        for transfer in list(self._running.values()):
-            if transfer.handle is not None:
-                due = transfer.handle.due(now)
-                if due > now:
-                    self._check_at(due)
-                else:
-                    self.finish(transfer, too_late(transfer.handle))
-        for transfer in self._admission.waiting():
-            until = transfer.request.until
-            if until is not None and until <= now:
-                self.finish(transfer, AttemptFailed("the limit of connections allowed none in time", RemoteTimeout))
-            elif until is not None:
-                self._check_at(until)
-        for transfer in list(self._resolving):
-            due = transfer.started + transfer.request.connect_timeout
-            if due > now:
-                self._check_at(due)
+        self._next_check = math.inf
+        for transfer in self._unfinished():
+            request, handle = transfer.request, transfer.handle
+            if handle is not None:
+                due, error = handle.due(now), AttemptFailed(SILENCE, RemoteTimeout, no_answer=not handle.answered)
+            elif not transfer.submitted:
+                due, error = transfer.started + request.connect_timeout, AttemptFailed(SILENCE, RemoteTimeout, no_answer=True)
             else:
-                self.finish(transfer, AttemptFailed(SILENCE, RemoteTimeout, no_answer=True))
+                due = math.inf if request.until is None else request.until
+                error = AttemptFailed("timed out waiting for a free connection (max_connections)", RemoteTimeout)
+            if due <= now:
+                self.finish(transfer, error)
+            else:
+                self._next_check = min(self._next_check, due)
 
-    def _close_idle(self, peer: str, keep: int) -> bool:
+    def close_idle(self, peer: str, keep: int) -> bool:
         """Close idle connections until at most ``keep`` to ``peer`` are open, if any are idle. False: it cannot be told yet which are."""
         there = [descriptor for descriptor, other in self.peers.items() if other == peer and self._is_open(descriptor)]
         busy = [each.handle.curl for each in self._running.values() if each.handle is not None and each.request.peer == peer]
@@ -329,9 +320,160 @@ class _Loop:
         except OSError:
             return False
 
-    def _check_at(self, moment: float) -> None:
-        self._next_check = moment if self._next_check is None else min(self._next_check, moment)
 
+# -- the limits of the node in this process ----------------------------------------------------------------------------
+# Only the thread of the loop calls it, and none of it waits. A transfer that may not start yet is in a queue, one that may not receive yet
+# is paused, and the loop calls `run` whenever it is `due`.
+
+
+@dataclass(slots=True)
+class HostQueue:
+    """The waiting transfers of this process to one host, and the permits that this process has for it."""
+
+    limits: Limits
+    host: str
+    waiting: deque[HttpTransfer] = field(default_factory=deque)
+    idle: list[tuple[Permit, float]] = field(default_factory=list)  # with the time since when its connection is idle
+    permits: int = 0  # with those of running transfers
+    request: PermitRequest | None = None
+
+    def stop_waiting(self) -> None:
+        if self.request is not None:
+            self.request.cancel()
+            self.request = None
+
+
+class Admission:
+    """Starts transfers as soon as the limit of connections to their hosts allows it. A permit is kept with its connection, which is closed
+    before the permit is released, so idle connections count too.
+
+    ``due``: when the loop has to call `run` next, by the monotonic clock."""
+
+    def __init__(self, loop: _Loop) -> None:
+        self._loop = loop
+        self._queues: dict[tuple[Limits, str], HostQueue] = {}
+        self.due = math.inf
+
+    def add(self, transfer: HttpTransfer, limits: Limits) -> None:
+        """Start it as soon as a permit is free."""
+        key = limits, transfer.request.peer
+        if key not in self._queues:
+            self._queues[key] = HostQueue(*key)
+        self._queues[key].waiting.append(transfer)
+        if transfer.request.wait is not None:
+            transfer.request.wait.begin()
+        self.due = 0.0
+
+    def ended(self, transfer: HttpTransfer) -> None:
+        """Take its permit back, if it has one."""
+        request, permit, transfer.permit = transfer.request, transfer.permit, None
+        if request.wait is not None and permit is not None:
+            request.wait.release()
+        elif request.wait is not None:
+            request.wait.end(has_one=False)
+        if permit is not None and request.limits is not None:
+            self._queues[request.limits, request.peer].idle.append((permit, time.monotonic()))
+        self.due = 0.0
+
+    def waiting(self) -> list[HttpTransfer]:
+        """The transfers that have not started."""
+        return [transfer for queue in self._queues.values() for transfer in queue.waiting if not transfer.is_done]
+
+    def run(self, now: float) -> None:
+        """Start what may start, and release the permits that other processes want, or that are unused."""
+        self.due = math.inf
+        for key, queue in list(self._queues.items()):
+            self._begin_waiting(queue, now)
+            self._release_idle(queue, now)
+            if not (queue.waiting or queue.permits):
+                del self._queues[key]
+
+    def _begin_waiting(self, queue: HostQueue, now: float) -> None:
+        while queue.waiting:
+            transfer = queue.waiting[0]
+            if transfer.is_done:
+                queue.waiting.popleft()
+                continue
+            if queue.idle and not queue.idle[-1][0].is_wanted(TURN):
+                transfer.permit = queue.idle.pop()[0]
+            else:
+                queue.request = queue.request if queue.request is not None else queue.limits.request(queue.host)
+                transfer.permit = queue.request.try_take()
+                if transfer.permit is None:
+                    for late in [each for each in queue.waiting if not each.is_done]:
+                        wait = late.request.wait
+                        if wait is not None and wait.is_over():
+                            self._loop.finish(late, NoPermit(queue.limits, queue.host, wait.waited()))
+                    self.due = min(self.due, now + LOOK)
+                    return
+                queue.request = None
+                queue.permits += 1
+                self._loop.close_idle(queue.host, queue.permits)  # connections of a time without a limit
+            if transfer.request.wait is not None:
+                transfer.request.wait.end(has_one=True)
+            queue.waiting.popleft()
+            self._loop.begin(transfer)
+        queue.stop_waiting()
+
+    def _release_idle(self, queue: HostQueue, now: float) -> None:
+        is_limited = queue.limits.in_force()[1] > 0
+        for permit, since in queue.idle.copy():
+            if is_limited and now - since < KEEP and not permit.is_wanted():
+                self.due = min(self.due, now + LOOK_IDLE)
+            elif is_limited and not self._loop.close_idle(queue.host, queue.permits - 1):
+                self.due = min(self.due, now + LOOK)
+            else:
+                queue.idle.remove((permit, since))
+                queue.permits -= 1
+                permit.release()
+
+    def stop(self) -> None:
+        """Release all permits that are not in use."""
+        for queue in self._queues.values():
+            queue.stop_waiting()
+            for permit, _ in queue.idle:
+                permit.release()
+        self._queues.clear()
+        self.due = math.inf
+
+
+class Throttle:
+    """Pauses transfers while the bytes a second of the node are used up, and resumes them in turn.
+
+    ``due``: as for `Admission`."""
+
+    def __init__(self, loop: _Loop) -> None:
+        self._loop = loop
+        self._paused: dict[Limits, deque[CurlHandle]] = {}
+        self.due = math.inf
+
+    def pause(self, handle: CurlHandle) -> None:
+        """Resume it when more bytes may come."""
+        if handle.limits is not None:
+            self._paused.setdefault(handle.limits, deque()).append(handle)
+            self.due = 0.0
+
+    def forget(self, handle: CurlHandle) -> None:
+        """The transfer has ended."""
+        for handles in self._paused.values():
+            if handle in handles:
+                handles.remove(handle)
+
+    def run(self, now: float) -> None:
+        """Resume what was paused, each transfer in turn, as long as there are bytes."""
+        self.due = math.inf
+        for limits, handles in list(self._paused.items()):
+            while handles and (delay := limits.delay()) <= 0:
+                handle = handles.popleft()
+                handle.throttled = False
+                self._loop.resume(handle)  # it may be paused again at once, behind the others
+            if not handles:
+                del self._paused[limits]
+            else:
+                self.due = min(self.due, now + min(delay, LONGEST_DELAY))
+
+
+# -- the loop of this process ------------------------------------------------------------------------------------------
 
 _current: _Loop | None = None
 _lock = threading.Lock()  # guards the start of a loop
@@ -339,9 +481,25 @@ _lock = threading.Lock()  # guards the start of a loop
 
 def start(transfer: HttpTransfer) -> HttpTransfer:
     """Send a request, and return its transfer. Returns at once; callable from any thread, also from a receiver. Raises
-    `AttemptFailed` where this process can start no loop."""
-    transfer.attend = _loop().attend
-    transfer.attend(transfer)
+    `AttemptFailed` if this process cannot start its loop."""
+    global _current
+    loop = _current
+    if loop is None or not loop.usable():
+        with _lock:
+            loop = _current
+            if loop is None or not loop.usable():
+                if loop is not None:
+                    atexit.unregister(loop.stop)
+                    if loop.pid != os.getpid():  # forked by C code, which runs no fork hook
+                        loop.leave_to_parent()
+                try:
+                    loop = _Loop()
+                except (OSError, RuntimeError, pycurl.error) as error:  # no more descriptors, or threads, for this process
+                    raise AttemptFailed(f"this process cannot begin a request: {error}") from error
+                atexit.register(loop.stop)
+                _current = loop
+    transfer.attend = loop.attend
+    loop.attend(transfer)
     return transfer
 
 
@@ -349,27 +507,6 @@ def running() -> int:
     """How many transfers of this process are under way."""
     loop = _current
     return 0 if loop is None or not loop.usable() else len(loop._running)
-
-
-def _loop() -> _Loop:
-    global _current
-    loop = _current
-    if loop is not None and loop.usable():
-        return loop
-    with _lock:
-        loop = _current
-        if loop is None or not loop.usable():
-            if loop is not None:
-                atexit.unregister(loop.stop)
-                if loop.pid != os.getpid():  # forked by C code, which runs no fork hook
-                    loop.leave_to_parent()
-            try:
-                loop = _Loop()
-            except (OSError, RuntimeError, pycurl.error) as error:  # no more descriptors, or threads, for this process
-                raise AttemptFailed(f"this process cannot begin a request: {error}") from error
-            atexit.register(loop.stop)
-            _current = loop
-    return loop
 
 
 def _leave_to_parent() -> None:

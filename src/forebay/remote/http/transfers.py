@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import pycurl
 
-from forebay._kernel import host
 from forebay._kernel.waits import SharedLimit
 from forebay.errors import RemoteProtocolError, RemoteTimeout
 from forebay.remote.base import AttemptFailed, CallAborted, Limits, Permit
@@ -40,25 +39,19 @@ class Headers(Mapping[str, str]):
     """The headers of a response, looked up in any case; the values of a repeated one are joined by commas."""
 
     def __init__(self, lines: Iterable[bytes] = ()) -> None:
-        self._lines = lines
-
-    @host.cached_property
-    def _values(self) -> dict[str, tuple[str, str]]:
-        """Name in lower case -> name as sent, value. Of many responses no header is looked at."""
-        values: dict[str, tuple[str, str]] = {}
+        self._values: dict[str, tuple[str, str]] = {}  # name in lower case -> name as sent, value
         last = ""
-        for line in self._lines:
+        for line in lines:
             text = line.decode("latin-1")
             if text[0] in " \t" and last:  # an obsolete continuation
-                values[last] = (values[last][0], f"{values[last][1]} {text.strip()}")
+                self._values[last] = (self._values[last][0], f"{self._values[last][1]} {text.strip()}")
                 continue
             name, _, value = text.partition(":")
             name, value = name.strip(), value.strip()
             last = name.lower()
-            if last in values:
-                name, value = values[last][0], f"{values[last][1]}, {value}"
-            values[last] = (name, value)
-        return values
+            if last in self._values:
+                name, value = self._values[last][0], f"{self._values[last][1]}, {value}"
+            self._values[last] = (name, value)
 
     def __getitem__(self, name: str) -> str:
         return self._values[name.lower()][1]
@@ -75,8 +68,7 @@ class Headers(Mapping[str, str]):
 
 class TransferRequest(NamedTuple):
     """One request. ``origin``: ``https://host:port``; ``target``: path and query, sent as they are. ``proxy``: a URL, which
-    may contain a user and a password; None: no proxy, whatever the environment says. ``resolved``: ``host:port:address``,
-    what the name of the server or of its proxy stands for; None: libcurl resolves it.
+    may contain a user and a password; None: no proxy, whatever the environment says.
 
     ``connect_timeout``: seconds for resolving the name, connecting and TLS. ``read_timeout``: seconds for the whole head of
     the response, then for each wait within the body; a wait of the receiver does not count. ``until``: the deadline by the
@@ -89,7 +81,6 @@ class TransferRequest(NamedTuple):
     headers: Mapping[str, str]
     body: bytes | None = None
     proxy: str | None = None
-    resolved: str | None = None
     connect_timeout: float = 10.0
     read_timeout: float = 30.0
     until: float | None = None
@@ -123,7 +114,7 @@ class HttpTransfer:
 
     ``limit``: bytes of the body to hold before the transfer pauses. ``on_ready`` is called once, by the thread of the
     loop, when the transfer has ended or holds all that it may: it must not wait for anything. ``addresses``: those that
-    the name of the host stands for, in the form of `TransferRequest.resolved`; empty: libcurl resolves the name; None:
+    the name of the host, or of its proxy, stands for, as ``host:port:address``; empty: libcurl resolves the name; None:
     they are not known yet, and `resolved` or `fail` will be called."""
 
     def __init__(
@@ -210,12 +201,9 @@ class HttpTransfer:
 
     def wait_for_head(self) -> None:
         """Raises `AttemptFailed` where none comes, and `CallAborted` after `close`."""
-        self._check_process()
-        with self._lock:
-            while not (self._has_head or self._ended):
-                self._changed.wait(_LOOK)
-            if not self._has_head and self._error is not None:
-                raise self._error
+        self._wait(0)
+        if not self._has_head and self._error is not None:
+            raise self._error
 
     @property
     def is_complete(self) -> bool:
@@ -232,32 +220,28 @@ class HttpTransfer:
     def wait_for(self, size: int) -> int:
         """Wait until ``size`` bytes of the body may be read at once, or as many as this holds, or the body has ended:
         how many may be read then. Raises `AttemptFailed` where it is cut before, and `CallAborted` after `close`."""
-        self._check_process()
+        wanted = min(size, self._limit)
+        self._wait(wanted)
         with self._lock:
-            wanted = self._wait_for(size)
             if self._size < wanted and self._error is not None:
                 raise self._error
             return self._size
 
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
+    def _wait(self, wanted: int) -> None:
+        """Wait until the head is complete and ``wanted`` bytes of the body may be read, or until the response has ended."""
+        if self._pid != os.getpid():  # the lock may be held by a thread of the parent
             raise AttemptFailed("its response comes to the parent process")
-
-    def _wait_for(self, size: int) -> int:
-        """How many bytes there will be, unless the body ends before."""
-        wanted = min(size, self._limit)
-        while self._size < wanted and not self._ended:
-            self._wanted = wanted
-            self._changed.wait(_LOOK)
-        self._wanted = _NOBODY
-        return wanted
+        with self._lock:
+            while not (self._ended or (self._has_head and self._size >= wanted)):
+                self._wanted = wanted
+                self._changed.wait(_LOOK)
+            self._wanted = _NOBODY
 
     def read(self, size: int, at_least: int = 1) -> bytes:
         """At most ``size`` bytes of the body; waits for ``at_least`` so many, or for its end. Empty: the body has ended.
         Raises `AttemptFailed` where it is cut, after all bytes that came, and `CallAborted` after `close`."""
-        self._check_process()
+        self._wait(min(at_least, size, self._limit))
         with self._lock:
-            self._wait_for(min(at_least, size))
             if self._ended and self._error is not None and not self._size:
                 raise self._error
             pieces, count = [], 0
@@ -336,9 +320,11 @@ class CurlHandle:
         self._is_basic = True
         self.transfer: HttpTransfer | None = None
 
-    def prepare(self, request: TransferRequest, transfer: HttpTransfer) -> None:
-        """Set all that the request wants. Raises `ValueError` or `pycurl.error` if it cannot be sent."""
-        self.request, self.transfer, curl, proxy = request, transfer, self.curl, request.proxy or ""
+    def prepare(self, transfer: HttpTransfer, address: str | None, connect_timeout: float) -> None:
+        """Set all that the request wants. ``address``: one of `HttpTransfer.addresses`; None: libcurl resolves the name. Raises
+        `ValueError` or `pycurl.error` if it cannot be sent."""
+        request = self.request = transfer.request
+        self.transfer, curl, proxy = transfer, self.curl, request.proxy or ""
         self.began = self.heard = time.monotonic()
         self.until, self.error = request.until, None
         self.connected = self.answered = self.has_head = self.paused = self.throttled = False
@@ -349,14 +335,14 @@ class CurlHandle:
             raise ValueError("a target that cannot be sent")
         curl.setopt(pycurl.URL, f"{request.origin}/")
         curl.setopt(pycurl.REQUEST_TARGET, request.origin + request.target if request.is_relayed else request.target)
-        curl.setopt(pycurl.CONNECTTIMEOUT_MS, max(1, int(request.connect_timeout * 1000)))
+        curl.setopt(pycurl.CONNECTTIMEOUT_MS, max(1, int(connect_timeout * 1000)))
         curl.setopt(pycurl.PROXY, proxy)  # "": none, not that of the environment
         if request.origin.startswith("https:") or proxy.startswith("https:"):
             _trust(curl)
         curl.setopt(pycurl.HTTPHEADER, _header_lines(tuple(request.headers.items())))
-        if request.resolved is not None:
+        if address is not None:
             self._is_basic = False
-            curl.setopt(pycurl.RESOLVE, [f"+{request.resolved}"])
+            curl.setopt(pycurl.RESOLVE, [f"+{address}"])
         if request.method == "HEAD":
             self._is_basic = False
             curl.setopt(pycurl.NOBODY, 1)
@@ -379,33 +365,66 @@ class CurlHandle:
             self._set_basics()
 
     def failure(self, code: int, text: str) -> Exception | None:
-        """Why the transfer that libcurl has ended failed; None: its response is complete."""
-        if self.error is None and code:
-            return _failure(self, code, text)
-        if self.error is None and not self.has_head:
+        """Why the transfer that libcurl has ended failed, in our words: libcurl's text may name the whole URL, secrets included. None: its
+        response is complete."""
+        if self.error is not None or (code == 0 and self.has_head):
+            return self.error
+        if code == 0:
             return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
-        return self.error
+        curl, proxied, no_answer = self.curl, self.request.proxy is not None, not self.answered
+        number = curl.getinfo(pycurl.OS_ERRNO)
+        reason = f"the connection failed: {os.strerror(number) if number else f'CURLE {code}'}"
+        if code == pycurl.E_PEER_FAILED_VERIFICATION:
+            match = _CERTIFICATE.search(text)
+            why = match[1] if match else "it is for another host" if "subject name" in text else "it cannot be verified"
+            return AttemptFailed(f"its certificate is not trusted: {why}", retryable=False)
+        if code == pycurl.E_SSL_CACERT_BADFILE:
+            return AttemptFailed("the file of trusted certificates cannot be read", retryable=False)
+        if code == pycurl.E_URL_MALFORMAT:
+            return AttemptFailed("a host that cannot be", retryable=False)
+        if code == pycurl.E_COULDNT_RESOLVE_PROXY:
+            return AttemptFailed(_NO_PROXY)
+        if code == pycurl.E_COULDNT_RESOLVE_HOST:
+            return AttemptFailed(NO_NAME)
+        if code == pycurl.E_OPERATION_TIMEDOUT:
+            if curl.getinfo(pycurl.CONNECT_TIME):
+                return AttemptFailed(SILENCE, RemoteTimeout, no_answer=no_answer)
+            return NotConnected(_NO_PROXY if proxied else SILENCE, RemoteTimeout, no_answer=no_answer)
+        if proxied and not self.has_head and (refused := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
+            return AttemptFailed(f"its proxy answers {refused}", retryable=refused >= 500)
+        answer = int(curl.getinfo(pycurl.PROXY_ERROR)) if code == _E_PROXY else 0
+        if answer in _REFUSED_BY_SOCKS:
+            return AttemptFailed(_REFUSED_BY_SOCKS[answer], retryable=answer not in _FOR_GOOD)
+        if code in (pycurl.E_COULDNT_CONNECT, _E_PROXY):
+            unreachable = number in UNREACHABLE
+            return NotConnected(_NO_PROXY if proxied else reason, no_answer=unreachable, unreachable=unreachable)
+        if code in (pycurl.E_SSL_CONNECT_ERROR, pycurl.E_SSL_CIPHER):
+            return AttemptFailed("TLS failed")
+        if code == pycurl.E_PARTIAL_FILE:
+            match = _MISSING.search(text)
+            return AttemptFailed(_CUT + (f" {int(match[1]):,} bytes before the end" if match else ""))
+        if code in (pycurl.E_GOT_NOTHING, pycurl.E_RECV_ERROR, pycurl.E_SEND_ERROR):
+            return AttemptFailed(_CUT)
+        if code in (pycurl.E_UNSUPPORTED_PROTOCOL, _E_WEIRD_SERVER_REPLY, pycurl.E_BAD_CONTENT_ENCODING, _E_TOO_LARGE):
+            return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
+        return AttemptFailed(reason)
 
     def due(self, now: float) -> float:
         """When the transfer fails unless it makes progress; not before then, this has to be asked again. libcurl counts whole seconds, and
         a head that comes byte by byte as progress."""
         request, limit = self.request, now + self.request.read_timeout
         if not self.has_head:
-            self._note_progress(now)
+            if not self.connected:
+                seconds = self.curl.getinfo(pycurl.PRETRANSFER_TIME)
+                self.connected = seconds > 0
+                self.heard = min(now, self.began + seconds)
+            if request.body is not None and (sent := int(self.curl.getinfo(pycurl.SIZE_UPLOAD_T))) > self._sent:
+                self._sent, self.heard = sent, now
         if not self.connected:  # libcurl has the limit of connecting
             limit = now + min(1.0, request.read_timeout, request.connect_timeout)
         elif not self.paused:
             limit = self.heard + request.read_timeout
         return limit if self.until is None else min(limit, self.until)
-
-    def _note_progress(self, now: float) -> None:
-        """Until the head of the response: whether the request is being sent, and how much of it."""
-        if not self.connected:
-            seconds = self.curl.getinfo(pycurl.PRETRANSFER_TIME)
-            self.connected = seconds > 0
-            self.heard = min(now, self.began + seconds)
-        if self.request.body is not None and (sent := int(self.curl.getinfo(pycurl.SIZE_UPLOAD_T))) > self._sent:
-            self._sent, self.heard = sent, now
 
     def _note_socket(self, descriptor: int, purpose: int) -> int:
         self._sockets[descriptor], self._peers[descriptor] = os.fstat(descriptor).st_ino, self.request.peer
@@ -525,47 +544,6 @@ class NotConnected(AttemptFailed):
     """No connection to the server, or to its proxy, came about: another address may be tried."""
 
 
-def _failure(handle: CurlHandle, code: int, text: str) -> AttemptFailed:
-    """In our words: libcurl's text may name the whole URL, secrets included."""
-    curl, proxied, no_answer = handle.curl, handle.request.proxy is not None, not handle.answered
-    number = curl.getinfo(pycurl.OS_ERRNO)
-    reason = f"the connection failed: {os.strerror(number) if number else f'CURLE {code}'}"
-    if code == pycurl.E_PEER_FAILED_VERIFICATION:
-        match = _CERTIFICATE.search(text)
-        why = match[1] if match else "it is for another host" if "subject name" in text else "it cannot be verified"
-        return AttemptFailed(f"its certificate is not trusted: {why}", retryable=False)
-    if code == pycurl.E_SSL_CACERT_BADFILE:
-        return AttemptFailed("the file of trusted certificates cannot be read", retryable=False)
-    if code == pycurl.E_URL_MALFORMAT:
-        return AttemptFailed("a host that cannot be", retryable=False)
-    if code == pycurl.E_COULDNT_RESOLVE_PROXY:
-        return AttemptFailed(_NO_PROXY)
-    if code == pycurl.E_COULDNT_RESOLVE_HOST:
-        return AttemptFailed(NO_NAME)
-    if code == pycurl.E_OPERATION_TIMEDOUT:
-        if curl.getinfo(pycurl.CONNECT_TIME):
-            return AttemptFailed(SILENCE, RemoteTimeout, no_answer=no_answer)
-        return NotConnected(_NO_PROXY if proxied else SILENCE, RemoteTimeout, no_answer=no_answer)
-    if proxied and not handle.has_head and (refused := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
-        return AttemptFailed(f"its proxy answers {refused}", retryable=refused >= 500)
-    answer = int(curl.getinfo(pycurl.PROXY_ERROR)) if code == _E_PROXY else 0
-    if answer in _REFUSED_BY_SOCKS:
-        return AttemptFailed(_REFUSED_BY_SOCKS[answer], retryable=answer not in _FOR_GOOD)
-    if code in (pycurl.E_COULDNT_CONNECT, _E_PROXY):
-        unreachable = number in UNREACHABLE
-        return NotConnected(_NO_PROXY if proxied else reason, no_answer=unreachable, unreachable=unreachable)
-    if code in (pycurl.E_SSL_CONNECT_ERROR, pycurl.E_SSL_CIPHER):
-        return AttemptFailed("TLS failed")
-    if code == pycurl.E_PARTIAL_FILE:
-        match = _MISSING.search(text)
-        return AttemptFailed(_CUT + (f" {int(match[1]):,} bytes before the end" if match else ""))
-    if code in (pycurl.E_GOT_NOTHING, pycurl.E_RECV_ERROR, pycurl.E_SEND_ERROR):
-        return AttemptFailed(_CUT)
-    if code in (pycurl.E_UNSUPPORTED_PROTOCOL, _E_WEIRD_SERVER_REPLY, pycurl.E_BAD_CONTENT_ENCODING, _E_TOO_LARGE):
-        return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
-    return AttemptFailed(reason)
-
-
 # libcurl's CURLproxycode of a proxy that was reached, but does not connect
 _FOR_GOOD = frozenset({12, 23, 33})
 _REFUSED_BY_SOCKS = dict.fromkeys((12, 33), "its proxy accepts no such user and password") | {
@@ -580,8 +558,3 @@ _REFUSED_BY_SOCKS = dict.fromkeys((12, 33), "its proxy accepts no such user and 
 }
 SILENCE, _CUT = "nothing came for too long", "the connection was cut"
 _NO_PROXY, NO_NAME = "its proxy cannot be reached", "its host name cannot be resolved"
-
-
-def too_late(handle: CurlHandle) -> AttemptFailed:
-    """The failure of a transfer that made no progress until it was `CurlHandle.due`."""
-    return AttemptFailed(SILENCE, RemoteTimeout, no_answer=not handle.answered)

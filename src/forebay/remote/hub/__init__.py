@@ -20,13 +20,11 @@ from urllib.parse import urljoin, urlsplit
 from forebay import errors
 from forebay._model import Content, ObjectInfo, Remote, Sink, Span, Started, Transfer
 from forebay.remote.base import Call, RemoteOptions, max_age_here, shared_time_limit
-from forebay.remote.http import HttpRemote, SmallResponse
-from forebay.remote.http.requests import REDIRECTS, endpoint_of
-from forebay.remote.http.responses import MAX_SIZE, is_same_validator
+from forebay.remote.http import HttpRemote, SmallResponse, changed
+from forebay.remote.http.requests import MAX_SIZE, REDIRECTS, endpoint_of, is_same_validator
 from forebay.remote.http.transfers import Headers
 from forebay.remote.hub.names import KINDS, HubName, token_from
-from forebay.remote.realm import PUBLIC_HUB, other_endpoint
-from forebay.remote.urls import canonical, scheme
+from forebay.remote.urls import PUBLIC_HUB, canonical, hub_endpoint, scheme
 
 PATH = ":path"
 """Name under which the path of a request to the hub's API stands among its headers until it is sent."""
@@ -55,7 +53,7 @@ class HubRemote:
 
     def __init__(self, options: RemoteOptions | None = None, endpoint: str | None = None) -> None:
         self.options = options or RemoteOptions()
-        self._endpoint = (other_endpoint("hf") if endpoint is None else endpoint) or PUBLIC_HUB
+        self._endpoint = hub_endpoint() if endpoint is None else endpoint or PUBLIC_HUB
         self._check_options = self.options.for_check()
         self._http = HttpRemote(self.options, self._sign, self._explain, self._amend)
         self._commits: dict[tuple[str, str, str], tuple[str, float]] = {}
@@ -96,7 +94,7 @@ class HubRemote:
         with shared_time_limit():
             current = self._described(url, Transfer(), self.options)
             if expected is not None and not is_same_validator(current.validator, expected):
-                raise errors.RemoteChanged(f"{canonical(url)} changed to another object while being read", url=canonical(url))
+                raise changed(canonical(url))
             return self._http.read(current.url, span, info=current, exact=exact)
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
@@ -149,7 +147,10 @@ class HubRemote:
             commit = self._fresh_commit(name)
             if commit is None:
                 at = time.monotonic()
-                commit = _sha_in(url, self._ask("GET", url, name.commit_query, spent, options))
+                answer = _json_in(url, self._ask("GET", url, name.commit_query, spent, options))
+                commit = answer.get("sha") if isinstance(answer, dict) else None
+                if not (isinstance(commit, str) and _COMMIT.match(commit)):
+                    raise _invalid(url, "a commit")
                 self._commits[key] = commit, at
         return commit
 
@@ -319,14 +320,6 @@ def _listed(name: HubName, url: str, item: Any) -> tuple[str, ObjectInfo | None]
     if not (isinstance(path, str) and path and isinstance(oid, str) and type(size) is int and 0 <= size <= MAX_SIZE):
         raise _invalid(url, "an item of a listing")
     return path, _info(name._replace(path=path), size, oid.removeprefix("sha256:"))
-
-
-def _sha_in(url: str, response: SmallResponse) -> str:
-    answer = _json_in(url, response)
-    sha = answer.get("sha") if isinstance(answer, dict) else None
-    if not (isinstance(sha, str) and _COMMIT.match(sha)):
-        raise _invalid(url, "a commit")
-    return sha
 
 
 def _json_in(url: str, response: SmallResponse) -> Any:

@@ -20,8 +20,7 @@ from forebay._logs import escaped, logger
 from forebay._model import Content, ObjectInfo, Sink, Span, Started, Transfer
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, run_parts
 from forebay.remote.http import HttpRemote, SmallResponse
-from forebay.remote.http.requests import SendAgain
-from forebay.remote.http.responses import MAX_SIZE
+from forebay.remote.http.requests import MAX_SIZE, SendAgain
 from forebay.remote.s3.aws import BODY_HASH, Account, sign
 from forebay.remote.urls import canonical, scheme
 

@@ -47,16 +47,12 @@ class S3Endpoint:
         """The URL of ``path`` (percent-encoded, without a leading slash) in a bucket, which lies in ``region`` if that is known."""
         region = region or self.region
         base = self.endpoint or f"https://s3{self.variant}.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
-        if self._is_virtual(bucket):
+        # a dot in the bucket's name does not fit the certificate, and private servers seldom have the host names
+        fits = self.endpoint is None and "." not in bucket and "_" not in bucket and bucket == bucket.lower()
+        if self.style == "virtual" or (self.style == "auto" and fits):
             scheme, _, host = base.partition("://")
             return f"{scheme}://{bucket}.{host}/{path}"
         return f"{base}/{bucket}/{path}" if path else f"{base}/{bucket}"
-
-    def _is_virtual(self, bucket: str) -> bool:
-        if self.style != "auto":
-            return self.style == "virtual"
-        # a dot in the bucket's name does not fit the certificate, and private servers seldom have the host names
-        return self.endpoint is None and "." not in bucket and "_" not in bucket and bucket == bucket.lower()
 
     def region_in(self, url: str) -> str:
         """The region in the host name of a URL that S3 redirects to."""
