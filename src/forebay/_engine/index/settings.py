@@ -7,7 +7,6 @@ again. Beside that word lie copies of the limits of the root, for a root that lo
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import threading
@@ -404,6 +403,8 @@ class NodeLimits:
 
 def _first_byte(host_name: str) -> int:
     """Where the range of a host begins."""
+    import hashlib  # imported late: a hit does not need it
+
     digest = int.from_bytes(hashlib.blake2s(host_name.encode("utf-8", "replace"), digest_size=8).digest())
     return digest % _HOSTS * _RANGE
 
