@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forebay._config import format_size, parse_size
+from forebay.cli.arguments import verb
 from forebay.cli.hints import FAILED
-from forebay.cli.options import verb
-from forebay.cli.render import Output, console, wants_bars
+from forebay.cli.output import Output, console, wants_bars
 from forebay.errors import ConfigError, ForebayError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The verbs that fill the cache: `pull`, `warm`, `cat`."""
+"""The verbs that fetch and send: `pull`, `warm`, `cat`, `push`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ import click
 
 from forebay._config import format_size
 from forebay._logs import logger
-from forebay.cli.braces import expand, expand_all
+from forebay.cli.arguments import complete_names, expand, filled, jobs_option, looked_into, verb
 from forebay.cli.hints import OK, is_expected, shared_code
-from forebay.cli.options import complete_names, filled, jobs_option, looked_into, verb
-from forebay.cli.render import Output, count, note, print_error, shown_name, wants_bars
-from forebay.cli.streams import copy_to_output
+from forebay.cli.output import Output, copy_to_output, count, note, print_error, shown_name, wants_bars
 from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound, Offline, RemoteError
 
 if TYPE_CHECKING:
@@ -212,7 +210,7 @@ def pull(
 ) -> None:  # fmt: skip
     """Fetch objects and directories into the cache, each once for the whole node. The URL of a directory ends with a slash. If another
     process is already fetching one, wait for it and show its progress. Braces expand as in bash: 'shard-{000..127}.tar'."""
-    urls = expand_all(urls)
+    urls = list(dict.fromkeys(url for text in urls for url in expand(text)))
     folders = [url for url in urls if _is_directory(url)]
     is_sha256 = sha256 is not None and len(sha256) == 64 and set(sha256.lower()) <= set("0123456789abcdef")
     if sha256 is not None and (len(urls) > 1 or folders or not is_sha256):
@@ -508,3 +506,46 @@ def _urls(source: str) -> Iterable[tuple[str, int | None]]:
 def _lines(file: Iterable[str]) -> list[tuple[str, None]]:
     """Return the URLs of a text, without blank lines and those that begin with #."""
     return [(text, None) for line in file if (text := line.strip()) and not text.startswith("#")]
+
+
+# -- push --------------------------------------------------------------------------------------------------------------
+
+
+@verb("forebay push out/ s3://bucket/run/step_200/", options="dry-run root json")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("url", metavar="URL")
+@click.option("--delete", is_flag=True, help="Remove files at URL that are not in DIR, except the metadata.")
+@click.option("--keep/--no-keep", help="Also keep the files in the cache, as though fetched.")
+@jobs_option(16)
+def push(directory: Path, url: str, delete: bool, keep: bool, jobs: int, dry_run: bool, root: Path | None, as_json: bool) -> None:
+    """Upload a directory, such as a checkpoint: only missing files are sent, and readers never see an incomplete upload."""
+    from forebay.cache import origin_of
+    from forebay.cli.bars import Bars
+    from forebay.directories import uploading
+    from forebay.directories.location import locate
+    from forebay.reports import Progress
+
+    began = time.monotonic()
+    to_store = keep and not dry_run
+    with filled(root) if to_store else looked_into(root, change=True) as cache, Bars(1, quiet=as_json) as bars:
+        origin = origin_of(cache)
+
+        def tell(state: str, done: int, total: int) -> None:
+            bars.update(Progress(url, done, total, state))
+
+        try:
+            done = uploading.push(
+                origin, locate(origin, url), directory, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            note("what was sent stays, invisible to readers: the same command resumes there")
+            raise
+        bars.finished(url, "sent" if done.sent else "already there")
+    output = Output(as_json)
+    seconds = time.monotonic() - began
+    output.document({"url": shown_name(url), "sent": done.sent, "removed": done.removed, "bytes": done.bytes, "seconds": seconds})
+    if dry_run:
+        for verb, names in (("would send", done.sent), ("would remove", done.removed)):
+            for name in names:
+                output.line(f"{verb}: {name}")
+        output.line(f"{count(len(done.sent), 'file', 'files')}, {format_size(done.bytes)} to send; {len(done.removed):,} to remove")

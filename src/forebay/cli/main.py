@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
+from click.shell_completion import get_completion_class
 
 import forebay
 from forebay._config import EnvironmentSettings
 from forebay._logs import logger
-from forebay.cli import streams
+from forebay.cli.arguments import OPTIONS, verb
 from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, command, hint_for, is_expected, set_verb
-from forebay.cli.options import OPTIONS, verb
-from forebay.cli.render import LOG_LINES, Output, argument_of_verbosity, note, print_error, print_two_lines
+from forebay.cli.output import LOG_LINES, Output, argument_of_verbosity, discard, guarded_streams, note, print_error, print_two_lines
 
 log = logger("forebay.cli")
 package_log = logging.getLogger("forebay")
@@ -29,7 +29,7 @@ LOOKING = frozenset(
 """Verbs that apply no limits, and change nothing without an option that does."""
 
 TASKS = {
-    "Fetch and send": {"pull": "fetching", "warm": "fetching", "cat": "fetching", "push": "push"},
+    "Fetch and send": {"pull": "fetching", "warm": "fetching", "cat": "fetching", "push": "fetching"},
     "See what is there": {
         "ls": "listing",
         "which": "listing",
@@ -41,14 +41,14 @@ TASKS = {
         "top": "top",
     },
     "Decide what stays": {
-        "budget": "settings",
+        "budget": "removing",
         "pin": "removing",
         "unpin": "removing",
         "rm": "removing",
         "prune": "removing",
         "clear": "removing",
     },
-    "Check": {"config": "settings", "doctor": "checkup", "verify": "checkup"},
+    "Check": {"config": "checkup", "doctor": "checkup", "verify": "checkup"},
     "Begin": {"help": "main", "completion": "main", "demo": "demo"},
 }
 """The verbs by task, in the order of the help, and the module of each."""
@@ -60,11 +60,6 @@ VERBS = {name: module for verbs in TASKS.values() for name, module in verbs.item
 @click.argument("shell", metavar="bash|zsh|fish", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str, as_json: bool) -> None:
     """Print a script that completes verbs, options, and names of entries and spaces: `eval "$(forebay completion bash)"`."""
-    from click.shell_completion import get_completion_class
-
-    from forebay.cli import completing
-
-    completing.prepare()
     kind = get_completion_class(shell)
     assert kind is not None
     script = kind(top, {}, "forebay", COMPLETE).source()
@@ -159,10 +154,10 @@ def _log_to_stderr(verb: str) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line and return its exit code. No exception of Forebay's leaves this function."""
     try:
-        with streams.replaced():
+        with guarded_streams():
             return _run(arguments)
     except BrokenPipeError:  # the reader closed the pipe (`forebay ls | head`)
-        streams.discard(sys.stdout, sys.stderr)
+        discard(sys.stdout, sys.stderr)
         return PIPE
 
 
@@ -170,9 +165,6 @@ def _run(arguments: list[str] | None) -> int:
     set_verb(None)
     try:
         if COMPLETE in os.environ:
-            from forebay.cli import completing
-
-            completing.prepare()
             package_log.addHandler(logging.NullHandler())  # no warning on the terminal on which someone types
             top.main(arguments, prog_name="forebay", complete_var=COMPLETE)  # prints what completes the line, and exits
         code = OK

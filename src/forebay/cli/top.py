@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from forebay._config import format_age, format_size
-from forebay.cli.options import opened, verb
-from forebay.cli.render import Output, console, count, plain, rich_table
+from forebay.cli.arguments import opened, verb
+from forebay.cli.output import Output, console, count, plain, rich_table
+from forebay.cli.report import activity
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -69,8 +70,6 @@ def top(once: bool, interval: float, root: Path | None, as_json: bool) -> None:
 
 
 def _look(root: Path | None) -> Look:
-    from forebay.cli.report.content import activity
-
     with opened(root) as cache:
         return Look(time.monotonic(), str(cache.path), cache.stats(), activity(cache))
 
