@@ -55,7 +55,7 @@ class Outcome:
 
 
 class Results:
-    """The outcomes of one verb, and their bars. `call` is for one thread, `add` for any."""
+    """The outcomes of one verb, and their bars. One thread may use `call`, any thread `add`."""
 
     def __init__(self, bars: Bars, jobs: int) -> None:
         """``jobs``: calls at a time."""
@@ -64,7 +64,7 @@ class Results:
         self._free = threading.Semaphore(jobs)
 
     def add(self, outcome: Outcome) -> None:
-        """Take the outcome of a URL that no call works on any more."""
+        """Add the final outcome of a URL."""
         error = outcome.error
         log.debug(
             "%s: %s after %.3f s", shown_name(outcome.url), _STATES[outcome.state], outcome.seconds,
@@ -74,7 +74,7 @@ class Results:
         self.outcomes.append(outcome)
 
     def call(self, url: str, call: Callable[[], Outcome]) -> None:
-        """Have a thread add the outcome that a call returns, or what it raises. Waits while ``jobs`` others are under way."""
+        """Have a thread add the outcome that ``call`` returns, or its error. Waits while ``jobs`` calls are under way."""
 
         def run() -> None:
             began = time.monotonic()
@@ -94,20 +94,18 @@ class Results:
             self._wait_for_one()
 
     def _wait_for_one(self) -> None:
-        while not self._free.acquire(timeout=TURN):  # another thread may have got the signal of Ctrl-C: nothing would wake this one
+        while not self._free.acquire(timeout=TURN):  # the signal of Ctrl-C may reach another thread, and would not wake this one
             pass
 
     def conclude(self, output: Output) -> None:
-        """Print the outcomes as JSON if requested, else a summary where no bars have shown it; list the errors, and exit with their code
-        if there are any."""
+        """Print a summary where neither JSON nor bars show it, then `end`."""
         states = [outcome.state for outcome in self.outcomes]
         if not (output.as_json or wants_bars() or states == ["failed"] * len(states)):
             parts = ", ".join(f"{states.count(state):,} {text}" for state, text in _STATES.items() if state in states)
             fetched = sum(outcome.size or 0 for outcome in self.outcomes if outcome.state in ("fetched", "past"))
             amount = f"; {format_size(fetched)} in {time.monotonic() - self._began:.1f} s" if fetched else ""
             note(f"{count(len(states), 'URL', 'URLs')}: {parts}{amount}")
-        print_outcomes(self.outcomes, output)
-        end(self.outcomes)
+        end(self.outcomes, output)
 
 
 class _Watch:
@@ -160,13 +158,9 @@ def fetch_each(
             yield watch.outcome(None if lease is None else lease.entry.size, error), lease
 
 
-def print_outcomes(outcomes: Iterable[Outcome], output: Output) -> None:
-    """Print the outcomes if JSON is requested."""
+def end(outcomes: Sequence[Outcome], output: Output) -> None:
+    """Print the outcomes as JSON if requested. List the errors by URL, and exit with their code if there are any."""
     output.document([replace(outcome, url=shown_name(outcome.url)) for outcome in outcomes])
-
-
-def end(outcomes: Iterable[Outcome]) -> None:
-    """List the errors by URL, and exit with their code if there are any."""
     errors = {outcome.url: outcome.error for outcome in outcomes if outcome.error is not None}
     for url, error in errors.items():
         print_error(error, about=shown_name(url))
@@ -288,14 +282,13 @@ def _show_what_would_be_fetched(sizes: Mapping[str, int | None], root: Path | No
         results.wait()
     by_url = {outcome.url: outcome for outcome in results.outcomes}
     planned = [by_url[url] for url in sizes]
-    print_outcomes(planned, output)
     rows = [("?" if one.size is None else format_size(one.size), _STATES[one.state], shown_name(one.url)) for one in planned]
     output.table(("SIZE>", "STATE", "URL"), rows)
     to_fetch = [one for one in planned if one.state == "fetch"]
     unknown = sum(one.size is None for one in to_fetch)
     what = f"{count(len(to_fetch), 'URL', 'URLs')} would be fetched, {format_size(sum(one.size or 0 for one in to_fetch))}"
     output.line(what + (f" and {unknown:,} of unknown size" if unknown else ""))
-    end(planned)
+    end(planned, output)
 
 
 def _planned(cache: Cache, url: str, size: int | None, *, include: Any = None, exclude: Any = None, refresh: bool = False) -> Outcome:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from forebay._config import format_age, format_size
+from forebay._config import format_size
 from forebay.cli.arguments import (
     check_space,
     complete_names,
@@ -36,6 +36,7 @@ from forebay.errors import ConfigError, MissingExtra, NotCached
 if TYPE_CHECKING:
     from forebay._model import Entry
     from forebay.cache import Cache
+    from forebay.claims import ClaimInfo
     from forebay.reports import Stats
 
 MOST_NODES = 20_000
@@ -188,7 +189,7 @@ def _path_of(cache: Cache, entry: Entry) -> str | None:
 
 def _readable(facts: Mapping[str, Any]) -> dict[str, str]:
     now = time.time()
-    ages = {name: f"{format_age(int(now - facts[name]))} ago" if facts[name] > 0 else "never" for name in ("created", "used", "validated")}
+    ages = {name: f"{ago(now, facts[name])} ago" if facts[name] > 0 else "never" for name in ("created", "used", "validated")}
     return {
         "name": facts["name"],
         "path": facts["path"] or "none: a program reads it through what stored it",
@@ -349,11 +350,7 @@ def path(name: str | None, root: Path | None, as_json: bool) -> None:
 @verb("forebay claims", options="json")
 def claims(as_json: bool) -> None:
     """List the claims on this node, those of dead jobs too: which job has which directories, and how much shared memory."""
-    from forebay.claims import list_claims  # here, so that `forebay --help` need not load them
-
-    listed = [
-        replace(claim, remotes=tuple(url and shown(url) for url in claim.remotes), command=shown(claim.command)) for claim in list_claims()
-    ]
+    listed = claims_without_secrets()
     output = Output(as_json)
     output.document(listed)
     now = time.time()
@@ -366,3 +363,12 @@ def claims(as_json: bool) -> None:
         rows.append((f"{claim.prefix:06}", state, ago(now, claim.started), claim.user, processes, memory, claim.job or "-", directories))
     if rows:
         output.table(("PREFIX", "STATE", "AGE>", "USER", "PROCESSES", "MEMORY>", "JOB", "DIRECTORIES"), rows)
+
+
+def claims_without_secrets() -> list[ClaimInfo]:
+    """All claims on this node, without the secrets in their URLs and commands."""
+    from forebay.claims import list_claims  # here, so that `forebay --help` need not load them
+
+    return [
+        replace(claim, remotes=tuple(url and shown(url) for url in claim.remotes), command=shown(claim.command)) for claim in list_claims()
+    ]

@@ -23,35 +23,17 @@ from forebay.cli.output import LOG_LINES, Output, argument_of_verbosity, discard
 log = logger("forebay.cli")
 package_log = logging.getLogger("forebay")
 
-LOOKING = frozenset(
-    {"budget", "claims", "completion", "config", "doctor", "du", "help", "ls", "path", "report", "stats", "top", "verify", "which"}
-)
-"""Verbs that apply no limits, and change nothing without an option that does."""
-
 TASKS = {
-    "Fetch and send": {"pull": "fetching", "warm": "fetching", "cat": "fetching", "push": "fetching"},
-    "See what is there": {
-        "ls": "listing",
-        "which": "listing",
-        "path": "listing",
-        "du": "listing",
-        "stats": "listing",
-        "claims": "listing",
-        "report": "report",
-        "top": "top",
-    },
-    "Decide what stays": {
-        "budget": "removing",
-        "pin": "removing",
-        "unpin": "removing",
-        "rm": "removing",
-        "prune": "removing",
-        "clear": "removing",
-    },
-    "Check": {"config": "checkup", "doctor": "checkup", "verify": "checkup"},
+    "Fetch and send": dict.fromkeys(("pull", "warm", "cat", "push"), "fetching"),
+    "See what is there": dict.fromkeys(("ls", "which", "path", "du", "stats", "claims"), "listing") | {"report": "report", "top": "top"},
+    "Decide what stays": dict.fromkeys(("budget", "pin", "unpin", "rm", "prune", "clear"), "removing"),
+    "Check": dict.fromkeys(("config", "doctor", "verify"), "checkup"),
     "Begin": {"help": "main", "completion": "main", "demo": "demo"},
 }
 """The verbs by task, in the order of the help, and the module of each."""
+
+LOOKING = frozenset({*TASKS["See what is there"], *TASKS["Check"], "budget", "completion", "help"})
+"""Verbs that apply no limits, and change nothing without an option that does."""
 
 VERBS = {name: module for verbs in TASKS.values() for name, module in verbs.items()}
 

@@ -344,12 +344,9 @@ class OutputStream:
         try:
             return self.call(lambda: self._stream.write(text)) or len(text)
         except UnicodeEncodeError as error:
-            return self._write_bytes(text, error.encoding)
-
-    def _write_bytes(self, text: str, encoding: str) -> int:
-        """Write a path as the system has it, and other characters that the stream cannot encode as escapes."""
+            encoding = error.encoding
         try:
-            data = text.encode(encoding, "surrogateescape")
+            data = text.encode(encoding, "surrogateescape")  # a path as the system has it
         except UnicodeEncodeError:
             data = text.encode(encoding, "backslashreplace")
         self.flush()
@@ -372,7 +369,6 @@ class OutputStream:
             if not self._silent:
                 self._failed = OutputFailed(f"the output cannot be written: {error.strerror}")
                 raise self._failed from error
-        return None
 
 
 def copy_to_output(file: BinaryIO) -> None:

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from forebay import __version__
-from forebay._config import format_age, format_size
+from forebay._config import format_size
 from forebay.cli.arguments import opened, verb
-from forebay.cli.listing import Cell, cells_of
-from forebay.cli.output import Output, count, plain, shown, shown_name, write_whole
+from forebay.cli.listing import Cell, cells_of, claims_without_secrets
+from forebay.cli.output import Output, ago, count, plain, shown, shown_name, write_whole
 
 if TYPE_CHECKING:
     from forebay._engine.seeing import Now
@@ -105,8 +105,6 @@ class Content:
 
 def gather(cache: Cache) -> Content:
     """The content of a report on a cache: one pass over its entries."""
-    from forebay.claims import list_claims  # here, so that `forebay --help` need not load them
-
     stats = cache.stats()
     prefixes = {}
     for space, (entries, _) in sorted(stats.spaces.items()):
@@ -116,15 +114,11 @@ def gather(cache: Cache) -> Content:
             prefixes[space] = [cell._replace(name=_name_shown(cell.name)) for cell in cells]
     claims = [
         replace(
-            claim,
-            remotes=tuple(url and shown(url) for url in claim.remotes),
-            command=plain(shown(claim.command)),
-            directories=tuple(map(plain, claim.directories)),
-            job=plain(claim.job),
+            claim, command=plain(claim.command), directories=tuple(map(plain, claim.directories)), job=plain(claim.job),
             name=plain(claim.name),
         )
-        for claim in list_claims()
-    ]
+        for claim in claims_without_secrets()
+    ]  # fmt: skip
     return Content(
         str(cache.path), socket.gethostname(), __version__, time.time(), stats, cache.overhead(), prefixes, cache.history(),
         cache.history(by="hour"), activity(cache), claims,
@@ -292,15 +286,12 @@ def _charts(points: Sequence[HistoryPoint]) -> list[str]:
 
 
 def _now(content: Content) -> str:
-    def since(moment: float) -> str:
-        return format_age(max(int(content.time - moment), 0))
-
     now = content.now
     fetches = [
-        (f.space, f.key, format_size(f.done), "?" if f.total is None else format_size(f.total), f.process, since(f.since))
+        (f.space, f.key, format_size(f.done), "?" if f.total is None else format_size(f.total), f.process, ago(content.time, f.since))
         for f in now.fetches
     ]
-    waiters = [(waiter.process, waiter.key, waiter.holder, since(waiter.since)) for waiter in now.waiters]
+    waiters = [(waiter.process, waiter.key, waiter.holder, ago(content.time, waiter.since)) for waiter in now.waiters]
     return "\n".join([
         _table(("space", "fetches", "done>", "of>", "process", "for>"), fetches, "Nothing is being fetched."),
         _table(("process", "waits for", "which has", "for>"), waiters),
