@@ -58,7 +58,7 @@ DEFAULTS = {
     "shared": "0", "progress": "on a terminal", "verbosity": "warning", "connect_timeout": "10", "read_timeout": "30", "attempts": "5",
     "connections": "16", "streams": "8", "s3_anonymous": "only if no credentials are found", "claims": "/dev/shm/forebay-claims",
 }  # fmt: skip
-"""What holds where nothing is set; no limit for the others."""
+"""The defaults; the other settings have no limit by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,7 @@ def _all_settings(root: Path | None) -> Iterator[Setting]:
 
 
 def _limits_of_root(root: Path | None) -> tuple[str, dict[str, str]]:
-    """The cache's directory, and the limits that it keeps, as they are shown; none if there is no cache, or it cannot be read."""
-
+    """The cache's directory, and its stored limits as text; no limits if there is no cache, or it cannot be read."""
     try:
         with opened(root) as cache:
             limits = {name: value for name, value in store_of(cache).spaces.root_limits().items() if value is not None}
@@ -249,7 +248,7 @@ def _settings(path: Path) -> Iterator[Finding]:
 
 
 def setting_faults() -> list[errors.ConfigError]:
-    """What is invalid in the variables, and in the user's file."""
+    """The errors in the environment variables and in the user's file."""
     from forebay.remote.base import numbers
 
     return EnvironmentSettings.with_faults()[1] + numbers(given_settings()[0])[1]
@@ -377,7 +376,7 @@ def _content(path: Path) -> Iterator[Finding]:
 
 
 def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:
-    """The index of keys, which spares a first read of an entry the catalog."""
+    """The index of keys, by which a process reads an entry for the first time without the catalog."""
     from forebay._engine.seeing import SAMPLED
 
     name = "index of keys"
@@ -401,7 +400,7 @@ def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:
 
 
 def _policies(standings: Mapping[str, Standing | None]) -> Iterator[Finding]:
-    """What is evicted first of the spaces that choose that themselves."""
+    """The eviction order of the spaces that choose it automatically."""
     for name, standing in sorted(standings.items()):
         found = "lru: no process has used it yet"
         if standing is not None:

@@ -230,7 +230,7 @@ class Workers:
         self.killed, self._workers[index] = self._kill(index), self._start()
 
     def measure(self) -> int:
-        """Return the bytes that the cache takes on disk. All workers are stopped meanwhile: during renames a walk counts files twice."""
+        """Return the bytes that the cache takes on disk. Stops all workers during the walk, which would count renamed files twice."""
         for process, _ in self._workers:
             os.kill(process.pid or 0, signal.SIGSTOP)
         try:

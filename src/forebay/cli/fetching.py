@@ -244,8 +244,7 @@ def _is_local_directory(url: str) -> bool:
 
 
 def _targets(urls: Sequence[str], to: str) -> dict[str, Path]:
-    """Return the file that each object, and the directory that each directory, is copied to. Raises `ConfigError` for unusable ones,
-    before anything is fetched."""
+    """Return the path that each object or directory is copied to. Raises `ConfigError` for unusable paths, before anything is fetched."""
     if len(urls) == 1 and (_is_directory(urls[0]) or not (to.endswith("/") or os.path.isdir(to))):
         targets = {urls[0]: Path(to)}
     else:
@@ -271,7 +270,7 @@ def _file_name(url: str) -> str:
 
 
 def _show_what_would_be_fetched(sizes: Mapping[str, int | None], root: Path | None, output: Output, *, jobs: int, **options: Any) -> None:
-    """Print what would be fetched, and its size: asked of the remote where ``sizes`` does not have it. Changes nothing, and creates no
+    """Print what would be fetched, and its size; asks the remote for a size that ``sizes`` does not have. Changes nothing, and creates no
     cache. ``options``: of `_planned`."""
     from forebay.cli.bars import Bars  # here, so that `forebay --help` need not load it
 
@@ -292,8 +291,8 @@ def _show_what_would_be_fetched(sizes: Mapping[str, int | None], root: Path | No
 
 
 def _planned(cache: Cache, url: str, size: int | None, *, include: Any = None, exclude: Any = None, refresh: bool = False) -> Outcome:
-    """What would happen to a URL; with ``refresh``, the remote is asked whether what is kept has changed. Raises what describing it
-    raises; `Offline` where the cache must not ask the remote."""
+    """What a fetch of this URL would do. With ``refresh``, asks the remote whether the stored version is still current. Raises the errors
+    of the remote, and `Offline` where the cache must not ask it."""
     from forebay.cache import origin_of
     from forebay.directories import trees
     from forebay.directories.location import locate
@@ -322,8 +321,8 @@ def _pull_objects(
     cache: Cache, fetching: Generator[tuple[Outcome, Lease | None], None, None], targets: Mapping[str, Path], results: Results, *,
     overwrite: bool, sha256: str | None, pin: bool,
 ) -> dict[str, Callable[[], Outcome]]:  # fmt: skip
-    """Fetch objects, and copy them to their targets. Returns, by URL, calls that get the outcomes of those that need more, which must not
-    be called before this ends: copies past the cache, and questions whether a directory was meant."""
+    """Fetch objects, and copy them to their targets. Returns, by URL, the calls that finish the others: copies that bypass the cache, and
+    checks whether a directory was meant. They may wait for keys that ``fetching`` holds, so call them after this ends."""
     from forebay.origin.files import opened  # here, so that `forebay --help` need not load it
 
     later: dict[str, Callable[[], Outcome]] = {}
@@ -345,8 +344,7 @@ def _pull_objects(
 
 
 def _explained(cache: Cache, outcome: Outcome) -> Outcome:
-    """The outcome of an object that does not exist. Raises `NotFound` that tells so, if there is a directory of this name, whose slash was
-    left out."""
+    """The outcome of an object that does not exist. If there is a directory of this name, raises `NotFound` that says to add a slash."""
     from forebay.cache import origin_of
     from forebay.directories.location import locate
     from forebay.directories.manifests import MARK
@@ -394,7 +392,7 @@ def _copied(outcome: Outcome, opened: Callable[[], BinaryIO], target: Path, *, o
 
 
 def _holds(target: Path, source: BinaryIO) -> bool:
-    """Whether a file has exactly these bytes."""
+    """Whether a file has exactly the bytes of ``source``."""
     try:
         with open(target, "rb") as file:
             while expected := source.read(BLOCK):
@@ -472,7 +470,7 @@ def warm(sources: Sequence[str], jobs: int, dry_run: bool, root: Path | None, as
 
 
 def _urls(source: str) -> Iterable[tuple[str, int | None]]:
-    """The URLs that a source without braces stands for, with sizes where a listing has them."""
+    """The URLs of a source without braces, with sizes where a listing has them."""
     from forebay import remote  # here, so that `forebay --help` need not load it
 
     if source == "-":

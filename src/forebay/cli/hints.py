@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import click
+
 from forebay import _config_file, errors
 
 OK = 0
@@ -17,9 +19,6 @@ PIPE = 141  # as a shell shows a process that SIGPIPE ended
 
 COMPLETE = "_FOREBAY_COMPLETE"
 """The environment variable with which a shell requests completions."""
-
-
-_verb: list[str] = []  # the running verb
 
 
 class OutputFailed(errors.ForebayError, OSError):
@@ -117,14 +116,11 @@ def hint_for(error: BaseException) -> Hint:
     return hint._replace(todo=str(todo))
 
 
-def set_verb(name: str | None) -> None:
-    """Set the verb that hints refer to; None: no verb yet."""
-    _verb[:] = [] if name is None else [name]
-
-
 def command() -> str:
     """Return the running command as it is typed, with its verb once that is known."""
-    return " ".join(["forebay", *_verb])
+    context = click.get_current_context(silent=True)
+    verb = context.find_root().invoked_subcommand if context is not None else None
+    return f"forebay {verb}" if verb else "forebay"
 
 
 def is_expected(error: BaseException) -> bool:

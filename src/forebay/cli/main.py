@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -17,8 +18,8 @@ import forebay
 from forebay._config import EnvironmentSettings
 from forebay._logs import logger
 from forebay.cli.arguments import OPTIONS, verb
-from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, command, hint_for, is_expected, set_verb
-from forebay.cli.output import LOG_LINES, Output, argument_of_verbosity, discard, guarded_streams, note, print_error, print_two_lines
+from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, command, hint_for, is_expected
+from forebay.cli.output import LOG_LINES, Output, argument_of_verbosity, discard, guarded_streams, print_error, print_two_lines
 
 log = logger("forebay.cli")
 package_log = logging.getLogger("forebay")
@@ -112,7 +113,6 @@ def top(context: click.Context, root: Path | None, quiet: bool, verbose: int, ve
         context.exit()
     if quiet and verbose:
         raise click.UsageError("-q and -v exclude each other", context)
-    set_verb(context.invoked_subcommand)
     context.default_map = {context.invoked_subcommand: {"root": root}}  # an option of the verb itself wins
     _log_to_stderr(context.invoked_subcommand)
 
@@ -136,23 +136,22 @@ def _log_to_stderr(verb: str) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line and return its exit code. No exception of Forebay's leaves this function."""
     try:
-        with guarded_streams():
-            return _run(arguments)
+        with guarded_streams(), contextlib.ExitStack() as stack:
+            return _run(arguments, stack)
     except BrokenPipeError:  # the reader closed the pipe (`forebay ls | head`)
         discard(sys.stdout, sys.stderr)
         return PIPE
 
 
-def _run(arguments: list[str] | None) -> int:
-    set_verb(None)
+def _run(arguments: list[str] | None, stack: contextlib.ExitStack) -> int:
+    """``stack`` keeps the context of the command, by which errors name the verb."""
     try:
         if COMPLETE in os.environ:
             package_log.addHandler(logging.NullHandler())  # no warning on the terminal on which someone types
             top.main(arguments, prog_name="forebay", complete_var=COMPLETE)  # prints what completes the line, and exits
         code = OK
         try:  # not by `top.main`, which ends the process where the reader of the output has closed the pipe
-            with top.make_context("forebay", sys.argv[1:] if arguments is None else list(arguments)) as context:
-                top.invoke(context)
+            top.invoke(stack.enter_context(top.make_context("forebay", sys.argv[1:] if arguments is None else list(arguments))))
         except click.exceptions.Exit as ending:
             code = ending.exit_code
         sys.stdout.flush()
@@ -161,7 +160,7 @@ def _run(arguments: list[str] | None) -> int:
         return USAGE
     except KeyboardInterrupt:
         code = INTERRUPTED
-        note("interrupted")
+        sys.stderr.write("interrupted\n")
     except BrokenPipeError:
         raise
     except Exception as error:
