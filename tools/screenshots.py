@@ -19,9 +19,8 @@ from threading import Thread
 
 from forebay._engine.seeing import Failure, Fetch, Now
 from forebay.claims import ClaimInfo
-from forebay.cli.report.content import Content
-from forebay.cli.report.page import page
-from forebay.cli.selecting import Cell
+from forebay.cli.listing import Cell
+from forebay.cli.report import Content, page
 from forebay.reports import HistoryPoint, Stats
 
 REPO = Path(__file__).parents[1]

@@ -19,7 +19,7 @@ from typing import Any, Self
 import pytest
 
 from forebay import Cache
-from forebay.cli import main, render
+from forebay.cli import main, output
 
 COMMAND = [sys.executable, "-m", "forebay.cli"]
 HANG = 60.0
@@ -64,7 +64,7 @@ def run(home: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
         return Ran(code, out, err)
 
     yield run
-    log.removeHandler(render.LOG_LINES)
+    log.removeHandler(output.LOG_LINES)
     log.setLevel(logging.NOTSET)
 
 

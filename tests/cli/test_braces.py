@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forebay import Cache, errors
-from forebay.cli.braces import MOST, expand
+from forebay.cli.arguments import MOST, expand
 from forebay.testing import ScriptedServer
 
 from .conftest import Run

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from forebay import Cache
-from forebay.cli import completing
+from forebay.cli import arguments
 from forebay.testing import ScriptedServer
 
 from .conftest import COMMAND, HANG
@@ -26,7 +26,7 @@ Bash = Iterator["Shell"]
 
 def completed(line: str, **environ: str) -> list[str]:
     """What `bash` is told for this line, without the kinds."""
-    env = os.environ | {"_FOREBAY_COMPLETE": "bash_complete", completing.LINE: line} | environ
+    env = os.environ | {"_FOREBAY_COMPLETE": "bash_complete", arguments.LINE: line} | environ
     found = subprocess.run(COMMAND, env=env, capture_output=True, text=True, check=True, timeout=HANG)
     assert found.stderr == ""
     return [text.partition(",")[2] for text in found.stdout.splitlines() if text]
@@ -77,7 +77,7 @@ def test_what_is_wrong_stays_silent(filled: str, home: Path, tmp_path: Path) -> 
 
 def test_of_many_names_their_beginnings(cache: Cache) -> None:
     for folder in ("one", "two"):
-        for number in range(completing.MOST):
+        for number in range(arguments.MOST_NAMES):
             cache.put(f"x/{folder}/{number:03}", b"v")
     cache.put("x/three/1", b"v")
     cache.put("y", b"v")
@@ -89,7 +89,7 @@ def test_of_many_names_their_beginnings(cache: Cache) -> None:
 
 
 def test_verbs_and_options_load_no_engine() -> None:
-    env = os.environ | {"_FOREBAY_COMPLETE": "bash_complete", completing.LINE: "forebay pull --"}
+    env = os.environ | {"_FOREBAY_COMPLETE": "bash_complete", arguments.LINE: "forebay pull --"}
     script = "import atexit, sys; atexit.register(lambda: print([m for m in sys.modules if 'forebay._engine' in m or 'pycurl' in m]))\n"
     script += "from forebay.cli.main import run; run()"
     found = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True, timeout=HANG)

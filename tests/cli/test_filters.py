@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forebay import Entry
-from forebay.cli.selecting import parse_filters
+from forebay.cli.arguments import parse_filters
 from forebay.errors import ConfigError
 
 NOW = 1_000_000_000.0

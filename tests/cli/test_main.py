@@ -11,7 +11,7 @@ import pytest
 
 import forebay
 from forebay import Cache
-from forebay.cli import listing, main, render
+from forebay.cli import listing, main, output
 from forebay.testing import ScriptedServer
 
 from .conftest import COMMAND, Run
@@ -219,9 +219,9 @@ def test_a_log_that_nobody_reads_fails_nobody(monkeypatch: pytest.MonkeyPatch) -
         def print(self, *args: object, **how: object) -> None:
             raise BrokenPipeError
 
-    monkeypatch.setattr(render.LOG_LINES, "target", Gone())
+    monkeypatch.setattr(output.LOG_LINES, "target", Gone())
     monkeypatch.setattr(logging, "raiseExceptions", False)
-    render.LOG_LINES.emit(logging.LogRecord("forebay", logging.WARNING, "", 0, "a warning", (), None))
+    output.LOG_LINES.emit(logging.LogRecord("forebay", logging.WARNING, "", 0, "a warning", (), None))
 
 
 def test_a_reader_who_has_had_enough(cache: Cache, home: Path) -> None:

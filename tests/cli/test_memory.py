@@ -26,9 +26,9 @@ from forebay.cache import entries as listing
 from forebay._engine import check
 from forebay._engine import seeing
 from forebay._engine.catalog import spill
-from forebay.cli import main, render
+from forebay.cli import main, output
 
-seeing.ENTRIES_PER_PAGE = check.AT_ONCE = render.PAGE_ROWS = 200
+seeing.ENTRIES_PER_PAGE = check.AT_ONCE = output.PAGE_ROWS = 200
 listing.IN_MEMORY, spill._CACHE = 1000, "-500"
 code = main.run(sys.argv[1:])
 with open("/proc/self/status") as status:  # not ru_maxrss: that begins with what the process had that started this one

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay import Cache
-from forebay.cli.metrics import COUNTERS, GAUGES, file_name
+from forebay.cli.listing import COUNTERS, GAUGES, file_name
 
 from .conftest import Run
 

@@ -18,11 +18,10 @@ import pytest
 from forebay import Cache
 from forebay._engine.seeing import Failure, Fetch, Now
 from forebay.claims import ClaimInfo
-from forebay.cli import selecting
-from forebay.cli.report.content import gather
-from forebay.cli.report.drawing import HINT, Rect, Series, chart, squarify, treemap
-from forebay.cli.report.page import page as html_of
-from forebay.cli.selecting import Cell, cells_of
+from forebay.cli import listing
+from forebay.cli.listing import Cell, cells_of
+from forebay.cli.report import HINT, Rect, Series, chart, gather, squarify, treemap
+from forebay.cli.report import page as html_of
 from forebay.reports import HistoryPoint
 from forebay.testing import ScriptedServer
 
@@ -72,7 +71,7 @@ def test_cells_are_prefixes_that_together_are_all_entries() -> None:
     names = [f"https://host{rng.randrange(3)}/a{rng.randrange(5)}/b{rng.randrange(4)}/{n}" for n in range(1000)]
     entries = [(name, rng.randrange(1, 1000)) for name in [*names, "plain", "https://host0/top"]]
     cells = cells_of(iter(entries))
-    assert 5 < len(cells) <= selecting.MOST_CELLS
+    assert 5 < len(cells) <= listing.MOST_CELLS
     assert sum(cell.bytes for cell in cells) == sum(size for _, size in entries)
     assert sum(cell.entries for cell in cells) == len(entries)
     assert [cell.bytes for cell in cells] == sorted((cell.bytes for cell in cells), reverse=True)
@@ -80,7 +79,7 @@ def test_cells_are_prefixes_that_together_are_all_entries() -> None:
 
 
 def test_a_million_prefixes_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selecting, "MOST_NODES", 10)
+    monkeypatch.setattr(listing, "MOST_NODES", 10)
     cells = cells_of((f"s3://bucket/{number}/x", 1) for number in range(1000))
     assert sum(cell.entries for cell in cells) == 1000
 

@@ -14,7 +14,7 @@ from forebay._engine.catalog import entries
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.space import eviction
 from forebay.cache import entries as listing
-from forebay.cli import render
+from forebay.cli import output
 from tests.harness import MiB
 from tests.processes import fork
 
@@ -27,7 +27,7 @@ def cache(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[forebay
     for module, name, value in (
         (seeing, "ENTRIES_PER_PAGE", 20), (check, "AT_ONCE", 20), (entries, "RANGE", 20),
         (eviction, "REMOVED_AT_ONCE", 16), (listing, "IN_MEMORY", 50),
-        (render, "PAGE_ROWS", 20),
+        (output, "PAGE_ROWS", 20),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     with forebay.Cache(quick_path / "root", budget=64 * MiB) as found:
@@ -109,7 +109,7 @@ def test_what_a_long_listing_meets_while_others_write(cache: forebay.Cache) -> N
 
 
 def test_a_table_of_any_length_has_one_header(cache: forebay.Cache, capsys: pytest.CaptureFixture[str]) -> None:
-    render.Output().entries(cache.entries().by_name())
+    output.Output().entries(cache.entries().by_name())
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == COUNT + 3
     assert sum("NAME" in line for line in lines) == 1

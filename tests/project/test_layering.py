@@ -59,7 +59,7 @@ THIRD_PARTY = {
     "typing_extensions": ("_model",),  # for type checkers only
     "click": ("cli",),
     "rich": ("cli",),
-    "prometheus_client": ("cli.metrics",),
+    "prometheus_client": ("cli.listing",),
     "opentelemetry": ("adapters.opentelemetry",),
     "pytest": ("adapters.pytest",),
     "IPython": ("cache.notebook",),

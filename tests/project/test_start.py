@@ -67,6 +67,6 @@ def test_a_verb_imports_no_other_verb_and_nothing_to_draw_with(tmp_path: Path) -
     code = "import sys; from forebay.cli.main import run; assert run(sys.argv[1:]) == 0; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, "-C", str(root), "ls", "-q"], capture_output=True, text=True)
     entry, loaded = done.stdout.splitlines()
-    others = {f"forebay.cli.{name}" for name in ("bars", "checkup", "demo", "fetching", "push", "removing")}
+    others = {f"forebay.cli.{name}" for name in ("bars", "checkup", "demo", "fetching", "removing", "report")}
     assert entry == "values:key"
     assert {"rich", "forebay.reports", *others}.intersection(loaded.split()) == set()

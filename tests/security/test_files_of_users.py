@@ -12,7 +12,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.cli import metrics
+from forebay.cli import listing
 from forebay.cli.main import run
 from forebay.directories import copying
 from tests.directories.test_copying import BODIES, listed, write
@@ -28,7 +28,7 @@ def test_a_link_under_a_name_that_can_be_guessed_is_not_followed(tmp_path: Path,
     place.mkdir()
     with forebay.Cache(root) as cache:
         cache.put("key", b"value")
-    name = "page.html" if verb == "report" else metrics.file_name(root)
+    name = "page.html" if verb == "report" else listing.file_name(root)
     option = ["--html", str(place / name)] if verb == "report" else ["--textfile", str(place)]
 
     def write() -> int:

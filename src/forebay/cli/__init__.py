@@ -1,1 +1,1 @@
-"""The command line: `main` wires the verbs, one file each; `render` and `bars` alone know how things look."""
+"""The command line: `main` names the module of each verb, `arguments` has what verbs take, `output` and `bars` what they print."""

@@ -12,7 +12,7 @@ from rich.table import Column
 from rich.text import Text
 
 from forebay._config import format_age, format_size
-from forebay.cli.render import LOG_LINES, console, plain, shown_name, wants_bars
+from forebay.cli.output import LOG_LINES, console, plain, shown_name, wants_bars
 
 if TYPE_CHECKING:
     from forebay import reports

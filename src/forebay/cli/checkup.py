@@ -1,4 +1,4 @@
-"""The verbs that look for faults: `verify`, and `doctor`, whose checks are functions that yield findings and change nothing."""
+"""The verbs that look for faults: `config`, `verify`, and `doctor`, whose checks are functions that yield findings and change nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import resource
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,21 +18,24 @@ from typing import TYPE_CHECKING
 import click
 
 import forebay
-from forebay import errors
+from forebay import _config_file, errors
 from forebay._config import (
     KNOWN,
     LEAST_BUDGET,
+    REMOTE,
     EnvironmentSettings,
     format_age,
     format_size,
+    given_by_file,
+    given_by_variables,
     given_settings,
     parse_budget,
     unused_budget,
 )
 from forebay._kernel import host, mappings
+from forebay.cli.arguments import existing, opened, root_path, store_of, verb
 from forebay.cli.hints import FAILED, NoCache
-from forebay.cli.options import existing, opened, root_path, store_of, verb
-from forebay.cli.render import Output, count, styled
+from forebay.cli.output import Output, argument_of_verbosity, count, note, print_error, styled
 
 if TYPE_CHECKING:
     from forebay._engine.index.adaptive import Standing
@@ -44,6 +47,99 @@ ENOUGH_INODES = 100_000
 ENOUGH_SHARED = 64 << 20
 FULL_INDEX = 0.75  # it is replaced by a larger one at 0.625
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|KEY|HEADER")
+
+
+# -- config ------------------------------------------------------------------------------------------------------------
+
+OF_ROOT = ("budget", "min_free", "max_entries", "max_rate", "max_connections")
+OTHERS = ("max_age", "offline", "shared", "progress", "verbosity", *map(str.lower, REMOTE), "s3_anonymous", "claims")
+DEFAULTS = {
+    "budget": "75 % of the free space, once the cache is created", "min_free": "5 % of the disk", "max_age": "300s", "offline": "0",
+    "shared": "0", "progress": "on a terminal", "verbosity": "warning", "connect_timeout": "10", "read_timeout": "30", "attempts": "5",
+    "connections": "16", "streams": "8", "s3_anonymous": "only if no credentials are found", "claims": "/dev/shm/forebay-claims",
+}  # fmt: skip
+"""The defaults; the other settings have no limit by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting and its source: ``argument``, ``variable``, ``file``, ``cache`` or ``default``. ``where``: which one of these.
+    ``unused``: other values, and what sets them."""
+
+    name: str
+    value: str
+    source: str
+    where: str = ""
+    unused: tuple[str, ...] = ()
+
+
+@verb("forebay config", options="root json")
+def config(root: Path | None, as_json: bool) -> None:
+    """Show all settings, their values, and what set each: an argument, a variable, your forebay.toml or the cache. Creates nothing."""
+    settings = list(_all_settings(root))
+    faults = setting_faults()
+    file, state = _state_of_file()
+    output = Output(as_json)
+    output.document({"file": file, "state": state, "settings": settings, "faults": [str(fault) for fault in faults]})
+    output.table(("SETTING", "VALUE", "SET BY", "NOT USED"), ((s.name, s.value, _set_by(s), "; ".join(s.unused)) for s in settings))
+    output.line(f"your settings: {file or 'no home directory for them'} ({state})")
+    for fault in faults:
+        print_error(fault)
+    if faults:
+        raise click.exceptions.Exit(FAILED)
+
+
+def _set_by(setting: Setting) -> str:
+    return f"{setting.source} {setting.where}".rstrip()
+
+
+def _state_of_file() -> tuple[Path | None, str]:
+    try:
+        file = _config_file.read(os.environ)
+    except errors.ConfigError:
+        return _config_file.location(os.environ), "invalid"
+    return file.path, f"ignored: {file.ignored}" if file.ignored else "read" if file.is_there else "does not exist"
+
+
+def _all_settings(root: Path | None) -> Iterator[Setting]:
+    given = [("variable", given_by_variables(os.environ)), ("file", given_by_file(os.environ)[0])]
+    path, limits = _limits_of_root(root)
+    arguments = {"home": Setting("home", str(root), "argument", "--root")} if root else {}
+    verbosity = argument_of_verbosity()
+    if verbosity:
+        arguments["verbosity"] = Setting("verbosity", verbosity[1], "argument", verbosity[0])
+    for name in ("home", *OF_ROOT, *OTHERS):
+        sources = [Setting(name, own[name].text, source, own[name].name.partition(": ")[0]) for source, own in given if name in own]
+        kept = [Setting(name, limits[name], "cache", path)] if name in limits else []
+        sources = kept + sources if name == "budget" else sources + kept  # a budget that is given is for a cache that is created
+        default = path if name == "home" else DEFAULTS.get(name, "no limit")
+        first, *rest = [*([arguments[name]] if name in arguments else []), *sources, Setting(name, default, "default")]
+        unused = tuple(f"{other.value} ({_set_by(other)})" for other in rest if other.source in ("variable", "file"))
+        yield replace(first, value=path if name == "home" else first.value, unused=unused)
+
+
+def _limits_of_root(root: Path | None) -> tuple[str, dict[str, str]]:
+    """The cache's directory, and its stored limits as text; no limits if there is no cache, or it cannot be read."""
+    try:
+        with opened(root) as cache:
+            limits = {name: value for name, value in store_of(cache).spaces.root_limits().items() if value is not None}
+            return str(cache.path), {name: _shown(name, value) for name, value in limits.items()}
+    except NoCache as error:
+        return str(error.path), {}
+    except errors.ForebayError as error:
+        note(f"what the cache keeps cannot be read: {error}")
+        return str(root_path(root)), {}
+
+
+def _shown(name: str, value: int) -> str:
+    if name in ("budget", "min_free"):
+        return format_size(value)
+    if not value and name != "max_entries":
+        return "no limit"
+    return f"{format_size(value)}/s" if name == "max_rate" else f"{value:,}"
+
+
+# -- verify and doctor -------------------------------------------------------------------------------------------------
 
 
 @verb("forebay verify", "forebay verify --repair", options="root json")
@@ -152,7 +248,7 @@ def _settings(path: Path) -> Iterator[Finding]:
 
 
 def setting_faults() -> list[errors.ConfigError]:
-    """What is invalid in the variables, and in the user's file."""
+    """The errors in the environment variables and in the user's file."""
     from forebay.remote.base import numbers
 
     return EnvironmentSettings.with_faults()[1] + numbers(given_settings()[0])[1]
@@ -280,7 +376,7 @@ def _content(path: Path) -> Iterator[Finding]:
 
 
 def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:
-    """The index of keys, which spares a first read of an entry the catalog."""
+    """The index of keys, by which a process reads an entry for the first time without the catalog."""
     from forebay._engine.seeing import SAMPLED
 
     name = "index of keys"
@@ -304,7 +400,7 @@ def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:
 
 
 def _policies(standings: Mapping[str, Standing | None]) -> Iterator[Finding]:
-    """What is evicted first of the spaces that choose that themselves."""
+    """The eviction order of the spaces that choose it automatically."""
     for name, standing in sorted(standings.items()):
         found = "lru: no process has used it yet"
         if standing is not None:

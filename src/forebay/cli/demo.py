@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import sysconfig
 import tarfile
 import tempfile
@@ -26,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forebay._config import format_size, parse_size
+from forebay.cli.arguments import verb
 from forebay.cli.hints import FAILED
-from forebay.cli.options import verb
-from forebay.cli.render import Output, console, wants_bars
+from forebay.cli.output import Output, console, plain, wants_bars
 from forebay.errors import ConfigError, ForebayError
 
 if TYPE_CHECKING:
@@ -99,10 +98,8 @@ def _serve(total: int, rate: int, port: int) -> None:
     from forebay.testing import ScriptedServer
 
     def say(text: str) -> None:
-        output.line(text)
-        sys.stdout.flush()
+        click.echo(plain(text))  # at once, also into a pipe
 
-    output = Output()
     try:
         server = ScriptedServer(port)
     except OSError as error:
@@ -189,10 +186,15 @@ class Workers:
 
     def close(self) -> None:
         """Kill all workers."""
-        for process, pipe in self._workers:
-            process.kill()
-            process.join()
-            pipe.close()
+        for index in range(len(self._workers)):
+            self._kill(index)
+
+    def _kill(self, index: int) -> int:
+        process, pipe = self._workers[index]
+        process.kill()
+        process.join()
+        pipe.close()
+        return process.pid or 0
 
     def _start(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
         here, there = self._spawn.Pipe()
@@ -225,14 +227,10 @@ class Workers:
 
     def replace(self, index: int) -> None:
         """Kill a worker with -9, and start another one in its place."""
-        process, pipe = self._workers[index]
-        process.kill()
-        process.join()
-        pipe.close()
-        self.killed, self._workers[index] = process.pid or 0, self._start()
+        self.killed, self._workers[index] = self._kill(index), self._start()
 
     def measure(self) -> int:
-        """Return the bytes that the cache takes on disk. All workers are stopped meanwhile: during renames a walk counts files twice."""
+        """Return the bytes that the cache takes on disk. Stops all workers during the walk, which would count renamed files twice."""
         for process, _ in self._workers:
             os.kill(process.pid or 0, signal.SIGSTOP)
         try:

@@ -1,4 +1,4 @@
-"""The verbs that fill the cache: `pull`, `warm`, `cat`."""
+"""The verbs that fetch and send: `pull`, `warm`, `cat`, `push`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ import click
 
 from forebay._config import format_size
 from forebay._logs import logger
-from forebay.cli.braces import expand, expand_all
+from forebay.cli.arguments import complete_names, expand, filled, jobs_option, looked_into, verb
 from forebay.cli.hints import OK, is_expected, shared_code
-from forebay.cli.options import complete_names, filled, jobs_option, looked_into, verb
-from forebay.cli.render import Output, count, note, print_error, shown_name, wants_bars
-from forebay.cli.streams import copy_to_output
+from forebay.cli.output import Output, copy_to_output, count, note, print_error, shown_name, wants_bars
 from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound, Offline, RemoteError
 
 if TYPE_CHECKING:
@@ -57,7 +55,7 @@ class Outcome:
 
 
 class Results:
-    """The outcomes of one verb, and their bars. `call` is for one thread, `add` for any."""
+    """The outcomes of one verb, and their bars. One thread may use `call`, any thread `add`."""
 
     def __init__(self, bars: Bars, jobs: int) -> None:
         """``jobs``: calls at a time."""
@@ -66,7 +64,7 @@ class Results:
         self._free = threading.Semaphore(jobs)
 
     def add(self, outcome: Outcome) -> None:
-        """Take the outcome of a URL that no call works on any more."""
+        """Add the final outcome of a URL."""
         error = outcome.error
         log.debug(
             "%s: %s after %.3f s", shown_name(outcome.url), _STATES[outcome.state], outcome.seconds,
@@ -76,7 +74,7 @@ class Results:
         self.outcomes.append(outcome)
 
     def call(self, url: str, call: Callable[[], Outcome]) -> None:
-        """Have a thread add the outcome that a call returns, or what it raises. Waits while ``jobs`` others are under way."""
+        """Have a thread add the outcome that ``call`` returns, or its error. Waits while ``jobs`` calls are under way."""
 
         def run() -> None:
             began = time.monotonic()
@@ -96,20 +94,18 @@ class Results:
             self._wait_for_one()
 
     def _wait_for_one(self) -> None:
-        while not self._free.acquire(timeout=TURN):  # another thread may have got the signal of Ctrl-C: nothing would wake this one
+        while not self._free.acquire(timeout=TURN):  # the signal of Ctrl-C may reach another thread, and would not wake this one
             pass
 
     def conclude(self, output: Output) -> None:
-        """Print the outcomes as JSON if requested, else a summary where no bars have shown it; list the errors, and exit with their code
-        if there are any."""
+        """Print a summary where neither JSON nor bars show it, then `end`."""
         states = [outcome.state for outcome in self.outcomes]
         if not (output.as_json or wants_bars() or states == ["failed"] * len(states)):
             parts = ", ".join(f"{states.count(state):,} {text}" for state, text in _STATES.items() if state in states)
             fetched = sum(outcome.size or 0 for outcome in self.outcomes if outcome.state in ("fetched", "past"))
             amount = f"; {format_size(fetched)} in {time.monotonic() - self._began:.1f} s" if fetched else ""
             note(f"{count(len(states), 'URL', 'URLs')}: {parts}{amount}")
-        print_outcomes(self.outcomes, output)
-        end(self.outcomes)
+        end(self.outcomes, output)
 
 
 class _Watch:
@@ -162,13 +158,9 @@ def fetch_each(
             yield watch.outcome(None if lease is None else lease.entry.size, error), lease
 
 
-def print_outcomes(outcomes: Iterable[Outcome], output: Output) -> None:
-    """Print the outcomes if JSON is requested."""
+def end(outcomes: Sequence[Outcome], output: Output) -> None:
+    """Print the outcomes as JSON if requested. List the errors by URL, and exit with their code if there are any."""
     output.document([replace(outcome, url=shown_name(outcome.url)) for outcome in outcomes])
-
-
-def end(outcomes: Iterable[Outcome]) -> None:
-    """List the errors by URL, and exit with their code if there are any."""
     errors = {outcome.url: outcome.error for outcome in outcomes if outcome.error is not None}
     for url, error in errors.items():
         print_error(error, about=shown_name(url))
@@ -212,7 +204,7 @@ def pull(
 ) -> None:  # fmt: skip
     """Fetch objects and directories into the cache, each once for the whole node. The URL of a directory ends with a slash. If another
     process is already fetching one, wait for it and show its progress. Braces expand as in bash: 'shard-{000..127}.tar'."""
-    urls = expand_all(urls)
+    urls = list(dict.fromkeys(url for text in urls for url in expand(text)))
     folders = [url for url in urls if _is_directory(url)]
     is_sha256 = sha256 is not None and len(sha256) == 64 and set(sha256.lower()) <= set("0123456789abcdef")
     if sha256 is not None and (len(urls) > 1 or folders or not is_sha256):
@@ -252,8 +244,7 @@ def _is_local_directory(url: str) -> bool:
 
 
 def _targets(urls: Sequence[str], to: str) -> dict[str, Path]:
-    """Return the file that each object, and the directory that each directory, is copied to. Raises `ConfigError` for unusable ones,
-    before anything is fetched."""
+    """Return the path that each object or directory is copied to. Raises `ConfigError` for unusable paths, before anything is fetched."""
     if len(urls) == 1 and (_is_directory(urls[0]) or not (to.endswith("/") or os.path.isdir(to))):
         targets = {urls[0]: Path(to)}
     else:
@@ -279,7 +270,7 @@ def _file_name(url: str) -> str:
 
 
 def _show_what_would_be_fetched(sizes: Mapping[str, int | None], root: Path | None, output: Output, *, jobs: int, **options: Any) -> None:
-    """Print what would be fetched, and its size: asked of the remote where ``sizes`` does not have it. Changes nothing, and creates no
+    """Print what would be fetched, and its size; asks the remote for a size that ``sizes`` does not have. Changes nothing, and creates no
     cache. ``options``: of `_planned`."""
     from forebay.cli.bars import Bars  # here, so that `forebay --help` need not load it
 
@@ -290,19 +281,18 @@ def _show_what_would_be_fetched(sizes: Mapping[str, int | None], root: Path | No
         results.wait()
     by_url = {outcome.url: outcome for outcome in results.outcomes}
     planned = [by_url[url] for url in sizes]
-    print_outcomes(planned, output)
     rows = [("?" if one.size is None else format_size(one.size), _STATES[one.state], shown_name(one.url)) for one in planned]
     output.table(("SIZE>", "STATE", "URL"), rows)
     to_fetch = [one for one in planned if one.state == "fetch"]
     unknown = sum(one.size is None for one in to_fetch)
     what = f"{count(len(to_fetch), 'URL', 'URLs')} would be fetched, {format_size(sum(one.size or 0 for one in to_fetch))}"
     output.line(what + (f" and {unknown:,} of unknown size" if unknown else ""))
-    end(planned)
+    end(planned, output)
 
 
 def _planned(cache: Cache, url: str, size: int | None, *, include: Any = None, exclude: Any = None, refresh: bool = False) -> Outcome:
-    """What would happen to a URL; with ``refresh``, the remote is asked whether what is kept has changed. Raises what describing it
-    raises; `Offline` where the cache must not ask the remote."""
+    """What a fetch of this URL would do. With ``refresh``, asks the remote whether the stored version is still current. Raises the errors
+    of the remote, and `Offline` where the cache must not ask it."""
     from forebay.cache import origin_of
     from forebay.directories import trees
     from forebay.directories.location import locate
@@ -331,8 +321,8 @@ def _pull_objects(
     cache: Cache, fetching: Generator[tuple[Outcome, Lease | None], None, None], targets: Mapping[str, Path], results: Results, *,
     overwrite: bool, sha256: str | None, pin: bool,
 ) -> dict[str, Callable[[], Outcome]]:  # fmt: skip
-    """Fetch objects, and copy them to their targets. Returns, by URL, calls that get the outcomes of those that need more, which must not
-    be called before this ends: copies past the cache, and questions whether a directory was meant."""
+    """Fetch objects, and copy them to their targets. Returns, by URL, the calls that finish the others: copies that bypass the cache, and
+    checks whether a directory was meant. They may wait for keys that ``fetching`` holds, so call them after this ends."""
     from forebay.origin.files import opened  # here, so that `forebay --help` need not load it
 
     later: dict[str, Callable[[], Outcome]] = {}
@@ -354,8 +344,7 @@ def _pull_objects(
 
 
 def _explained(cache: Cache, outcome: Outcome) -> Outcome:
-    """The outcome of an object that does not exist. Raises `NotFound` that tells so, if there is a directory of this name, whose slash was
-    left out."""
+    """The outcome of an object that does not exist. If there is a directory of this name, raises `NotFound` that says to add a slash."""
     from forebay.cache import origin_of
     from forebay.directories.location import locate
     from forebay.directories.manifests import MARK
@@ -403,7 +392,7 @@ def _copied(outcome: Outcome, opened: Callable[[], BinaryIO], target: Path, *, o
 
 
 def _holds(target: Path, source: BinaryIO) -> bool:
-    """Whether a file has exactly these bytes."""
+    """Whether a file has exactly the bytes of ``source``."""
     try:
         with open(target, "rb") as file:
             while expected := source.read(BLOCK):
@@ -481,7 +470,7 @@ def warm(sources: Sequence[str], jobs: int, dry_run: bool, root: Path | None, as
 
 
 def _urls(source: str) -> Iterable[tuple[str, int | None]]:
-    """The URLs that a source without braces stands for, with sizes where a listing has them."""
+    """The URLs of a source without braces, with sizes where a listing has them."""
     from forebay import remote  # here, so that `forebay --help` need not load it
 
     if source == "-":
@@ -508,3 +497,46 @@ def _urls(source: str) -> Iterable[tuple[str, int | None]]:
 def _lines(file: Iterable[str]) -> list[tuple[str, None]]:
     """Return the URLs of a text, without blank lines and those that begin with #."""
     return [(text, None) for line in file if (text := line.strip()) and not text.startswith("#")]
+
+
+# -- push --------------------------------------------------------------------------------------------------------------
+
+
+@verb("forebay push out/ s3://bucket/run/step_200/", options="dry-run root json")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("url", metavar="URL")
+@click.option("--delete", is_flag=True, help="Remove files at URL that are not in DIR, except the metadata.")
+@click.option("--keep/--no-keep", help="Also keep the files in the cache, as though fetched.")
+@jobs_option(16)
+def push(directory: Path, url: str, delete: bool, keep: bool, jobs: int, dry_run: bool, root: Path | None, as_json: bool) -> None:
+    """Upload a directory, such as a checkpoint: only missing files are sent, and readers never see an incomplete upload."""
+    from forebay.cache import origin_of
+    from forebay.cli.bars import Bars
+    from forebay.directories import uploading
+    from forebay.directories.location import locate
+    from forebay.reports import Progress
+
+    began = time.monotonic()
+    to_store = keep and not dry_run
+    with filled(root) if to_store else looked_into(root, change=True) as cache, Bars(1, quiet=as_json) as bars:
+        origin = origin_of(cache)
+
+        def tell(state: str, done: int, total: int) -> None:
+            bars.update(Progress(url, done, total, state))
+
+        try:
+            done = uploading.push(
+                origin, locate(origin, url), directory, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            note("what was sent stays, invisible to readers: the same command resumes there")
+            raise
+        bars.finished(url, "sent" if done.sent else "already there")
+    output = Output(as_json)
+    seconds = time.monotonic() - began
+    output.document({"url": shown_name(url), "sent": done.sent, "removed": done.removed, "bytes": done.bytes, "seconds": seconds})
+    if dry_run:
+        for verb, names in (("would send", done.sent), ("would remove", done.removed)):
+            for name in names:
+                output.line(f"{verb}: {name}")
+        output.line(f"{count(len(done.sent), 'file', 'files')}, {format_size(done.bytes)} to send; {len(done.removed):,} to remove")

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import click
+
 from forebay import _config_file, errors
 
 OK = 0
@@ -17,9 +19,6 @@ PIPE = 141  # as a shell shows a process that SIGPIPE ended
 
 COMPLETE = "_FOREBAY_COMPLETE"
 """The environment variable with which a shell requests completions."""
-
-
-_verb: list[str] = []  # the running verb
 
 
 class OutputFailed(errors.ForebayError, OSError):
@@ -55,27 +54,19 @@ class Hint(NamedTuple):
     code: int = FAILED
 
 
+_IN_USE = "`forebay ls --leased` shows entries in use"
+_RESUMES = Hint("run it again: what arrived is kept, and resumed if the source allows it")
+
 # A class precedes its bases: the first match is used.
 _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
     (errors.ConfigError, Hint("correct it: `forebay VERB --help` lists its arguments and options", USAGE)),
     (errors.MissingExtra, Hint("install it into forebay's environment, then run the command again")),
     (OutputFailed, Hint("the cache is fine: check where the output goes")),
-    (
-        NotFreed,
-        Hint(
-            "`forebay ls --leased` shows entries in use; `forebay unpin` lets entries be evicted; `forebay budget SIZE` raises the budget"
-        ),
-    ),
+    (NotFreed, Hint(f"{_IN_USE}; `forebay unpin` lets entries be evicted; `forebay budget SIZE` raises the budget")),
     (NoCache, Hint("`forebay pull URL` creates one; --root or FOREBAY_HOME selects another directory", ABSENT)),
     (errors.NewerFormat, Hint("upgrade forebay, or give this version a directory of its own with --root")),
-    (
-        errors.RootError,
-        Hint("choose a local directory with --root or FOREBAY_HOME (claims: FOREBAY_CLAIMS); `forebay doctor` says more"),
-    ),
-    (
-        errors.NoSpace,
-        Hint("raise the budget with `forebay budget SIZE`, or run `forebay prune --free SIZE`; `forebay ls --leased` shows entries in use"),
-    ),
+    (errors.RootError, Hint("choose a local directory with --root or FOREBAY_HOME (claims: FOREBAY_CLAIMS); `forebay doctor` says more")),
+    (errors.NoSpace, Hint(f"raise the budget with `forebay budget SIZE`, or run `forebay prune --free SIZE`; {_IN_USE}")),
     (errors.ReadOnly, Hint("run it as the owner of the cache, or select your own with --root")),
     (errors.Damaged, Hint("`forebay verify --repair` sets damaged entries aside")),
     (errors.WriterBusy, Hint("the cache is fine: run it again when other processes write less")),
@@ -95,8 +86,8 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
     (errors.BadListing, Hint("rename or remove that object at the source")),
     (errors.Foreign, Hint("move the file away, use another directory, or pass --overwrite")),
     (errors.AccessDenied, Hint("check the credentials in this shell (environment, ~/.netrc, ~/.aws) and the rights on the object")),
-    (errors.RemoteTimeout, Hint("run it again: what arrived is kept, and resumed if the source allows it")),
-    (errors.RemoteUnavailable, Hint("run it again: what arrived is kept, and resumed if the source allows it")),
+    (errors.RemoteTimeout, _RESUMES),
+    (errors.RemoteUnavailable, _RESUMES),
     (errors.RemoteChanged, Hint("run it again when the source no longer changes")),
     (errors.Conflict, Hint("another process writes there: run it again when it is done")),
     (errors.Unsupported, Hint("write to s3://, to a path, or to another filesystem that can")),
@@ -108,11 +99,12 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
 
 
 def hint_for(error: BaseException) -> Hint:
-    """Return what to do about ``error``: its own ``todo`` if it has one, else that of its class."""
+    """Return what to do about ``error``: its own ``todo``, else that of its class."""
     hint = next((hint for kind, hint in _HINTS if isinstance(error, kind)), None)
     if type(error) is errors.NotCached:
         key = str(getattr(error, "key", ""))
-        todo = f"`forebay pull {shlex.quote(key)}` fetches it" if _is_url(key) else "check the name: `forebay ls -q` lists all"
+        is_url = "://" in key or key.startswith("/")
+        todo = f"`forebay pull {shlex.quote(key)}` fetches it" if is_url else "check the name: `forebay ls -q` lists all"
         hint = Hint(todo, ABSENT)
     name = str(getattr(error, "name", "")) if isinstance(error, errors.ConfigError) else ""
     if _config_file.NAME in name:
@@ -124,18 +116,11 @@ def hint_for(error: BaseException) -> Hint:
     return hint._replace(todo=str(todo))
 
 
-def _is_url(name: str) -> bool:
-    return "://" in name or name.startswith("/")
-
-
-def set_verb(name: str | None) -> None:
-    """Set the verb that hints refer to; None: no verb yet."""
-    _verb[:] = [] if name is None else [name]
-
-
 def command() -> str:
     """Return the running command as it is typed, with its verb once that is known."""
-    return " ".join(["forebay", *_verb])
+    context = click.get_current_context(silent=True)
+    verb = context.find_root().invoked_subcommand if context is not None else None
+    return f"forebay {verb}" if verb else "forebay"
 
 
 def is_expected(error: BaseException) -> bool:

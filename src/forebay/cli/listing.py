@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from forebay._config import format_age, format_size
-from forebay.cli.options import complete_names, existing, names_argument, opened, store_of, verb
-from forebay.cli.render import Output, ago, entry_record, shown, shown_name
-from forebay.cli.selecting import check_space, end_if_missing, find_each, matching, parse_filters, tree_of
-from forebay.errors import ConfigError, NotCached
+from forebay._config import format_size
+from forebay.cli.arguments import (
+    check_space,
+    complete_names,
+    end_if_missing,
+    existing,
+    find_each,
+    matching,
+    names_argument,
+    opened,
+    parse_filters,
+    store_of,
+    verb,
+)
+from forebay.cli.output import Output, ago, entry_record, shown, shown_name, write_whole
+from forebay.errors import ConfigError, MissingExtra, NotCached
 
 if TYPE_CHECKING:
     from forebay._model import Entry
     from forebay.cache import Cache
+    from forebay.claims import ClaimInfo
+    from forebay.reports import Stats
 
+MOST_NODES = 20_000
+"""Prefixes that are told apart; further ones count for those above them."""
+MOST_CELLS = 24
+_DEEPEST = 8
 MOST_PIDS = 4  # of a claim
 
 
@@ -70,6 +90,75 @@ def ls(
             output.entries(islice(entries, limit), names_only=quiet)
 
 
+class Cell(NamedTuple):
+    """A part of a space: a prefix of names, its bytes and its entries."""
+
+    name: str
+    bytes: int
+    entries: int
+
+
+class PrefixNode:
+    """A prefix of names: the bytes and the number of the entries below it, and the prefixes that continue it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.bytes, self.entries = name, 0, 0
+        self.children: dict[str, PrefixNode] = {}
+
+    def count(self, size: int) -> None:
+        """Count an entry of this size."""
+        self.bytes, self.entries = self.bytes + size, self.entries + 1
+
+    def lines(self, depth: int = 0) -> Iterator[tuple[int, str, PrefixNode]]:
+        """What is below, the largest first: depth, label and prefix. A prefix that only one other continues shares a line with it."""
+        for child in sorted(self.children.values(), key=lambda one: (-one.bytes, one.name)):
+            while len(child.children) == 1 and (only := next(iter(child.children.values()))).entries == child.entries:
+                child = only
+            yield depth, child.name[len(self.name) :], child
+            yield from child.lines(depth + 1)
+
+
+def tree_of(entries: Iterable[tuple[str, int]]) -> PrefixNode:
+    """The prefixes of the names of entries, which come with their bytes."""
+    top, nodes = PrefixNode(""), 1
+    for name, size in entries:
+        node = top
+        node.count(size)
+        for part in _parts(name):
+            child = node.children.get(part)
+            if child is None:
+                if nodes >= MOST_NODES:
+                    break
+                child, nodes = node.children.setdefault(part, PrefixNode(node.name + part)), nodes + 1
+            node = child
+            node.count(size)
+    return top
+
+
+def _parts(name: str) -> list[str]:
+    """The directories of a name, with their slashes; the host of a URL is the first one."""
+    scheme, found, rest = name.partition("://")
+    parts = [part + "/" for part in (rest if found else name).split("/")[:-1][:_DEEPEST]]
+    return [f"{scheme}://{parts[0]}", *parts[1:]] if found and parts else parts
+
+
+def cells_of(entries: Iterable[tuple[str, int]]) -> list[Cell]:
+    """The largest prefixes of the names of entries, which come with their bytes, the largest first. Together they are all entries."""
+    cells: list[Cell] = []
+    nodes = [tree_of(entries)]
+    while nodes:  # split the largest one
+        node = max(nodes, key=lambda one: one.bytes)
+        nodes.remove(node)
+        children = list(node.children.values())
+        if len(cells) + len(nodes) + len(children) + 1 > MOST_CELLS:
+            children = []
+        nodes += children
+        own = node.entries - sum(child.entries for child in children)
+        if own:
+            cells.append(Cell(node.name, node.bytes - sum(child.bytes for child in children), own))
+    return sorted(cells, key=lambda cell: -cell.bytes)
+
+
 @verb("forebay which https://host/shard-000.tar", options="root json")
 @names_argument
 def which(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
@@ -80,20 +169,14 @@ def which(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
         found = []
         for entry in entries:
             try:
-                found.append(_facts_of(cache, entry))
+                leased_by = store_of(cache).seeing.leased_by(entry)  # before this process holds the entry itself
+                found.append(entry_record(entry) | {"path": _path_of(cache, entry), "leased_by": leased_by})
             except NotCached as evicted:
                 missing[entry.name] = evicted
     output.document(found)
     for facts in found:
         output.facts(_readable(facts))
     end_if_missing(missing)
-
-
-def _facts_of(cache: Cache, entry: Entry) -> dict[str, Any]:
-    """What `which` says of an entry."""
-
-    leased_by = store_of(cache).seeing.leased_by(entry)  # before this process holds the entry itself
-    return entry_record(entry) | {"path": _path_of(cache, entry), "leased_by": leased_by}
 
 
 def _path_of(cache: Cache, entry: Entry) -> str | None:
@@ -106,7 +189,7 @@ def _path_of(cache: Cache, entry: Entry) -> str | None:
 
 def _readable(facts: Mapping[str, Any]) -> dict[str, str]:
     now = time.time()
-    ages = {name: f"{format_age(int(now - facts[name]))} ago" if facts[name] > 0 else "never" for name in ("created", "used", "validated")}
+    ages = {name: f"{ago(now, facts[name])} ago" if facts[name] > 0 else "never" for name in ("created", "used", "validated")}
     return {
         "name": facts["name"],
         "path": facts["path"] or "none: a program reads it through what stored it",
@@ -129,15 +212,8 @@ def du(root: Path | None, as_json: bool) -> None:
     free = disk.f_bavail * disk.f_frsize
     output = Output(as_json)
     output.document({
-        "path": directory,
-        "budget": usage.budget,
-        "used": usage.bytes_used,
-        "reserved": usage.bytes_reserved,
-        "overhead": overhead,
-        "max_rate": usage.max_rate,
-        "max_connections": usage.max_connections,
-        "disk_free": free,
-        "strays": strays,
+        "path": directory, "budget": usage.budget, "used": usage.bytes_used, "reserved": usage.bytes_reserved, "overhead": overhead,
+        "max_rate": usage.max_rate, "max_connections": usage.max_connections, "disk_free": free, "strays": strays,
         "spaces": {name: {"entries": count, "bytes": size} for name, (count, size) in usage.spaces.items()},
     })  # fmt: skip
     spaces = [(name, count, format_size(size)) for name, (count, size) in sorted(usage.spaces.items())]
@@ -165,24 +241,84 @@ def stats(zero: bool, form: str | None, textfile: Path | None, root: Path | None
     """Show what all processes on the node did with this cache: hits, misses, bytes, waits, evictions."""
     if as_json and form not in (None, "json"):
         raise click.UsageError(f"--json and --format {form} exclude each other")
-    from forebay.cli import metrics  # here, as it is seldom needed
-
-    output, file, text = Output(as_json or form == "json"), None, None
+    if textfile is not None and not textfile.is_dir():
+        raise ConfigError(f"{textfile} is no directory", name="--textfile", value=str(textfile))
+    output = Output(as_json or form == "json")
     with opened(root, change=zero) as cache:
         counters = cache.stats()
+        text = "" if textfile is None and form != "prometheus" else _metrics(cache.path, counters)
         if textfile is not None:
-            file = metrics.write_textfile(textfile, cache.path, counters)
-        if form == "prometheus":
-            text = metrics.as_text(cache.path, counters)
+            write_whole(textfile / file_name(cache.path), text.encode())
         if zero:
             cache.reset_stats()
-    if text is not None:
+    if form == "prometheus":
         output.raw(text.rstrip("\n"))
         return
     output.document(counters.as_dict())
-    if file is not None and form is None:  # of use in a cron job, which should be silent
-        return
-    output.facts(counters.as_text())
+    if textfile is None or form is not None:  # else of use in a cron job, which should be silent
+        output.facts(counters.as_text())
+
+
+# -- the format of Prometheus --------------------------------------------------------------------------------------------
+
+COUNTERS = {
+    "hits": "Calls served from the cache.",
+    "misses": "Calls that fetched from a remote.",
+    "fills": "Objects that were stored.",
+    "evictions": "Entries that were removed.",
+    "fallbacks": "Calls that were served without the cache.",
+    "waits": "Waits for another process.",
+    "bytes_hit": "Bytes served by hits.",
+    "bytes_remote": "Bytes received over the network.",
+    "bytes_stored": "Bytes stored.",
+    "requests": "Requests to remotes.",
+    "retries": "Requests that were repeated.",
+    "store_failures": "Values that could not be stored.",
+    "damaged": "Damaged entries that were set aside.",
+}
+GAUGES = {
+    "bytes_used": "Bytes on the disk that count against the budget.",
+    "bytes_reserved": "Bytes reserved by writes in progress.",
+    "entries": "Entries.",
+}
+_LONGEST = 120  # characters of the part of a file's name that tells the root
+
+
+def _metrics(path: Path, stats: Stats) -> str:
+    """The statistics of the root at ``path`` in the format of Prometheus. Raises `MissingExtra`."""
+    try:
+        from prometheus_client import generate_latest
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+    except ImportError as error:
+        raise MissingExtra.of("the format of Prometheus", "prometheus") from error
+
+    def family(kind: Any, name: str, text: str, values: Mapping[str, float], *labels: str) -> Any:
+        metric = kind(f"forebay_{name}", text, labels=("root", *labels))
+        for label, value in values.items():
+            metric.add_metric((str(path), label)[: 1 + len(labels)], value)
+        return metric
+
+    waits = {cause: getattr(stats, f"wait_ns_{cause}") / 1e9 for cause in ("remote", "lock", "space")}
+    entries, sizes = ({space: usage[at] for space, usage in sorted(stats.spaces.items())} for at in (0, 1))
+    families = [
+        *(family(CounterMetricFamily, name, text, {"": getattr(stats, name)}) for name, text in COUNTERS.items()),
+        family(CounterMetricFamily, "wait_seconds", "Seconds spent waiting.", waits, "cause"),
+        *(family(GaugeMetricFamily, name, text, {"": getattr(stats, name)}) for name, text in GAUGES.items()),
+        family(GaugeMetricFamily, "budget_bytes", "Bytes that all processes together may store.", {"": stats.budget}),
+        family(GaugeMetricFamily, "space_entries", "Entries of a space.", entries, "space"),
+        family(GaugeMetricFamily, "space_bytes", "Bytes of a space.", sizes, "space"),
+    ]
+    registry: Any = SimpleNamespace(collect=lambda: families)
+    text: bytes = generate_latest(registry)
+    return text.decode()
+
+
+def file_name(path: Path) -> str:
+    """The name of the file for the collector of node_exporter; each root has its own."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(path)).strip("-") or "root"
+    if not re.fullmatch(r"[A-Za-z0-9._/]+", str(path)) or len(name) > _LONGEST:  # another root could have the same name
+        name = f"{name[-_LONGEST:]}-{zlib.crc32(os.fsencode(path)):08x}"
+    return f"forebay-{name}.prom"
 
 
 @verb('tar -tf "$(forebay path https://host/shard-000.tar)"', options="root json")
@@ -214,11 +350,7 @@ def path(name: str | None, root: Path | None, as_json: bool) -> None:
 @verb("forebay claims", options="json")
 def claims(as_json: bool) -> None:
     """List the claims on this node, those of dead jobs too: which job has which directories, and how much shared memory."""
-    from forebay.claims import list_claims  # here, so that `forebay --help` need not load them
-
-    listed = [
-        replace(claim, remotes=tuple(url and shown(url) for url in claim.remotes), command=shown(claim.command)) for claim in list_claims()
-    ]
+    listed = claims_without_secrets()
     output = Output(as_json)
     output.document(listed)
     now = time.time()
@@ -231,3 +363,12 @@ def claims(as_json: bool) -> None:
         rows.append((f"{claim.prefix:06}", state, ago(now, claim.started), claim.user, processes, memory, claim.job or "-", directories))
     if rows:
         output.table(("PREFIX", "STATE", "AGE>", "USER", "PROCESSES", "MEMORY>", "JOB", "DIRECTORIES"), rows)
+
+
+def claims_without_secrets() -> list[ClaimInfo]:
+    """All claims on this node, without the secrets in their URLs and commands."""
+    from forebay.claims import list_claims  # here, so that `forebay --help` need not load them
+
+    return [
+        replace(claim, remotes=tuple(url and shown(url) for url in claim.remotes), command=shown(claim.command)) for claim in list_claims()
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -11,47 +12,29 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
+from click.shell_completion import get_completion_class
 
 import forebay
 from forebay._config import EnvironmentSettings
 from forebay._logs import logger
-from forebay.cli import streams
-from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, command, hint_for, is_expected, set_verb
-from forebay.cli.options import OPTIONS, verb
-from forebay.cli.render import LOG_LINES, Output, argument_of_verbosity, note, print_error, print_two_lines
+from forebay.cli.arguments import OPTIONS, verb
+from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, command, hint_for, is_expected
+from forebay.cli.output import LOG_LINES, Output, argument_of_verbosity, discard, guarded_streams, print_error, print_two_lines
 
 log = logger("forebay.cli")
 package_log = logging.getLogger("forebay")
 
-LOOKING = frozenset(
-    {"budget", "claims", "completion", "config", "doctor", "du", "help", "ls", "path", "report", "stats", "top", "verify", "which"}
-)
-"""Verbs that apply no limits, and change nothing without an option that does."""
-
 TASKS = {
-    "Fetch and send": {"pull": "fetching", "warm": "fetching", "cat": "fetching", "push": "push"},
-    "See what is there": {
-        "ls": "listing",
-        "which": "listing",
-        "path": "listing",
-        "du": "listing",
-        "stats": "listing",
-        "claims": "listing",
-        "report": "report",
-        "top": "top",
-    },
-    "Decide what stays": {
-        "budget": "settings",
-        "pin": "removing",
-        "unpin": "removing",
-        "rm": "removing",
-        "prune": "removing",
-        "clear": "removing",
-    },
-    "Check": {"config": "settings", "doctor": "checkup", "verify": "checkup"},
+    "Fetch and send": dict.fromkeys(("pull", "warm", "cat", "push"), "fetching"),
+    "See what is there": dict.fromkeys(("ls", "which", "path", "du", "stats", "claims"), "listing") | {"report": "report", "top": "top"},
+    "Decide what stays": dict.fromkeys(("budget", "pin", "unpin", "rm", "prune", "clear"), "removing"),
+    "Check": dict.fromkeys(("config", "doctor", "verify"), "checkup"),
     "Begin": {"help": "main", "completion": "main", "demo": "demo"},
 }
 """The verbs by task, in the order of the help, and the module of each."""
+
+LOOKING = frozenset({*TASKS["See what is there"], *TASKS["Check"], "budget", "completion", "help"})
+"""Verbs that apply no limits, and change nothing without an option that does."""
 
 VERBS = {name: module for verbs in TASKS.values() for name, module in verbs.items()}
 
@@ -60,11 +43,6 @@ VERBS = {name: module for verbs in TASKS.values() for name, module in verbs.item
 @click.argument("shell", metavar="bash|zsh|fish", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str, as_json: bool) -> None:
     """Print a script that completes verbs, options, and names of entries and spaces: `eval "$(forebay completion bash)"`."""
-    from click.shell_completion import get_completion_class
-
-    from forebay.cli import completing
-
-    completing.prepare()
     kind = get_completion_class(shell)
     assert kind is not None
     script = kind(top, {}, "forebay", COMPLETE).source()
@@ -135,7 +113,6 @@ def top(context: click.Context, root: Path | None, quiet: bool, verbose: int, ve
         context.exit()
     if quiet and verbose:
         raise click.UsageError("-q and -v exclude each other", context)
-    set_verb(context.invoked_subcommand)
     context.default_map = {context.invoked_subcommand: {"root": root}}  # an option of the verb itself wins
     _log_to_stderr(context.invoked_subcommand)
 
@@ -159,26 +136,22 @@ def _log_to_stderr(verb: str) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line and return its exit code. No exception of Forebay's leaves this function."""
     try:
-        with streams.replaced():
-            return _run(arguments)
+        with guarded_streams(), contextlib.ExitStack() as stack:
+            return _run(arguments, stack)
     except BrokenPipeError:  # the reader closed the pipe (`forebay ls | head`)
-        streams.discard(sys.stdout, sys.stderr)
+        discard(sys.stdout, sys.stderr)
         return PIPE
 
 
-def _run(arguments: list[str] | None) -> int:
-    set_verb(None)
+def _run(arguments: list[str] | None, stack: contextlib.ExitStack) -> int:
+    """``stack`` keeps the context of the command, by which errors name the verb."""
     try:
         if COMPLETE in os.environ:
-            from forebay.cli import completing
-
-            completing.prepare()
             package_log.addHandler(logging.NullHandler())  # no warning on the terminal on which someone types
             top.main(arguments, prog_name="forebay", complete_var=COMPLETE)  # prints what completes the line, and exits
         code = OK
         try:  # not by `top.main`, which ends the process where the reader of the output has closed the pipe
-            with top.make_context("forebay", sys.argv[1:] if arguments is None else list(arguments)) as context:
-                top.invoke(context)
+            top.invoke(stack.enter_context(top.make_context("forebay", sys.argv[1:] if arguments is None else list(arguments))))
         except click.exceptions.Exit as ending:
             code = ending.exit_code
         sys.stdout.flush()
@@ -187,7 +160,7 @@ def _run(arguments: list[str] | None) -> int:
         return USAGE
     except KeyboardInterrupt:
         code = INTERRUPTED
-        note("interrupted")
+        sys.stderr.write("interrupted\n")
     except BrokenPipeError:
         raise
     except Exception as error:

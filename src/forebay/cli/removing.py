@@ -1,4 +1,4 @@
-"""The verbs that decide what the cache keeps: `rm`, `prune`, `clear`, `pin`, `unpin`."""
+"""The verbs that decide what the cache keeps: `budget`, `rm`, `prune`, `clear`, `pin`, `unpin`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,68 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forebay._config import format_size, parse_size
+from forebay._config import format_size, parse_budget, parse_size
 from forebay._model import Entry, Report
+from forebay.cli.arguments import (
+    check_space,
+    complete_names,
+    end_if_missing,
+    find_each,
+    names_argument,
+    opened,
+    parse_filters,
+    store_of,
+    verb,
+)
 from forebay.cli.hints import ABSENT, FAILED, NoCache, NotFreed
-from forebay.cli.options import complete_names, names_argument, opened, verb
-from forebay.cli.render import Output, ago, confirmed, count, note
-from forebay.cli.selecting import check_space, end_if_missing, find_each, parse_filters
-from forebay.errors import ConfigError, ForebayError, NotCached
+from forebay.cli.output import Output, ago, confirmed, count, note
+from forebay.errors import CacheFault, ConfigError, ForebayError, NotCached, ReadOnly
 
 if TYPE_CHECKING:
     from forebay._model import Strays
     from forebay.cache import Cache
     from forebay.claims import ClaimInfo
     from forebay.reports import Plan
+
+
+@verb("forebay budget", "forebay budget 500GB", options="dry-run yes root json")
+@click.argument("size", required=False, metavar="[SIZE]")
+def budget(size: str | None, dry_run: bool, yes: bool, root: Path | None, as_json: bool) -> None:
+    """Show the budget of the cache, or change it for all processes. Lowering it evicts the least recently used entries at once, after
+    asking. No other verb changes it; FOREBAY_BUDGET applies only when a cache is created."""
+    from forebay._engine.store import Settings  # here, so that `forebay --help` need not load it
+    from forebay._kernel import host
+    from forebay.cli.checkup import unused_setting
+
+    output = Output(as_json)
+    with opened(root, change=size is not None and not dry_run) as cache:
+        before, path, disk = cache.budget, cache.path, host.disk(cache.path)
+        if size is not None:
+            after = parse_budget(size, total=disk.total, name="SIZE")
+            usage = cache.stats()
+            used = usage.bytes_used + usage.bytes_reserved
+            over = used - after
+            if over > 0 and (dry_run or not yes):
+                output.line(f"{format_size(used)} are used: about {format_size(over)} would be evicted, least recently used first")
+            if over > 0 and not (dry_run or yes or confirmed("Lower the budget?")):
+                raise click.exceptions.Exit(FAILED)
+            if not dry_run:
+                store = store_of(cache)
+                if store.root.read_only:
+                    raise ReadOnly.of(path)
+                if not store.configure(Settings(budget=after)):
+                    raise CacheFault(f"{store.root.settings} cannot be written now: the budget is not changed")
+        usage = cache.stats()
+    output.document({"path": path, "budget": usage.budget, "before": before, "used": usage.bytes_used, "reserved": usage.bytes_reserved})
+    if size is not None and not dry_run:
+        output.line(f"the budget of {path} is {format_size(usage.budget)} now, for all processes; it was {format_size(before)}")
+        return
+    output.line(f"{format_size(usage.budget)} for all processes; {format_size(usage.bytes_used + usage.bytes_reserved)} used")
+    if size is None:
+        with suppress(ConfigError):  # `config` and `doctor` report it
+            message = unused_setting(path, usage.budget, disk.total)
+            if message:
+                note(message)
 
 
 @verb("forebay rm https://host/shard-000.tar", "forebay rm --filter 'used>30d' --dry-run", options="filter dry-run yes root json")
@@ -194,9 +243,6 @@ def _show_report(report: Report, output: Output, *, pinned: Sequence[str] = ()) 
 def _entries_and_strays(entries: int, strays: int) -> str:
     what = count(entries, "entry", "entries")
     return f"{what} and {count(strays, 'stray file', 'stray files')}" if strays else what
-
-
-# -- pins --------------------------------------------------------------------------------------------------------------
 
 
 @verb("forebay pin https://host/shard-000.tar", options="root json")

@@ -1,4 +1,4 @@
-"""The verb that watches a cache: `top`. It opens the root anew for each look, and changes nothing in it."""
+"""The verb that watches a cache: `top`. It opens the root again for each look, and changes nothing in it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from forebay._config import format_age, format_size
-from forebay.cli.options import opened, verb
-from forebay.cli.render import Output, console, count, plain, rich_table
+from forebay._config import format_size
+from forebay.cli.arguments import opened, verb
+from forebay.cli.output import Output, ago, console, count, plain, rich_table
+from forebay.cli.report import activity
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -69,8 +70,6 @@ def top(once: bool, interval: float, root: Path | None, as_json: bool) -> None:
 
 
 def _look(root: Path | None) -> Look:
-    from forebay.cli.report.content import activity
-
     with opened(root) as cache:
         return Look(time.monotonic(), str(cache.path), cache.stats(), activity(cache))
 
@@ -88,7 +87,7 @@ def _watch(before: Look, root: Path | None, interval: float) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[str, float], bool]]:
-    """Gives a function that waits for some seconds, and tells whether this key was pressed meanwhile."""
+    """Give a function that waits for some seconds, and returns whether this key was pressed during the wait."""
     fds = [sys.stdin.fileno()] if sys.stdin.isatty() else []
 
     def is_pressed(key: str, seconds: float) -> bool:
@@ -126,7 +125,7 @@ def _print_once(before: Look, after: Look, as_json: bool) -> None:
 
 
 def _print_lines(before: Look, after: Look) -> Look:
-    """One line about the time between two looks, then one for each fetch."""
+    """Print one line about the time between two looks, then one for each fetch."""
     output = Output()
     output.line(", ".join(f"{name} {text}" for name, text in _facts(before, after).items() if name != "cache"))
     for one in after.now.fetches[:MOST_ROWS]:
@@ -136,8 +135,9 @@ def _print_lines(before: Look, after: Look) -> Look:
 
 
 def rates(before: Look, after: Look) -> dict[str, float]:
-    """What was counted between two looks, by the second; ``hit_rate``: of these calls, 0.0 where there were none. Bytes of a fetch are
-    counted when it ends: of those under way what came since the look before is added, and of others what was seen before is not."""
+    """Counts per second between two looks; ``hit_rate``: the hit rate of these calls, 0.0 without calls. The cache counts the bytes of a
+    fetch when it ends. So the bytes that fetches under way received since the first look are added, and the bytes that ended fetches had
+    received before it are subtracted."""
     seconds = max(after.at - before.at, 1e-9)
     names = ("hits", "misses", "fallbacks", "evictions", "waits", "bytes_hit", "bytes_remote", "requests", "retries")
     counts = {name: max(getattr(after.stats, name) - getattr(before.stats, name), 0) for name in names}  # less: they were zeroed
@@ -170,7 +170,7 @@ def _facts(before: Look, after: Look) -> dict[str, str]:
 def _tables(before: Look, after: Look) -> list[Table]:
     spaces = [(plain(name), f"{count:,}", format_size(size)) for name, (count, size) in sorted(after.stats.spaces.items())]
     fetches = [_fetch_row(one, before, after) for one in after.now.fetches[:MOST_ROWS]]
-    waiters = [(_since(one.since), one.process, one.key, one.holder) for one in after.now.waiters[:MOST_ROWS]]
+    waiters = [(ago(time.time(), one.since), one.process, one.key, one.holder) for one in after.now.waiters[:MOST_ROWS]]
     tables: list[Table] = [
         (("SPACE", "ENTRIES>", "BYTES>"), spaces),
         (("DONE>", "OF>", "SPEED>", "FOR>", "PROCESS", "FETCHES"), fetches),
@@ -183,11 +183,7 @@ def _fetch_row(one: Fetch, before: Look, after: Look) -> tuple[str, ...]:
     speed = _speed(one, before, after)
     total = "?" if one.total is None else format_size(one.total)
     name = one.key if one.space == "urls" else f"{one.space}:{one.key}"
-    return format_size(one.done), total, f"{format_size(speed)}/s", _since(one.since), one.process, name
-
-
-def _since(moment: float) -> str:
-    return format_age(max(int(time.time() - moment), 0))
+    return format_size(one.done), total, f"{format_size(speed)}/s", ago(time.time(), one.since), one.process, name
 
 
 def _speed(one: Fetch, before: Look, after: Look) -> float:

@@ -1,7 +1,11 @@
-"""Results as tables and text, or one JSON document, on standard output; notes and errors on standard error."""
+"""Results as tables and text, or one JSON document, on standard output; notes and errors on standard error.
+
+A failed write of either stream has an error of its own, unlike a fault of the cache. rich is imported where something is drawn: a list in a
+pipe needs none of it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -10,15 +14,16 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import click
 
 from forebay._config import EnvironmentSettings, format_age, format_size
 from forebay._logs import escaped
-from forebay.cli.hints import hint_for
+from forebay.cli.hints import OutputFailed, hint_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,15 +32,11 @@ if TYPE_CHECKING:
 
     from forebay._engine.seeing import Facts
     from forebay._model import Entry, Strays
-    from forebay.reports import HistoryPoint
 
 T = TypeVar("T")
 PAGE_ROWS = 1000
 """Rows in memory at once; they determine the widths of a longer table's columns."""
 UNLIMITED = 100_000  # columns without a terminal: nothing is cut or folded in a pipe
-
-
-# rich is imported where something is drawn: a list in a pipe needs none of it.
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -295,15 +296,6 @@ def count(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
 
 
-def length_of(points: Sequence[HistoryPoint]) -> str:
-    """How long a history is, as words."""
-    seconds = points[-1].end - points[0].start if points else 0.0
-    for one, many, unit in (("day", "days", 86_400), ("hour", "hours", 3600), ("minute", "minutes", 60)):
-        if seconds >= 2 * unit:
-            return count(round(seconds / unit), one, many)
-    return count(round(seconds), "second", "seconds")
-
-
 def _jsonable(value: object) -> object:
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return _jsonable(value._asdict())
@@ -329,3 +321,93 @@ def confirmed(question: str) -> bool:
         return False
     console(stderr=True).print(styled(f"{question} [y/N] "), end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+# -- the streams -------------------------------------------------------------------------------------------------------
+
+
+COPIED = 1 << 20
+"""Bytes that `copy_to_output` holds at a time."""
+
+
+class OutputStream:
+    """A stream that raises `OutputFailed`. A ``silent`` one, standard error, drops what cannot be written."""
+
+    def __init__(self, stream: Any, *, silent: bool) -> None:
+        self._stream, self._silent = stream, silent
+        self._failed: OutputFailed | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self.call(lambda: self._stream.write(text)) or len(text)
+        except UnicodeEncodeError as error:
+            encoding = error.encoding
+        try:
+            data = text.encode(encoding, "surrogateescape")  # a path as the system has it
+        except UnicodeEncodeError:
+            data = text.encode(encoding, "backslashreplace")
+        self.flush()
+        self.call(lambda: self._stream.buffer.write(data))
+        return len(text)
+
+    def flush(self) -> None:
+        self.call(self._stream.flush)
+
+    def call(self, call: Callable[[], Any]) -> Any:
+        """Call what writes to the stream. Raises `OutputFailed`, BrokenPipeError."""
+        if self._failed is not None:  # click probes streams, and ignores errors
+            raise self._failed
+        try:
+            return call()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            discard(self._stream)
+            if not self._silent:
+                self._failed = OutputFailed(f"the output cannot be written: {error.strerror}")
+                raise self._failed from error
+
+
+def copy_to_output(file: BinaryIO) -> None:
+    """Write all bytes of a file to standard output, which is an `OutputStream`."""
+    out = sys.stdout
+    assert isinstance(out, OutputStream)
+    out.flush()
+    while data := file.read(COPIED):
+        out.call(functools.partial(out.buffer.write, data))
+    out.flush()
+
+
+@contextlib.contextmanager
+def guarded_streams() -> Iterator[None]:
+    """Make both streams `OutputStream`s inside the block."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = OutputStream(before[0], silent=False), OutputStream(before[1], silent=True)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def discard(*streams: Any) -> None:
+    """Discard what is still to be written, so that the interpreter's last flush does not fail too."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file as a whole, or not at all. Raises `OutputFailed`."""
+    from forebay._kernel import host
+    from forebay.remote.local import staged  # here, so that `forebay --help` need not load it
+
+    try:
+        with staged(path) as (part, fd):
+            host.pwrite(fd, data, 0)
+            os.replace(part, path)
+    except OSError as error:
+        raise OutputFailed(f"{path} cannot be written: {error.strerror}") from error
