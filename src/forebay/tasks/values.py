@@ -131,8 +131,8 @@ class Values:
 
     def _decode(self, view: memoryview, copy: bool) -> Any:
         if not copy:
-            return self.codec.decode(view, lambda: _private(view))
-        own = memoryview(bytearray(view)) if view.nbytes < MAPPED_FROM else _private(view)
+            return self.codec.decode(view, lambda: mappings.private(view, view.obj))
+        own = memoryview(bytearray(view)) if view.nbytes < MAPPED_FROM else mappings.private(view, view.obj)
         return self.codec.decode(own, lambda: own)
 
     def _decode_unstored(self, data: Buffer, copy: bool) -> Any:
@@ -425,12 +425,3 @@ def _unpickled(error: errors.FillFailed) -> Exception | None:
     except Exception:  # noqa: BLE001  # such as a class that is not there
         return None
     return original if isinstance(original, Exception) else None
-
-
-def _private(view: memoryview) -> memoryview:
-    """The same bytes, writable, with stores that only this view shows: a mapping of its own, or a copy where there is no file."""
-    try:
-        own = mappings.private(view, view.obj)
-    except OSError:  # as many mappings, or files, as a process may have
-        own = None
-    return memoryview(bytearray(view)) if own is None else own
