@@ -47,7 +47,7 @@ ORDER = """
 
 # The half of tasks is imported without the half of checkpoints, which needs pyarrow.
 RAY = (
-    "adapters.ray.checkpoint", "adapters.ray.sessions", "adapters.ray.task", "adapters.ray.tasks", "adapters.chia",
+    "adapters.ray.checkpoint", "adapters.ray.sessions", "adapters.ray.tasks", "adapters.chia",
 )  # fmt: skip
 
 STREAMING = ("adapters.streaming", "adapters.streaming.shared", "adapters.streaming.barrier", "adapters.streaming.prefix")

@@ -67,11 +67,20 @@ def note_file(view: memoryview, name: str, file: os.stat_result) -> None:
     cast(Any, view.obj).file = name, file.st_dev, file.st_ino
 
 
-def private(view: memoryview, of: object) -> memoryview | None:
-    """The same bytes in a separate, writable mapping: stores stay in it, and a page is copied only when it is first written to. None where
-    ``view`` is not a part of a file that `note_file` knows and that still exists. Raises OSError.
+def private(view: memoryview, of: object) -> memoryview:
+    """The same bytes, writable; only the returned view shows what is stored in it. It is a mapping, of which a page is copied when it is
+    first written to; or a copy, where ``view`` is not a part of a file that `note_file` knows and that still exists, or the process has as
+    many mappings or files as it may have.
 
     ``view``: contiguous, of bytes. ``of``: the ``obj`` of the view that it is a part of."""
+    try:
+        own = _mapped_again(view, of)
+    except OSError:
+        own = None
+    return memoryview(bytearray(view)) if own is None else own
+
+
+def _mapped_again(view: memoryview, of: object) -> memoryview | None:
     known = getattr(of, "file", None)
     if known is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import enum
+import functools
 import hashlib
 import json
 import os
@@ -188,11 +189,11 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
         self._max_count = count
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = {
-            "parent_cache_dir": self.parent_cache_dir, "num_workers": self.num_workers, "max_cache_size_gbytes": self._max_size / GIB,
-            "max_cache_count": self._max_count, "method": self.method, "cache": self._given,
-        }  # fmt: skip
-        return _unpickle, (arguments,)
+        again = functools.partial(
+            FileStoreCachePool, parent_cache_dir=self.parent_cache_dir, num_workers=self.num_workers,
+            max_cache_size_gbytes=self._max_size / GIB, max_cache_count=self._max_count, method=self.method, cache=self._given,
+        )  # fmt: skip
+        return again, ()
 
     def __repr__(self) -> str:
         return (
@@ -368,7 +369,3 @@ def _decoded(ds: Any, fname: str, noted: Any, plain: bool) -> Item:
     if decode is not None:
         return decode(data, fname=fname), info
     return (data if getattr(ds, "inner_reader", None) is None else ds.decoder.decode(fname, data)), info
-
-
-def _unpickle(arguments: dict[str, Any]) -> FileStoreCachePool:
-    return FileStoreCachePool(**arguments)

@@ -248,11 +248,12 @@ def blocks_of(origin: Origin, name: Name) -> list[Entry]:
     else:
         text = remote.as_text(name)
         keys = [] if "#block" in text else [key for space, key in _keys_of(origin, text) if space == URLS]  # else a block is not cached
-    return [entry for key in dict.fromkeys(keys) if is_text(key) for entry in _parts_of(origin.store, key)]
+    return [entry for key in dict.fromkeys(keys) if is_text(key) for entry in entries_below(origin.store, prefix_of_parts(key))]
 
 
-def _parts_of(store: Store | PassThrough, key: str) -> Iterator[Entry]:
-    after = prefix = prefix_of_parts(key)
+def entries_below(store: Store | PassThrough, prefix: str) -> Iterator[Entry]:
+    """The entries of URLs whose keys begin with this, and are longer."""
+    after = prefix
     while page := store.seeing.page(URLS, after):
         for entry in page:
             if not entry.key.startswith(prefix):

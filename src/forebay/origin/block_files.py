@@ -13,6 +13,7 @@ from forebay._engine.locks.lease import Lease
 from forebay._logs import logger
 from forebay._model import Entry, ObjectInfo, Transfer, noted
 from forebay.origin.blocks import RUN, Blocks, index_meta, parse_block_size
+from forebay.origin.files import SeekableFile, opened
 from forebay.origin.flight import get_or_make
 from forebay.origin.request import FetchOptions, Target, is_expected, is_same_version
 from forebay.origin.spaces import URLS, index_key
@@ -48,8 +49,6 @@ def open_blocks(origin: Origin, target: Target, options: FetchOptions, block_siz
         return origin.open(target, options)
     version = _Opening(origin, target, options).version()
     if isinstance(version, Lease):
-        from forebay.origin.files import opened
-
         return opened(version)
     if not is_divisible(version) or (version.size or 0) <= size:
         return origin.open(target, options)
@@ -177,7 +176,7 @@ class _Opening:
 # -- reading ------------------------------------------------------------------------------------------------------------
 
 
-class BlockFile(io.BufferedIOBase):
+class BlockFile(SeekableFile, io.BufferedIOBase):
     """A read-only, seekable binary file over the blocks of one version of an object. Not for several threads at a time; after a fork parent
     and child each have a position of their own.
 
@@ -186,37 +185,17 @@ class BlockFile(io.BufferedIOBase):
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks, self._ahead = blocks, ReadAhead(blocks)
-        self._block_size, self._length, self._at = blocks.size, blocks.length, 0
+        self._block_size, self.size = blocks.size, blocks.length
         self._recent: dict[int, memoryview] = {}  # replaced, never changed
         self._whole: BinaryIO | None = None
         self._last = -2  # the block where the last read ended
         self._streak = 0  # reads in a row that went on from there
         self._first = 0  # the block where the first of them began
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        self._check_open()
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._check_open()
-        bases = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}
-        if whence not in bases:
-            raise ValueError(f"whence={whence}: it must be 0, 1 or 2")
-        if bases[whence] + offset < 0:
-            raise ValueError(f"cannot seek to {bases[whence] + offset}, before the beginning")
-        self._at = bases[whence] + offset
-        return self._at
-
     def read(self, size: int | None = -1, /) -> bytes:
         self._check_open()
         at = self._at
-        end = self._length if size is None or size < 0 else min(at + size, self._length)
+        end = self.size if size is None or size < 0 else min(at + size, self.size)
         block = self._recent.get(at // self._block_size)
         start = at % self._block_size
         if block is not None and 0 < end - at <= len(block) - start:
@@ -237,7 +216,7 @@ class BlockFile(io.BufferedIOBase):
     def readinto(self, buffer: Any, /) -> int:
         self._check_open()
         view, done = memoryview(buffer).cast("B"), 0
-        for part in self._parts(self._at, min(self._at + len(view), self._length)):
+        for part in self._parts(self._at, min(self._at + len(view), self.size)):
             view[done : done + len(part)] = part
             done += len(part)
         return done
@@ -267,10 +246,6 @@ class BlockFile(io.BufferedIOBase):
             if self._whole is not None:
                 self._whole.close()
         super().close()
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ValueError("I/O operation on closed file")
 
     def _parts(self, at: int, end: int) -> Iterator[memoryview]:
         """The bytes from ``at`` to ``end``, block by block; moves the position behind each."""

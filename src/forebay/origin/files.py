@@ -50,15 +50,11 @@ def opened(lease: Lease) -> BinaryIO:
         raise
 
 
-class RangeFile(io.RawIOBase):
-    """An object that is not cached: each read requests a range from the remote, of the version that was opened.
+class SeekableFile(io.IOBase):
+    """A read-only file with a position. ``size``: in bytes."""
 
-    ``origin`` counts each request. Raises `RemoteChanged` once the remote has another version."""
-
-    def __init__(self, remote: Remote, url: str, key: str, info: ObjectInfo, origin: Origin) -> None:
-        assert info.size is not None
-        self._remote, self._url, self._key, self._size, self._at, self._origin = remote, url, key, info.size, 0, origin
-        self._info = info
+    size: int
+    _at = 0
 
     def readable(self) -> bool:
         return True
@@ -66,26 +62,45 @@ class RangeFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"cannot seek to {base + offset}, before the beginning")
-        self._at = base + offset
+    def tell(self) -> int:
+        self._check_open()
         return self._at
 
-    def tell(self) -> int:
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._check_open()
+        bases = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}
+        if whence not in bases:
+            raise ValueError(f"whence={whence}: it must be 0, 1 or 2")
+        if bases[whence] + offset < 0:
+            raise ValueError(f"cannot seek to {bases[whence] + offset}, before the beginning")
+        self._at = bases[whence] + offset
         return self._at
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
+
+
+class RangeFile(SeekableFile, io.RawIOBase):
+    """An object that is not cached: each read requests a range from the remote, of the version that was opened.
+
+    ``origin`` counts each request. Raises `RemoteChanged` once the remote has another version."""
+
+    def __init__(self, remote: Remote, url: str, key: str, info: ObjectInfo, origin: Origin) -> None:
+        assert info.size is not None
+        self._remote, self._url, self._key, self._info, self._origin = remote, url, key, info, origin
+        self.size = info.size
 
     def readall(self) -> bytes:
         return b"".join(iter(lambda: self.read(RANGE) or b"", b""))  # the default asks for 8 KiB at a time
 
     def readinto(self, buffer: Any) -> int:
-        size = min(len(buffer), self._size - self._at)
+        size = min(len(buffer), self.size - self._at)
         if size <= 0:
             return 0
         data = self._origin.receive(self._key, partial(self._remote.read, self._url, Span(self._at, size), info=self._info))
         if len(data) < size:
-            message = f"{self._key} is shorter than the {self._size:,} bytes that it had when it was opened"
+            message = f"{self._key} is shorter than the {self.size:,} bytes that it had when it was opened"
             raise errors.RemoteChanged(message, url=self._key)
         buffer[: len(data)] = data
         self._at += len(data)

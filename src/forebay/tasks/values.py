@@ -131,8 +131,8 @@ class Values:
 
     def _decode(self, view: memoryview, copy: bool) -> Any:
         if not copy:
-            return self.codec.decode(view, lambda: _private(view))
-        own = memoryview(bytearray(view)) if view.nbytes < MAPPED_FROM else _private(view)
+            return self.codec.decode(view, lambda: mappings.private(view, view.obj))
+        own = memoryview(bytearray(view)) if view.nbytes < MAPPED_FROM else mappings.private(view, view.obj)
         return self.codec.decode(own, lambda: own)
 
     def _decode_unstored(self, data: Buffer, copy: bool) -> Any:
@@ -162,14 +162,15 @@ class Values:
     def kept(self, key: str, value: Any, *, digest: str = "", pin: bool = False, label: str = "", copy: bool = False) -> tuple[Any] | None:
         """Store a value. Returns it as its next reader will get it, so that the caller that made it gets the same; None if it is not
         stored. See `keep` and `look`."""
-        pieces = self._keep(key, value, digest=digest, pin=pin, label=label)
-        if pieces is None:
+        stored = self._keep(key, value, digest=digest, pin=pin, label=label)
+        if stored is None:
             return None
+        pieces, meta = stored
         hit: Remembered | None = None
         damage: Exception | None = None
         if sum(memoryview(piece).nbytes for piece in pieces) >= MAPPED_FROM:  # a smaller one is quicker to copy than to find
             hit = self._stored(key)
-            if hit is not None and hit.entry.meta == self._meta(digest):
+            if hit is not None and hit.entry.meta == meta:
                 try:
                     return (self._decode(hit.view, copy),)
                 except Exception as error:  # noqa: BLE001  # whatever the value's own code raises, or damage: `pieces` tell which
@@ -186,19 +187,19 @@ class Values:
             self._drop_unreadable(self._store(), key, hit, damage)
         return (found,)
 
-    def _keep(self, key: str, value: Any, *, digest: str, pin: bool, label: str) -> Sequence[Buffer] | None:
-        """Store a value. Returns its encoded form, or None if it is not stored."""
-        store, pieces = self._store(), self._encoded(key, value, label)
+    def _keep(self, key: str, value: Any, *, digest: str, pin: bool, label: str) -> tuple[Sequence[Buffer], str] | None:
+        """Store a value. Returns its encoded form and the metadata of its entry, or None if it is not stored."""
+        store, pieces, meta = self._store(), self._encoded(key, value, label), self._meta(digest)
         if pieces is None:
             return None
         try:
             with waits.time_limit(self.origin.timeout):
-                store.put_pieces(self.space, key, pieces, life="pinned" if pin else "cached", meta=self._meta(digest))
+                store.put_pieces(self.space, key, pieces, life="pinned" if pin else "cached", meta=meta)
         except errors.CacheFault as error:
             if store.keeps:  # else that was configured, or a warning was logged when the root could not be opened
                 self._not_kept(key, label, str(error), error)
             return None
-        return pieces
+        return pieces, meta
 
     def _encoded(self, key: str, value: Any, label: str) -> Sequence[Buffer] | None:
         try:
@@ -424,12 +425,3 @@ def _unpickled(error: errors.FillFailed) -> Exception | None:
     except Exception:  # noqa: BLE001  # such as a class that is not there
         return None
     return original if isinstance(original, Exception) else None
-
-
-def _private(view: memoryview) -> memoryview:
-    """The same bytes, writable, with stores that only this view shows: a mapping of its own, or a copy where there is no file."""
-    try:
-        own = mappings.private(view, view.obj)
-    except OSError:  # as many mappings, or files, as a process may have
-        own = None
-    return memoryview(bytearray(view)) if own is None else own

@@ -25,7 +25,6 @@ import pytest
 
 from forebay import claims
 from forebay.adapters.streaming import names as names
-from forebay.adapters.streaming import shared as streaming_shared
 from forebay.claims import members
 
 SAMPLES = 60
@@ -148,7 +147,6 @@ def _run(body: Callable[[Say], None], write: int) -> None:
     os.setsid()
     atexit._clear()
     atexit.register(members.leave_all)
-    atexit.register(streaming_shared._unlink_all)
     out = os.fdopen(write, "w")
 
     def say(value: Any) -> None:

@@ -18,9 +18,9 @@ from forebay._engine.index.memo import Hit, no_hit
 from forebay._kernel import host
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
-from forebay._model import Entry
 from forebay.adapters.fsspec.files import MappedFile, WrittenFile
 from forebay.cache import Cache, origin_of
+from forebay.cache.entries import entries_below
 from forebay.origin import Origin
 from forebay.origin.blocks import parse_block_size
 from forebay.origin.request import first_touch
@@ -476,23 +476,12 @@ def _forget_below(origin: Origin, key: str) -> None:
     name, store = key.rstrip("/"), origin.store
     try:
         exact = (store.entry(URLS, each) for each in (name, f"{name}/"))
-        after = (_entries_after(origin, f"{name}{mark}") for mark in "#/")
-        every = chain((each for each in exact if each is not None), *after)
+        below = (entries_below(store, f"{name}{mark}") for mark in "#/")
+        every = chain((each for each in exact if each is not None), *below)
         while some := list(islice(every, 1000)):
             store.invalidate(some)
     except errors.CacheFault as error:
         origin.warn("fsspec", "%s was written to, which the cache cannot be told: %s", key, error)
-
-
-def _entries_after(origin: Origin, begin: str) -> Iterator[Entry]:
-    """The objects whose keys begin with this, and are longer."""
-    after = begin
-    while page := origin.store.seeing.page(URLS, after):
-        for entry in page:
-            if not entry.key.startswith(begin):
-                return
-            yield entry
-        after = page[-1].key
 
 
 def _unchained(path: Any) -> Any:

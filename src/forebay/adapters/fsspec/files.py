@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from forebay.origin.files import SeekableFile
+
 PEEK = 8 << 10
 
 
-class MappedFile(io.BufferedIOBase):
+class MappedFile(SeekableFile, io.BufferedIOBase):
     """A read-only, seekable binary file over the mapped bytes of an object, which stay valid after an eviction. Not for several threads at
     a time.
 
@@ -20,27 +22,7 @@ class MappedFile(io.BufferedIOBase):
 
     def __init__(self, view: memoryview, path: str) -> None:
         self.path, self.size = path, len(view)
-        self._view, self._at = view, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        self._check_open()
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._check_open()
-        bases = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}
-        if whence not in bases:
-            raise ValueError(f"whence={whence}: it must be 0, 1 or 2")
-        if bases[whence] + offset < 0:
-            raise ValueError(f"cannot seek to {bases[whence] + offset}, before the beginning")
-        self._at = bases[whence] + offset
-        return self._at
+        self._view = view
 
     def read(self, size: int | None = -1, /) -> bytes:
         return bytes(self._take(size))
@@ -75,10 +57,6 @@ class MappedFile(io.BufferedIOBase):
         end = self.size if size is None or size < 0 else min(at + size, self.size)
         self._at = max(at, end)
         return self._view[at:end]
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ValueError("I/O operation on closed file")
 
 
 class WrittenFile(io.BufferedIOBase):

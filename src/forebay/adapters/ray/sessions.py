@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -80,10 +80,9 @@ class HeadActor:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The state that is sent with a call. ``mark``: identifies the content; ``content``: pickled."""
+    """The state that is sent with a call. ``content``: pickled."""
 
     namespace: str
-    mark: str
     content: bytes
 
 
@@ -140,10 +139,6 @@ class Session:
             raise Unreachable from error
         self._reached()
         return answer
-
-    def ask_values(self, method: str, *args: Any, size: int = 0) -> Any:
-        """Call a method of the actor's `HeadValues`. See `ask`."""
-        return self.ask("values", method, *args, size=size)
 
     def _is_silent(self, handle: Any) -> bool:
         if self._probe is None:
@@ -261,7 +256,7 @@ class Session:
             if changed:
                 self._make_bypass_locked(self._bypass.providers, self._bypass.conditions)
             if changed or self._values is None:
-                self._values = open_values(location, self.ask_values)
+                self._values = open_values(location, functools.partial(self.ask, "values"))
                 self._values.counted = self.counted
             self._reached()
             self._good_until = time.monotonic() + LOOK_AGAIN
@@ -298,7 +293,7 @@ class Session:
                     content = cloudpickle.dumps((self._actor, self._location, self._bypass.providers, self._bypass.conditions))
                 finally:
                     _packing.busy = False
-                self._context = Context(self.namespace, hashlib.blake2b(content, digest_size=16).hexdigest(), content)
+                self._context = Context(self.namespace, content)
             return self._context
 
     def to_send(self) -> Context | None:
@@ -314,7 +309,7 @@ class Session:
     def install(self, context: Context) -> Self:
         """Use the state that came with a call, instead of that of an earlier call."""
         with self._mutex:
-            if self._context is not None and self._context.mark == context.mark:
+            if self._context == context:
                 return self
             actor, location, providers, conditions = cloudpickle.loads(context.content)
             self._make_bypass_locked(providers, conditions)

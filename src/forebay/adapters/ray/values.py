@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,23 +23,14 @@ AT_ONCE = 1 << 20  # bytes: smaller values come with the reply, without a second
 
 
 class Payload:
-    """An encoded value that is sent to another process: Ray transfers its bytes out of band, without another copy."""
+    """The bytes of a value that is sent to another process, in pieces, which Ray transfers out of band, without another copy.
 
-    def __init__(self, pieces: Sequence[Buffer]) -> None:
-        self.pieces = [memoryview(piece).cast("B") if memoryview(piece).nbytes else memoryview(b"") for piece in pieces]
+    It creates each `PickleBuffer` when it is pickled: Python 3.11 may crash when it collects one in a reference cycle, as of an error."""
 
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return sum(piece.nbytes for piece in self.pieces)
-
-    def joined(self) -> memoryview:
-        """All bytes in one view."""
-        return self.pieces[0] if len(self.pieces) == 1 else memoryview(b"".join(self.pieces))
+    def __init__(self, pieces: Iterable[Buffer]) -> None:
+        self.pieces = [memoryview(piece) for piece in pieces]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if protocol < 5:
-            return Payload, ([bytes(piece) for piece in self.pieces],)
         return Payload, ([pickle.PickleBuffer(piece) for piece in self.pieces],)
 
 
@@ -85,14 +76,12 @@ class HeadValues(Values):
 
     def take(self, key: str, payload: Payload, meta: str, pin: bool) -> str:
         """Keep a value of another node, and return its token. Raises `CacheFault`."""
-        store = self._store()
-        return self._token(store.put_pieces(self.space, key, payload.pieces, life="pinned" if pin else "cached", meta=meta).id)
+        return self._token(self._store().put_pieces(self.space, key, payload.pieces, life="pinned" if pin else "cached", meta=meta).id)
 
     def _token(self, id: int) -> str:
         """The token of an entry. It contains a hash of the id of the root: in one that is created anew, ids of entries begin again."""
         store = self._store()
-        if not store.keeps:
-            return f"{id:x}"
+        assert store.keeps  # one that keeps nothing has no entries
         return f"{hashlib.blake2b(store.root.id.to_bytes(8), digest_size=8).hexdigest()}-{id:x}"
 
 
@@ -137,61 +126,42 @@ class RemoteValues(Values):
     def _fetched(self, store: Store | PassThrough, key: str, answer: HeadReply, label: str, copy: bool) -> tuple[Any] | None:
         payload = answer.payload or self._ask("send", key, answer.token, size=answer.size)
         if payload is None:
-            return None  # it is gone meanwhile
-        local = self._copied(store, key, payload, f"{answer.token} {answer.meta}")
-        return self._read(store, key, local, payload, label, copy)
-
-    def _read(
-        self, store: Store | PassThrough, key: str, local: Remembered | None, payload: Payload, label: str, copy: bool
-    ) -> tuple[Any] | None:  # fmt: skip
-        """Decode this node's copy, else the payload."""
+            return None  # the head has removed or replaced it since it answered
+        local = self._copied(store, key, payload.pieces, f"{answer.token} {answer.meta}")
         if local is not None:
             return self._decoded(store, key, local, label, copy)
-        data = payload.joined()
         try:
-            if copy:
-                data = memoryview(bytearray(data))
-                return (self.codec.decode(data, lambda: data),)
-            return (self.codec.decode(data.toreadonly(), lambda: memoryview(bytearray(data))),)
+            return (self._decode_unstored(payload.pieces[0], copy),)
         except Exception as error:  # noqa: BLE001  # whatever the value's own code raises when it is decoded
             self._say(label or key, "class", f"{label or key}: {key} cannot be read here: {type(error).__name__}: {error}")
             return None
 
-    def _copied(self, store: Store | PassThrough, key: str, payload: Payload, meta: str) -> Remembered | None:
-        """This node's own copy of the value; None if there is no space for one: the payload suffices."""
+    def _copied(self, store: Store | PassThrough, key: str, pieces: Sequence[Buffer], meta: str) -> Remembered | None:
+        """This node's own copy of the value; None if there is no space for one: the bytes suffice."""
         try:
-            store.put_pieces(self.space, key, payload.pieces, meta=meta)
+            store.put_pieces(self.space, key, pieces, meta=meta)
             local = store.view(self.space, key)
             return local if local is not None and local.entry.meta == meta else None  # otherwise another process has stored its own
         except errors.CacheFault as error:
-            if not store.keeps:
-                return None  # which was logged
-            self.origin.warn(f"copy {type(error).__name__}", "%s is not copied to this node: %s", f"{self.space}:{key}", error)
+            if store.keeps:  # else that is logged already
+                self.origin.warn(f"copy {type(error).__name__}", "%s is not copied to this node: %s", f"{self.space}:{key}", error)
             return None
 
-    def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, label: str = "") -> bool:
-        """See `Values.keep`: the value is sent to the head, and a copy stays here."""
-        return self._sent(key, value, digest, pin, label) is not None
-
-    def kept(self, key: str, value: Any, *, digest: str = "", pin: bool = False, label: str = "", copy: bool = False) -> tuple[Any] | None:
-        """See `Values.kept`."""
-        sent = self._sent(key, value, digest, pin, label)
-        return self._read(self._store(), key, *sent, label, copy) if sent is not None else None
-
-    def _sent(self, key: str, value: Any, digest: str, pin: bool, label: str) -> tuple[Remembered | None, Payload] | None:
-        """This node's copy of the value that the head keeps now, if there is one, and the bytes; None if it is not kept."""
-        store, pieces = self._store(), self._encoded(key, value, label)
+    def _keep(self, key: str, value: Any, *, digest: str, pin: bool, label: str) -> tuple[Sequence[Buffer], str] | None:
+        """See `Values._keep`: the value is sent to the head, and a copy stays here."""
+        pieces, meta = self._encoded(key, value, label), self._meta(digest)
         if pieces is None:
             return None
-        payload, meta = Payload(pieces), self._meta(digest)
+        payload = Payload(pieces)
         try:
-            token = self._ask("take", key, payload, meta, pin, size=payload.size)
+            token = self._ask("take", key, payload, meta, pin, size=sum(piece.nbytes for piece in payload.pieces))
         except Unreachable:
-            return None  # which was logged
+            return None  # which is logged already
         except errors.CacheFault as error:
             self._not_kept(key, label, str(error), error)
             return None
-        return self._copied(store, key, payload, f"{token} {meta}"), payload
+        self._copied(self._store(), key, pieces, f"{token} {meta}")
+        return pieces, f"{token} {meta}"
 
     async def single_async(
         self, key: str, digest: str | None, make: Callable[[], Awaitable[T]], *, pin: bool = False, label: str = "", copy: bool = False,

@@ -36,7 +36,7 @@ class Locals(shared.SharedMemory):
     A length of 0, stored by the process that registered, tells the node that the directories are free. Other processes store into
     private copies, so that a rank or worker that ends first does not speak for all. Unpickling it opens the claim."""
 
-    def __init__(self, claim: claims.Claim, *, is_leader: bool) -> None:
+    def __init__(self, claim: claims.Claim, *, is_leader: bool = False) -> None:
         self.claim = claim
         # Through the claim's own link to it: another job's clean-up may have removed the one in /dev/shm.
         self.shm = shared.Block.attach(names.name_of(claim.prefix, names.LOCALS), at=claim.path / MARKER, private=not is_leader)
@@ -51,7 +51,7 @@ class Locals(shared.SharedMemory):
         self.claim.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.claim, shared.on_unpickle)
+        return shared.unpickle, (shared.on_unpickle, Locals, self.claim)
 
 
 # -- holders of a claim ------------------------------------------------------------------------------------------------
@@ -77,12 +77,6 @@ def _let_go(claim: claims.Claim, view: memoryview | None, creator: int) -> None:
 def claim_of(name: str) -> claims.Claim | None:
     """Return this process's open claim whose number begins the name."""
     return next((claim for claim in list(_holders) if name.startswith(names.name_of(claim.prefix, "")) and not claim.closed), None)
-
-
-def _unpickle(claim: claims.Claim, on_unpickle: Any) -> Locals:
-    if on_unpickle is not None:
-        on_unpickle()
-    return Locals(claim, is_leader=False)
 
 
 def _is_held(path: str, directories: Iterable[str]) -> bool:

@@ -6,25 +6,26 @@ a full /dev/shm is an error at its creation, and kills no process later. No othe
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import math
 import operator
 import os
 import secrets
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from forebay import errors
 from forebay._kernel import host, locks, mappings
+from forebay.claims import members
+
+T = TypeVar("T")
 
 SHM = "/dev/shm"
 SIZE_TIMEOUT = 1.0
@@ -92,7 +93,7 @@ class Block:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.name, on_unpickle)
+        return unpickle, (on_unpickle, Block.attach, self.name)
 
     def __repr__(self) -> str:
         return f"Block({self.name!r}, size={self.size})"
@@ -121,10 +122,11 @@ def _size_of(fd: int, name: str) -> int:
     return size
 
 
-def _unpickle(name: str, on_unpickle: Callable[[], None] | None) -> Block:
-    if on_unpickle is not None:
-        on_unpickle()
-    return Block.attach(name)
+def unpickle(before: Callable[[], None] | None, make: Callable[..., T], *args: Any) -> T:
+    """What ``make`` returns; calls `on_unpickle` of the pickling process before."""
+    if before is not None:
+        before()
+    return make(*args)
 
 
 class SharedMemory:
@@ -245,19 +247,11 @@ def _unlink_at_exit(block: Block) -> None:
     if _pid != os.getpid():
         _pid = os.getpid()
         _to_unlink.clear()
-        _register_with_multiprocessing()
+        members.leave_at_exit()
     if block.file is not None:
         _to_unlink[block.file] = Block(block.name, memoryview(b""), block.file)  # keeps no reference to the memory
 
 
-def _register_with_multiprocessing() -> None:
-    """Forked children of `multiprocessing` end without `atexit`."""
-    util = sys.modules.get("multiprocessing.util")
-    if util is not None:
-        util.Finalize(None, _unlink_all, exitpriority=0)
-
-
-@atexit.register
 def _unlink_all() -> None:
     if _pid == os.getpid():
         prefixes = tuple(claimed.values())
@@ -265,6 +259,9 @@ def _unlink_all() -> None:
             if not block.name.startswith(prefixes):
                 _unlink(block)
         _to_unlink.clear()
+
+
+members.exit_hooks.append(_unlink_all)
 
 
 def _unlink(block: Block) -> None:

@@ -128,34 +128,23 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The items of a batch, transformed: PyTorch's loaders request whole batches."""
-        items = self._cached(indices)
-        if any(item is None for item in items):
-            missing = [operator.index(i) for i, item in zip(indices, items, strict=True) if item is None]
-            together = self._made_together(missing) if len(missing) > 1 and hasattr(self.dataset, "__getitems__") else {}
-            # What a batch names twice is two objects: the second one is read from the cache.
-            made = (together.pop(i)[0] if i in together else self._item(i) for i in missing)
-            items = [next(made) if item is None else item for item in items]
-            self.samples.get_many(())  # writes the counters: a worker may be ended without notice
+        indices = [operator.index(i) for i in indices]
+        together = self._made_together(indices)
+        # What a batch names twice is two objects: the second one is read from the cache.
+        items = [together.pop(i)[0] if i in together else self._item(i) for i in indices]
+        self.samples.get_many(())  # writes the counters: a worker may be ended without notice
         return [self._transformed(item) for item in items]
 
     def _transformed(self, item: Any) -> Any:
         return _picklable(item) if self.transform is None else self.transform(item)
 
-    def _cached(self, indices: Sequence[int]) -> list[Any]:
-        """The cached items, None instead of the others, which are then read one by one: each raises its own error."""
-        try:
-            filled = [i in self.samples for i in indices]  # get_many would count a miss, which is counted again when the item is decoded
-            items = iter(self.samples.get_many(itertools.compress(indices, filled)))
-            return [next(items) if is_filled else None for is_filled in filled]
-        except Exception as error:
-            log.debug("a batch is read item by item: %s", error, exc_info=True)
-            return [None] * len(indices)
-
-    def _made_together(self, missing: Sequence[int]) -> dict[int, tuple[Any]]:
+    def _made_together(self, indices: Sequence[int]) -> dict[int, tuple[Any]]:
         """The items of empty slots, by one call of the dataset; those that are not in it are then read one by one: each raises its own
         error."""
         decoded: dict[int, Any] = {}
-        slots = [i for i in dict.fromkeys(missing) if 0 <= i < len(self.samples)]
+        slots = [i for i in dict.fromkeys(indices) if 0 <= i < len(self.samples) and i not in self.samples]
+        if len(slots) < 2 or not hasattr(self.dataset, "__getitems__"):
+            return {}
 
         def decode(slots: list[int]) -> list[Any]:
             values = self.dataset.__getitems__(slots)
