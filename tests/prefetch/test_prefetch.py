@@ -888,6 +888,18 @@ def test_while_all_is_held_nothing_is_waited_for(cache: forebay.Cache, kind: typ
         assert source.reads.count("late") == 1
 
 
+def test_items_that_wait_for_memory_are_left_to_other_pools(cache: forebay.Cache) -> None:
+    """One pool is full, and has begun more items than it may have in memory: another pool, as in another process, reads them itself, though
+    the first tries again and again to store what it has."""
+    options: dict[str, Any] = {"name": "s", "workers": 2, "policy": "wait", "max_count": 1, "keep": False}
+    source, other_source = Items(), Items()
+    with cache.prefetcher(source, **options) as pool, cache.prefetcher(other_source, **options) as other:
+        held = [pool.get_lazy(key) for key in KEYS]
+        assert held[0].get() == body(KEYS[0])
+        until(lambda: len(source.reads) > 2 and source.at_once == 0, "the stop")
+        assert [other.get_lazy(key).get() for key in KEYS] == [body(key) for key in KEYS]
+
+
 def test_what_waits_for_room_goes_on_as_lazies_are_dropped(cache: forebay.Cache) -> None:
     """Nobody calls `get`: the thread stores what waits in memory, and reads on."""
     source = Items(20_000)

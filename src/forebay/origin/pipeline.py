@@ -308,7 +308,9 @@ class Pipeline:
     def _submit(self, job: Job, share: int) -> None:
         if self._readers and not job.take_turn():
             return  # the caller that needs it has it
-        self._window, job.window, self._handed_at = self._window + share, job.window + share, time.monotonic()
+        self._window, job.window = self._window + share, job.window + share
+        if share:  # else it takes no reader, as what is only stored, and says nothing about those that wait for one
+            self._handed_at = time.monotonic()
         self._hand_over(job)
 
     def _share_of(self, job: Job) -> int:
