@@ -160,7 +160,7 @@ def _obstore(spec: Spec, bucket: str) -> Any:
 WAYS: dict[str, Way] = {each.__name__: each for each in (forebay, ray, ray_to_directory, arrow, s3fs, obstore, obstore_ranges)}
 WRITING = (
     "forebay._engine.writers forebay._engine.check forebay._engine.flight forebay._engine.seeing forebay._engine.index.settings"
-    " forebay._engine.packs.packing"
+    " forebay._engine.packs.segments"
 )
 """What a process loads when it writes to a root for the first time."""
 IMPORTS = {

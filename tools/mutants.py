@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     # 3. No stale state
     Mutant(
-        3, "a first touch does not check its slot after the read", "_engine.hits:Hits.first_touch",
+        3, "a first touch does not check its slot after the read", "_engine.index.memo:Hits.first_touch",
         "words[base + ID] != id", "False",
         "engine/index/test_records.py::test_what_is_replaced_while_it_is_read_is_not_served",
     ),
@@ -201,7 +201,7 @@ MUTANTS = (
         "engine/space/test_budget.py::test_nobody_gets_the_room_of_files_that_are_yet_to_be_unlinked[evicts]",
     ),
     Mutant(
-        4, "a body of unknown length grows without a reservation", "_engine.write.writing:Writing._begin_on_disk",
+        4, "a body of unknown length grows without a reservation", "_engine.write.publish:Writing._begin_on_disk",
         "self._grow", "None",
         "crash/test_every_step.py::test_grow_of_unknown_length",
     ),
@@ -224,7 +224,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "free ends of a dead writer's segments are not returned",
-        "_engine.space.segment_tails:any_left",
+        "_engine.space.eviction:any_left",
         "bool(_left(root, rows))", "False",
         "crash/test_packs.py::test_a_writer_that_needs_what_stands_empty_behind_the_dead",
     ),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from forebay._engine.packs import packing
+from forebay._engine.packs import segments
 from forebay._engine.packs.pack import Pack
 from forebay._engine.store import Store
 from forebay.codecs import codec
@@ -24,9 +24,9 @@ BODIES = {slot: os.urandom(10_000 + slot) for slot in range(8)}
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that a few samples fill one."""
-    monkeypatch.setattr(packing, "SMALLEST", 32 * KiB)
-    monkeypatch.setattr(packing, "EASY", 32 * KiB)
-    monkeypatch.setattr(packing, "AHEAD", 16 * KiB)
+    monkeypatch.setattr(segments, "SMALLEST", 32 * KiB)
+    monkeypatch.setattr(segments, "EASY", 32 * KiB)
+    monkeypatch.setattr(segments, "AHEAD", 16 * KiB)
 
 
 @contextlib.contextmanager

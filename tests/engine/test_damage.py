@@ -22,7 +22,7 @@ import forebay
 from forebay import errors
 from forebay._engine.catalog import recovery
 from forebay._engine.catalog.connection import Catalog
-from forebay._engine.catalog.wal import Ballast
+from forebay._engine.catalog.transactions import Ballast
 from forebay._engine.engine import recover_and_retry
 from forebay._engine.files.layout import CatalogBroken, DiskFull, Root
 from forebay._engine.index import settings

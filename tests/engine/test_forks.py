@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
-from forebay._engine.catalog import connection, writer
+from forebay._engine.catalog import connection, transactions
 from forebay._engine.space import budget
 from forebay._engine.store import Store
 from forebay._engine.write import publish
@@ -59,7 +59,9 @@ def _target(fd: str) -> str:
 def fork_while_threads_work(place: Path, forks: int) -> None:
     stop = threading.Event()
     faults: list[BaseException] = []
-    budget.PATIENCE = publish.PATIENCE = writer.LONGEST_WAIT = HANG  # on a busy machine many wait for one lock, and nobody is to give up
+    budget.PATIENCE = publish.PATIENCE = transactions.LONGEST_WAIT = (
+        HANG  # on a busy machine many wait for one lock, and nobody is to give up
+    )
 
     def put(store: Store, number: int) -> None:
         try:

@@ -26,15 +26,14 @@ ORDER = """
     _kernel.waits _kernel.below _config < world remote
     _kernel.waits _kernel.below _config < _engine.files < _engine.index < _engine.catalog < _engine.locks < _engine.space < _engine.write
     _engine.write < _engine.packs
-    _engine.index < _engine.hits
-    _engine.locks _engine.hits < _engine.reading
+    _engine.locks < _engine.reading
     _engine.space _engine.reading < _engine.check
     _engine.packs < _engine.writers
     _engine.writers _engine.check < _engine.parts < _engine.engine < _engine.spaces
     _engine.engine < _engine.flight
-    _engine.spaces < _engine.pack_handles _engine.seeing
+    _engine.spaces < _engine.seeing
     _engine.spaces _engine.flight < _engine.loading
-    _engine.pack_handles _engine.loading _engine.seeing < _engine.store _engine.passthrough
+    _engine.loading _engine.seeing < _engine.store _engine.passthrough
     _config world remote < claims
     _engine.store _engine.passthrough remote < origin < directories sources
     _engine.store < reports

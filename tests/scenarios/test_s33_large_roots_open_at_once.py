@@ -17,7 +17,7 @@ from tests import parts
 SCRIPT = """
 import json, os, sys, time
 import forebay, forebay.cache
-from forebay._engine import hits
+from forebay._engine.index import memo
 from forebay._kernel import below
 opened, listed = [], []
 
@@ -27,7 +27,7 @@ def hook(event, arguments):
     elif event in ("os.listdir", "os.scandir"):
         listed.append(str(arguments[0]))
 
-open_below, open_quickly = below.Below._open, hits.open_quickly  # they ask the kernel past Python
+open_below, open_quickly = below.Below._open, memo.open_quickly  # they ask the kernel past Python
 
 def noting(self, path, flags):
     opened.append(os.fspath(path))
@@ -37,7 +37,7 @@ def noting_quickly(path):
     opened.append(path)
     return open_quickly(path)
 
-below.Below._open, hits.open_quickly = noting, noting_quickly
+below.Below._open, memo.open_quickly = noting, noting_quickly
 sys.addaudithook(hook)
 began = time.perf_counter()
 cache = forebay.Cache(sys.argv[1])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay._engine.catalog.wal import PART
+from forebay._engine.catalog.transactions import PART
 from tests import parts
 from tests.harness import MiB, data_usage
 from tests.processes import fork

@@ -18,7 +18,7 @@ from forebay._engine.files.layout import FANS, PAGE, BlobName, Root, TmpName, pa
 from forebay._engine.files.root import foreign
 from forebay._engine.index.records import RECORDS, EntryIndex
 from forebay._engine.reading import Reading
-from forebay._engine.space import segment_tails
+from forebay._engine.space import eviction
 from forebay._engine.space.eviction import Eviction
 from forebay._kernel.locks import LockFile
 from forebay._model import Entry, Problem, Strays
@@ -129,7 +129,7 @@ def _check_lost(root: Root, catalog: Catalog, id: int, path: Path, key: str, wha
 
 def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
     """Each segment has its row. A row may have no file yet, while the file is created or after the process that did so was killed."""
-    unnamed = list(segment_tails.unnamed(root, catalog))
+    unnamed = list(eviction.unnamed(root, catalog))
     charged = segments.sums(catalog)
     for id, key, size in catalog.all("SELECT id, key, size FROM entries WHERE kind = 'pack'"):
         for number in [number for pack, number, _ in unnamed if pack == id]:
@@ -259,7 +259,7 @@ def repair(
 
 def _repair_segments(root: Root, catalog: Catalog) -> None:
     """Count the segments of packs, and set the sizes of packs to those of their files and rows."""
-    segment_tails.measure(root, catalog)
+    eviction.measure(root, catalog)
     with catalog.write() as txn:
         for id in segments.packs(txn):
             try:

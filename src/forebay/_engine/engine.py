@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 from forebay import errors
 from forebay._engine.files.layout import CatalogBroken, DiskFull, faults
 from forebay._engine.files.root import Root, open_root
-from forebay._engine.hits import Hits
 from forebay._engine.index.counters import EVICTIONS
 from forebay._engine.index.head import SharedBroken, SharedReplaced
+from forebay._engine.index.memo import Hits
 from forebay._engine.index.settings import Settings, differences
 from forebay._kernel import events, host
 from forebay._logs import logger

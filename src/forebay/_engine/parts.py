@@ -12,8 +12,8 @@ from forebay._engine.catalog import entries, recovery, spaces
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.transactions import forgotten, number_below
 from forebay._engine.files.layout import CatalogBroken, DiskFull, faults
-from forebay._engine.hits import Hits
 from forebay._engine.index.head import NEXT, NUMBERS, SharedBroken
+from forebay._engine.index.memo import Hits
 from forebay._engine.index.settings import OF_TRANSFERS, RootLimits, differences, shown
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
@@ -154,7 +154,7 @@ class Parts:
         if epoch != self.root.epoch or head.epoch != number or is_older:
             from forebay._engine import check
             from forebay._engine.catalog import failures
-            from forebay._engine.space import segment_tails
+            from forebay._engine.space import eviction
 
             if is_older or (epoch and epoch != self.root.epoch):
                 with self.catalog.write() as txn:
@@ -164,7 +164,7 @@ class Parts:
             if lacking and epoch == self.root.epoch:
                 log.warning("%s: records of %d entries were lost: when they were used is unknown", self.root.path, lacking)
             check.remove_strays(self.root, self.catalog, self.index, self.writers.eviction, self.writers.keys)
-            segment_tails.measure(self.root, self.catalog)
+            eviction.measure(self.root, self.catalog)
             with self.catalog.write() as txn:
                 if spaces.setting(txn, "boot") != self.root.epoch:  # else another process was first
                     failures.forget(txn)

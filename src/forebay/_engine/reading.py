@@ -11,10 +11,9 @@ from forebay._engine.catalog.connection import Catalog
 from forebay._engine.files import blobs
 from forebay._engine.files.layout import DiskFull, faults
 from forebay._engine.files.root import Root
-from forebay._engine.hits import COPIED
 from forebay._engine.index import counters
 from forebay._engine.index.counters import Counters
-from forebay._engine.index.memo import Memo, Remembered
+from forebay._engine.index.memo import COPIED, Memo, Remembered
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.locks.lease import Lease
 from forebay._engine.locks.leases import Leases

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from forebay import errors
 from forebay._engine.catalog import entries, failures, reservations, spaces
 from forebay._engine.catalog.reservations import Reservation
-from forebay._engine.catalog.wal import FREE, Wal
+from forebay._engine.catalog.transactions import FREE, Wal
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.layout import FANS, LEASE_FILES
 from forebay._engine.files.stages import progress_of

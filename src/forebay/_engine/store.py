@@ -29,11 +29,9 @@ if TYPE_CHECKING:
     from forebay._engine.flight import Flight
     from forebay._engine.index.settings import NodeLimits
     from forebay._engine.loading import Prefetching
-    from forebay._engine.pack_handles import Packs
     from forebay._engine.seeing import Seeing
-    from forebay._engine.spaces import Spaces
-    from forebay._engine.write.publish import Label
-    from forebay._engine.write.writing import Writing
+    from forebay._engine.spaces import Packs, Spaces
+    from forebay._engine.write.publish import Label, Writing
 
 log = logger("forebay.store")
 
@@ -78,7 +76,7 @@ class Store:
 
     @host.cached_property
     def packs(self) -> Packs:
-        from forebay._engine.pack_handles import Packs
+        from forebay._engine.spaces import Packs
 
         return Packs(self.engine, self.spaces)
 

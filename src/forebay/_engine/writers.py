@@ -23,12 +23,11 @@ from forebay._engine.index.settings import SharedSettings
 from forebay._engine.locks.lease import Lease
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
-from forebay._engine.packs.packing import Packing
+from forebay._engine.packs.segments import Packing
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.ranking import Ranking
-from forebay._engine.write.publish import INLINE, SMALL, Label, Pending, Published, Publisher
-from forebay._engine.write.writing import Writing
+from forebay._engine.write.publish import INLINE, SMALL, Label, Pending, Published, Publisher, Writing
 from forebay._kernel import host, locks, waits
 from forebay._model import Buffer, Entry, ObjectInfo
 

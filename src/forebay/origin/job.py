@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forebay._engine.index.memo import Remembered
     from forebay._engine.passthrough import PassThrough
     from forebay._engine.store import Store
-    from forebay._engine.write.writing import Writing
+    from forebay._engine.write.publish import Writing
     from forebay.origin import Origin
 
 SMALL = 256 << 10

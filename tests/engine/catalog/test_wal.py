@@ -11,7 +11,7 @@ import pytest
 
 from forebay import errors
 from forebay._engine.catalog import connection, entries
-from forebay._engine.catalog.wal import PART, Wal
+from forebay._engine.catalog.transactions import PART, Wal
 from forebay._engine.store import Settings, Store
 from tests.harness import KiB, MiB, bytes_of, opened
 from tests.processes import Gate, fork

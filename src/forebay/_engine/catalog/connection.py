@@ -18,9 +18,23 @@ from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import schema
-from forebay._engine.catalog.transactions import Txn, UnreadableRows, fetched, translated
-from forebay._engine.catalog.wal import EASY, FREE, KEEP, PART, SOFT, STEP, WARN, Ballast, Wal
-from forebay._engine.catalog.writer import Holding, WriterLock
+from forebay._engine.catalog.transactions import (
+    EASY,
+    FREE,
+    KEEP,
+    PART,
+    SOFT,
+    STEP,
+    WARN,
+    Ballast,
+    Holding,
+    Txn,
+    UnreadableRows,
+    Wal,
+    WriterLock,
+    fetched,
+    translated,
+)
 from forebay._engine.files.layout import PAGE, CatalogBroken, DiskFull
 from forebay._engine.files.root import Root
 from forebay._engine.index.head import CHANGED, NEXT, SharedHead

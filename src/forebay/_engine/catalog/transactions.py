@@ -1,19 +1,44 @@
-"""Transactions, and the meaning of SQLite's errors."""
+"""Transactions of the catalog: the writer lock, the write-ahead log, and the meaning of SQLite's errors.
+
+**The writer lock.** The writer lock: of all threads and processes that share a root, one changes the catalog at a time.
+
+A waiter tries again after some milliseconds, each time after twice as many, instead of being woken at each release. A process that goes
+on writing has its code and SQLite's pages in the caches, while one that slept has neither: its first put takes twice the CPU or more. So
+eight that write in long bursts need far less CPU than eight that take turns.
+A process that has waited for `HUNGRY` seconds, or for half of its timeout, announces it; the next one that releases the lock then lets it
+go first.
+
+A holder that is stopped (Ctrl-Z, a debugger, a frozen container) holds the lock as long as it is stopped. A process that has waited for
+`LONG` in vain does not wait again: it tries, and otherwise continues without the cache at once, until it gets the lock or sees that the
+holder has changed. A shorter wait in vain says nothing of the holder.
+
+**Files beside the catalog.** The files beside the catalog: its write-ahead log, its ballast, and foreign files.
+
+SQLite restarts its log once all of it is in the database and no reader needs it any more. A process that is stopped inside a SELECT needs
+it as long as it is stopped: the log grows meanwhile, and what it has above `FREE` counts against the budget."""
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import stat
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from forebay import errors
 from forebay._engine.catalog import schema
 from forebay._engine.files.layout import PAGE, CatalogBroken, DiskFull
+from forebay._engine.files.root import Root
 from forebay._engine.index.head import NUMBERS as NUMBERS
 from forebay._engine.index.head import SLOTS as SLOTS
+from forebay._kernel import host, locks, waits
+from forebay._kernel.below import Below
 from forebay._logs import logger
+from forebay.errors import WriterBusy as WriterBusy
 
 log = logger("forebay.catalog")
 
@@ -233,3 +258,296 @@ class Txn:
         next_id = self.one("SELECT value FROM meta WHERE name = 'next_id'")[0]
         self._take(2 * SKIPPED + forgotten(number_below(next_id, "next_id", NUMBERS), self.given))
         self._ids[:] = 0, 0
+
+
+SOFT, STEP = 6 << 20, 512 << 10
+"""Above ``SOFT`` bytes the log is copied into the database, again after each ``STEP`` while readers keep it from starting again."""
+KEEP = SOFT
+"""The blocks that the log keeps when it restarts: on a full disk they are room for the transactions that evict, and freeing and allocating
+blocks each time makes a small put a tenth slower."""
+EASY = 256 << 20
+"""If this much of the disk was free a transaction ago, the free space is not checked again."""
+FREE, WARN = 16 << 20, 64 << 20
+"""Bytes of the log that the budget does not count, and from which on a warning names the process in the way. One transaction takes at most
+4 MiB. The exception are the links of a directory, which are written and deleted at once: about 100 bytes plus the name for each of its
+files."""
+PART = 4
+"""No transaction begins while the log has more above `FREE` than this part of the budget."""
+BALLAST, LEAST_BALLAST = 4 << 20, 128 << 10
+"""The ballast is restored with what is free, but leaves ``LEAST_BALLAST`` bytes for the next transaction."""
+
+# https://www.sqlite.org/walformat.html: the bytes of the index that readers lock.
+_READERS, _COUNT = 123, 5
+# https://www.sqlite.org/fileformat.html: how it is written and how it is read; 2 by a log, 1 by a rollback journal.
+_MAGIC, _MODE_AT, _LOG_MODE = b"SQLite format 3\0", 18, b"\x02\x02"
+
+
+class Wal:
+    """The log and its index beside one catalog. No state but their paths."""
+
+    def __init__(self, catalog: str, files: Below) -> None:
+        self.log, self.index, self._files = f"{catalog}-wal", f"{catalog}-shm", files
+        self.journal = f"{catalog}-journal"
+        """A rollback journal: a catalog with a log never has one, so another program put it there."""
+        self._catalog = catalog
+
+    def uri(self, how: str) -> str:
+        """The URI by which SQLite opens the catalog."""
+        return f"file:{self._catalog.replace('%', '%25').replace('?', '%3f').replace('#', '%23')}?{how}"
+
+    def exists(self) -> bool:
+        return _is_plain(self.log) is True
+
+    def strange(self) -> str | None:
+        """The log or the index, where that is a pipe, a link or anything else that SQLite could not use."""
+        return next((path for path in (self.log, self.index) if _is_plain(path) is False), None)
+
+    def mend(self) -> None:
+        """Remove what is `strange`, and restore the header's flag that there is a log. Caller: holds the writer lock, and this process has
+        no open connection: closing a descriptor of the catalog would drop its locks."""
+        if _is_plain(self.log) is False and _is_plain(self.index):
+            self._files.unlink(self.index)  # it is of another log, which is gone
+        for path in (self.log, self.index):
+            if _is_plain(path) is False:
+                self.remove(path)
+        try:
+            fd = self._files.open(self._catalog, os.O_RDWR)
+        except OSError:
+            return  # it is gone, not a plain file, or not writable: the caller notices
+        try:
+            head = os.pread(fd, _MODE_AT + 2, 0)
+            if head.startswith(_MAGIC) and head[_MODE_AT:] not in (_LOG_MODE, b""):
+                log.warning("%s: another program switched its log off: it is switched on again", self._catalog)
+                host.pwrite(fd, _LOG_MODE, _MODE_AT)
+        finally:
+            os.close(fd)
+
+    def remove(self, path: str) -> None:
+        """Remove a foreign file, pipe, link or empty directory beside the catalog."""
+        self._files.make_way(path)
+        log.warning("%s: nothing of Forebay's: it was removed", path)
+
+    def current_index(self) -> tuple[int, int] | None:
+        """Which file the index is: another one after it was deleted; None between the two."""
+        try:
+            status = os.stat(self.index)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def reader(self) -> str:
+        """The processes that have a place in the log, in words for people."""
+        pids = {pid for byte in range(_READERS, _READERS + _COUNT) for pid in locks.posix_holders(self.index, byte)} - {os.getpid()}
+        return ", ".join(map(locks.describe_process, sorted(pids))) or "a process"
+
+
+def _is_plain(path: str) -> bool | None:
+    """Whether it is a plain file; None if it does not exist."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return None
+
+
+class Ballast:
+    """A few MiB of the disk that are released when it is full: with a fresh log, even a DELETE needs room.
+
+    Callable from any thread; other processes release and restore the same file."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self.owed = 0
+        """Bytes that the disk lacks for all of it, after it was given up."""
+
+    def make(self) -> None:
+        """Create it if it is missing, unless it was released a moment ago: then a commit restores it."""
+        if self.owed:
+            return
+        try:
+            self._root.install(self._root.ballast, lambda fd: host.allocate(fd, 0, BALLAST))
+            size = os.lstat(self._root.ballast).st_size
+            if size < BALLAST and host.free_bytes(self._root.path) > 4 * BALLAST:
+                self.owed = BALLAST - size
+        except OSError as error:
+            log.info("no room for the ballast %s: %s", self._root.ballast, error)
+
+    def give_up(self, error: DiskFull) -> bool:
+        """The disk is full, and without room not even a DELETE succeeds. Returns whether to try again."""
+        if not self._root.read_only and not error.relieved:
+            self.owed = BALLAST
+            # Another process may have been first: then there is room, too.
+            error.relieved = self._root.files.unlink(self._root.ballast) or host.free_bytes(self._root.path) >= LEAST_BALLAST
+        return error.relieved
+
+    def restore(self) -> None:
+        """Have as much of it again as there is room for."""
+        try:
+            have = os.lstat(self._root.ballast).st_size
+        except FileNotFoundError:
+            have = 0
+        size = min(BALLAST, have + host.free_bytes(self._root.path) - LEAST_BALLAST) // PAGE * PAGE
+        try:
+            if size >= LEAST_BALLAST and not have:
+                self._root.install(self._root.ballast, lambda fd: host.allocate(fd, 0, size))
+            elif size > have:
+                self._grow(size)
+        except OSError as error:
+            log.info("no room for the ballast %s: %s", self._root.ballast, error)
+        else:
+            self.owed = BALLAST - max(have, size)
+
+    def _grow(self, size: int) -> None:
+        fd = self._root.files.open_write(self._root.ballast)
+        try:
+            host.allocate(fd, 0, size)
+        finally:
+            os.close(fd)
+
+
+LONGEST_WAIT = 10.0
+GRACE = 0.2
+"""For so long a call waits for the lock even where its timeout is used up: it may be released any moment."""
+LONG = 0.25
+"""A wait that tells that the holder is stopped: one that runs lets those go first that have announced that they wait. To find out who it is
+takes a look at the descriptors of many processes."""
+HUNGRY = 0.25
+PAUSE, LONGEST_PAUSE = 0.002, 0.032
+"""Seconds, at most, before the first try again, and before any."""
+YIELD = 0.0003
+WRITER_WORD, HUNGRY_WORD = 0, 2
+
+
+class WriterLock:
+    """The lock of one root. Callable from any thread; waits at most ``timeout`` seconds."""
+
+    _stuck: ClassVar[dict[str, tuple[int, str]]] = {}
+    """Locks that this process has waited for without success: the value of WRITER_WORD then, and the holder."""
+
+    def __init__(self, root: Root, words: waits.Words) -> None:
+        self._root, self._words = root, words
+        self.file = locks.LockFile(root.lock("writer"), root.files.open, writable=not root.read_only)
+        self._turn = threading.Lock()  # one thread of a process at a time asks the kernel
+        self._fed = words.value(HUNGRY_WORD)
+        self._path = os.fspath(root.lock("writer"))
+
+    def holding(self, timeout: float | None = None) -> Holding:
+        """The lock around a block. Entering it raises `WriterBusy` after ``timeout`` (default: what is left of the call's timeout), or
+        at once where the holder is stuck; `ReadOnly` in a read-only root. A ``timeout`` of 0: only if it is free."""
+        return Holding(self, timeout)
+
+    def still(self) -> Holding:
+        """Prevent changes of the catalog during a block. In a read-only root by a shared lock: a reader can have no other."""
+        return Holding(self, None, looking=True)
+
+    def take(self, timeout: float | None = None, *, looking: bool = False) -> None:
+        """Caller: calls `release`, in any event."""
+        if self._root.read_only and not looking:
+            raise errors.ReadOnly.of(self._root.path)
+        if not self._turn.acquire(blocking=False):
+            self._wait_for_thread(_limited(timeout))
+        try:
+            if not self._try():
+                timeout = _limited(timeout)
+                if timeout <= 0:
+                    raise WriterBusy("the catalog is busy: another process or thread is writing", waited=0.0, holder="")
+                self._wait(timeout)
+        except BaseException:
+            self._turn.release()
+            raise
+        if self._stuck:
+            self._stuck.pop(self._path, None)
+
+    def _wait_for_thread(self, timeout: float) -> None:
+        began = time.monotonic()
+        got = self._turn.acquire(timeout=timeout)
+        waited = time.monotonic() - began
+        waits.time_limit.spend(waited)
+        if not got:
+            message = f"the catalog is busy: other threads of this process have written for {waited:.1f} s"
+            raise WriterBusy(message, waited=waited, holder=locks.describe_process(os.getpid()))
+
+    def _wait(self, timeout: float) -> None:
+        import random
+
+        stuck = self._stuck.get(self._path)
+        if stuck is not None:
+            if self._ask_hungry():
+                return
+            word, holder = stuck
+            if self._words.value(WRITER_WORD) == word:  # else it was released since: it is worth waiting for
+                raise WriterBusy(f"the catalog is still busy, held by {holder}", waited=0.0, holder=holder)
+            self._stuck.pop(self._path, None)
+        began = time.monotonic()
+        until = began + min(HUNGRY, timeout / 2)
+        pause = PAUSE
+        while time.monotonic() < until:
+            time.sleep(random.uniform(pause / 2, pause))
+            if self._try():
+                waits.time_limit.spend(time.monotonic() - began)
+                return
+            pause = min(2 * pause, LONGEST_PAUSE)
+        left = timeout - (time.monotonic() - began)
+        late: errors.WaitTimeout | None = None
+        with waits.time_limit(timeout, afresh=True):  # what is left of the call's may be less than the grace
+            try:
+                waits.wait_for(self._ask_hungry, self._words, WRITER_WORD, what=lambda: self._describe(began), timeout=left)
+            except errors.WaitTimeout as error:
+                late = error
+        waits.time_limit.spend(time.monotonic() - began)
+        if late is not None:
+            waited = timeout - left + late.waited  # without the time it took to find the holder
+            if waited < LONG:
+                raise WriterBusy(f"the catalog is busy: waited {waited:.1f} s for its writer lock", waited=waited, holder="") from late
+            self._stuck[self._path] = self._words.value(WRITER_WORD), late.holder
+            message = f"the catalog is busy: waited {waited:.1f} s for {late.what}, held by {late.holder}: continue that process, or end it"
+            raise WriterBusy(message, waited=waited, holder=late.holder) from late
+
+    def _ask_hungry(self) -> bool | None:
+        self._words.bump(HUNGRY_WORD)  # before the attempt: a release after it sees this
+        return self._try() or None
+
+    def _try(self) -> bool:
+        return self.file.try_lock(0, exclusive=not self._root.read_only)
+
+    def _describe(self, began: float) -> tuple[str, str]:
+        is_long = time.monotonic() - began >= LONG
+        return "the writer lock of the catalog", locks.describe_holders(self._root.lock("writer"), 0) if is_long else "another process"
+
+    def release(self) -> None:
+        try:
+            self.file.unlock(0)
+            hungry = self._words.value(HUNGRY_WORD)
+            if hungry != self._fed:
+                self._fed = hungry
+                # Wakes the first sleeper. When that one releases the lock, it finds the word changed too, and wakes the next.
+                self._words.bump(WRITER_WORD, 1)
+                time.sleep(YIELD)  # else this thread has the lock again before the woken one runs
+        finally:
+            self._turn.release()
+
+    def close(self) -> None:
+        self.file.close()
+
+    def after_fork_child(self) -> None:
+        self._turn = threading.Lock()
+        self.file.after_fork_child()
+
+
+def _limited(timeout: float | None) -> float:
+    """How long to wait: by default what is left of the call's timeout."""
+    return min(LONGEST_WAIT, waits.time_limit.remaining(GRACE)) if timeout is None else timeout
+
+
+class Holding:
+    """A class and no generator: this is around every transaction."""
+
+    __slots__ = ("_looking", "_timeout", "_writer")
+
+    def __init__(self, writer: WriterLock, timeout: float | None, *, looking: bool = False) -> None:
+        self._writer, self._timeout, self._looking = writer, timeout, looking
+
+    def __enter__(self) -> None:
+        self._writer.take(self._timeout, looking=self._looking)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._writer.release()

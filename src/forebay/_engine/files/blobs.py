@@ -1,4 +1,6 @@
-"""Whole files: finished, immutable, named after their entry's id; a name is used once, ever."""
+"""Whole files: finished, immutable, named after their entry's id; a name is used once, ever.
+
+And directories that are handed out: their files are hard links to blobs, so that they cost no bytes of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout of a root: paths, names and modes."""
+"""The layout of a root: paths, names and modes. And where errors of the disk become faults of the cache, which calls survive."""
 
 from __future__ import annotations
 

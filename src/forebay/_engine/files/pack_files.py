@@ -1,8 +1,19 @@
 """The files of a pack, an array of samples: one index of fixed length, and segments that writers append records to.
 
 ``packs/<id>/index``: a page of header (magic, root, pack, length, frozen, quota, number), then a word for each slot, then another one for
-each slot, a hint of the length of its record: see `pack_records.length_hint`. Allocated completely.
-``packs/<id>/<number>``: a segment, of one writer; blocks are allocated before they are written, and the rest is punched at the end."""
+each slot, a hint of the length of its record: see `length_hint`. Allocated completely.
+``packs/<id>/<number>``: a segment, of one writer; blocks are allocated before they are written, and the rest is punched at the end.
+
+**Records.** The format of one sample in a segment, and of the index word that points to it. Pure functions.
+
+    index word   segment << 40 | offset / 16, one aligned 8-byte store; 0: the slot is empty
+    length hint  40 bits that prove it, length of the payload; of no use for longer payloads, and in another epoch of the root
+    record       header of 32 bytes, payload
+    header       slot, length, xxh3-64 of the payload (8 bytes each), tag of the epoch, CRC-32 of all before it (4 bytes each)
+
+A record is accepted only if its header's checksum is right, it names this slot of this pack, and it ends within the segment. Its writer,
+and whoever accepts it, stores a length hint: other processes believe the hint, and touch no page of the record.
+Payloads start at multiples of 64, so that arrays in them are aligned."""
 
 from __future__ import annotations
 

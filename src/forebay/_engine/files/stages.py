@@ -1,6 +1,12 @@
 """A write in progress under ``tmp/``: bytes come in any order from several threads, and outlive the process that wrote them.
 
-A file of more than 1 MiB has a chunk map beside it, so that a successor fetches only the missing bytes."""
+A file of more than 1 MiB has a chunk map beside it, so that a successor fetches only the missing bytes.
+
+**Chunk maps.** Which bytes of a file have been written so far: exact ranges in memory, and whole chunks in a file beside it, for a
+successor.
+
+A chunk map is a header that identifies the object, then one byte per chunk, set after the chunk's bytes were written, then one checksum
+per chunk, stored before that byte. So a killed writer leaves a correct map, and its successor detects bytes that the disk lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""Files of words that all processes of a root have mapped."""
+"""Files of words that all processes of a root have mapped, and two tables in them: hosts that do not answer, and waits for keys.
+
+**Hosts.** Hosts that recently did not answer: a small table in the root, so that not every process of the node has to find out by itself.
+
+A record identifies a host by its hash, and holds when it was last silent, how long that process had waited, and when it last answered any
+process. Times are those of the node's monotonic clock, which cannot be set. A record is valid for `PERIOD` at most, whatever it says.
+
+**Waits.** Which processes of the node wait for a key, and what they hold meanwhile: a table with a record for each wait.
+
+``shared/waiting``   a page of header, then 256 records of 256 bytes: a checksum, the process, since when it waits, the lock and the name of
+                    the key, and the locks of the keys that it holds
+
+A record is believed while its byte of the file is locked, which ends with the process, however that ends."""
 
 from __future__ import annotations
 

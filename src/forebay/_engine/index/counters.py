@@ -1,7 +1,19 @@
 """Counters of all processes in one mapped file: a page per process, in it a block per thread, so that no count takes a lock.
 
 A page belongs to the process that has its byte of ``locks/owners`` locked, and continues from what the process before counted there. So
-nothing has to be added up when a process ends, however it ends, and counting needs neither the catalog nor its writer lock."""
+nothing has to be added up when a process ends, however it ends, and counting needs neither the catalog nor its writer lock.
+
+**History.** What all processes of the node have counted over time, written by whichever of them passes: a day by minutes, a month by hours.
+
+``shared/history``   a page of header, then records of 24 words, 1,440 of minutes and 744 of hours: the time, a checksum, the totals of
+                    the counters at that time, and what was used of which budget, in bytes
+
+What is used is in the catalog, which a process that only reads does not ask. So processes that write also store it in the header, from
+where each record takes it.
+
+A record is in the place of its minute, or hour, modulo their number. Its time is that of the root's clock, which never goes back. All of it
+is a hint: any process may write to the file without a lock, and a record that is torn, damaged or too old is left out by the reader. The
+file may be deleted at any time: the history begins anew then."""
 
 from __future__ import annotations
 

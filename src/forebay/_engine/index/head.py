@@ -1,6 +1,12 @@
 """The words that all processes of a root share: its clock, what is being changed now, and when something was evicted last.
 
-``shared/head``   a page of header with the words, then the pairs of the intent"""
+``shared/head``   a page of header with the words, then the pairs of the intent
+
+**The clock.** The clock of one root: it never goes back, for any process, whatever happens to the machine's clock.
+
+Times of use and of validation are nanoseconds of this clock. It is the later of two: the wall clock, and this clock continued by the
+kernel's monotonic clock. So it does not stand still while a wall clock that was set back catches up. The head stores how far it
+is ahead of the monotonic clock and, for the time after a reboot, its latest time."""
 
 from __future__ import annotations
 

@@ -2,7 +2,20 @@
 them wins.
 
 The file is replaced as a whole. A word of the head is another one after each change: by it a process sees that it has to read the file
-again. Beside that word lie copies of the limits of the root, for a root that lost the file."""
+again. Beside that word lie copies of the limits of the root, for a root that lost the file.
+
+**Limits of the node.** Limits on transfers that all processes of the node share: bytes a second from remotes, and connections to a host.
+
+The time of the last release of a permit, and the state of the rate, are words of the head, which every process has mapped. Which process
+has a connection, and which one waits, is expressed by locks on bytes of ``locks/transfers`` alone, which the kernel releases when a
+process dies. Each host has a range of bytes:
+
+- A permit for a connection is one of the first ``max_connections`` bytes. It goes to whoever looks first.
+- A process that waits for a permit shares a lock on the last byte, so that others release what they do not use.
+
+The rate is a token bucket in one word: the time until which all bytes that were granted are paid for. A process reserves the bytes of
+5 ms at once, from that time on, and moves it on. It does so without a lock: of two processes that do it in the same microsecond
+one may get its bytes for nothing."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ from forebay._engine.files.root import Root
 from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
 from forebay._engine.index.head import SharedHead
 from forebay._engine.locks.lease import Lease
-from forebay._engine.packs.packing import Appender
-from forebay._engine.packs.segments import GONE, MANY_HITS, Finder, Mapped, Records, finder
+from forebay._engine.packs.segments import GONE, MANY_HITS, Appender, Finder, Mapped, Records, finder
 from forebay._kernel import host, mappings
 from forebay._model import Buffer
 

@@ -1,16 +1,36 @@
-"""Lookup in the segments of an open pack, in the window that they are mapped into."""
+"""The segments of packs: how records are found in them, and where new ones are written.
+
+**New segments.** Creates packs, and reserves the segments that writers append to.
+
+    room       a row counts the segment before its file exists       a crash: counted, and closed by a process that needs space
+    append     see the module `pack`                                 the same; the index says where the last record ends
+    leave      the tail is punched, then the row is updated          a crash between: still counted; repeated by a process that needs space
+
+Space is taken in large steps, so that a put need not ask for any. A segment has one writer, which holds the segment's byte of the index:
+see `eviction`."""
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, cast
 
 from forebay import errors
+from forebay._engine.catalog import entries, segments
+from forebay._engine.catalog.connection import Catalog
+from forebay._engine.catalog.transactions import Rows, Txn
 from forebay._engine.files import pack_files
-from forebay._engine.files.layout import PAGE, Root
-from forebay._kernel import mappings
+from forebay._engine.files.layout import PAGE, Root, faults
+from forebay._engine.locks.lease import Lease
+from forebay._engine.locks.leases import Leases
+from forebay._engine.space import eviction
+from forebay._engine.space.budget import Budget
+from forebay._engine.space.free_space import NO_LIMIT, SpaceRequest
+from forebay._engine.write.publish import Label, Publisher
+from forebay._kernel import host, locks, mappings
 
 NOTHING = memoryview(b"").cast("Q")
 Find = Callable[[int, bool], memoryview | None]
@@ -179,3 +199,151 @@ class Mapped:
             finally:
                 os.close(fd)
         self._window, self.view = window, window.view
+
+
+SMALLEST, LARGEST = 1 << 20, 64 << 20
+"""A step is 1/256 of the free space within these limits, and at most `EASY` or an eighth of the pack: a pack of few samples should not
+count much empty space."""
+EASY = 16 << 20
+AHEAD = 1 << 20
+"""A segment's blocks are counted when it is taken, and allocated by and by: so much at once."""
+NEWEST = 32
+"""A writer looks for room in so many of the closed segments before it begins a new one."""
+
+
+class Appender:
+    """A segment that this process appends to, from ``tail`` to ``capacity``. ``claims``: of the pack's index, with the segment's byte."""
+
+    def __init__(self, fd: int, claims: locks.Claims, number: int, tail: int, capacity: int) -> None:
+        self.fd, self.claims, self.number, self.tail, self.capacity = fd, claims, number, tail, capacity
+        self.ready = 0  # up to here its blocks are allocated
+        self.last: int | None = None  # the slot of its last record, if this process wrote one
+        self._file = locks.file_of(fd)
+
+    def make_ready(self, need: int) -> None:
+        """Have the blocks for ``need`` bytes more, and some ahead. Raises what the disk raises; then it is as it was.
+
+        Looks, too, whether the descriptors are still open. Between two looks their high numbers protect the job's files: where the job
+        closed one, a write fails."""
+        if not self.is_open():
+            raise OSError(errno.EBADF, "the job closed a descriptor of ours")
+        begin = max(self.ready, self.tail // PAGE * PAGE)
+        end = min(max(self.tail + need, begin + AHEAD), self.capacity)
+        host.allocate(self.fd, begin, end - begin)
+        self.ready = end
+
+    def is_open(self) -> bool:
+        """Whether the job has closed neither descriptor: then no other process appends to the segment."""
+        return self.claims.is_open() and self.fd >= 0 and locks.file_of(self.fd) == self._file
+
+    def close(self) -> None:
+        """Append no more; any process may. In a forked child, the segment stays the parent's."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0 and locks.file_of(fd) == self._file:
+            os.close(fd)
+        self.claims.close()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self.close()
+
+
+class Packing:
+    """The packs of one root. Callable from any thread, and in a forked child."""
+
+    def __init__(self, root: Root, catalog: Catalog, leases: Leases, budget: Budget, publisher: Publisher) -> None:
+        self.root, self._catalog, self._leases, self._budget, self._publisher = root, catalog, leases, budget, publisher
+
+    def create(self, label: Label, length: int, *, fingerprint: str | None = None) -> Lease:
+        """Create an empty pack, which replaces the entry of this name; returns its lease. Caller: holds the key.
+
+        Raises `NoSpace` or another `CacheFault`."""
+        keyhash, size = label.keyhash, PAGE + pack_files.index_size(length)  # the directory takes a block
+        return self._publisher.build(
+            label, "pack", size, lambda id: pack_files.build(self.root, id, length, keyhash=keyhash),
+            lambda id: pack_files.remove(self.root, id, keyhash=keyhash), validator=fingerprint,
+        )  # fmt: skip
+
+    def take(self, pack: int, space: int, words: memoryview, need: int) -> Appender:
+        """A segment with room for ``need`` bytes, of which this is the only writer: one that no process appends to, else a new one. Others
+        are evicted where it does not fit. ``words``: of the pack's index. Raises `NoSpace` or another `CacheFault`."""
+        eviction.reclaim(self.root, self._catalog)  # what dead writers left is given back by the next that takes more
+        with faults(f"pack {pack:x}", need):
+            claims = pack_files.claims(self.root, pack)
+            try:
+                size, free, quota = self._sizes(self._catalog, pack, space, words, need)
+                left = self._claim_left(pack, words, need, min(free, quota), claims)
+                if left:
+                    size = left[2] - _rounded(left[1])
+
+                def enter(txn: Txn) -> tuple[int, int, int]:
+                    """Count the segment; returns its number, its tail, and up to where it may be filled."""
+                    # P1 and P2 see what the quota leaves / P2 takes it / P1: it is less now.
+                    new, _, quota = self._sizes(txn, pack, space, words, need)
+                    number, tail, end = left or (self._next_number(txn, pack, words), pack_files.START, min(size, new))
+                    end = min(end, _rounded(tail) + quota)
+                    if not left and not claims.try_claim(pack_files.byte_of(number)):
+                        raise errors.CacheFault(f"another program holds byte {pack_files.byte_of(number)} of the index of pack {pack:x}")
+                    segments.open_one(txn, pack, number, end)
+                    return number, tail, end
+
+                request = SpaceRequest(space, f"{pack:x}", 0, size, charged=size, entries=0)
+                number, tail, end = self._budget.with_room(request, enter)
+                return Appender(pack_files.make_segment(self.root, pack, number, end), claims, number, tail, end)
+            except BaseException:
+                claims.close()
+                raise
+
+    def _claim_left(self, pack: int, words: memoryview, need: int, most: int, claims: locks.Claims) -> tuple[int, int, int] | None:
+        """The number, the tail and the length of a segment that no process appends to, with its byte claimed: one with room for ``need``
+        bytes, and not for more than ``most``."""
+        for row in segments.closed(self._catalog, pack, NEWEST):
+            if not claims.try_claim(pack_files.byte_of(row.number)):
+                continue
+            length = pack_files.segment_length(self.root, pack, row.number)
+            if need <= length - row.size <= most:
+                end = pack_files.find_end(self.root, pack, row.number, words)
+                if end.is_sound and end.tail + need <= length:
+                    return row.number, end.tail, length
+                most = 0  # all words were read: to do so for each segment would take too long
+            claims.let_go(pack_files.byte_of(row.number))
+        return None
+
+    def _sizes(self, rows: Rows, pack: int, space: int, words: memoryview, need: int) -> tuple[int, int, int]:
+        """How large a new segment for ``need`` bytes should be; what is free without an eviction; what the pack's quota leaves. Raises
+        `NoSpace` where that is less than ``need``."""
+        entry = entries.by_id(rows, pack)
+        if entry is None:
+            raise errors.CacheFault(f"the pack {pack:x} has no entry any more: it was removed, or replaced by another version")
+        quota, least = words[pack_files.QUOTA], need + pack_files.START
+        left = quota - entry.size if quota else NO_LIMIT
+        if left < least:
+            raise errors.NoSpace(
+                f"no room for {need:,} bytes more in {entry.name!r}: its quota of {quota:,} bytes is used up",
+                key=entry.key, need=need, free=max(0, left), budget=quota, limit="quota",
+            )  # fmt: skip
+        short = self._budget.room.short(rows, SpaceRequest(space, "", 0, 0, entries=0))
+        free = min(short.free, -short.disk, -short.quota)
+        step = min(max(free // 256, SMALLEST), LARGEST, max(EASY, entry.size // 8))
+        return _rounded(max(min(step, free // 4, left), least)), free, left
+
+    def _next_number(self, txn: Txn, pack: int, words: memoryview) -> int:
+        """A number that no segment of the pack has or had, noted before its file is made."""
+        number = max(segments.last(txn, pack), pack_files.last_number(self.root, pack, words)) + 1
+        if number > pack_files.MAX_SEGMENT:
+            raise errors.CacheFault(f"the pack {pack:x} has {number:,} segments: no more can be named")
+        pack_files.note_number(self.root, words, number)
+        return number
+
+    def leave(self, pack: int, words: memoryview, appender: Appender) -> None:
+        """Give back the space behind the last record. Does nothing where the job closed the descriptors: another process may append by now,
+        and one that needs space gives back the rest. Caller: closes the appender."""
+        if appender.is_open():
+            with faults(f"pack {pack:x}"):
+                if appender.last is not None:
+                    pack_files.note_last(self.root, words, appender.number, appender.last)
+                eviction.close(self.root, self._catalog, pack, {appender.number: appender.tail})
+
+
+def _rounded(size: int) -> int:
+    return -(-size // PAGE) * PAGE

@@ -27,7 +27,7 @@ from forebay._engine.index.counters import EVICTIONS, Counters
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.settings import SharedSettings
 from forebay._engine.locks.owners import Owners
-from forebay._engine.space import segment_tails
+from forebay._engine.space import eviction
 from forebay._engine.space.eviction import SPACE_WORD, Eviction
 from forebay._engine.space.free_space import FreeSpace, SpaceDeficit, SpaceRequest
 from forebay._engine.space.ranking import EvictionCandidate, Ranking, Scope
@@ -183,7 +183,7 @@ class Budget:
                         raise
                     continue
                 if search.tails:
-                    segment_tails.reclaim(self._root, self._catalog)
+                    eviction.reclaim(self._root, self._catalog)
                     search.tails = False
                 if not search.is_stuck:
                     continue
@@ -279,7 +279,7 @@ class Budget:
             if values_went:
                 txn.renew()
             if search.tails is None:
-                search.tails = segment_tails.any_left(self._root, txn)
+                search.tails = eviction.any_left(self._root, txn)
             if search.tails:
                 return short
             is_inline = request is not None and request.inline and short.disk <= 0  # what uses free pages itself

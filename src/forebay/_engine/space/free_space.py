@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from forebay._engine.catalog import entries, reservations, spaces
 from forebay._engine.catalog.connection import Catalog
-from forebay._engine.catalog.transactions import Rows, Txn
-from forebay._engine.catalog.wal import EASY
+from forebay._engine.catalog.transactions import EASY, Rows, Txn
 from forebay._engine.files import stages
 from forebay._engine.files.layout import ROW
 from forebay._engine.files.root import Root
