@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import queue
 import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Self
+from collections.abc import Callable, Iterable
 
 from forebay import errors
 from forebay._engine.locks.lease import Lease
@@ -37,26 +34,23 @@ class State(enum.Enum):
 class Load:
     """One item on its way into the cache, shared by all its callers in this process. Only its `Loader` changes it.
 
-    ``key``: in the source; ``name``: in the cache; ``bound``: to the session; ``stores``: what the cache does not have is stored. A load
-    lives as long as a lazy, or a thread that works on it, refers to it: nothing else counts its holders. ``holds``: once it is stored, it
-    is leased; not, if it is only to be there."""
+    ``key``: in the source; ``name``: in the cache; ``bound``: to the session; ``stores``: whether an item that the cache does not have is
+    stored; ``holds``: whether a stored item is leased. A load lives as long as a lazy, or a thread that works on it, refers to it: nothing
+    else counts its holders."""
 
     __slots__ = (
-        "__weakref__", "bound", "busy_since", "data", "error", "holds", "job", "key", "leased", "name", "reason", "ref", "state", "stores",
-        "waiters",
+        "__weakref__", "busy_since", "data", "error", "holds", "job", "key", "leased", "name", "ref", "state", "stores", "waiters"
     )  # fmt: skip
 
     def __init__(self, key: str, name: str, bound: bool, on_gone: Callable[[LoadRef], object], *, stores: bool = True) -> None:
-        self.key, self.name, self.bound, self.stores = key, name, bound, stores
+        self.key, self.name, self.stores = key, name, stores
         self.holds = False
         self.state = State.QUEUED
         self.data: Buffer | None = None
         self.leased: Lease | None = None
         """On the file of an object that is to get a second name."""
         self.error: BaseException | None = None
-        """What the source raised; of what is not stored, why."""
-        self.reason = ""
-        """The fault of the cache for which it was dropped. Only its text: a traceback would keep its frames, and these our callers."""
+        """What the source raised; of an item that is not stored, why, without a traceback, which would keep the frames of our callers."""
         self.waiters = 0
         """How many threads wait for it now."""
         self.busy_since: int | None = None
@@ -64,6 +58,7 @@ class Load:
         self.job: Job | None = None
         """While it is LOADING by the thread of its loader."""
         self.ref = LoadRef(self, on_gone)
+        self.ref.key, self.ref.name, self.ref.bound, self.ref.lease = key, name, bound, None
 
     def may_serve(self, holds: bool) -> bool:
         """Whether another caller can have it: it did not fail, nor was it dropped, nor is it stored without a lease that is wanted."""
@@ -80,15 +75,6 @@ class Load:
         error = self.error
         return error if isinstance(error, errors.ForebayError) else errors.FillFailed(f"{self.key}: {error}", kind=type(error).__name__)
 
-    @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
-        """Around a thread's wait for it. Caller: holds the lock that guards it."""
-        self.waiters += 1
-        try:
-            yield
-        finally:
-            self.waiters -= 1
-
 
 class LoadRef(weakref.ref[Load]):
     """Weak reference to a `Load`, with what a thread needs to work on it and what must be released when it is gone. Threads hold this one:
@@ -102,11 +88,6 @@ class LoadRef(weakref.ref[Load]):
     name: str
     bound: bool
     lease: Lease | None
-
-    def __new__(cls, load: Load, on_gone: Callable[[LoadRef], object]) -> Self:
-        ref = super().__new__(cls, load, on_gone)
-        ref.key, ref.name, ref.bound, ref.lease = load.key, load.name, load.bound, None
-        return ref
 
 
 def live(refs: Iterable[LoadRef]) -> list[Load]:
@@ -123,17 +104,13 @@ class News:
 
     def reset(self) -> None:
         """Forget all news: those of a parent process are its own."""
-        self._news: queue.SimpleQueue[LoadRef | None] = queue.SimpleQueue()
-        self._unwanted: deque[Entry] = deque()
+        self._news: queue.SimpleQueue[LoadRef | Entry | None] = queue.SimpleQueue()
         self.wakes: Callable[[], None] | None = None
         """Called with all news, where the thread waits for something else: it takes no lock either."""
 
-    def wake(self) -> None:
-        """Have the thread look again."""
-        self._put(None)
-
-    def _put(self, ref: LoadRef | None) -> None:
-        self._news.put(ref)
+    def wake(self, news: LoadRef | Entry | None = None) -> None:
+        """Have the thread look again. ``news``: a load that is gone, or an entry that no caller in this process needs any more."""
+        self._news.put(news)
         wakes = self.wakes
         if wakes is not None:
             wakes()
@@ -144,25 +121,16 @@ class News:
             return
         if ref.lease is not None:
             ref.lease.close()
-        self._put(ref)
+        self.wake(ref)
 
-    def discard(self, entry: Entry) -> None:
-        """No caller in this process needs an entry any more."""
-        self._unwanted.append(entry)
-        self.wake()
-
-    def unwanted(self) -> list[Entry]:
-        """The entries that were discarded since the last call."""
-        return [self._unwanted.popleft() for _ in range(len(self._unwanted))]
-
-    def wait(self, seconds: float | None) -> list[LoadRef]:
-        """Wait for news. Returns the loads that are gone."""
-        gone: list[LoadRef] = []
+    def wait(self, seconds: float | None) -> list[LoadRef | Entry]:
+        """Wait for news, and return them."""
+        news: list[LoadRef | Entry] = []
         try:
-            ref = self._news.get(timeout=seconds)
+            one = self._news.get(timeout=seconds)
             while True:
-                if ref is not None:
-                    gone.append(ref)
-                ref = self._news.get_nowait()
+                if one is not None:
+                    news.append(one)
+                one = self._news.get_nowait()
         except queue.Empty:
-            return gone
+            return news
