@@ -149,7 +149,7 @@ class Loader:
         if load.state is State.STORED or (may_be_there and self._is_there(load)):
             return None
         if load.state is State.FAILED:
-            return load.failure
+            return error if isinstance(error, errors.ForebayError) else errors.FillFailed(f"{load.key}: {error}", kind=type(error).__name__)
         if isinstance(error, errors.NoSpace):
             return error
         return errors.CacheFault(f"{load.key} cannot be stored: {error or 'there is no room for it'}")

@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 
-from forebay import errors
 from forebay._engine.locks.lease import Lease
 from forebay._model import Buffer, Entry
 from forebay.origin.job import Job
@@ -68,12 +67,6 @@ class Load:
     def is_settled(self) -> bool:
         """Whether no thread reads it, nor will."""
         return self.state not in (State.QUEUED, State.LOADING)
-
-    @property
-    def failure(self) -> errors.ForebayError:
-        """What the source raised, as an error of ours."""
-        error = self.error
-        return error if isinstance(error, errors.ForebayError) else errors.FillFailed(f"{self.key}: {error}", kind=type(error).__name__)
 
 
 class LoadRef(weakref.ref[Load]):

@@ -441,10 +441,9 @@ def _unpickle(origin: Origin, id: int, length: int, codec: codecs.Codec, name: s
     """Unpickle a handle from another process: of the same array, whatever its name is now."""
     pack: Pack | NoPack | None = None
     try:
-        lease = origin.store.packs.find_by_id(id)
-        pack = origin.store.packs.open(lease, length) if lease is not None else None
-        if pack is None and origin.upstream is not None and (lease := origin.upstream.packs.find_by_id(id)) is not None:
-            pack = origin.upstream.packs.open(lease, length)
+        for store in (origin.store, origin.upstream):
+            if pack is None and store is not None and (lease := store.packs.find_by_id(id)) is not None:
+                pack = store.packs.open(lease, length)
     except errors.CacheFault as error:
         origin.fall_back(error, f"samples:{name or ''}")
     if pack is None:
