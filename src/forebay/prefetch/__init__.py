@@ -111,7 +111,7 @@ class Prefetcher(Pool[Item_co]):
         return session
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self._origin, self.source, self._options)
+        return partial(open_prefetcher, **self._options), (self._origin, self.source)
 
     def __repr__(self) -> str:
         return f"<forebay.Prefetcher {self.name!r} of {self.source.uri!r}{' closed' if self.closed else ''}>"
@@ -365,7 +365,3 @@ def _seal(data: Buffer) -> bytes:
 
 def _digest(parts: Iterable[str]) -> str:
     return hashlib.blake2b("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _unpickle(origin: Origin, source: Any, options: dict[str, Any]) -> Prefetcher[Any] | PassThrough[Any]:
-    return open_prefetcher(origin, source, **options)

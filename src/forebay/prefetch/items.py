@@ -1,4 +1,4 @@
-"""What a loader loads: objects of a remote, or items that a source makes. Each load becomes a `Job`."""
+"""The items that a loader can load: objects of a remote, or items that a source makes. Each load becomes a `Job`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ log = logger("forebay.prefetch")
 T = TypeVar("T")
 
 FULL = 0.1
-"""Seconds for which nothing is read for a space that evicts nothing for it."""
+"""Seconds without reads ahead after a space has refused an item."""
 
 
 class Items:
     """The items of one loader. Callable from any thread.
 
-    ``space``: that of their names. ``keep``: whether they stay when nobody holds them. ``links``: whether they are objects of `urls` that
-    get a second name in ``space``. ``full_until``: until then (seconds of the monotonic clock) nothing is read ahead, since the space
-    evicts nothing for it. ``closed``: whether nothing more is to be read ahead. ``on_read`` is called with the bytes that a source
-    returned for a load."""
+    ``space``: the space of their names. ``keep``: whether they stay when no process holds them. ``links``: whether they are objects of
+    `urls` that get a second name in ``space``. ``full_until``: when reading ahead may go on, in seconds of the monotonic clock, after the
+    space has refused an item. ``closed``: whether reading ahead has ended. ``on_read`` is called with the bytes that a source returned for
+    a load."""
 
     links = False
 
@@ -145,8 +145,8 @@ class Objects(Items):
         self, origin: Origin, target: Callable[[str], Target], *, versioned: bool = False, space: str = URLS, pool: str | None = None,
         keep: bool = True, session: Lease | None = None,
     ) -> None:  # fmt: skip
-        """``target``: the object of a key; it may raise `ConfigError`. ``versioned``: the caller named the version of all objects now, so
-        what is validated after this is of that version, however long ago that will be. ``space``: where they get second names."""
+        """``target``: returns the object of a key; it may raise `ConfigError`. ``versioned``: the caller has named the version of all
+        objects, so whatever is validated from now on has that version for ever. ``space``: where they get second names."""
         super().__init__(origin, space, pool, keep, session)
         self.target, self.links = target, space != URLS
         self.for_others = False
@@ -175,8 +175,8 @@ class Objects(Items):
 
 
 class NotStored(errors.CacheFault):
-    """An item need not be stored: the cache has it as a part of something else, or nobody needs it any more. ``lease``: on a file that
-    has its bytes, and is to get a second name."""
+    """An item need not be stored: the cache has it as a part of another entry, or its load is gone. ``lease``: a lease on a file that has
+    its bytes, and is to get a second name."""
 
     lease: Lease | None = None
 

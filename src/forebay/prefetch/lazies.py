@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -74,7 +75,7 @@ class Lazy(Generic[Item_co]):
         return f"<forebay.Lazy {self.key!r}{' with its value' if self._values else ''}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self._pool, self.key)
+        return operator.methodcaller("get_lazy", self.key), (self._pool,)
 
 
 class Spilled(Lazy[Item_co]):
@@ -139,12 +140,8 @@ def add_source(sample: Any, info: SourceInfo) -> None:
         sample.__sources__ = (*(sample.__sources__ or ()), info)
 
 
-def _unpickle(pool: Pool[Any], key: str) -> Lazy[Any]:
-    return pool.get_lazy(key)
-
-
 class Pool(Generic[Item_co]):
-    """The calls of a prefetcher and of `PassThrough` that are made of other calls."""
+    """The calls that a prefetcher and `PassThrough` build from their other calls."""
 
     source: Any
     identity: str

@@ -1,4 +1,4 @@
-"""One item on its way into the cache, and the news that finalizers tell of it."""
+"""The items of a loader on their way into the cache, and what wakes its thread."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class State(enum.Enum):
     """Where an item is on its way into the cache."""
 
     QUEUED = enum.auto()
-    """No thread works on it."""
+    """No thread is working on it."""
     LOADING = enum.auto()
-    """A thread of this process looks for it, waits for another process, or reads it."""
+    """A thread of this process is looking for it, waiting for another process, or reading it."""
     LOADED = enum.auto()
     """Its bytes are in memory, or in a leased file of the cache; they may still be stored."""
     STORED = enum.auto()
-    """It is in the cache, and leased if it `holds`."""
+    """It is in the cache, and leased if the load `holds` it."""
     DROPPED = enum.auto()
-    """It will not be stored: each `get` reads it from the source, unless its bytes are still in memory."""
+    """It will not be stored. Each `get` reads it from the source, unless its bytes are still in memory."""
     FAILED = enum.auto()
     """The source raised: each `get` of this load raises the same."""
 
@@ -47,33 +47,34 @@ class Load:
         self.state = State.QUEUED
         self.data: Buffer | None = None
         self.leased: Lease | None = None
-        """On the file of an object that is to get a second name."""
+        """A lease on the file of an object that is about to get a second name."""
         self.error: BaseException | None = None
         """What the source raised; of an item that is not stored, why, without a traceback, which would keep the frames of our callers."""
         self.waiters = 0
-        """How many threads wait for it now."""
+        """The number of threads that wait for it."""
         self.busy_since: int | None = None
-        """Since when another process works on it, in nanoseconds of the monotonic clock."""
+        """When another process was first seen working on it, in nanoseconds of the monotonic clock."""
         self.job: Job | None = None
-        """While it is LOADING by the thread of its loader."""
+        """The job that is loading it, if the loader's thread has begun one."""
         self.ref = LoadRef(self, on_gone)
         self.ref.key, self.ref.name, self.ref.bound, self.ref.lease = key, name, bound, None
 
     def may_serve(self, holds: bool) -> bool:
-        """Whether another caller can have it: it did not fail, nor was it dropped, nor is it stored without a lease that is wanted."""
+        """Whether another caller can share it. A load that failed or was dropped cannot be shared, nor can a stored one without a lease if
+        the caller needs one."""
         return self.state not in (State.FAILED, State.DROPPED) and not (holds and self.state is State.STORED and self.ref.lease is None)
 
     @property
     def is_settled(self) -> bool:
-        """Whether no thread reads it, nor will."""
+        """Whether no thread is reading it, or will."""
         return self.state not in (State.QUEUED, State.LOADING)
 
 
 class LoadRef(weakref.ref[Load]):
-    """Weak reference to a `Load`, with what a thread needs to work on it and what must be released when it is gone. Threads hold this one:
-    a thread that does not survive a fork would keep the load itself for ever.
+    """A weak reference to a `Load`, with what a thread needs to work on it and the lease to release when the load is gone. Threads hold
+    this instead of the load, which a thread that does not survive a fork would keep alive for ever.
 
-    Its callback is a finalizer, which may run inside anything: it must never wait for a lock."""
+    Its callback is a finalizer, which may run inside any other code: it must never wait for a lock."""
 
     __slots__ = ("bound", "key", "lease", "name")
 
@@ -89,17 +90,17 @@ def live(refs: Iterable[LoadRef]) -> list[Load]:
 
 
 class News:
-    """What wakes the thread of a loader. The only part of it that finalizers touch, which may run inside anything: no call here but `wait`
+    """Wakes the thread of a loader. Finalizers, which may run inside any other code, use only this part of it: no call here except `wait`
     takes a lock or waits."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all news: those of a parent process are its own."""
+        """Forget all news. A forked child calls it, since its parent handles them."""
         self._news: queue.SimpleQueue[LoadRef | Entry | None] = queue.SimpleQueue()
         self.wakes: Callable[[], None] | None = None
-        """Called with all news, where the thread waits for something else: it takes no lock either."""
+        """Called after each news while the thread waits for something else. It takes no lock either."""
 
     def wake(self, news: LoadRef | Entry | None = None) -> None:
         """Have the thread look again. ``news``: a load that is gone, or an entry that no caller in this process needs any more."""
