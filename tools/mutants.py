@@ -284,7 +284,7 @@ MUTANTS = (
     ),
     Mutant(
         6, "a handle that bypasses the cache never tries again", "origin.opening:Reopening.attempt",
-        "not self._turn.take()", "True",
+        "self._turn.attempt(self._open)", "None",
         "scenarios/test_reopening.py::test_every_front_uses_the_cache_once_it_can_be_used",
     ),
     Mutant(
@@ -484,7 +484,7 @@ MUTANTS = (
     ),
     Mutant(
         11, "callers wait for the objects of a broken pipeline", "prefetch.loader:Loader._load",
-        "[*self._under_way.values(), *(link.ref for link in self._links)]", "[]",
+        "[*self._under_way.values(), *(ref for ref, _ in self._links)]", "[]",
         "prefetch/test_objects.py::test_a_bulk_fetch_that_breaks_leaves_its_objects_to_the_callers",
     ),
     Mutant(

@@ -216,7 +216,8 @@ def test_done_it_is_read_from_the_cache(cache: forebay.Cache, pool: Prefetcher, 
 
 
 def test_running_it_is_waited_for(pool: Prefetcher, source: Items, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "REPORT_AFTER", 3600.0)  # a waiter wakes by itself too, but later than this test waits
+    for name in ("REPORT_AFTER", "WATCH"):
+        monkeypatch.setattr(loader, name, 3600.0)  # a waiter wakes by itself too, but later than this test waits
     source.stop("a")
     lazy = pool.get_lazy("a")
     source.wait("a")

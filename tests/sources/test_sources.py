@@ -273,6 +273,16 @@ def test_a_source_asks_as_its_cache_does(server: ScriptedServer, tmp_path: Path)
     assert UrlSource(f"{server.url}/d", options=RemoteOptions(headers={"X-Key": "k"}))["a"] == b"body"
 
 
+def test_a_cached_object_is_served_while_its_server_is_down(server: ScriptedServer, tmp_path: Path) -> None:
+    url = server.put("/d/a", b"body")
+    with forebay.Cache(tmp_path / "root", budget=MiB, min_free=0, max_age=0, remote_options=FAST) as cache:
+        cache.read(url)
+        source = bound(cache, f"{server.url}/d")
+        server.objects["/d/a"].statuses[:] = [503] * 9
+        assert source["a"] == b"body"
+    assert len(server.requests) > 1
+
+
 def test_a_server_that_is_busy_for_a_moment(server: ScriptedServer) -> None:
     server.put("/d/a", b"body", statuses=[503, 503])
     assert UrlSource(f"{server.url}/d", options=FAST)["a"] == b"body"

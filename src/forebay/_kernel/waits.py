@@ -173,29 +173,33 @@ class SharedLimit:
 
 
 class Turn:
-    """Decides when, and by which thread, a failed operation is retried: after a second, then after ever longer, at most a minute; by one
-    thread of a process at a time; no thread waits. A forked child has a turn of its own: the thread that had its parent's does not exist
-    there."""
+    """Retries an operation that failed: after a second, then after ever longer pauses of at most a minute. One thread of a process tries
+    at a time, and no thread waits. A forked child has a turn of its own: the thread that had its parent's does not exist there."""
 
     def __init__(self) -> None:
         self._pause = FIRST_PAUSE
         self._at = time.monotonic() + self._pause
         self._free: dict[int, list[bool]] = {}  # by process; popped by the thread that tries: one step
 
-    def take(self) -> bool:
-        """Whether this thread should retry now. No other thread does until it gives the turn back; after success it never does."""
+    def attempt(self, operation: Callable[[], T | None]) -> T | None:
+        """The result of ``operation``, which waits for nothing, if this thread should retry it now; None if not, or if it failed again.
+        After a result it is never called again."""
         if time.monotonic() < self._at:
-            return False
+            return None
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self._at = time.monotonic() + self._pause
+        free, result = self._free.setdefault(os.getpid(), [True]), None
         try:
-            return self._free.setdefault(os.getpid(), [True]).pop()
+            free.pop()
         except IndexError:
-            return False
-
-    def give_back(self) -> None:
-        """It failed."""
-        self._free.setdefault(os.getpid(), []).append(True)
+            return None
+        try:
+            with time_limit(0):
+                result = operation()
+        finally:
+            if result is None:
+                free.append(True)
+        return result
 
 
 class Wait:

@@ -240,14 +240,10 @@ class Origin(Targets):
         except errors.NotFound:
             self.store.invalidate([entry])
             raise
-        return None if self._has_validated(entry, info, began) else info
-
-    def _has_validated(self, entry: Entry, info: ObjectInfo | None, began: int) -> bool:
-        """Whether a conditional request that began then was answered with the stored version."""
-        same = info is None or (info.validator is not None and info.validator == entry.validator)
-        if same:
-            self.store.set_validated([(entry, began)], began)
-        return same
+        if info is not None and (info.validator is None or info.validator != entry.validator):
+            return info
+        self.store.set_validated([(entry, began)], began)
+        return None
 
     def _postpone(self, entry: Entry, options: FetchOptions) -> None:
         """The remote cannot be reached: calls that wait for this answer, or come in the next seconds, need no time-out of their own."""
@@ -260,7 +256,7 @@ class Origin(Targets):
 
     def upstream_copy(self, target: Target, options: FetchOptions) -> tuple[Remembered, int] | None:
         """The upstream root's copy and the time of its validation, if the remote still has this version: it is asked at most once."""
-        hit = self.upstream.view(URLS, target.above) if self.upstream is not None and target.above else None
+        hit = self.upstream.view(target.space, target.above) if self.upstream is not None and target.above else None
         if hit is None or self.upstream is None or (options.etag and not is_same_version(hit.entry.validator, options.etag)):
             return None
         at, began = self.validated(self.upstream, hit.entry), self.store.now(exact=True)
@@ -340,34 +336,24 @@ class Origin(Targets):
 
     # -- for the layers above --------------------------------------------------------------------------------------
 
-    def kept(self, target: Target, since: int) -> Lease | None:
-        """A lease on the cached copy, if it is the remote's version, validated at ``since`` or later, or now. Raises nothing."""
+    def kept(self, target: Target, options: FetchOptions) -> Lease | None:
+        """A lease on the cached copy, if it is fresh, or `validate` finds it unchanged. Raises nothing."""
+        lease: Lease | None = None
         try:
             lease = self.store.lease(URLS, target.key)
-        except errors.CacheFault as error:
-            self.fall_back(error, target.key)
-            return None
-        if lease is None:
-            return None
-        at = self.store.validated(lease.entry)
-        if at >= since or (at and self._is_unchanged(target, lease.entry)):
-            return lease
-        lease.close()
-        return None
-
-    def _is_unchanged(self, target: Target, entry: Entry) -> bool:
-        began = self.store.now(exact=True)
-        try:
-            with self.reaching():
-                info = target.remote.stat(target.url, known=entry.validator)
+            if lease is None or self.is_fresh(lease.entry, options):
+                return lease
+            if self.store.validated(lease.entry):
+                if self.validate(target, options, lease.entry) is None:
+                    return lease
+                self.store.invalidate([lease.entry])  # the next look need not ask the remote
         except errors.RemoteError as error:
             log.debug("%s: whether it has changed is not known: %s", target.key, str(error))
-            return False
-        self.count(Transfer(requests=1))
-        same = self._has_validated(entry, info, began)
-        if not same:
-            self.store.invalidate([entry])  # the next look need not ask the remote
-        return same
+        except errors.CacheFault as error:
+            self.fall_back(error, target.key)
+        if lease is not None:
+            lease.close()
+        return None
 
     def invalidate(self, target: Target) -> None:
         """Make the next call ask the remote: for the object, and for the directory of this name."""

@@ -138,18 +138,14 @@ class Reopening:
 
     def attempt(self) -> Store | None:
         """The store, once it can be opened: returned only once."""
-        if not self._turn.take():
-            return None
-        store = None
+        return self._turn.attempt(self._open)
+
+    def _open(self) -> Store | None:
         try:
-            with waits.time_limit(0):
-                store = self._root.open()
+            store = self._root.open()
         except (errors.ForebayError, OSError) as error:  # whatever happened to the root: the cache worked without it until now
             log.info("the cache in %s still cannot be used: %s", self._root.path, str(error))
             return None
-        finally:
-            if store is None:
-                self._turn.give_back()
         log.warning("the cache in %s can be used again", self._root.path)
         return store
 

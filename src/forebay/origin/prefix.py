@@ -13,7 +13,7 @@ from forebay._engine.locks.lease import Lease
 from forebay._model import BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
 from forebay.origin import A, Origin
 from forebay.origin.opening import in_memory
-from forebay.origin.request import Target
+from forebay.origin.request import FetchOptions, Target
 from forebay.origin.spaces import URLS
 from forebay.remote import RemoteOptions
 
@@ -120,10 +120,10 @@ class RemoteAccess:
         """A lease on the object where the cache has it, from `Cache.read` or a `pull`, and need not fetch it. ``versioned``: the caller
         named the version of the dataset, so any copy validated since `bind` will do."""
         origin = self.origin
-        if origin is None or self.is_local(url):
+        if origin is None or origin.closed or self.is_local(url):
             return None
-        since = -1 if origin.offline else self._bound_at if versioned else origin.store.now(exact=True) - origin.max_age
-        return origin.kept(self.target(url), since)
+        options = FetchOptions.of(origin)
+        return origin.kept(self.target(url), options if origin.offline or not versioned else options._replace(since=self._bound_at))
 
     def target(self, url: str) -> Target:
         """An object as the bound cache fetches it, and its key there. Raises `ConfigError`, `MissingExtra`."""

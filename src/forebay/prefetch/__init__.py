@@ -8,19 +8,18 @@ import secrets
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from forebay import codecs, errors
 from forebay._engine.locks.lease import Lease
-from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Buffer, Item_co, Noted, as_bytes, to_bytes
+from forebay._model import Buffer, Item_co
 from forebay.origin import Origin
 from forebay.origin.spaces import FOREVER, URLS
-from forebay.prefetch.items import Items, Objects, SourceItems
+from forebay.prefetch.items import ItemReader, Items, Objects, SourceItems
 from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
 from forebay.prefetch.lazies import PassThrough as PassThrough
 from forebay.prefetch.loader import Loader, abandon
@@ -58,32 +57,27 @@ class Prefetcher(Pool[Item_co]):
         bind = getattr(source, "bind", None)
         if bind is not None:
             bind(origin)
-        self._maker = _Maker(source, options, self._store)
-        self._counts = bind is None
+        self._reader = ItemReader(source, options, self._store)
         self._open_loader()
         self.identity = f"{self.name}:{self._digest}"
 
     def _open_loader(self) -> None:
         items: Items
-        origin, source, keep = self._origin, self._maker.objects, self._options["keep"]
+        origin, source, name, keep = self._origin, self._reader.objects, self.name, self._options["keep"]
         self._objects = self._objects_of_urls()
         if self._objects is not None:
             self._digest = _digest([identity_of(self.source)])
             self._space, self._max_age = URLS, FOREVER if origin.offline else origin.max_age
-            items = Objects(origin, self._objects.target, pool=self.name)
+            items = Objects(origin, self._objects.target, pool=name)
         else:
             session = self._join()
-            self._maker.takes_parts = not self._is_limited
-            self._space, self._max_age = self.name, FOREVER
+            self._reader.takes_parts = not self._is_limited
+            self._space, self._max_age = name, FOREVER
             if source is not None:
                 versioned = source.version is not None
-                items = Objects(
-                    origin, source.target, versioned=versioned, space=self.name, pool=self.name, keep=keep, session=session
-                )  # fmt: skip
+                items = Objects(origin, source.target, versioned=versioned, space=name, pool=name, keep=keep, session=session)
             else:
-                maker, size = self._maker, getattr(self.source, "size", None) if self._maker.knows_sizes else None
-                counts = self._counts and maker.is_raw
-                items = SourceItems(origin, self.name, keep, maker.make, maker.is_kept, size, maker.lease, session, counts=counts)
+                items = SourceItems(origin, name, keep, self._reader, session)
         self._loader = Loader(items, self._store, self._options["workers"])
         self._hit = self._store.hot_lookup(self._space)
         # Weakly: an error that a caller keeps holds its frames, these hold a lazy, and a lazy holds this object.
@@ -91,7 +85,7 @@ class Prefetcher(Pool[Item_co]):
 
     def _objects_of_urls(self) -> UrlSource | None:
         """The source, if its items can be what `Cache.read` stores: nothing of this prefetcher binds them to other rules."""
-        source = self._maker.objects
+        source = self._reader.objects
         is_bound = source is None or source.version is not None or not self._options["keep"] or self._is_limited
         return None if is_bound else source
 
@@ -106,7 +100,7 @@ class Prefetcher(Pool[Item_co]):
 
         The items of a source without a version belong to a session, which ends with the last process that uses it."""
         version = getattr(self.source, "version", None)
-        decoder = () if self._maker.is_raw else (*decoder_of(self.source), self._maker.codec.name)
+        decoder = () if self._reader.is_raw else (*decoder_of(self.source), self._options["codec"].name)
         parts = [identity_of(self.source), repr(version), self._options["store"], *decoder]
         self._digest = self._bound = _digest(parts)
         self._item_version: Callable[[str], str | None] | None = getattr(self.source, "version_of", None) if version is None else None
@@ -117,7 +111,7 @@ class Prefetcher(Pool[Item_co]):
         return session
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self._origin, self.source, self._options)
+        return partial(open_prefetcher, **self._options), (self._origin, self.source)
 
     def __repr__(self) -> str:
         return f"<forebay.Prefetcher {self.name!r} of {self.source.uri!r}{' closed' if self.closed else ''}>"
@@ -146,7 +140,7 @@ class Prefetcher(Pool[Item_co]):
         """The key, and the name of the item in the cache, if the index of keys knows it; else a lazy, whose load tells."""
         named = self._name_of(_checked_key(key))
         if not self.closed:
-            if self._maker.is_kept(key):
+            if self._reader.is_kept(key):
                 return key, named[0]
             with contextlib.suppress(errors.CacheFault):
                 if self._store.prefetching.expect(self._space, named[0], self._max_age) is not None:
@@ -164,10 +158,10 @@ class Prefetcher(Pool[Item_co]):
             with contextlib.suppress(errors.CacheFault):
                 data = self._store.first_touch(self._space, name, self._max_age) if data is None else data
         if data is None:
-            data = self._maker.kept(key)
+            data = self._reader.kept(key)
         if data is None and not self.closed:
             return self.get_lazy(key).get()
-        item: Item_co = self._maker.value(key, self._loader.read(key) if data is None else data)
+        item: Item_co = self._reader.value(key, self._loader.read(key) if data is None else data)
         return item
 
     def put(self, obj: T, name: str = "") -> Lazy[T]:
@@ -200,7 +194,7 @@ class Prefetcher(Pool[Item_co]):
     def _discard(self, lease: Lease) -> None:
         """Remove the bytes of a spilled object. Callable from a finalizer: nothing here waits."""
         lease.close()
-        self._loader.news.discard(lease.entry)
+        self._loader.news.wake(lease.entry)
 
     def warm(self, keys: Iterable[str], on_progress: OnProgress | None = None) -> WarmReport:
         """Load items into the cache without holding them. ``on_progress`` is called for each item that is in the cache.
@@ -303,67 +297,8 @@ class Prefetcher(Pool[Item_co]):
         self._check_open()
         return self.source[key]
 
-    def _value_of(self, load: Load) -> Any:
-        return self._maker.value(load.key, self._loader.take(load))
-
-
-class _Maker:
-    """How items are made: the bytes that are stored, and the values that callers get. The threads refer to this object only, never to the
-    prefetcher, so that they end when the prefetcher is dropped."""
-
-    def __init__(self, source: Source, options: dict[str, Any], store: Store) -> None:
-        self._source, self._store = source, store
-        self.codec = codecs.codec(options["codec"])
-        self.is_raw = options["store"] == "raw"
-        self._inner: Any = source
-        self._decoders: list[Any] = []
-        while self.is_raw and isinstance(self._inner, DecodedSource):
-            self._decoders.insert(0, self._inner.decode)
-            self._inner = self._inner.inner
-        is_local = getattr(self._inner, "is_local", None)
-        self.knows_sizes: bool = self.is_raw and is_local is not False
-        self.objects: UrlSource | None = self._inner if self.is_raw and type(self._inner) is UrlSource and not is_local else None
-        """The source, if its items have the bytes of objects of a remote."""
-        self._lease: Callable[[str], Lease | None] | None = getattr(self._inner, "lease", None) if self.is_raw and not is_local else None
-        self._read = getattr(self._inner, "fetch", self._inner.__getitem__) if self._lease is not None else self._inner.__getitem__
-        self._part: Callable[..., Buffer | None] | None = getattr(self._inner, "kept", None) if self.is_raw and options["keep"] else None
-        self.takes_parts = False
-        """Whether items may be parts of other entries, which no limit of the prefetcher binds."""
-
-    def kept(self, key: str) -> Buffer | None:
-        """The bytes of an item that the cache has as a part of something else."""
-        data = self._part(key) if self._part is not None and self.takes_parts else None
-        if data is not None:
-            self._store.count_hit(len(data))
-        return data
-
-    def is_kept(self, key: str) -> bool:
-        """Whether `kept` has it."""
-        return self._part is not None and self.takes_parts and self._part(key, only_whether=True) is not None
-
-    def lease(self, key: str) -> Lease | None:
-        """A lease on a file of this cache that has the bytes of an item, where the source knows one."""
-        lease: Lease | None = None
-        try:
-            lease = self._lease(key) if self._lease is not None else None
-        except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
-            log.debug("whether the cache has %s is not known: %s", key, str(error))
-        return lease if isinstance(lease, Lease) and self._store.is_own_file(lease) else None
-
-    def make(self, key: str) -> Buffer:
-        """Read an item. Returns its bytes as they are stored."""
-        item = self._read(key)
-        return _as_bytes(item, self._source, key) if self.is_raw else b"".join(self.codec.encode(item))
-
-    def value(self, key: str, data: Buffer) -> Any:
-        """The value that `Lazy.get` returns, of the stored bytes."""
-        if not self.is_raw:
-            view = memoryview(data).toreadonly()
-            return self.codec.decode(view, lambda: memoryview(bytearray(view)))
-        value: Any = to_bytes(data)
-        for decode in self._decoders:
-            value = decode(key, value)
-        return value
+    def _value_of(self, key: str, load: Load) -> Any:
+        return self._reader.value(key, self._loader.take(load))
 
 
 # -- making ------------------------------------------------------------------------------------------------------------
@@ -386,7 +321,7 @@ def open_prefetcher(origin: Origin, source: Any, *, decode: Any = None, **option
     source = wrapped(source_of(source), decode)
     chosen = options["codec"]
     options["codec"] = codecs.codec(chosen) if chosen is not None else codecs.default_codec(others_can_write=origin.others_can_write)
-    store, reopen = origin.current(), _Reopen(origin, source, options)
+    store, reopen = origin.current(), partial(_open, origin, source, options)
     may_come = not store.root.read_only if store.keeps else origin.reopening is not None
     with waits.time_limit(origin.timeout):
         pool = (reopen() if may_come else None) or PassThrough(source, reopen=reopen if may_come else None)
@@ -394,25 +329,17 @@ def open_prefetcher(origin: Origin, source: Any, *, decode: Any = None, **option
     return pool
 
 
-@dataclass(frozen=True, slots=True)
-class _Reopen:
-    """Opens the prefetcher, if the cache can be used by now."""
-
-    origin: Origin
-    source: Any
-    options: dict[str, Any]
-
-    def __call__(self, limits: Mapping[str, int] = _NONE) -> Prefetcher[Any] | None:
-        origin, options = self.origin, {**self.options, **limits}
-        store = origin.current()
-        if not store.keeps:
-            return None
-        try:
-            store.spaces.ensure(options["name"], policy=options["policy"], quota=options["budget"], max_count=options["max_count"])
-            return Prefetcher(origin, self.source, options)
-        except (errors.CacheFault, errors.WaitTimeout) as error:
-            origin.fall_back(error, f"the prefetcher {options['name']!r}")
-            return None
+def _open(origin: Origin, source: Any, options: dict[str, Any], limits: Mapping[str, int] = _NONE) -> Prefetcher[Any] | None:
+    """The prefetcher, if the cache can be used by now."""
+    options, store = {**options, **limits}, origin.current()
+    if not store.keeps:
+        return None
+    try:
+        store.spaces.ensure(options["name"], policy=options["policy"], quota=options["budget"], max_count=options["max_count"])
+        return Prefetcher(origin, source, options)
+    except (errors.CacheFault, errors.WaitTimeout) as error:
+        origin.fall_back(error, f"the prefetcher {options['name']!r}")
+        return None
 
 
 def decoder_of(source: Any) -> tuple[str, ...]:
@@ -438,18 +365,3 @@ def _seal(data: Buffer) -> bytes:
 
 def _digest(parts: Iterable[str]) -> str:
     return hashlib.blake2b("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _as_bytes(item: Any, source: Source, key: str) -> bytes:
-    if type(item) is bytes or isinstance(item, Noted):
-        return item
-    try:
-        return bytes(as_bytes(item))
-    except (TypeError, ValueError) as error:
-        kind = type(item).__name__
-        message = f"the source {source.uri!r} returned a {kind} for {key!r} instead of bytes: pass decode= for other objects"
-        raise errors.ConfigError(message, name="source", value=kind) from error
-
-
-def _unpickle(origin: Origin, source: Any, options: dict[str, Any]) -> Prefetcher[Any] | PassThrough[Any]:
-    return open_prefetcher(origin, source, **options)

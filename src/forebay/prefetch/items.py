@@ -1,4 +1,4 @@
-"""What a loader loads: objects of a remote, or items that a source makes. Each load becomes a `Job`."""
+"""The items that a loader can load: objects of a remote, or items that a source makes. Each load becomes a `Job`."""
 
 from __future__ import annotations
 
@@ -6,40 +6,35 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, TypeVar, cast
 
 from forebay import errors
 from forebay._engine.catalog.entries import session_of
 from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
 from forebay._logs import logger
-from forebay._model import Buffer, Noted, ObjectInfo, Policy, Remote, Sink, Transfer
+from forebay._model import Buffer, Noted, ObjectInfo, Policy, Remote, Sink, Transfer, as_bytes, to_bytes
 from forebay.origin import Origin
 from forebay.origin.job import Job
 from forebay.origin.request import FetchOptions, Target
 from forebay.origin.spaces import URLS
 from forebay.prefetch.loads import Load, LoadRef
+from forebay.sources import DecodedSource, Source, UrlSource
 
 log = logger("forebay.prefetch")
+T = TypeVar("T")
 
 FULL = 0.1
-"""Seconds for which nothing is read for a space that evicts nothing for it."""
-
-
-class Link(NamedTuple):
-    """An object in `urls`, leased, that is to get a second name."""
-
-    ref: LoadRef
-    lease: Lease
+"""Seconds without reads ahead after a space has refused an item."""
 
 
 class Items:
     """The items of one loader. Callable from any thread.
 
-    ``space``: that of their names. ``keep``: whether they stay when nobody holds them. ``links``: whether they are objects of `urls` that
-    get a second name in ``space``. ``full_until``: until then (seconds of the monotonic clock) nothing is read ahead, since the space
-    evicts nothing for it. ``closed``: whether nothing more is to be read ahead. ``on_read`` is called with the bytes that a source
-    returned for a load."""
+    ``space``: the space of their names. ``keep``: whether they stay when no process holds them. ``links``: whether they are objects of
+    `urls` that get a second name in ``space``. ``full_until``: when reading ahead may go on, in seconds of the monotonic clock, after the
+    space has refused an item. ``closed``: whether reading ahead has ended. ``on_read`` is called with the bytes that a source returned for
+    a load."""
 
     links = False
 
@@ -65,19 +60,26 @@ class Items:
         """Whether the cache has the item as a part of something else: then it is not stored once more."""
         return False
 
-    def _target(self, ref: LoadRef, fetch: Callable[[Sink], Transfer]) -> tuple[Target, FetchOptions]:
-        remote = cast(Remote, FunctionRemote(fetch))
+    def _job(self, ref: LoadRef, number: int, bring: Callable[[Sink], Transfer], **options: Any) -> Job:
+        """The job that stores in ``space`` what ``bring`` gives to its sink."""
+        remote = cast(Remote, FunctionRemote(bring))
         target = Target(ref.key, ref.name, "", lambda: remote, space=self.space)
-        return target, FetchOptions(-1, timeout=self.origin.timeout, life="cached" if self.keep else "held")
+        fetch = FetchOptions(-1, timeout=self.origin.timeout, life="cached" if self.keep else "held")
+        return Job(self.origin, target, fetch, number, leased=True, in_memory=True, has_partial=False, **options)
 
     def stored_job(self, ref: LoadRef, number: int, data: Buffer) -> Job:
         """The job that stores these bytes of an item in ``space``."""
 
-        def give(sink: Sink) -> Transfer:
-            _give(sink, data, self.validator(ref))
+        def bring(sink: Sink) -> Transfer:
+            self._give(sink, ref, data)
             return Transfer()
 
-        return Job(self.origin, *self._target(ref, give), number, leased=True, in_memory=True, has_partial=False, is_here=True)
+        return self._job(ref, number, bring, is_here=True)
+
+    def _give(self, sink: Sink, ref: LoadRef, data: Buffer) -> None:
+        sink.begin(ObjectInfo("", len(data), self.validator(ref), note=data.note if isinstance(data, Noted) else ""))
+        if len(data):
+            sink.write(0, data)
 
     def may_wait(self, space: str, size: int) -> bool:
         """Whether an item of ``size`` bytes, for which ``space`` has no room, waits until there is some."""
@@ -109,22 +111,22 @@ class Items:
             return store.spaces.largest(self.space) if store.keeps else 0
         return 0
 
-    def link(self, links: Sequence[Link]) -> list[Lease | errors.CacheFault]:
+    def link(self, links: Sequence[tuple[LoadRef, Lease]]) -> list[Lease | errors.CacheFault]:
         """Give the files of objects second names in ``space``, in one transaction where there is room for all. Returns a lease on each, or
         why it has none."""
         store, life = self.origin.store, "cached" if self.keep else "held"
         assert store.keeps
         try:
-            found = store.take_many(self.space, [link.ref.name for link in links])  # which other processes have linked
-            new = [(link.ref.name, link.lease, self.validator(link.ref)) for link in links if link.ref.name not in found]
+            found = store.take_many(self.space, [ref.name for ref, _ in links])  # those that other processes have linked
+            new = [(ref.name, lease, self.validator(ref)) for ref, lease in links if ref.name not in found]
             made = store.publish_links(self.space, new, life=life) if new else []
         except Exception as error:  # noqa: BLE001  # whatever it is: without the thread that links nothing would be loaded any more
-            fault = error if isinstance(error, errors.CacheFault) else errors.CacheFault(f"{links[0].ref.name}: {error}")
+            fault = error if isinstance(error, errors.CacheFault) else errors.CacheFault(f"{links[0][0].name}: {error}")
             return [fault.with_traceback(None)] if len(links) == 1 else [one for link in links for one in self.link([link])]
         found |= {name: lease for (name, _, _), lease in zip(new, made, strict=True)}
         if 2 * store.spaces.largest(self.space) > store.seeing.usage().budget:  # else all that it links would be charged twice
-            store.prefetching.never_used([link.lease.entry for link in links])
-        return [found[link.ref.name] for link in links]
+            store.prefetching.never_used([lease.entry for _, lease in links])
+        return [found[ref.name] for ref, _ in links]
 
     def validator(self, ref: LoadRef) -> str | None:
         """What binds an entry to its session."""
@@ -143,8 +145,8 @@ class Objects(Items):
         self, origin: Origin, target: Callable[[str], Target], *, versioned: bool = False, space: str = URLS, pool: str | None = None,
         keep: bool = True, session: Lease | None = None,
     ) -> None:  # fmt: skip
-        """``target``: the object of a key; it may raise `ConfigError`. ``versioned``: the caller named the version of all objects now, so
-        what is validated after this is of that version, however long ago that will be. ``space``: where they get second names."""
+        """``target``: returns the object of a key; it may raise `ConfigError`. ``versioned``: the caller has named the version of all
+        objects, so whatever is validated from now on has that version for ever. ``space``: where they get second names."""
         super().__init__(origin, space, pool, keep, session)
         self.target, self.links = target, space != URLS
         self.for_others = False
@@ -173,54 +175,125 @@ class Objects(Items):
 
 
 class NotStored(errors.CacheFault):
-    """An item need not be stored: the cache has it as a part of something else, or nobody needs it any more. ``lease``: on a file that
-    has its bytes, and is to get a second name."""
+    """An item need not be stored: the cache has it as a part of another entry, or its load is gone. ``lease``: a lease on a file that has
+    its bytes, and is to get a second name."""
 
     lease: Lease | None = None
+
+
+class ItemReader:
+    """Reads the items of a source: their bytes as they are stored, and the values that callers get of these.
+
+    The threads of a loader refer to this object, never to the prefetcher, so they end when the prefetcher is dropped. ``objects``: the
+    source, if its items are whole objects of a remote. ``counts``: whether a read counts as a request; else the source counts them.
+    ``takes_parts``: whether an item may be a part of another entry, which no limit of the prefetcher binds."""
+
+    takes_parts = False
+
+    def __init__(self, source: Source, options: dict[str, Any], store: Store) -> None:
+        self._source, self._store, self._codec = source, store, options["codec"]
+        self.is_raw = options["store"] == "raw"
+        self._inner: Any = source
+        self._decoders: list[Any] = []
+        while self.is_raw and isinstance(self._inner, DecodedSource):
+            self._decoders.insert(0, self._inner.decode)
+            self._inner = self._inner.inner
+        is_local = getattr(self._inner, "is_local", None)
+        may_lease = self.is_raw and not is_local
+        self.objects: UrlSource | None = self._inner if may_lease and type(self._inner) is UrlSource else None
+        self.counts = self.is_raw and getattr(source, "bind", None) is None
+        self._lease: Callable[[str], Lease | None] | None = getattr(self._inner, "lease", None) if may_lease else None
+        self._fetch = getattr(self._inner, "fetch", self._inner.__getitem__) if self._lease is not None else self._inner.__getitem__
+        self._part: Callable[..., Buffer | None] | None = getattr(self._inner, "kept", None) if self.is_raw and options["keep"] else None
+        self._size: Callable[[str], int | None] | None = getattr(source, "size", None) if self.is_raw and is_local is not False else None
+
+    def kept(self, key: str) -> Buffer | None:
+        """The bytes of an item that the cache has as a part of another entry."""
+        data = self._part(key) if self._part is not None and self.takes_parts else None
+        if data is not None:
+            self._store.count_hit(len(data))
+        return data
+
+    def is_kept(self, key: str) -> bool:
+        """Whether `kept` has it."""
+        return self._part is not None and self.takes_parts and self._part(key, only_whether=True) is not None
+
+    def lease(self, key: str) -> Lease | None:
+        """A lease on a file of this cache that has the bytes of an item, if the source knows one."""
+        lease = self._ask(self._lease, key)
+        return lease if isinstance(lease, Lease) and self._store.is_own_file(lease) else None
+
+    def size(self, key: str) -> int | None:
+        """The bytes of a stored item, if the source knows."""
+        return self._ask(self._size, key)
+
+    def _ask(self, method: Callable[[str], T | None] | None, key: str) -> T | None:
+        try:
+            return method(key) if method is not None else None
+        except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
+            log.debug("the source does not say where %s is, or how large: %s", key, str(error))
+            return None
+
+    def read(self, key: str) -> Buffer:
+        """Read an item. Returns its bytes as they are stored."""
+        item = self._fetch(key)
+        if not self.is_raw:
+            return b"".join(self._codec.encode(item))
+        if type(item) is bytes or isinstance(item, Noted):
+            return item
+        try:
+            return bytes(as_bytes(item))
+        except (TypeError, ValueError) as error:
+            kind = type(item).__name__
+            message = f"the source {self._source.uri!r} returned a {kind} for {key!r} instead of bytes: pass decode= for other objects"
+            raise errors.ConfigError(message, name="source", value=kind) from error
+
+    def value(self, key: str, data: Buffer) -> Any:
+        """The value that `Lazy.get` returns, of the stored bytes."""
+        if not self.is_raw:
+            view = memoryview(data).toreadonly()
+            return self._codec.decode(view, lambda: memoryview(bytearray(view)))
+        value: Any = to_bytes(data)
+        for decode in self._decoders:
+            value = decode(key, value)
+        return value
 
 
 class SourceItems(Items):
     """Items that a source makes, or that are made of its items: each is an entry of ``space``."""
 
-    def __init__(
-        self, origin: Origin, space: str, keep: bool, make: Callable[[str], Buffer], is_kept: Callable[[str], bool],
-        size_of: Callable[[str], int | None] | None, lease_of: Callable[[str], Lease | None], session: Lease | None, *, counts: bool,
-    ) -> None:  # fmt: skip
-        """``make``: reads an item, as it is stored. ``lease_of``: a lease on a file of this cache that has its bytes, if the source knows
-        one. ``size_of``: where the source knows sizes. ``counts``: whether its reads are to be
-        counted as requests."""
+    def __init__(self, origin: Origin, space: str, keep: bool, reader: ItemReader, session: Lease | None) -> None:
         super().__init__(origin, space, space, keep, session)
         assert origin.store.keeps
         self._store: Store = origin.store
-        self._make, self._is_kept, self._size_of, self._lease_of, self._counts = make, is_kept, size_of, lease_of, counts
+        self._reader = reader
 
     def job(self, load: Load, number: int = 0) -> Job:
-        target, options = self._target(load.ref, partial(self._bring, load.ref))
-        return Job(self.origin, target, options, number, leased=True, in_memory=True, since=load.busy_since, has_partial=False)
+        return self._job(load.ref, number, partial(self._bring, load.ref), since=load.busy_since)
 
     def read(self, key: str) -> Buffer:
         self._store.count("misses")
         return self.direct(key)
 
     def direct(self, key: str) -> Buffer:
-        data = self._make(key)
+        data = self._reader.read(key)
         self.origin.count(self._transfer(data))
         return data
 
     def is_kept(self, key: str) -> bool:
-        return self._is_kept(key)
+        return self._reader.is_kept(key)
 
     def _transfer(self, data: Buffer) -> Transfer:
-        return Transfer(requests=1, received=len(data)) if self._counts else Transfer()
+        return Transfer(requests=1, received=len(data)) if self._reader.counts else Transfer()
 
     def _bring(self, ref: LoadRef, sink: Sink) -> Transfer:
         """Read an item into a sink, unless it will not be stored."""
         if self.closed or ref() is None or self.is_kept(ref.key):
             raise NotStored(f"{ref.key} need not be read", key=ref.key)
-        limit, size = self._store.spaces.largest(self.space), self._size(ref.key)
+        limit, size = self._store.spaces.largest(self.space), self._reader.size(ref.key)
         if not limit or (size is not None and size > limit):
             raise too_large(ref.key, size or 0, limit)
-        if (lease := self._lease_of(ref.key)) is not None:
+        if (lease := self._reader.lease(ref.key)) is not None:
             error = NotStored(f"the cache has the bytes of {ref.key}", key=ref.key)
             error.lease = lease
             raise error
@@ -228,22 +301,15 @@ class SourceItems(Items):
         if time.monotonic() < self.full_until and not (load and load.waiters):  # else its read is not in vain
             raise errors.NoSpace(f"the space {self.space!r} is full", key=ref.key, need=size or 0, free=0, budget=limit)
         del load
-        data = self._make(ref.key)
+        data = self._reader.read(ref.key)
         load = ref()
         if load is not None:
             self.on_read(load, data)
         del load
         if self.is_kept(ref.key):  # by this very read
             raise NotStored(f"the cache has {ref.key}", key=ref.key)
-        _give(sink, data, self.validator(ref))
+        self._give(sink, ref, data)
         return self._transfer(data)
-
-    def _size(self, key: str) -> int | None:
-        try:
-            return self._size_of(key) if self._size_of is not None else None
-        except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
-            log.debug("the size of %s is not known: %s", key, str(error))
-            return None
 
 
 class FunctionRemote:
@@ -262,10 +328,3 @@ def too_large(key: str, size: int, limit: int) -> errors.NoSpace:
     return errors.NoSpace(
         f"{key} has {size:,} bytes, and its space may have {limit:,} in all", key=key, need=size, free=0, budget=limit, hopeless=True
     )
-
-
-def _give(sink: Sink, data: Buffer, validator: str | None) -> None:
-    note = data.note if isinstance(data, Noted) else ""
-    sink.begin(ObjectInfo("", len(data), validator, note=note))
-    if len(data):
-        sink.write(0, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from forebay._engine.locks.lease import Lease
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Item_co
+from forebay.origin.prefix import info_of
 from forebay.prefetch.loads import Load
 from forebay.reports import OnProgress, WarmReport
 from forebay.sources import DecodedSource, Source, SourceInfo, source_of
@@ -31,7 +33,8 @@ class Lazy(Generic[Item_co]):
 
     __slots__ = ("__weakref__", "_load", "_pool", "_values", "key")
 
-    def __init__(self, pool: Any, key: str, load: Load | None) -> None:
+    def __init__(self, pool: Any, key: str, load: Load | None = None) -> None:
+        """``load``: None if the first `get` is to read the item."""
         self._pool, self.key, self._load = pool, key, load
         self._values: list[Any] = []
         """The first one is the value. Whichever thread appends it takes no lock, which a fork could leave held."""
@@ -43,10 +46,9 @@ class Lazy(Generic[Item_co]):
         Its provenance is added to ``sample``: a dict, under ``"__sources__"``, or an object with such an attribute. The value is the
         caller's own; the item in the cache is released. Raises, at each call, what the source or the decoder raised."""
         load = self._load
-        if load is not None:
-            if not self._values:
-                self._values.append(self._pool._value_of(load))
-            self._load = None  # only now: a thread that sees None relies on the value
+        if not self._values:
+            self._values.append(self._pool._value_of(self.key, load))
+        self._load = None  # only now: a thread that sees None relies on the value
         if sample is not None:
             add_source(sample, self.source)
         item: Item_co = self._values[0]
@@ -56,13 +58,12 @@ class Lazy(Generic[Item_co]):
     def done(self) -> bool:
         """Whether `get` returns without waiting for a queued or running load."""
         load = self._load
-        return load is None or load.is_settled
+        return bool(self._values) if load is None else load.is_settled
 
     @property
     def source(self) -> SourceInfo:
         """Where the item comes from."""
-        info: SourceInfo = self._pool._info(self.key)
-        return info
+        return info_of(self._pool.source, self.key)
 
     def __hash__(self) -> int:
         return hash((self._pool.identity, self.key))
@@ -71,10 +72,10 @@ class Lazy(Generic[Item_co]):
         return type(other) is type(self) and self.key == other.key and self._pool.identity == other._pool.identity
 
     def __repr__(self) -> str:
-        return f"<forebay.Lazy {self.key!r}{'' if self._load is not None else ' with its value'}>"
+        return f"<forebay.Lazy {self.key!r}{' with its value' if self._values else ''}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self._pool, self.key)
+        return operator.methodcaller("get_lazy", self.key), (self._pool,)
 
 
 class Spilled(Lazy[Item_co]):
@@ -83,7 +84,7 @@ class Spilled(Lazy[Item_co]):
     __slots__ = ("_lease", "_seal")
 
     def __init__(self, pool: Any, name: str, lease: Lease | None, value: Any = None, seal: bytes = b"") -> None:
-        super().__init__(pool, name, None)
+        super().__init__(pool, name)
         self._lease, self._seal = lease, seal
         if lease is None:
             self._values.append(value)
@@ -139,30 +140,8 @@ def add_source(sample: Any, info: SourceInfo) -> None:
         sample.__sources__ = (*(sample.__sources__ or ()), info)
 
 
-class Later(Lazy[Item_co]):
-    """An item that `PassThrough` reads at the first `get`."""
-
-    __slots__ = ()
-
-    def __init__(self, pool: Any, key: str) -> None:
-        super().__init__(pool, key, None)
-
-    def get(self, sample: Any = None) -> Item_co:
-        if not self._values:
-            self._values.append(self._pool._read(self.key))
-        return super().get(sample)
-
-    @property
-    def done(self) -> bool:
-        return bool(self._values)
-
-
-def _unpickle(pool: Pool[Any], key: str) -> Lazy[Any]:
-    return pool.get_lazy(key)
-
-
 class Pool(Generic[Item_co]):
-    """The calls of a prefetcher and of `PassThrough` that are made of other calls."""
+    """The calls that a prefetcher and `PassThrough` build from their other calls."""
 
     source: Any
     identity: str
@@ -174,11 +153,15 @@ class Pool(Generic[Item_co]):
         """Read and decode an item now, without the cache. Raises what the source raises."""
         value: Item_co = self._read(key)
         if sample is not None:
-            add_source(sample, self._info(key))
+            add_source(sample, info_of(self.source, key))
         return value
 
     def _read(self, key: str) -> Any:
         raise NotImplementedError
+
+    def _value_of(self, key: str, load: Any) -> Any:
+        """The value of a lazy with this load."""
+        return self._read(key)
 
     def get_many(self, keys: Iterable[str]) -> list[Item_co]:
         """The items of these keys, in order; several are loaded at a time."""
@@ -202,10 +185,6 @@ class Pool(Generic[Item_co]):
         while window:
             yield window.popleft().get()
 
-    def _info(self, key: str) -> SourceInfo:
-        info = getattr(self.source, "info", None)
-        return info(key) if info is not None else SourceInfo(self.source.uri, key, None, (key,))
-
     def close(self) -> None:
         raise NotImplementedError
 
@@ -225,7 +204,7 @@ class PassThrough(Pool[Item_co]):
     def __init__(
         self, source: Any, *, decode: Any = None, reopen: Callable[[Mapping[str, int]], Pool[Any] | None] | None = None
     ) -> None:  # fmt: skip
-        """``reopen``: opens the prefetcher that this one stands in for, with these limits, once the cache can be used."""
+        """``reopen``: opens the prefetcher that this one stands in for, with these limits, once the cache can be used; None until then."""
         self._reopen, self._turn = reopen, waits.Turn()
         self._opened: Any = None
         self._limits: dict[str, int] = {}
@@ -246,7 +225,7 @@ class PassThrough(Pool[Item_co]):
     def get_lazy(self, key: str) -> Lazy[Item_co]:
         """A lazy that reads at its first `get`. Raises `Closed`."""
         pool: Pool[Item_co] | None = self._prefetcher()
-        return Later(self, key) if pool is None else pool.get_lazy(key)
+        return Lazy(self, key) if pool is None else pool.get_lazy(key)
 
     def put(self, obj: T, name: str = "") -> Lazy[T]:
         """A lazy that holds the object. Raises `Closed`."""
@@ -276,31 +255,28 @@ class PassThrough(Pool[Item_co]):
         """The prefetcher itself, if it can be opened by now. Raises `Closed`."""
         if self.closed:
             raise errors.Closed.of("prefetcher")
-        if self._opened is None and self._reopen is not None and self._turn.take():
-            self._open(self._reopen)
+        if self._opened is None and self._reopen is not None:
+            self._turn.attempt(self._open)
         return self._opened
 
-    def _open(self, reopen: Callable[[Mapping[str, int]], Pool[Any] | None]) -> None:
-        """Called by one thread at a time. ``reopen`` reports faults itself: they never fail an item."""
-        may_retry = True
+    def _open(self) -> Any:
+        """The pool to use from now on; None to try again. Called by one thread at a time. Nothing here may fail an item."""
+        assert self._reopen is not None
         limits = dict(self._limits)
         try:
-            with waits.time_limit(0):
-                pool: Any = reopen(limits)
+            pool: Any = self._reopen(limits)
             if pool is not None:
-                self._opened, may_retry = pool, False
+                self._opened = pool
                 if self.closed:  # meanwhile, by another thread
                     pool.close()
                 elif self._limits != limits:
                     pool.set_limits(**self._limits)
         except errors.ConfigError as error:
-            may_retry = False
             log.warning("the prefetcher goes on without the cache: %s", str(error))
-        except errors.CacheFault as error:
+            return self
+        except (errors.CacheFault, errors.WaitTimeout) as error:
             log.warning("the limits of the prefetcher could not be set: %s", str(error))
-        finally:
-            if may_retry:
-                self._turn.give_back()
+        return self._opened
 
     def _read(self, key: str) -> Any:
         return self.source[key]

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from forebay import errors
 from forebay._engine.locks.lease import Lease
@@ -16,11 +16,11 @@ from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._logs import logger
-from forebay._model import Buffer, Noted
+from forebay._model import Buffer, Entry, Noted
 from forebay.origin.job import Job
 from forebay.origin.pipeline import GROUP, Pipeline
 from forebay.origin.spaces import URLS
-from forebay.prefetch.items import Items, Link, NotStored
+from forebay.prefetch.items import Items, NotStored
 from forebay.prefetch.loads import Load, LoadRef, News, State, live
 from forebay.remote.base import CallAborted
 
@@ -74,7 +74,7 @@ class Loader:
         self._elsewhere: list[tuple[LoadRef, str, str]] = []  # other processes fetch them: with the space and the key
         self._stalled: list[LoadRef] = []  # LOADED, without room
         self._retries = False  # there may be room for them
-        self._links: deque[Link] = deque()
+        self._links: deque[tuple[LoadRef, Lease]] = deque()  # objects in `urls` that are to get a second name
         self._made: deque[tuple[LoadRef, Job]] = deque()  # callers have read them; they are to be published
         self._under_way: dict[int, LoadRef] = {}
         self._number = 0
@@ -140,17 +140,19 @@ class Loader:
 
     def wait_until_stored(self, load: Load) -> errors.ForebayError | None:
         """Wait until an item is stored, or will not be. Returns why it is not."""
-        with self._lock, load.awaited():
+        with self._lock, self._awaited(load):
             while not load.is_settled or (load.state is State.LOADED and load.error is None):
                 if not self._settled.wait(REPORT_AFTER):
                     log.warning("waiting for %s to be stored", load.key)
-        if load.state is State.STORED or (load.state is State.DROPPED and not load.reason and self._is_there(load)):
+        error = None if isinstance(load.error, NotStored) else load.error
+        may_be_there = load.state is State.DROPPED and (error is None or isinstance(error, errors.NoSpace))
+        if load.state is State.STORED or (may_be_there and self._is_there(load)):
             return None
         if load.state is State.FAILED:
-            return load.failure
-        if isinstance(load.error, errors.NoSpace):
-            return load.error
-        return errors.CacheFault(f"{load.key} cannot be stored: {load.reason or 'there is no room for it'}")
+            return error if isinstance(error, errors.ForebayError) else errors.FillFailed(f"{load.key}: {error}", kind=type(error).__name__)
+        if isinstance(error, errors.NoSpace):
+            return error
+        return errors.CacheFault(f"{load.key} cannot be stored: {error or 'there is no room for it'}")
 
     def _is_there(self, load: Load) -> bool:
         try:
@@ -162,7 +164,7 @@ class Loader:
         """Wait at most so long for its bytes. What was QUEUED is LOADING afterwards: the caller must read it."""
         until = time.monotonic() + seconds
         with self._lock:
-            with load.awaited():
+            with self._awaited(load):
                 while load.state is State.LOADING and not (load.job and load.job.turn) and (left := until - time.monotonic()) > 0:
                     if not self._settled.wait(min(left, WATCH)) and left < WATCH < seconds:  # a turn comes without a word
                         log.warning("waiting for %s, which this process is reading", load.key)
@@ -188,56 +190,60 @@ class Loader:
         """Read an item that waits for a free thread in the one that needs it. False: a thread reads it."""
         with self._lock:
             job, pipeline = load.job, self._pipeline
-            load.waiters += 1  # so that the bytes stay, whatever becomes of them
-        try:
+        with self._awaited(load):
             return job is not None and pipeline is not None and pipeline.work_now(job)
-        finally:
-            self._awaited_no_more(load)
 
     def _read_now(self, load: Load) -> Buffer | None:
         """Read a queued item in the thread that needs it. The thread stores what a source returned; an object of a remote is in the cache
         before its caller has it, so that a later `invalidate` finds it. None: look again."""
         self.start()  # in a child of a fork there is no thread, and others may be queued
-        with self._lock:
-            load.waiters += 1  # so that the bytes stay, whatever becomes of them
-        try:
-            if self.closed or not load.stores:
-                if not load.stores:
-                    self._store.count("misses")
-                data = self._items.read(load.key) if load.stores else self._items.direct(load.key)
-                with self._lock:
-                    self._set(load, State.DROPPED)
-                return data
-            if self._items.links and (there := self._store.take(self._items.space, load.name)) is not None:
-                self._store.count_hit(there.entry.size)
-                self._keep(load.ref, there)
-                return None
-            job = self._items.job(load)
+        with self._awaited(load):
             try:
-                job.run(publishes=not self._readers or self._thread is None)
-            except (errors.CacheFault, errors.WaitTimeout) as error:
-                job.error = error.with_traceback(None)
-            if job.writing is not None:
-                self._hand_over(load, job)
-            else:
-                self._came(load.ref, job)
-        except Exception as error:
-            self._fail_load(load, error)
-            raise
-        except BaseException:
+                return self._run_here(load)
+            except Exception as error:
+                self._fail_load(load, error)
+                raise
+            except BaseException:
+                with self._lock:
+                    if load.state in (State.LOADING, State.LOADED):
+                        self._set(load, State.QUEUED)
+                        self._queued.appendleft(load.ref)
+                self.news.wake()
+                raise
+
+    def _run_here(self, load: Load) -> Buffer | None:
+        if self.closed or not load.stores:
+            if not load.stores:
+                self._store.count("misses")
+            data = self._items.read(load.key) if load.stores else self._items.direct(load.key)
             with self._lock:
-                if load.state in (State.LOADING, State.LOADED):
-                    self._set(load, State.QUEUED)
-                    self._queued.appendleft(load.ref)
-            self.news.wake()
-            raise
-        finally:
-            self._awaited_no_more(load)
+                self._set(load, State.DROPPED)
+            return data
+        if self._items.links and (there := self._store.take(self._items.space, load.name)) is not None:
+            self._store.count_hit(there.entry.size)
+            self._keep(load.ref, there)
+            return None
+        job = self._items.job(load)
+        try:
+            job.run(publishes=not self._readers or self._thread is None)
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            job.error = error.with_traceback(None)
+        if job.writing is not None:
+            self._hand_over(load, job)
+        else:
+            self._came(load.ref, job)
         return None
 
-    def _awaited_no_more(self, load: Load) -> None:
+    @contextlib.contextmanager
+    def _awaited(self, load: Load) -> Iterator[None]:
+        """Count the calling thread among those that wait for a load: its bytes then stay, whether or not they are stored."""
         with self._lock:
-            load.waiters -= 1
+            load.waiters += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                load.waiters -= 1
 
     def _hand_over(self, load: Load, job: Job) -> None:
         """Have the thread publish what a caller has read. Where it is behind, the item is not stored."""
@@ -271,7 +277,9 @@ class Loader:
             try:
                 pause = self._turn()
             except Exception as error:  # noqa: BLE001  # whatever it is: without this thread nothing would be loaded any more
-                self._fail(error)
+                # The callers of what was under way read it themselves.
+                if "interpreter shutdown" not in str(error):  # Python 3.12 and later refuse a thread before `sys.is_finalizing` is true
+                    self._origin.warn(type(error).__name__, "loading ahead failed: %s", error)
                 pause = WATCH
 
     def _turn(self) -> float | None:
@@ -313,7 +321,7 @@ class Loader:
         except CallAborted:
             self._drop(self._under_way.values(), "the prefetcher was closed")
         except Exception as error:
-            self._drop([*self._under_way.values(), *(link.ref for link in self._links)], str(error))
+            self._drop([*self._under_way.values(), *(ref for ref, _ in self._links)], str(error))
             self._links.clear()
             raise
         finally:
@@ -404,7 +412,7 @@ class Loader:
         may_wait = has_no_room and self._items.may_wait(job.target.space, len(data or b""))
         with self._lock:
             if lease is not None:
-                self._links.append(Link(ref, lease))
+                self._links.append((ref, lease))
                 self.news.wake()
             if load is None or load.state not in (State.LOADING, State.LOADED):
                 pass  # nobody needs it any more
@@ -425,7 +433,6 @@ class Loader:
                 self._limit_memory()
                 self._retries |= job.target.space != self._items.space  # of `urls` there is no room, but there may be in the pool
             elif is_fault:
-                load.reason = "" if is_needless or isinstance(error, errors.NoSpace) else str(error)
                 self._set(load, State.DROPPED, data=data if load.waiters else None, error=error)
             else:
                 self._set(load, State.FAILED, error=error)
@@ -456,10 +463,14 @@ class Loader:
             if self._pipeline is not None and (again or self._stalled):
                 self._pipeline.wake()
 
-    def _forget(self, gone: Iterable[LoadRef]) -> None:
-        entries = self.news.unwanted()
+    def _forget(self, news: Iterable[LoadRef | Entry]) -> None:
+        """Forget loads that are gone, and drop entries that no caller needs."""
+        entries: list[Entry] = []
         with self._lock:
-            for ref in gone:
+            for ref in news:
+                if not isinstance(ref, LoadRef):
+                    entries.append(ref)
+                    continue
                 if self._refs.get(ref.key) is ref:
                     del self._refs[ref.key]
                 if ref.lease is not None:
@@ -481,49 +492,40 @@ class Loader:
         """Give the files of objects their second names, up to sixteen in one transaction."""
         while self._links:
             links = [self._links.popleft() for _ in range(min(GROUP, len(self._links)))]
-            for link, result in zip(links, self._items.link(links), strict=True):
+            for (ref, lease), result in zip(links, self._items.link(links), strict=True):
                 if isinstance(result, Lease):
-                    self._keep(link.ref, result)
-                    link.lease.close()
+                    self._keep(ref, result)
+                    lease.close()
                 else:
-                    self._not_linked(link, result)
+                    self._not_linked(ref, lease, result)
 
-    def _not_linked(self, link: Link, error: errors.CacheFault) -> None:
+    def _not_linked(self, ref: LoadRef, lease: Lease, error: errors.CacheFault) -> None:
         """There is no room for two names: the bytes wait in memory, so that the object can make way; or the item is not stored."""
         data: bytes | None = None
         with contextlib.suppress(errors.CacheFault):
-            view = self._store.bytes_leased(link.lease)
+            view = self._store.bytes_leased(lease)
             data = None if view is None else bytes(view)
         may_wait = isinstance(error, errors.NoSpace) and data is not None and self._items.may_wait(self._items.space, len(data))
         with self._lock:
-            load = link.ref()
+            load = ref()
             if load is not None and load.state is State.LOADED:
                 if may_wait:
                     self._set(load, State.LOADED, data=data)
-                    self._stalled.append(link.ref)
+                    self._stalled.append(ref)
                     self._retries = True
                 else:
-                    load.reason = "" if isinstance(error, errors.NoSpace) else str(error)
                     self._set(load, State.DROPPED, data=data if load.waiters else None, error=error)
-        link.lease.close()
+        lease.close()
         if not may_wait:
-            self._origin.fall_back(error, link.ref.name)
+            self._origin.fall_back(error, ref.name)
 
-    # -- faults ----------------------------------------------------------------------------------------------------
-
-    def _fail(self, error: Exception) -> None:
-        """The pipeline ended without the results of what was under way: callers read these themselves."""
-        if "interpreter shutdown" not in str(error):  # Python 3.12 and later refuse a thread before `sys.is_finalizing` is true
-            self._origin.warn(type(error).__name__, "loading ahead failed: %s", error)
+    # -- steps of a transition -------------------------------------------------------------------------------------
 
     def _drop(self, refs: Iterable[LoadRef], reason: str) -> None:
         with self._lock:
             for load in live(list(refs)):
                 if load.state in (State.LOADING, State.LOADED):
-                    load.reason = reason
-                    self._set(load, State.DROPPED, data=load.data if load.waiters else None)
-
-    # -- steps of a transition -------------------------------------------------------------------------------------
+                    self._set(load, State.DROPPED, data=load.data if load.waiters else None, error=errors.CacheFault(reason))
 
     def _set(
         self, load: Load, state: State, *, data: Buffer | None = None, leased: Lease | None = None, error: BaseException | None = None

@@ -1,17 +1,13 @@
-"""One item on its way into the cache, and the news that finalizers tell of it."""
+"""The items of a loader on their way into the cache, and what wakes its thread."""
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import queue
 import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Self
+from collections.abc import Callable, Iterable
 
-from forebay import errors
 from forebay._engine.locks.lease import Lease
 from forebay._model import Buffer, Entry
 from forebay.origin.job import Job
@@ -21,15 +17,15 @@ class State(enum.Enum):
     """Where an item is on its way into the cache."""
 
     QUEUED = enum.auto()
-    """No thread works on it."""
+    """No thread is working on it."""
     LOADING = enum.auto()
-    """A thread of this process looks for it, waits for another process, or reads it."""
+    """A thread of this process is looking for it, waiting for another process, or reading it."""
     LOADED = enum.auto()
     """Its bytes are in memory, or in a leased file of the cache; they may still be stored."""
     STORED = enum.auto()
-    """It is in the cache, and leased if it `holds`."""
+    """It is in the cache, and leased if the load `holds` it."""
     DROPPED = enum.auto()
-    """It will not be stored: each `get` reads it from the source, unless its bytes are still in memory."""
+    """It will not be stored. Each `get` reads it from the source, unless its bytes are still in memory."""
     FAILED = enum.auto()
     """The source raised: each `get` of this load raises the same."""
 
@@ -37,64 +33,48 @@ class State(enum.Enum):
 class Load:
     """One item on its way into the cache, shared by all its callers in this process. Only its `Loader` changes it.
 
-    ``key``: in the source; ``name``: in the cache; ``bound``: to the session; ``stores``: what the cache does not have is stored. A load
-    lives as long as a lazy, or a thread that works on it, refers to it: nothing else counts its holders. ``holds``: once it is stored, it
-    is leased; not, if it is only to be there."""
+    ``key``: in the source; ``name``: in the cache; ``bound``: to the session; ``stores``: whether an item that the cache does not have is
+    stored; ``holds``: whether a stored item is leased. A load lives as long as a lazy, or a thread that works on it, refers to it: nothing
+    else counts its holders."""
 
     __slots__ = (
-        "__weakref__", "bound", "busy_since", "data", "error", "holds", "job", "key", "leased", "name", "reason", "ref", "state", "stores",
-        "waiters",
+        "__weakref__", "busy_since", "data", "error", "holds", "job", "key", "leased", "name", "ref", "state", "stores", "waiters"
     )  # fmt: skip
 
     def __init__(self, key: str, name: str, bound: bool, on_gone: Callable[[LoadRef], object], *, stores: bool = True) -> None:
-        self.key, self.name, self.bound, self.stores = key, name, bound, stores
+        self.key, self.name, self.stores = key, name, stores
         self.holds = False
         self.state = State.QUEUED
         self.data: Buffer | None = None
         self.leased: Lease | None = None
-        """On the file of an object that is to get a second name."""
+        """A lease on the file of an object that is about to get a second name."""
         self.error: BaseException | None = None
-        """What the source raised; of what is not stored, why."""
-        self.reason = ""
-        """The fault of the cache for which it was dropped. Only its text: a traceback would keep its frames, and these our callers."""
+        """What the source raised; of an item that is not stored, why, without a traceback, which would keep the frames of our callers."""
         self.waiters = 0
-        """How many threads wait for it now."""
+        """The number of threads that wait for it."""
         self.busy_since: int | None = None
-        """Since when another process works on it, in nanoseconds of the monotonic clock."""
+        """When another process was first seen working on it, in nanoseconds of the monotonic clock."""
         self.job: Job | None = None
-        """While it is LOADING by the thread of its loader."""
+        """The job that is loading it, if the loader's thread has begun one."""
         self.ref = LoadRef(self, on_gone)
+        self.ref.key, self.ref.name, self.ref.bound, self.ref.lease = key, name, bound, None
 
     def may_serve(self, holds: bool) -> bool:
-        """Whether another caller can have it: it did not fail, nor was it dropped, nor is it stored without a lease that is wanted."""
+        """Whether another caller can share it. A load that failed or was dropped cannot be shared, nor can a stored one without a lease if
+        the caller needs one."""
         return self.state not in (State.FAILED, State.DROPPED) and not (holds and self.state is State.STORED and self.ref.lease is None)
 
     @property
     def is_settled(self) -> bool:
-        """Whether no thread reads it, nor will."""
+        """Whether no thread is reading it, or will."""
         return self.state not in (State.QUEUED, State.LOADING)
-
-    @property
-    def failure(self) -> errors.ForebayError:
-        """What the source raised, as an error of ours."""
-        error = self.error
-        return error if isinstance(error, errors.ForebayError) else errors.FillFailed(f"{self.key}: {error}", kind=type(error).__name__)
-
-    @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
-        """Around a thread's wait for it. Caller: holds the lock that guards it."""
-        self.waiters += 1
-        try:
-            yield
-        finally:
-            self.waiters -= 1
 
 
 class LoadRef(weakref.ref[Load]):
-    """Weak reference to a `Load`, with what a thread needs to work on it and what must be released when it is gone. Threads hold this one:
-    a thread that does not survive a fork would keep the load itself for ever.
+    """A weak reference to a `Load`, with what a thread needs to work on it and the lease to release when the load is gone. Threads hold
+    this instead of the load, which a thread that does not survive a fork would keep alive for ever.
 
-    Its callback is a finalizer, which may run inside anything: it must never wait for a lock."""
+    Its callback is a finalizer, which may run inside any other code: it must never wait for a lock."""
 
     __slots__ = ("bound", "key", "lease", "name")
 
@@ -103,11 +83,6 @@ class LoadRef(weakref.ref[Load]):
     bound: bool
     lease: Lease | None
 
-    def __new__(cls, load: Load, on_gone: Callable[[LoadRef], object]) -> Self:
-        ref = super().__new__(cls, load, on_gone)
-        ref.key, ref.name, ref.bound, ref.lease = load.key, load.name, load.bound, None
-        return ref
-
 
 def live(refs: Iterable[LoadRef]) -> list[Load]:
     """The loads that are not gone."""
@@ -115,25 +90,21 @@ def live(refs: Iterable[LoadRef]) -> list[Load]:
 
 
 class News:
-    """What wakes the thread of a loader. The only part of it that finalizers touch, which may run inside anything: no call here but `wait`
+    """Wakes the thread of a loader. Finalizers, which may run inside any other code, use only this part of it: no call here except `wait`
     takes a lock or waits."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all news: those of a parent process are its own."""
-        self._news: queue.SimpleQueue[LoadRef | None] = queue.SimpleQueue()
-        self._unwanted: deque[Entry] = deque()
+        """Forget all news. A forked child calls it, since its parent handles them."""
+        self._news: queue.SimpleQueue[LoadRef | Entry | None] = queue.SimpleQueue()
         self.wakes: Callable[[], None] | None = None
-        """Called with all news, where the thread waits for something else: it takes no lock either."""
+        """Called after each news while the thread waits for something else. It takes no lock either."""
 
-    def wake(self) -> None:
-        """Have the thread look again."""
-        self._put(None)
-
-    def _put(self, ref: LoadRef | None) -> None:
-        self._news.put(ref)
+    def wake(self, news: LoadRef | Entry | None = None) -> None:
+        """Have the thread look again. ``news``: a load that is gone, or an entry that no caller in this process needs any more."""
+        self._news.put(news)
         wakes = self.wakes
         if wakes is not None:
             wakes()
@@ -144,25 +115,16 @@ class News:
             return
         if ref.lease is not None:
             ref.lease.close()
-        self._put(ref)
+        self.wake(ref)
 
-    def discard(self, entry: Entry) -> None:
-        """No caller in this process needs an entry any more."""
-        self._unwanted.append(entry)
-        self.wake()
-
-    def unwanted(self) -> list[Entry]:
-        """The entries that were discarded since the last call."""
-        return [self._unwanted.popleft() for _ in range(len(self._unwanted))]
-
-    def wait(self, seconds: float | None) -> list[LoadRef]:
-        """Wait for news. Returns the loads that are gone."""
-        gone: list[LoadRef] = []
+    def wait(self, seconds: float | None) -> list[LoadRef | Entry]:
+        """Wait for news, and return them."""
+        news: list[LoadRef | Entry] = []
         try:
-            ref = self._news.get(timeout=seconds)
+            one = self._news.get(timeout=seconds)
             while True:
-                if ref is not None:
-                    gone.append(ref)
-                ref = self._news.get_nowait()
+                if one is not None:
+                    news.append(one)
+                one = self._news.get_nowait()
         except queue.Empty:
-            return gone
+            return news

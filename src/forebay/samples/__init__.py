@@ -420,36 +420,30 @@ class _LatePack(NoPack):
 
     def has(self, slot: int) -> bool:
         super().has(slot)
-        if self._turn.take():
-            self._look()
+        self._turn.attempt(self._open)
         return False
 
-    def _look(self) -> None:
-        may_try = True
+    def _open(self) -> NoPack | Pack | None:
         try:
-            with waits.time_limit(0):
-                pack = self._find_pack()
-            handles = [attach for come in self.comes if (attach := come()) is not None]
-            if isinstance(pack, Pack) and handles:
-                for attach in handles:
-                    attach(pack)
-                may_try = False
-        except errors.ConfigError as error:  # another array of this name was created meanwhile: no `get` may fail because of it
-            may_try = False
+            pack = self._find_pack()
+        except errors.ConfigError as error:  # another array now has this name: no `get` may fail because of it
             log.warning("nothing is found in this array, and nothing is stored: %s", str(error))
-        finally:
-            if may_try:
-                self._turn.give_back()
+            return self
+        if not isinstance(pack, Pack):
+            return None
+        for come in self.comes:
+            if (attach := come()) is not None:
+                attach(pack)
+        return pack
 
 
 def _unpickle(origin: Origin, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples[Any]:
     """Unpickle a handle from another process: of the same array, whatever its name is now."""
     pack: Pack | NoPack | None = None
     try:
-        lease = origin.store.packs.find_by_id(id)
-        pack = origin.store.packs.open(lease, length) if lease is not None else None
-        if pack is None and origin.upstream is not None and (lease := origin.upstream.packs.find_by_id(id)) is not None:
-            pack = origin.upstream.packs.open(lease, length)
+        for store in (origin.store, origin.upstream):
+            if pack is None and store is not None and (lease := store.packs.find_by_id(id)) is not None:
+                pack = store.packs.open(lease, length)
     except errors.CacheFault as error:
         origin.fall_back(error, f"samples:{name or ''}")
     if pack is None:

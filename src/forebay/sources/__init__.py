@@ -183,13 +183,10 @@ class _ByExtension:
         self.name = ",".join(f"{extension}={name}" + (f"@{version}" if version else "") for extension, name, version in parts)
 
     def __call__(self, key: str, data: Any) -> Any:
-        return self._choice(key)(key, data)
-
-    def _choice(self, key: str) -> Decode:
         for extension in _extensions(key):
             decode = self._decoders.get(extension)
             if decode is not None:
-                return decode
+                return decode(key, data)
         known = ", ".join(filter(None, self._decoders))
         raise errors.ConfigError(f"no decoder for {key!r}: there are decoders for {known}; one under '' would handle the rest", key=key)
 

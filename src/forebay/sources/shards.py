@@ -7,20 +7,16 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from forebay import errors
-from forebay._engine.index.memo import Remembered
 from forebay._engine.locks.lease import Lease
-from forebay._engine.passthrough import PassThrough
-from forebay._engine.store import Store
 from forebay._logs import logger
-from forebay._model import ObjectInfo, Span
+from forebay._model import ObjectInfo, Remote, Sink, Span, Transfer
 from forebay.origin import Origin
 from forebay.origin.flight import get_or_make
 from forebay.origin.prefix import RemoteAccess
-from forebay.origin.request import FetchOptions, Target
+from forebay.origin.request import FetchOptions
 from forebay.origin.spaces import URLS
 from forebay.sources import tar_index
 from forebay.sources.tar_index import Index
@@ -105,35 +101,19 @@ class ShardIndexes:
 
     def _shared_info(self, url: str) -> ObjectInfo:
         origin = self._reach.origin
-        if origin is None or self._reach.is_local(url):
+        if origin is None or origin.closed or self._reach.is_local(url):
             return self._reach.stat(url)
-        since = -1 if origin.offline else origin.store.now(exact=True) - origin.max_age
-
-        target, began, stale = self._reach.target(url), 0, None
-        key = target.key
-
-        def look() -> ObjectInfo | None:
-            return _noted(origin, target, since)
-
-        def make() -> ObjectInfo:
-            nonlocal began
-            began = origin.store.now(exact=True)
-            return self._reach.stat(url)
-
-        def keep(info: ObjectInfo) -> ObjectInfo:
-            if info.validator is not None:
-                _keep(origin, key, json.dumps([info.size, info.validator, info.modified]).encode(), began)
-            return info
-
+        target, described_by = self._reach.target(url), _Descriptions(self._reach)
+        data = origin.read(target._replace(space=SPACE, resolve=lambda: cast(Remote, described_by)), FetchOptions.of(origin))
+        info = None
         try:
-            return get_or_make(origin, SPACE, key, look, make, keep, label=key)
-        except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
-            with contextlib.suppress(*PAST):
-                stale = _noted(origin, target, -1)
-            if stale is None:
-                raise
-            origin.warn_stale(key, "%s cannot be reached (%s): its last known version is used", error)
-            return stale
+            size, validator, modified = json.loads(bytes(data))
+            info = ObjectInfo(url, size, None if validator is None else str(validator), modified=modified)
+        except (ValueError, TypeError) as error:
+            log.warning("the stored version of %s is not used: %s", target.key, str(error))
+        if info is None or info.validator is None:  # nothing by which another process could tell whether it is still right
+            self._expire(url, drops=True)
+        return info or self._reach.stat(url)
 
     def forget(self, url: str, stale: ObjectInfo) -> None:
         """This version is gone: make the next request ask the remote. A newer version that is already known stays."""
@@ -147,15 +127,15 @@ class ShardIndexes:
             self._infos.pop(url)
         self._expire(url)
 
-    def _expire(self, url: str) -> None:
-        """Expire the version of a shard for all processes."""
+    def _expire(self, url: str, *, drops: bool = False) -> None:
+        """Expire the version of a shard for all processes. ``drops``: without keeping it for the time when the remote cannot be reached."""
         origin = self._reach.origin
         if origin is None:
             return
         try:
-            entry = origin.store.entry(SPACE, self._reach.key(url))
-            if entry is not None:
-                origin.store.invalidate([entry])
+            store, entry = origin.store, origin.store.entry(SPACE, self._reach.key(url))
+            if entry is not None and store.keeps:
+                (store.drop if drops else store.invalidate)([entry])
         except PAST as error:
             origin.fall_back(error, self._reach.key(url))
 
@@ -206,7 +186,10 @@ class ShardIndexes:
         key, above = (f"{name}&version={info.validator}" for name in (target.key, target.above))
 
         def keep(index: Index) -> Index:
-            _keep(origin, key, index.data)
+            try:
+                origin.store.put(SPACE, key, index.data)
+            except PAST as error:
+                origin.fall_back(error, key)
             return index
 
         return get_or_make(origin, SPACE, key, lambda: _kept(origin, key, above), lambda: Index(self._build(url, info)), keep, label=key)
@@ -249,30 +232,12 @@ class ShardIndexes:
         return lease
 
 
-def _views(origin: Origin, key: str, above: str) -> Iterator[tuple[Store | PassThrough, Remembered]]:
-    """The entries of this key in the cache, and of that ``above`` in the upstream root."""
+def _kept(origin: Origin, key: str, above: str) -> Index | None:
+    """The index of this key in the cache, or of that ``above`` in the upstream root."""
     for store, name in ((origin.store, key), (origin.upstream, above)):
         hit = store.view(SPACE, name) if store is not None else None
-        if store is not None and hit is not None:
-            yield store, hit
-
-
-def _noted(origin: Origin, target: Target, since: int) -> ObjectInfo | None:
-    """The remote's description of a shard, noted at or after ``since``."""
-    for store, hit in _views(origin, target.key, target.above):
-        if origin.validated(store, hit.entry) < since:
+        if store is None or hit is None:
             continue
-        try:
-            size, validator, modified = json.loads(bytes(hit.view))
-        except (ValueError, TypeError) as error:
-            log.warning("the stored version of %s is not used: %s", target.key, str(error))
-            continue
-        return ObjectInfo(target.url, size, str(validator), modified=modified)
-    return None
-
-
-def _kept(origin: Origin, key: str, above: str) -> Index | None:
-    for store, hit in _views(origin, key, above):
         try:
             index = Index(hit.view)
         except ValueError as error:
@@ -284,8 +249,25 @@ def _kept(origin: Origin, key: str, above: str) -> Index | None:
     return None
 
 
-def _keep(origin: Origin, key: str, data: bytes | memoryview, validated: int | None = None) -> None:
-    try:
-        origin.store.put(SPACE, key, data, validated=validated)
-    except PAST as error:
-        origin.fall_back(error, key)
+class _Descriptions:
+    """A remote of one object: the description of another object, which has the same versions. It has the calls of `Remote` that a `Job`
+    uses."""
+
+    def __init__(self, reach: RemoteAccess) -> None:
+        self._reach = reach
+        self._info: ObjectInfo | None = None
+
+    def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
+        """See `Remote.stat`."""
+        self._info = self._reach.remote(url).stat(url, known=known)
+        return self._info
+
+    def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
+        """See `Remote.fetch`."""
+        requests = int(self._info is None)
+        info = self._info or self.stat(url)
+        assert info is not None  # only a known version is answered with None
+        text = json.dumps([info.size, info.validator, info.modified]).encode()
+        sink.begin(ObjectInfo(url, len(text), info.validator))
+        sink.write(0, text)
+        return Transfer(requests=requests)

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from forebay import errors
 from forebay._kernel.threads import Threads
 from forebay._logs import logger
-from forebay._model import ObjectInfo, SourceInfo
+from forebay._model import SourceInfo
 from forebay.origin import Origin
 from forebay.origin.prefix import Prefix, RemoteAccess, is_name
 from forebay.remote import RemoteOptions, as_text
@@ -30,13 +30,6 @@ SILENCE = 10.0
 """Seconds for which a shard has no version after its remote did not answer: otherwise each request would wait for all retries."""
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-
-
-class _Layout(NamedTuple):
-    """The shards of a dataset. ``uri``: of the dataset; ``urls``: of the shards by name, in order."""
-
-    uri: str
-    urls: dict[str, str]
 
 
 class _Indexing(NamedTuple):
@@ -70,13 +63,12 @@ class TarSource:
         self._shards = ShardIndexes(self._reach)
         self._silent: dict[str, float] = {}
         texts = [text for each in given for text in expanded(as_text(each))]
-        self._prefix, self._layout = None, None
+        self._prefix, self._known_urls = None, None
         if len(given) == 1 and not is_tar(texts[0]):
             self._prefix = _checked_prefix(Prefix(texts[0], plain=filesystem is not None))
             self.uri = self._reach.shown(self._prefix.url)
         else:
-            self._layout = _laid_out(self._reach, texts)
-            self.uri = self._layout.uri
+            self.uri, self._known_urls = _laid_out(self._reach, texts)
 
     def __repr__(self) -> str:
         return f"TarSource({self.uri!r})"
@@ -84,7 +76,7 @@ class TarSource:
     @property
     def identity(self) -> str:
         """What distinguishes its items from those of other sources: its prefix, or all its shards, as the bound cache names them."""
-        urls = [self._prefix.url] if self._prefix is not None else self._laid_out().urls.values()
+        urls = [self._prefix.url] if self._prefix is not None else self._urls().values()
         return " ".join(map(self._reach.key, urls))
 
     def bind(self, origin: Origin) -> None:
@@ -134,7 +126,7 @@ class TarSource:
         """All members, shard by shard, in order. Builds missing indexes, several shards at a time. Closing the iterator does not wait for
         indexes that are being built."""
         threads = Threads(self._index, AT_ONCE, name="index")
-        shards, window = iter(self._laid_out().urls.items()), deque[_Indexing]()
+        shards, window = iter(self._urls().items()), deque[_Indexing]()
         try:
             while True:
                 for shard, url in islice(shards, AT_ONCE - len(window)):
@@ -156,7 +148,7 @@ class TarSource:
 
     def shards(self) -> list[str]:
         """The names of the shards, in order. Raises `RemoteError`."""
-        return list(self._laid_out().urls)
+        return list(self._urls())
 
     def size(self, key: str) -> int | None:
         """Bytes of a member; None if unknown: reading it then raises the error."""
@@ -192,36 +184,31 @@ class TarSource:
 
     # -- shards ----------------------------------------------------------------------------------------------------
 
-    def _laid_out(self) -> _Layout:
-        if self._layout is None:
+    def _urls(self) -> dict[str, str]:
+        """The URLs of the shards by name, in order. Omits names that are not below the prefix, with one warning."""
+        if self._known_urls is None:
             assert self._prefix is not None
-            listed = [info for info in self._reach.list(self._prefix.folder) if info.url.endswith(".tar")]
-            if not listed:
+            infos = {self._prefix.name_of(info.url): info for info in self._reach.list(self._prefix.folder) if info.url.endswith(".tar")}
+            if not infos:
                 raise errors.NotFound(f"{self.uri}: no .tar below it", url=self.uri)
-            infos = self._named(self._prefix, listed)
-            urls = {name: self._prefix.join(name) for name in infos}
-            for name, info in infos.items():
-                self._shards.learn(urls[name], info)
-            self._layout = _Layout(self.uri, urls)
-        return self._layout
-
-    def _named(self, prefix: Prefix, listed: Sequence[ObjectInfo]) -> dict[str, ObjectInfo]:
-        """The shards by name. Omits names that are not below the prefix, with one warning."""
-        infos = {prefix.name_of(info.url): info for info in listed}
-        others = [name for name in infos if not is_name(name)]
-        if others:
-            log.warning("%s: %r is outside the source; such shards are skipped", self.uri, others[0])
-        return {name: info for name, info in infos.items() if name not in others}
+            others = [name for name in infos if not is_name(name)]
+            if others:
+                log.warning("%s: %r is outside the source; such shards are skipped", self.uri, others[0])
+            urls = {name: self._prefix.join(name) for name in infos if is_name(name)}
+            for name, url in urls.items():
+                self._shards.learn(url, infos[name])
+            self._known_urls = urls
+        return self._known_urls
 
     def _url(self, shard: str) -> str:
-        return self._laid_out().urls[shard]
+        return self._urls()[shard]
 
     def _shown(self, shard: str) -> str:
         return self._reach.shown(self._url(shard))
 
     def _split(self, key: str) -> tuple[str, str]:
         """The shard and the member of a key."""
-        urls = self._laid_out().urls
+        urls = self._urls()
         at = key.find("/")
         while at >= 0:
             if key[:at] in urls:
@@ -258,8 +245,8 @@ def _checked_prefix(prefix: Prefix) -> Prefix:
     return prefix
 
 
-def _laid_out(reach: RemoteAccess, texts: Sequence[str]) -> _Layout:
-    """The layout of shards that are named one by one."""
+def _laid_out(reach: RemoteAccess, texts: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """The URI of a dataset whose shards are named one by one, and the URLs of the shards by name, in order."""
     urls = [Prefix(text, plain=reach.filesystem is not None).url for text in texts]
     if not urls:
         raise errors.ConfigError("no shards: name at least one", name="shards", value=None)
@@ -278,4 +265,4 @@ def _laid_out(reach: RemoteAccess, texts: Sequence[str]) -> _Layout:
     if len(urls_by_name) < len(urls):
         twice = next(name for name in names if names.count(name) > 1)
         raise errors.ConfigError(f"the shard {twice!r} is named twice", name="shards", value=twice)
-    return _Layout(uri, urls_by_name)
+    return uri, urls_by_name
