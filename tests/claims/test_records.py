@@ -71,7 +71,7 @@ def test_damage_is_nobodys_error(data: bytes) -> None:
 
 
 def asked(path: str) -> frozenset[int]:
-    return records.marks([records.canonical(path)]).queried
+    return records.opposite(records.marks([records.canonical(path)]))
 
 
 def test_a_record_that_is_cut_short_may_be_anything() -> None:

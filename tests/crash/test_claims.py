@@ -196,12 +196,12 @@ def test_what_is_beside_a_claim_goes_with_it(registry: Path, tmp_path: Path, els
 
     def have() -> None:
         wanted = ClaimRequest("job", "job=", "0", (ClaimedStream(records.canonical(tmp_path), REMOTE),), beside=FilesBeside(outside))
-        held = Registry().register(wanted, 0)
-        assert held.record.prefix == 0
+        members = Registry().register(wanted, 0)
+        assert members.record.prefix == 0
         assert (outside / "0_locals").read_bytes() == b"text"
         (outside / "0_barrier").touch()
         (outside / "mine").touch()
-        held.members.leave()
+        members.leave()
 
     def has_at_once() -> None:
         have()

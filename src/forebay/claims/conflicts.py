@@ -92,7 +92,9 @@ def find_conflict(ours: Record, theirs: Record, uid: int, *, equal_only: bool = 
     ``uid``: the user whose claim theirs is, whatever it says: one on directories that this user may not write to does not count.
     ``equal_only``: nor do directories one inside the other."""
     meets = records.same if equal_only else records.overlap
-    for mine, other in _candidates([stream for stream in ours.streams if stream.remote is not None], theirs.streams):
+    filled = [stream for stream in ours.streams if stream.remote is not None]
+    for number, theirs_number in _candidates([stream.directory for stream in filled], [stream.directory for stream in theirs.streams]):
+        mine, other = filled[number], theirs.streams[theirs_number]
         if not meets(mine.directory, other.directory) or _both_only_read(mine, other):
             continue
         now = _current(theirs, other.directory)
@@ -111,37 +113,24 @@ def _may_fill(uid: int, theirs: Record, mine: ClaimedPath, other: ClaimedPath) -
     return uid == os.geteuid() or records.may_write(uid, other if is_inside else mine)
 
 
-def _candidates(ours: Sequence[ClaimedStream], theirs: Sequence[ClaimedStream]) -> Iterator[tuple[ClaimedStream, ClaimedStream]]:
-    """Yield the pairs that may overlap. Comparing each with each takes 3 us a pair, a second for many directories."""
-    exact, above = defaultdict(list), defaultdict(list)
+def _candidates(ours: Sequence[ClaimedPath], theirs: Sequence[ClaimedPath]) -> Iterator[tuple[int, int]]:
+    """Yield the indexes of the pairs that may overlap. Comparing each with each takes 3 us a pair, a second for many directories."""
+    numbers = defaultdict(list)
     for number, other in enumerate(theirs):
-        for level, names in _views(other.directory):
-            exact[level, names].append(number)
-            for depth in range(len(names) + 1):
-                above[level, names[:depth]].append(number)
-    for stream in ours:
-        numbers: set[int] = set()
-        for level, names in _views(stream.directory):
-            numbers.update(above.get((level, names), ()))
-            numbers.update(*(exact.get((level, names[:depth]), ()) for depth in range(len(names))))
-        yield from ((stream, theirs[number]) for number in sorted(numbers))
-
-
-def _views(directory: ClaimedPath) -> Iterator[tuple[records.Level, tuple[str, ...]]]:
-    """Yield a directory as seen from itself and from each existing directory above it."""
-    return ((level, directory.names[depth:]) for depth, level in enumerate(directory.levels))
+        for mark in records.marks([other]):
+            numbers[mark].append(number)
+    for number, mine in enumerate(ours):
+        found = (numbers.get(mark, ()) for mark in records.opposite(records.marks([mine])))
+        yield from ((number, other) for other in sorted(set().union(*found)))
 
 
 def repeated(directories: Sequence[ClaimedPath]) -> list[tuple[int, int]]:
     """Return the index of each directory that equals an earlier one, after the index of the earlier one."""
-    first: dict[tuple[records.Level, tuple[str, ...]], int] = {}
-    pairs = []
-    for number, directory in enumerate(directories):
-        earlier = min((first[view] for view in _views(directory) if view in first), default=None)
-        if earlier is not None:
-            pairs.append((earlier, number))
-        first |= {view: number for view in _views(directory) if view not in first}
-    return pairs
+    first = {number: number for number in range(len(directories))}
+    for number, other in _candidates(directories, directories):
+        if other < first[number] and records.same(directories[number], directories[other]):
+            first[number] = other
+    return [(earlier, number) for number, earlier in first.items() if earlier != number]
 
 
 def _both_only_read(ours: ClaimedStream, theirs: ClaimedStream) -> bool:

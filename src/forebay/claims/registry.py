@@ -232,16 +232,16 @@ def parse(names: Iterable[str]) -> list[tuple[str, int, str]]:
     return [(name, int(prefix), tag) for name, prefix, tag in _NAME.findall("/".join(names))]  # in one call: 0.3 us a name instead of 1
 
 
-def read_state(registry: Path, name: str, prefix: int, tag: str, queried: frozenset[int] | None = None) -> ClaimState | None:
+def read_state(registry: Path, name: str, prefix: int, tag: str, sought: frozenset[int] | None = None) -> ClaimState | None:
     """Return the state of the claim of this name, as `parse` returns it; None if there is none, or it was freed in between.
 
-    ``queried``: marks; the record is read only if the claim is live and its directories may overlap theirs. Raises OSError if this process
-    cannot open any file."""
+    ``sought``: marks; the record is read only if the claim is live and one of its directories may have one of them. Raises OSError if this
+    process cannot open any file."""
     fd = claim_files.open_read(f"{registry}/{name}/{CLAIM}")
     try:
         if fd is not None:
             uid, live = os.fstat(fd).st_uid, locks.locked_at(fd, 0, SLOTS) is not None
-            if queried is not None and not (live and records.may_overlap(claim_files.read_marks(fd), queried)):
+            if sought is not None and not (live and records.may_overlap(claim_files.read_marks(fd), sought)):
                 return ClaimState(registry, name, prefix, tag, uid, live, False, None)
             led = live and locks.locked_at(fd, LEADER) is not None
             return ClaimState(registry, name, prefix, tag, uid, live, led, records.load(claim_files.read(fd)))
@@ -258,13 +258,6 @@ def read_state(registry: Path, name: str, prefix: int, tag: str, queried: frozen
 
 
 # -- under the lock of all claims --------------------------------------------------------------------------------------
-
-
-class HeldClaim(NamedTuple):
-    """A claim that this process has."""
-
-    record: Record
-    members: Members
 
 
 Obstacle: TypeAlias = tuple[errors.ClaimConflict, ClaimState]
@@ -293,10 +286,10 @@ class LockedRegistry:
     def free_dead(self, request: ClaimRequest) -> tuple[set[int], Obstacle | None]:
         """Free this user's dead claims. Returns the numbers that are taken, and a live claim that has the requested name or a requested
         directory, if there is one."""
-        queried = records.marks(stream.directory for stream in request.streams if stream.remote is not None).queried
+        sought = records.opposite(records.marks(stream.directory for stream in request.streams if stream.remote is not None))
         taken, own_tag = set[int](), request.tag
         for name, prefix, tag in parse(self.names):
-            state = read_state(self._path, name, prefix, tag, None if tag == own_tag else queried)
+            state = read_state(self._path, name, prefix, tag, None if tag == own_tag else sought)
             if state is None or (not state.live and self.free(state.directory)):
                 continue  # its number is free; that of another user's dead claim is not
             if state.live and (conflict := self._conflict(request, state)) is not None:
@@ -317,7 +310,7 @@ class LockedRegistry:
             return None
         return conflicts.conflict_error(ours, other.record, other.pids(), streams)
 
-    def create(self, request: ClaimRequest, taken: set[int], on_left: OnLeft) -> HeldClaim:
+    def create(self, request: ClaimRequest, taken: set[int], on_left: OnLeft) -> Members:
         """Create the claim under the lowest free number. Raises `NoSpace`, `Closed` if its directory is removed meanwhile, OSError."""
         for prefix in range(_NUMBERS):
             if prefix in taken or not (request.beside is None or request.beside.is_free(prefix)):
@@ -329,14 +322,13 @@ class LockedRegistry:
                     raise
         raise errors.NoSpace(f"{self._path}: all {_NUMBERS:,} numbers are taken", key=str(self._path))
 
-    def _create(self, request: ClaimRequest, prefix: int, on_left: OnLeft) -> HeldClaim:
+    def _create(self, request: ClaimRequest, prefix: int, on_left: OnLeft) -> Members:
         new, directory = self._path / scrap_name(NEW), self._path / f"{prefix:06}.{request.tag}"
         record, beside = request.record(prefix), request.beside
         fd = claim_files.build(new, record, None if beside is None else lambda parent: beside.create_marker(prefix, parent))
         try:
             host.rename(new, directory)
-            members = inherited_fds.hand_over(fd, lambda fd: Members(directory, fd, LEADER, request.rank, on_left))
-            return HeldClaim(record, members)
+            return inherited_fds.hand_over(fd, lambda fd: Members(directory, fd, LEADER, record, request.rank, on_left))
         except OSError as error:
             self._scrap(new)
             if isinstance(error, FileNotFoundError):
@@ -409,7 +401,7 @@ class Registry:
         self.path = (default() if path is None else Path(path)).absolute()
         prepare(self.path)
 
-    def register(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> HeldClaim:
+    def register(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> Members:
         """Create a claim as the first of the job's ranks on this node. Raises `ClaimConflict`, `NoSpace`, `WaitTimeout`.
 
         Waits at most ``timeout`` seconds for a conflicting claim that is about to end, else ``request.conflict_timeout`` seconds."""
@@ -433,36 +425,33 @@ class Registry:
                 raise conflict
             wait.sleep(functools.partial(_describe_wait, request, other))
 
-    def join(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> HeldClaim:
+    def join(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> Members:
         """Join the claim that the first rank creates, or has created. Raises `ClaimMismatch` if its arguments differ, `WaitTimeout`, and
         the `ClaimConflict` that the first rank got."""
         wait = PollingWait(timeout, _LONGEST_PAUSE)
         while True:
-            held = self._find(request, led=True)
-            if held is not None:
-                return _matching(held, request)
+            members = self._find(request, led=True)
+            if members is not None:
+                return _matching(members, request)
             refusal = self._refusal(request)
             if refusal is not None:
                 raise refusal
             wait.sleep(lambda: self._describe_missing(request))
 
-    def join_or_register(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> HeldClaim:
+    def join_or_register(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> Members:
         """Join the claim of that job and key, or create it: it has no leader. Its directories conflict with no others."""
         with self.locked(timeout) as locked:
-            held = self._find(request, led=False)
-            return held if held is not None else locked.create(request, locked.free_dead(request)[0], self._free_if_unused)
+            members = self._find(request, led=False)
+            return members if members is not None else locked.create(request, locked.free_dead(request)[0], self._free_if_unused)
 
-    def attach(self, directory: Path, *, rank: int | None = None) -> HeldClaim:
+    def attach(self, directory: Path, *, rank: int | None = None) -> Members:
         """Join the processes that have the claim in ``directory``. Raises `Closed` if it was freed."""
-        with contextlib.suppress(Gone):
-            members = Members.attach(directory, rank=rank, on_left=self._free_if_unused)
-            state = self._state(directory.name)
-            if state is not None and state.record is not None:
-                return HeldClaim(state.record, members)
-            members.leave()
-        raise errors.Closed(f"the claim {directory} was freed: all processes that had it are gone", what="claim")
+        try:
+            return Members.attach(directory, rank=rank, on_left=self._free_if_unused)
+        except Gone:
+            raise errors.Closed(f"the claim {directory} was freed: all processes that had it are gone", what="claim") from None
 
-    def _find(self, request: ClaimRequest, *, led: bool) -> HeldClaim | None:
+    def _find(self, request: ClaimRequest, *, led: bool) -> Members | None:
         """Join the claim of that job and key, if there is one. ``led``: only while its leader has it."""
         for name, prefix, tag in parse(os.listdir(self.path)):
             state = read_state(self.path, name, prefix, tag) if tag == request.tag else None
@@ -473,7 +462,7 @@ class Registry:
             except Gone:
                 continue
             if not led or members.is_in(LEADER):
-                return HeldClaim(state.record, members)
+                return members
             members.leave()
         return None
 
@@ -555,12 +544,12 @@ def _describe_wait(request: ClaimRequest, other: ClaimState | None) -> tuple[str
     return f"claim {request.key} of {request.owner}", holder
 
 
-def _matching(held: HeldClaim, request: ClaimRequest) -> HeldClaim:
-    difference = conflicts.mismatch(request.streams, held.record.streams)
+def _matching(members: Members, request: ClaimRequest) -> Members:
+    theirs = members.record
+    difference = conflicts.mismatch(request.streams, theirs.streams)
     if difference is None:
-        return held
-    held.members.leave()
-    theirs = held.record
+        return members
+    members.leave()
     raise errors.ClaimMismatch(
         f"claim {request.key} of {request.owner} (known by {request.how}) differs from that of its leader, process {theirs.pid}: "
         f"{difference}",

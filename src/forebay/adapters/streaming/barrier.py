@@ -110,6 +110,8 @@ def _own_claim(name: str) -> claims.Claim:
     claim = _own.get(name)
     if claim is None or claim.closed:
         registry = Registry()
-        held = registry.join_or_register(ClaimRequest("barriers of Streaming", "their names", name, (), name="all who have this barrier"))
-        _own[name] = claim = claims.opened(registry, held, World(1, 1, 1, 0))
+        members = registry.join_or_register(
+            ClaimRequest("barriers of Streaming", "their names", name, (), name="all who have this barrier")
+        )
+        _own[name] = claim = claims.opened(registry, members, World(1, 1, 1, 0))
     return claim

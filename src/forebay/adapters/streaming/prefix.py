@@ -147,14 +147,14 @@ def get_shm_prefix(
         name=job.name, spared=spared,
     )  # fmt: skip
     try:
-        held = registry.register(request) if here.is_local_leader else registry.join(request, LEADER_WITHIN)
+        members = registry.register(request) if here.is_local_leader else registry.join(request, LEADER_WITHIN)
     except errors.ClaimConflict as error:
         raise _as_streaming_error(error, streams_local) from error
     except errors.WaitTimeout as error:
         if here.is_local_leader:
             raise
         raise errors.ClaimMismatch(f"{error}: does the first rank of this node also create this data set?", **error.facts) from error
-    claim = claims.opened(registry, held, here)
+    claim = claims.opened(registry, members, here)
     return claim.prefix, Locals(claim, is_leader=here.is_local_leader)
 
 
