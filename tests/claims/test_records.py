@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forebay import errors
 from forebay.claims import records
-from forebay.claims.processes import masked, own_command, shortened
+from forebay.claims.processes import masked, own, shortened
 from forebay.claims.records import ClaimedStream, ExternalFiles, Record, load
 
 RECORD = Record(
@@ -109,8 +109,8 @@ def test_secrets_of_a_command_are_not_shown(words: list[str], shown: str) -> Non
 
 
 def test_the_own_command_is_known() -> None:
-    assert "python" in own_command()
-    assert len(own_command()) <= 500
+    assert "python" in own().command
+    assert len(own().command) <= 500
 
 
 def test_a_user_without_a_name_is_a_number() -> None:

@@ -769,7 +769,7 @@ def test_a_file_of_another_users_in_a_claim_is_not_opened(node: Registry, regist
         path.chmod(0o666)
         os.chown(path, 65534, 65534)
         with pytest.raises(claim_files.Gone):
-            claim_files.open_write(directory, name)
+            claim_files.open_write(path)
         if name in ("locks", "words"):
             with pytest.raises((errors.Closed, claim_files.Gone)), found.lock("a"):
                 raise AssertionError

@@ -257,16 +257,14 @@ class ClaimInfo:
 
 def list_claims() -> list[ClaimInfo]:
     """Return the claims of this node, of all users and jobs, live and dead, ordered by number. Raises `RootError`."""
-    with _reading():
-        registry = _existing_registry()
+    with _existing_registry() as registry:
         return [] if registry is None else [_info(state) for state in registry.states()]
 
 
 def prune_claims() -> list[ClaimInfo]:
     """Free what dead jobs of this user left, as the user's next claim would, and return the freed claims. Claims that a live process has
     are never touched. Raises `RootError`, `WaitTimeout`."""
-    with _reading():
-        registry = _existing_registry()
+    with _existing_registry() as registry:
         if registry is None:
             return []
         dead = [_info(state) for state in registry.states() if not state.live]
@@ -275,20 +273,16 @@ def prune_claims() -> list[ClaimInfo]:
 
 
 @contextmanager
-def _reading() -> Iterator[None]:
-    """Turn an OSError, such as too many open files, into a `RootError`."""
+def _existing_registry() -> Iterator[Registry | None]:
+    """Return the registry of the node; None if there is none yet, since listing creates nothing. Turns an OSError, such as too many open
+    files, into a `RootError`."""
     try:
-        yield
+        yield Registry() if os.path.lexists(default_registry()) else None
     except OSError as error:
         if isinstance(error, errors.ForebayError):
             raise
         path = str(default_registry())
         raise errors.RootError(f"the claims in {path} cannot be read: {error.strerror}", path=path) from error
-
-
-def _existing_registry() -> Registry | None:
-    """Return the registry of the node; None if there is none yet, since listing creates nothing."""
-    return Registry() if os.path.lexists(default_registry()) else None
 
 
 def _info(state: ClaimState) -> ClaimInfo:

@@ -77,9 +77,10 @@ class ClaimRequest(NamedTuple):
     def record(self, prefix: int) -> Record:
         """Return what the claim publishes about itself, with this number."""
         beside = self.beside.files(prefix) if self.beside is not None and prefix >= 0 else None
+        own = processes.own()
         return Record(
-            prefix, self.name or self.job, self.how, self.key, os.geteuid(), socket.gethostname(), os.getpid(), processes.pid_space(),
-            processes.own_start(), processes.mount_space(), time.time(), processes.own_command(), self.streams, self.world, beside,
+            prefix, self.name or self.job, self.how, self.key, os.geteuid(), socket.gethostname(), os.getpid(), own.space, own.start,
+            processes.mount_space(), time.time(), own.command, self.streams, self.world, beside,
         )  # fmt: skip
 
 
@@ -100,17 +101,12 @@ def find_conflict(ours: Record, theirs: Record, uid: int, *, equal_only: bool = 
         now = _current(theirs, other.directory)
         if not meets(mine.directory, now):
             continue
-        if _may_fill(uid, theirs, mine.directory, now):
+        # What a record of another mount namespace says of its own directory cannot be checked here.
+        is_inside = records.is_above(mine.directory, now) and theirs.mounts == processes.mount_space()
+        if uid == os.geteuid() or records.may_write(uid, now if is_inside else mine.directory):
             return mine, other
         log.warning("%s is no conflict: user %s may not write to %s", describe(theirs, []), uid, mine.directory.path)
     return None
-
-
-def _may_fill(uid: int, theirs: Record, mine: ClaimedPath, other: ClaimedPath) -> bool:
-    """Whether a user may write where two directories overlap. What a record of another mount namespace says of its own directory cannot be
-    checked here."""
-    is_inside = records.is_above(mine, other) and theirs.mounts == processes.mount_space()
-    return uid == os.geteuid() or records.may_write(uid, other if is_inside else mine)
 
 
 def _candidates(ours: Sequence[ClaimedPath], theirs: Sequence[ClaimedPath]) -> Iterator[tuple[int, int]]:

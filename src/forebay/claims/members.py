@@ -64,7 +64,7 @@ class Member:
     def describe_with_state(self) -> str:
         """The same, with a note if the process is stopped, by SIGSTOP or in a debugger, as far as this process can see."""
         text, process = self.describe(), processes.status(self.pid) if self._is_visible() else None
-        if process is None or process.start != self.start or not process.stopped:
+        if process is None or process.start != self.start or process.state not in "Tt":
             return text
         return f"{text[:-1]}, stopped)" if text.endswith(")") else f"{text} (stopped)"
 
@@ -77,7 +77,7 @@ class Member:
         return self._is_visible() and not processes.is_dying(self.pid, self.start)
 
     def _is_visible(self) -> bool:
-        return self.space == processes.pid_space()
+        return self.space == processes.own().space
 
 
 class MemberTable:
@@ -85,7 +85,7 @@ class MemberTable:
 
     def __init__(self, directory: Path) -> None:
         """Raises OSError; `Gone` if the file is another user's, or too short."""
-        fd = claim_files.open_write(directory, TABLE)
+        fd = claim_files.open_write(directory / TABLE)
         try:
             if os.fstat(fd).st_size < TABLE_BYTES:
                 raise Gone(f"{directory / TABLE} is cut short")
@@ -107,12 +107,12 @@ class MemberTable:
 
     def write(self, slot: int, rank: int | None, depth: int) -> Identity:
         """Write the entry of this process and return its identity. The caller has locked the byte of ``slot``."""
-        number = 0 if rank is None else rank + 1
-        entry = (os.getpid(), processes.pid_space(), processes.own_start(), number, time.monotonic_ns(), depth)
+        own, pid = processes.own(), os.getpid()
+        entry = (pid, own.space, own.start, 0 if rank is None else rank + 1, time.monotonic_ns(), depth)
         host.step("set_words", slot)
         self._words[slot * _WORDS : slot * _WORDS + _USED_WORDS] = memoryview(array("Q", entry))
         self.set_state(slot, IN)  # last: until then the entry belongs to no process
-        return slot, entry[0], entry[2]
+        return slot, pid, own.start
 
     def identity(self, slot: int) -> Identity:
         words = self._words
@@ -363,7 +363,7 @@ def _members_of(claim: Any) -> Any:
 
 
 def _open(directory: Path) -> int:
-    return host.out_of_the_way(claim_files.open_write(directory, CLAIM))
+    return host.out_of_the_way(claim_files.open_write(directory / CLAIM))
 
 
 def _lock_slot(fd: int, directory: Path, table: MemberTable) -> int:

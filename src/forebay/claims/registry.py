@@ -15,15 +15,14 @@ import json
 import os
 import re
 import stat
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from forebay import errors
 from forebay._kernel import host, locks
-from forebay._kernel.waits import Wait
+from forebay._kernel.waits import PollingWait
 from forebay.claims import claim_files, conflicts, processes, records
 from forebay.claims.claim_files import CLAIM, LEADER, LOCKS, MARKER, NEW, OLD, SLOTS, TABLE, WORDS, Gone, scrap_name
 from forebay.claims.conflicts import ClaimRequest
@@ -35,7 +34,7 @@ VARIABLE = "FOREBAY_CLAIMS"
 DEFAULT = "/dev/shm/forebay-claims"
 LOCK = "lock"
 REFUSED = "refused."
-_SHORTEST_PAUSE, _LONGEST_PAUSE, _LONGEST_LOCK_PAUSE = 0.0002, 0.05, 0.02
+_LONGEST_PAUSE, _LONGEST_LOCK_PAUSE = 0.05, 0.02
 _TIMEOUT = 60.0
 _OPEN_TO_ALL = 0o1777
 _REFUSALS = 32
@@ -45,19 +44,6 @@ _NOT_SHARED_MEMORY = frozenset((CLAIM, TABLE, LOCKS, WORDS, MARKER))
 _PID = re.compile(rb"([1-9][0-9]{0,9})\n")
 _TAKEN = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR))
 _UNFIT = frozenset((errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENXIO))
-
-
-class PollingWait(Wait):
-    """A wait for something that wakes no sleeper: short sleeps that become longer. ``timeout``: at most so many seconds; None: no limit."""
-
-    def __init__(self, timeout: float | None, longest: float) -> None:
-        super().__init__(timeout)
-        self._longest, self._pause = longest, _SHORTEST_PAUSE
-
-    def sleep(self, what: Callable[[], tuple[str, str]]) -> None:
-        """Sleep a little. ``what``: what is waited for, and who holds it. Raises `WaitTimeout` when the time is up."""
-        time.sleep(min(self._pause, self.turn(what)))
-        self._pause = min(2 * self._pause, self._longest)
 
 
 # -- the directory of all claims ---------------------------------------------------------------------------------------
@@ -196,7 +182,7 @@ class ClaimState(NamedTuple):
 
     def _is_leader_dying(self) -> bool:
         record = self.record
-        if record is None or record.space != processes.pid_space():
+        if record is None or record.space != processes.own().space:
             return False
         if processes.status(record.pid) is not None:
             return processes.is_dying(record.pid, record.ticks)
@@ -325,7 +311,9 @@ class LockedRegistry:
     def _create(self, request: ClaimRequest, prefix: int, on_left: OnLeft) -> Members:
         new, directory = self._path / scrap_name(NEW), self._path / f"{prefix:06}.{request.tag}"
         record, beside = request.record(prefix), request.beside
-        fd = claim_files.build(new, record, None if beside is None else lambda parent: beside.create_marker(prefix, parent))
+        fd = claim_files.build(
+            new, record.dump(), create_marker=None if beside is None else lambda parent: beside.create_marker(prefix, parent)
+        )
         try:
             host.rename(new, directory)
             return inherited_fds.hand_over(fd, lambda fd: Members(directory, fd, LEADER, record, request.rank, on_left))
@@ -342,7 +330,7 @@ class LockedRegistry:
         if not _is_ours(directory):
             return False
         try:
-            fd = inherited_fds.register(lambda: claim_files.open_write(directory, CLAIM))
+            fd = inherited_fds.register(lambda: claim_files.open_write(directory / CLAIM))
         except OSError:
             return False  # without this file it is no claim
         try:
@@ -365,7 +353,7 @@ class LockedRegistry:
     def refuse(self, request: ClaimRequest, error: errors.ClaimConflict) -> None:
         """Tell the other ranks of the job, as long as this process lives, why there is no claim, so that they do not wait for it."""
         new = self._path / scrap_name(NEW)
-        fd = claim_files.build_refusal(new, json.dumps(errors.to_wire(error)).encode())
+        fd = claim_files.build(new, json.dumps(errors.to_wire(error)).encode(), files={})
         name = self._path / f"{REFUSED}{request.tag}{new.name.removeprefix(NEW[:-1])}"
         host.rename(new, name)
         _refusals.append((os.getpid(), name, fd))

@@ -51,8 +51,8 @@ class _ClaimLocks:
     through a description of its own."""
 
     def __init__(self, directory: Path) -> None:
-        self.file = locks.LockFile(directory / LOCKS, claim_files.opener)
-        self.words = waits.Words(directory / WORDS, claim_files.opener)
+        self.file = locks.LockFile(directory / LOCKS, claim_files.open_write)
+        self.words = waits.Words(directory / WORDS, claim_files.open_write)
         self.threads: dict[int, int] = {}  # offset -> the thread that holds it
         self._path = directory / LOCKS
         self._busy: set[int] = set()  # the threads in the middle of a call to `file`
@@ -63,7 +63,7 @@ class _ClaimLocks:
     def try_lock(self, offset: int) -> Literal[True] | None:
         me = threading.get_ident()
         if me in self._busy:
-            own = locks.LockFile(self._path, claim_files.opener)
+            own = locks.LockFile(self._path, claim_files.open_write)
             if not own.try_lock(offset, exclusive=True):
                 return None
             self._by_handler[offset] = own
@@ -220,8 +220,8 @@ class NamedLock:
 
 def array(members: Members, name: str, shape: int | Sequence[int], dtype: Any) -> numpy.ndarray[Any, Any]:
     """Return an array in memory that all processes of the claim share; zeros at first. Raises ClaimMismatch, ConfigError, NoSpace."""
-    sizes, kind = _shape(name, shape), _dtype(name, dtype)
-    _check_shape(name, sizes, kind)
+    kind = _dtype(name, dtype)
+    sizes = _shape(name, shape, kind)
     view = map_shared(members, "array", name, math.prod(sizes) * kind.itemsize, shape=list(sizes), dtype=repr(kind))
     shared_array: numpy.ndarray[Any, Any] = _numpy().ndarray(sizes, kind, buffer=view)
     return shared_array
@@ -286,20 +286,17 @@ def _dtype(name: str, dtype: Any) -> numpy.dtype[Any]:
     return cast("numpy.dtype[Any]", kind)
 
 
-def _shape(name: str, shape: Any) -> tuple[int, ...]:
+def _shape(name: str, shape: Any, kind: numpy.dtype[Any]) -> tuple[int, ...]:
     try:
-        sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+        given = tuple(shape) if isinstance(shape, Iterable) else (shape,)
     except TypeError:  # an array without a dimension
-        sizes = (shape,)
-    return tuple(_length(name, size) for size in sizes)
-
-
-def _check_shape(name: str, sizes: tuple[int, ...], kind: numpy.dtype[Any]) -> None:
-    """Try the shape with an empty array, before a file is created."""
-    try:
+        given = (shape,)
+    sizes = tuple(_length(name, size) for size in given)
+    try:  # with an empty array, before a file is created
         _numpy().ndarray(sizes if 0 in sizes else (0,) * len(sizes), kind)
     except ValueError as error:
         raise errors.ConfigError(f"{name!r}: NumPy has no arrays of this shape: {error}") from error
+    return sizes
 
 
 def _length(name: str, size: Any) -> int:
@@ -339,7 +336,7 @@ def _quoted(name: str) -> str:
 
 def _open(path: str, header: dict[str, Any], members: Members) -> memoryview | None:
     try:
-        fd = claim_files.open_write(members.directory, os.path.basename(path))
+        fd = claim_files.open_write(path)
     except FileNotFoundError:
         return None  # `_make` notices if the claim itself is gone
     try:
