@@ -12,9 +12,10 @@ from forebay.claims import members
 from forebay.claims.claim_files import CLAIM, LEADER, LOCKS, TABLE, TABLE_BYTES, WORDS
 from forebay.claims.conflicts import ClaimRequest
 from forebay.claims.members import Members
+from forebay.claims.processes import Job
 
 T = TypeVar("T")
-RECORD = ClaimRequest("job", "job=", "0", ()).record(0)
+RECORD = ClaimRequest(Job("job", "job", "job="), "0", ()).record(0)
 
 
 def create(place: Path) -> Path:

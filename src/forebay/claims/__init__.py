@@ -66,7 +66,7 @@ def claim(
         key = f"named {name}"
     else:
         raise errors.ConfigError(f"name={name!r}: must be a non-empty text", name="name", value=repr(name))
-    request = ClaimRequest(identified.id, identified.how, key, streams, world.to_json(), world.rank, name=identified.name)
+    request = ClaimRequest(identified, key, streams, world)
     return opened(registry, registry.register(request, seconds) if world.is_local_leader else registry.join(request, seconds), world)
 
 

@@ -244,17 +244,14 @@ class _Visit:
         state = self._state
         if state.is_broken:
             self._settle_locked()
-        if state.is_broken and not self._is_latecomer(self._snapshot()):
-            return None  # this process knows, or need not know: the next round begins when all others know
-        if not state.is_broken:
-            self._agree_locked()
         if state.is_broken:
-            self._raise_broken_locked()
+            if self._is_latecomer(self._snapshot()):
+                self._raise_broken_locked()
+            return None  # this process knows, or need not know: the next round begins when all others know
+        self._agree_locked()
         seats = state.seats()
         if 0 not in seats:
             self._find_deaths_locked()
-            if state.is_broken:
-                self._raise_broken_locked()
             seats = state.seats()
             if 0 not in seats:
                 return None  # more processes than parties arrived: wait for the next round
@@ -279,24 +276,22 @@ class _Visit:
         if any(state.seats()):
             self._find_deaths_locked()
         waiting = len(state.seats()) - state.seats().count(0)
-        if waiting and not state.is_broken:
+        if waiting:
             raise errors.ConfigError(f"{state.label}: {waiting} of {state.parties} parties wait, so it cannot be for {parties} now")
-        if not waiting:
-            state.set_parties_locked(parties)
+        state.set_parties_locked(parties)
 
     def _check_round_locked(self) -> int | None:
         """Check, after our arrival, whether the round is complete or broken."""
         state = self._state
         if state.round != self._round:
             return self._seat
-        if not state.is_broken:
-            seats = state.seats()
-            if 0 not in seats and self._all_live(seats):
-                state.next_round_locked()
-                return self._seat
-            self._find_deaths_locked()
         if state.is_broken:
             self._raise_broken_locked()
+        seats = state.seats()
+        if 0 not in seats and self._all_live(seats):
+            state.next_round_locked()
+            return self._seat
+        self._find_deaths_locked()
         if state.seats()[self._seat] != self._mark:  # others took us for dead: our lock on the claim had been lost
             self._seat = -1
             return self._arrive_locked()
@@ -325,7 +320,7 @@ class _Visit:
         return member.state == "vanished" and process not in self._state.reported and process not in self._members.dead_before
 
     def _find_deaths_locked(self) -> None:
-        """Free the seats of processes that left, and break the round if a process died that it misses."""
+        """Free the seats of processes that left. Break the round, and raise `BarrierBroken`, if a process died that it misses."""
         state, snapshot = self._state, self._snapshot()
         waiting, dead = [], {}
         for seat, value in enumerate(state.seats()):
@@ -338,7 +333,7 @@ class _Visit:
                 state.set_seat_locked(seat, 0)
         if missed := self._missed(snapshot, waiting, list(dead.values())):
             self._break_locked(missed, dead)
-            return
+            self._raise_broken_locked()
         own = next((member.joined for member in snapshot.live if member.slot == self._members.slot), 0.0)
         if all(own <= member.joined for member in waiting):
             for seat in dead:  # no waiting process was a member when they died

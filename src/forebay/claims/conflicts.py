@@ -13,8 +13,10 @@ from typing import Any, NamedTuple, Protocol
 from forebay import errors
 from forebay._logs import logger
 from forebay.claims import processes, records
+from forebay.claims.processes import Job
 from forebay.claims.records import ClaimedPath, ClaimedStream, ExternalFiles, Record
 from forebay.remote import urls
+from forebay.world import World
 
 log = logger("forebay.claims")
 
@@ -48,39 +50,39 @@ class Beside(Protocol):
 
 
 class ClaimRequest(NamedTuple):
-    """A request for a claim. ``key``: the name or number of the claim in its ``job``, which was taken from ``how`` and which messages call
-    ``name``. ``equal_only``: a directory inside another one is no conflict. ``conflict_timeout``: seconds for which a conflict may pass.
-    ``spared``: claims, by the names of their directories, whose working directories this process gave up."""
+    """A request for a claim. ``key``: the name or number of the claim in its ``job``. ``world``: which rank this process is, if any.
+    ``equal_only``: a directory inside another one is no conflict. ``conflict_timeout``: seconds for which a conflict may pass. ``spared``:
+    claims, by the names of their directories, whose working directories this process gave up."""
 
-    job: str
-    how: str
+    job: Job
     key: str
     streams: tuple[ClaimedStream, ...]
-    world: dict[str, Any] | None = None
-    rank: int | None = None
+    world: World | None = None
     equal_only: bool = False
     beside: Beside | None = None
     conflict_timeout: float = 0.0
-    name: str = ""
     spared: frozenset[str] = frozenset()
 
     @property
-    def owner(self) -> str:
-        """The job as messages name it."""
-        return records.owner(self.name or self.job)
+    def rank(self) -> int | None:
+        return None if self.world is None else self.world.rank
+
+    def __str__(self) -> str:
+        """The claim as messages name it."""
+        return f"claim {self.key} of {records.owner(self.job.name)}"
 
     @property
     def tag(self) -> str:
         """The suffix of the name of the claim's directory: equal in all ranks, different for other users."""
-        return hashlib.blake2b(f"{os.geteuid()}\0{self.job}\0{self.key}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
+        return hashlib.blake2b(f"{os.geteuid()}\0{self.job.id}\0{self.key}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
     def record(self, prefix: int) -> Record:
         """Return what the claim publishes about itself, with this number."""
         beside = self.beside.files(prefix) if self.beside is not None and prefix >= 0 else None
-        own = processes.own()
+        own, world = processes.own(), None if self.world is None else self.world.to_json()
         return Record(
-            prefix, self.name or self.job, self.how, self.key, os.geteuid(), socket.gethostname(), os.getpid(), own.space, own.start,
-            processes.mount_space(), time.time(), own.command, self.streams, self.world, beside,
+            prefix, self.job.name, self.job.how, self.key, os.geteuid(), socket.gethostname(), os.getpid(), own.space, own.start,
+            processes.mount_space(), time.time(), own.command, self.streams, world, beside,
         )  # fmt: skip
 
 

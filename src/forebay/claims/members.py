@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -410,21 +411,20 @@ def leave_all() -> None:
             leave()
 
 
-class _LeaveAtExit:
-    """Has `leave_all` called by `multiprocessing`, whose forked children end without `atexit`."""
-
-    is_registered = False
-
-    def __call__(self) -> None:
-        util = sys.modules.get("multiprocessing.util")
-        if util is not None and not self.is_registered:
-            self.is_registered = True
-            util.register_after_fork(self, _LeaveAtExit.register)  # a child forgets the finalizers of its parent
-            self.register()
-
-    def register(self) -> None:
-        sys.modules["multiprocessing.util"].Finalize(None, leave_all, exitpriority=-100)
-
-
-leave_at_exit = _LeaveAtExit()
 atexit.register(leave_all)
+
+
+def leave_at_exit() -> None:
+    """Have `leave_all` called by `multiprocessing`, too, whose forked children end without `atexit`."""
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        _register_with(util)
+
+
+@functools.cache
+def _register_with(util: Any) -> None:
+    def register(_: object) -> None:
+        util.Finalize(None, leave_all, exitpriority=-100)
+
+    util.register_after_fork(leave_all, register)  # a child forgets the finalizers of its parent
+    register(None)

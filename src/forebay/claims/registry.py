@@ -472,18 +472,15 @@ class Registry:
         return None
 
     def _describe_missing(self, request: ClaimRequest) -> tuple[str, str]:
-        job = request.name or request.job
-        live = [state.record for state in self.states() if state.live and state.record is not None and state.record.job == job]
+        known = [state.record for state in self.states() if state.live]
+        live = [record for record in known if record is not None and record.job == request.job.name]
         existing = "; ".join(f"claim {record.key} of process {record.pid}" for record in live)
         return (
-            f"the first rank of this node to create claim {request.key} of {request.owner} (known by {request.how})",
+            f"the first rank of this node to create {request} (known by {request.job.how})",
             f"nobody yet (claims of this job here: {existing or 'none'})",
         )
 
     # -- inspecting and freeing ------------------------------------------------------------------------------------
-
-    def _state(self, name: str) -> ClaimState | None:
-        return next((read_state(self.path, *found) for found in parse([name])), None)
 
     def states(self) -> list[ClaimState]:
         """Return all claims of the node, live and dead, by their number; of unreadable ones what is known."""
@@ -502,10 +499,11 @@ class Registry:
     def _free_if_unused(self, directory: Path) -> None:
         """Free a claim if no process has it and the lock is free; else the next claim does so."""
         with contextlib.suppress(OSError):  # `WaitTimeout` is one too
-            state = self._state(directory.name)
-            if state is not None and not state.live:
-                with self.locked(0) as locked:
-                    locked.free(directory)
+            for found in parse([directory.name]):
+                state = read_state(self.path, *found)
+                if state is not None and not state.live:
+                    with self.locked(0) as locked:
+                        locked.free(directory)
 
     @contextlib.contextmanager
     def locked(self, timeout: float | None = _TIMEOUT) -> Iterator[LockedRegistry]:
@@ -529,7 +527,7 @@ class Registry:
 
 def _describe_wait(request: ClaimRequest, other: ClaimState | None) -> tuple[str, str]:
     holder = "another job" if other is None or other.record is None else conflicts.describe(other.record, other.pids())
-    return f"claim {request.key} of {request.owner}", holder
+    return str(request), holder
 
 
 def _matching(members: Members, request: ClaimRequest) -> Members:
@@ -539,7 +537,6 @@ def _matching(members: Members, request: ClaimRequest) -> Members:
         return members
     members.leave()
     raise errors.ClaimMismatch(
-        f"claim {request.key} of {request.owner} (known by {request.how}) differs from that of its leader, process {theirs.pid}: "
-        f"{difference}",
+        f"{request} (known by {request.job.how}) differs from that of its leader, process {theirs.pid}: {difference}",
         ours=[s.directory.path for s in request.streams], theirs=[s.directory.path for s in theirs.streams],
     )  # fmt: skip
