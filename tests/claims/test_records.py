@@ -54,8 +54,8 @@ def test_a_field_of_another_kind_is_damage(value: Any) -> None:
         found = load(with_text(text_of(RECORD) | {field: value}))
         if found is not None:  # then it is as sound as any
             assert load(found.dump()) == found
-            assert found.user
-            assert found.owner
+            assert records.user_name(found.uid)
+            assert records.owner(found.job)
             assert isinstance(found.command, str)
 
 

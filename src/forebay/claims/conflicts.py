@@ -186,8 +186,9 @@ def two_leaders_error(ours: Record, theirs: Record, pids: list[int]) -> errors.C
     if theirs.pid not in pids:
         state, advice = f"was process {theirs.pid}, which ended before others of its job", "wait until they end, or end them"
     return _error(
-        f"the first rank of this node for claim {ours.key} of {ours.owner} (known by {ours.how}) {state}", ours, theirs, pids, advice
-    )
+        f"the first rank of this node for claim {ours.key} of {records.owner(ours.job)} (known by {ours.how}) {state}",
+        ours, theirs, pids, advice,
+    )  # fmt: skip
 
 
 def _error(what: str, ours: Record, theirs: Record, pids: list[int], advice: str) -> errors.ClaimConflict:
@@ -202,7 +203,7 @@ def _facts(record: Record, pids: list[int]) -> dict[str, Any]:
         "directories": [stream.directory.path for stream in record.streams],
         "remotes": [stream.remote for stream in record.streams],
         "pids": pids,
-        "user": record.user,
+        "user": records.user_name(record.uid),
         "started": record.start,
         "command": record.command,
     }
@@ -217,4 +218,5 @@ def describe(record: Record, pids: list[int]) -> str:
     ended = f"process {record.pid}, which ended"
     holders = f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}" if pids else ended
     command = processes.shortened(record.command, _LONGEST) or "?"
-    return f"{record.owner}: {holders} of {record.user} on {record.host} since {started}, for {', '.join(streams)}: {command}"
+    who = f"{records.owner(record.job)}: {holders} of {records.user_name(record.uid)} on {record.host}"
+    return f"{who} since {started}, for {', '.join(streams)}: {command}"

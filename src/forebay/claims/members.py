@@ -186,7 +186,7 @@ class Members:
         """``fd``: of the claim's file, with the byte ``slot`` locked; this object owns it from now on. ``on_left`` is called with the
         directory when a process leaves in order."""
         self.directory, self.record, self.rank, self._on_left = directory, record, rank, on_left
-        self.name, self.parts = f"claim {record.prefix:06} of {record.owner}", dict[Any, Any]()
+        self.name, self.parts = f"claim {record.prefix:06} of {records.owner(record.job)}", dict[Any, Any]()
         self._mutex, self._for_child = threading.RLock(), None
         self._table = MemberTable(directory)
         self._take_slot(fd, slot)

@@ -210,16 +210,6 @@ class Record(NamedTuple):
     beside: ExternalFiles | None = None
     version: int = VERSION
 
-    @property
-    def owner(self) -> str:
-        """The job as messages name it."""
-        return owner(self.job)
-
-    @property
-    def user(self) -> str:
-        """The user's name on this machine; the number if there is none."""
-        return user_name(self.uid)
-
     def dump(self) -> bytes:
         """Return the contents of the file: the marks of its directories, which spare other processes parsing the rest, then JSON.
         Raises `ConfigError` if that is more than other processes would read."""
@@ -291,6 +281,7 @@ def _is_sound(record: Record) -> bool:
 
 @functools.cache
 def user_name(uid: int) -> str:
+    """Return the user's name on this machine; the number if there is none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -18,7 +18,7 @@ import stat
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn
 
 from forebay import errors
 from forebay._kernel import host, locks
@@ -246,10 +246,6 @@ def read_state(registry: Path, name: str, prefix: int, tag: str, sought: frozens
 # -- under the lock of all claims --------------------------------------------------------------------------------------
 
 
-Obstacle: TypeAlias = tuple[errors.ClaimConflict, ClaimState]
-"""Why a claim cannot be created, and the claim that is in its way."""
-
-
 def _is_ours(path: Path) -> bool:
     try:
         status = os.lstat(path)
@@ -266,12 +262,12 @@ class LockedRegistry:
         for name in self.names:
             if name.startswith((NEW, OLD)) and _is_ours(path / name):
                 self._scrap(path / name)
-            elif name.startswith(REFUSED) and _is_ours(path / name):
+            elif name.startswith(REFUSED):
                 self.free(path / name)  # if the process that refused has ended
 
-    def free_dead(self, request: ClaimRequest) -> tuple[set[int], Obstacle | None]:
-        """Free this user's dead claims. Returns the numbers that are taken, and a live claim that has the requested name or a requested
-        directory, if there is one."""
+    def free_dead(self, request: ClaimRequest) -> tuple[set[int], tuple[errors.ClaimConflict, ClaimState] | None]:
+        """Free this user's dead claims. Returns the numbers that are taken, and, if a live claim has the requested name or a requested
+        directory, the error and that claim."""
         sought = records.opposite(records.marks(stream.directory for stream in request.streams if stream.remote is not None))
         taken, own_tag = set[int](), request.tag
         for name, prefix, tag in parse(self.names):
@@ -311,9 +307,8 @@ class LockedRegistry:
     def _create(self, request: ClaimRequest, prefix: int, on_left: OnLeft) -> Members:
         new, directory = self._path / scrap_name(NEW), self._path / f"{prefix:06}.{request.tag}"
         record, beside = request.record(prefix), request.beside
-        fd = claim_files.build(
-            new, record.dump(), create_marker=None if beside is None else lambda parent: beside.create_marker(prefix, parent)
-        )
+        create_marker = None if beside is None else functools.partial(beside.create_marker, prefix)
+        fd = claim_files.build(new, record.dump(), create_marker=create_marker)
         try:
             host.rename(new, directory)
             return inherited_fds.hand_over(fd, lambda fd: Members(directory, fd, LEADER, record, request.rank, on_left))
@@ -327,12 +322,10 @@ class LockedRegistry:
 
     def free(self, directory: Path) -> bool:
         """Take the name from a claim of this user that no process has. Returns False if a process has it, or it is not this user's."""
-        if not _is_ours(directory):
-            return False
         try:
             fd = inherited_fds.register(lambda: claim_files.open_write(directory / CLAIM))
         except OSError:
-            return False  # without this file it is no claim
+            return False  # another user's; or no claim, without this file
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode) or not locks.take(fd, 0, SLOTS):
                 return False
