@@ -209,7 +209,7 @@ class Members:
             inherited_fds.close(fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _members_of, (self.claim,)
+        return getattr, (self.claim, "_members")
 
     def _take_slot(self, fd: int, slot: int, dead_before: frozenset[Identity] | None = None) -> None:
         if self._pid != os.getpid():
@@ -357,10 +357,6 @@ class Members:
         self._take_slot(*reserved, self._dead_before_fork)
         os.close(parents_fd)  # never unlocked: that lock is the parent's
         self._leave_if_asked()
-
-
-def _members_of(claim: Any) -> Any:
-    return claim._members
 
 
 def _open(directory: Path) -> int:

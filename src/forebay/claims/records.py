@@ -239,11 +239,10 @@ def may_overlap(data: bytes, sought: frozenset[int]) -> bool:
 
 def load(data: bytes) -> Record | None:
     """Parse a record; None if it is damaged or of an unknown version."""
+    if not data.startswith(_MAGIC):
+        return None
     try:
-        magic, count = _HEAD.unpack_from(data)
-        if magic != _MAGIC:
-            return None
-        fields = json.loads(data[_HEAD.size + 4 * count :])
+        fields = json.loads(data[length_of_marks(data) :])
         if fields["version"] != VERSION:
             return None
         fields["streams"] = tuple(_stream(*stream) for stream in fields["streams"])
@@ -251,7 +250,7 @@ def load(data: bytes) -> Record | None:
             paths, marker = fields["beside"]
             fields["beside"] = ExternalFiles(tuple(map(os.fspath, paths)), os.fspath(marker))
         record = Record(**fields)
-    except (struct.error, ValueError, TypeError, KeyError, IndexError, RecursionError):
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return None
     return record if _is_sound(record) else None
 
