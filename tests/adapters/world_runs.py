@@ -80,7 +80,7 @@ def alone(rank: int, place: str) -> None:
     """Rank 0 asks, and the others do not. One of its children asks too."""
     logging.basicConfig(level="WARNING", filename=Path(place) / "log")
     start(rank)
-    ranks.TIMEOUT, ranks.LOG_EVERY = 0.5, 0.2
+    ranks.TIMEOUT, ranks.LOG_AFTER = 0.5, 0.2
     if rank == 0:
         child = multiprocessing.get_context("fork").Process(target=lambda: write(place, "child", told_or_error()))
         child.start()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forebay.claims import shared
-from forebay.claims.members import ClaimContext
+from forebay.claims.members import Members
 from forebay.claims.registry import Registry
 from tests.claiming import registry  # noqa: F401 (a fixture)
 from tests.claims import contexts
@@ -27,9 +27,9 @@ def place(quick_path: Path) -> Path:
 
 
 @pytest.fixture
-def context(place: Path) -> Iterator[ClaimContext]:
+def context(place: Path) -> Iterator[Members]:
     """The claim of which this process is the leader."""
     leader = contexts.leader(place)
     yield leader
     shared.close(leader)
-    leader.members.leave()
+    leader.leave()

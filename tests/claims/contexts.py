@@ -10,40 +10,44 @@ from typing import TypeVar
 from forebay._kernel import locks
 from forebay.claims import members
 from forebay.claims.claim_files import CLAIM, LEADER, LOCKS, TABLE, TABLE_BYTES, WORDS
-from forebay.claims.members import ClaimContext, Members
+from forebay.claims.conflicts import ClaimRequest
+from forebay.claims.members import Members
+from forebay.claims.processes import Job
 
 T = TypeVar("T")
+RECORD = ClaimRequest(Job("job", "job", "job="), "0", ()).record(0)
 
 
 def create(place: Path) -> Path:
     """Create a claim's directory without members."""
     place.mkdir()
-    for name, size in ((CLAIM, 0), (TABLE, TABLE_BYTES), (LOCKS, 0), (WORDS, 4096)):
+    for name, size in ((TABLE, TABLE_BYTES), (LOCKS, 0), (WORDS, 4096)):
         (place / name).write_bytes(bytes(size))
+    (place / CLAIM).write_bytes(RECORD.dump())
     return place
 
 
-def leader(place: Path, rank: int | None = 0) -> ClaimContext:
+def leader(place: Path, rank: int | None = 0) -> Members:
     """Join as the process that registered it."""
     fd = os.open(place / CLAIM, os.O_RDWR | os.O_CLOEXEC)
     assert locks.take(fd, LEADER)
-    return ClaimContext(Members(place, fd, LEADER, rank), "claim 000000")
+    return Members(place, fd, LEADER, RECORD, rank)
 
 
-def join(place: Path, rank: int | None = None) -> ClaimContext:
+def join(place: Path, rank: int | None = None) -> Members:
     """Join as a later process."""
-    return ClaimContext(Members.attach(place, rank=rank), "claim 000000")
+    return Members.attach(place, rank=rank)
 
 
-def rank(place: Path, number: int, work: Callable[[ClaimContext], T]) -> T:
+def rank(place: Path, number: int, work: Callable[[Members], T]) -> T:
     """Do work as a rank that joins the claim by itself, and leave it at the end. A child of ours is no member as such."""
     members.leave_all()
     return leaving(join(place, number), work)
 
 
-def leaving(context: ClaimContext, work: Callable[[ClaimContext], T]) -> T:
+def leaving(context: Members, work: Callable[[Members], T]) -> T:
     """Do work as a process that ends in order."""
     try:
         return work(context)
     finally:
-        context.members.leave()
+        context.leave()

@@ -23,7 +23,7 @@ from forebay import errors
 from forebay._kernel import host, waits
 from forebay.claims import barriers, shared
 from forebay.claims.barriers import Barrier
-from forebay.claims.members import ClaimContext
+from forebay.claims.members import Members
 from tests.claims import contexts
 from tests.claims.contexts import leaving
 from tests.clocks import Clocks
@@ -49,14 +49,14 @@ def broken(barrier: Barrier, parties: int | None = None) -> tuple[list[str], flo
     return caught.value.missing, time.monotonic() - began
 
 
-def stop_waiting(context: ClaimContext, *waiting: Child) -> None:
+def stop_waiting(context: Members, *waiting: Child) -> None:
     """Stop processes that wait, while none of them has the barrier's lock, which it would keep."""
     with barriers.state_of(context, NAME).mutex.within(LONG):
         for child in waiting:
             child.stop()
 
 
-def comes_to_wait(context: ClaimContext, count: int, name: str = NAME) -> None:
+def comes_to_wait(context: Members, count: int, name: str = NAME) -> None:
     """Until so many wait."""
     board = barriers.state_of(context, name)
     deadline = time.monotonic() + LONG
@@ -68,17 +68,17 @@ def comes_to_wait(context: ClaimContext, count: int, name: str = NAME) -> None:
 # -- crossing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_number_of_numpy(context: ClaimContext) -> None:
+def test_a_number_of_numpy(context: Members) -> None:
     assert Barrier(context, NAME).wait(np.int64(1)) == 0
 
 
 @pytest.mark.parametrize("parties", [1, 2, 3, 7])
-def test_each_has_a_number_of_its_own(place: Path, context: ClaimContext, children: ProcessGroup, parties: int) -> None:
+def test_each_has_a_number_of_its_own(place: Path, context: Members, children: ProcessGroup, parties: int) -> None:
     others = [children(lambda n=n: rank(place, n, lambda barrier: barrier.wait(parties, LONG))) for n in range(1, parties)]
     assert sorted([Barrier(context, NAME).wait(parties, LONG), *(other.result() for other in others)]) == list(range(parties))
 
 
-def test_nobody_is_a_round_ahead(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_nobody_is_a_round_ahead(place: Path, context: Members, children: ProcessGroup) -> None:
     parties, rounds = 4, 1000
     turns = shared.buffer(context, "turns", parties * 8).cast("Q")
 
@@ -95,7 +95,7 @@ def test_nobody_is_a_round_ahead(place: Path, context: ClaimContext, children: P
     assert run(0, Barrier(context, NAME)) + sum(other.result() for other in others) == 0
 
 
-def test_threads_are_parties(context: ClaimContext) -> None:
+def test_threads_are_parties(context: Members) -> None:
     numbers: list[int] = []
     threads = [threading.Thread(target=lambda: numbers.append(Barrier(context, NAME).wait(5, LONG))) for _ in range(5)]
     for thread in threads:
@@ -105,13 +105,13 @@ def test_threads_are_parties(context: ClaimContext) -> None:
     assert sorted(numbers) == list(range(5))
 
 
-def test_more_come_than_parties(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_more_come_than_parties(place: Path, context: Members, children: ProcessGroup) -> None:
     others = [children(lambda n=n: rank(place, n, lambda barrier: barrier.wait(2, LONG))) for n in range(1, 6)]
     numbers = [Barrier(context, NAME).wait(2, LONG), *(other.result() for other in others)]
     assert sorted(numbers) == [0, 0, 0, 1, 1, 1]
 
 
-def test_a_forked_child_is_a_party(context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_forked_child_is_a_party(context: Members, children: ProcessGroup) -> None:
     barrier = Barrier(context, NAME)
     barrier.wait(1)
     child = children(lambda: leaving(context, lambda _: [barrier.wait(2, LONG) for _ in range(50)]))
@@ -119,7 +119,7 @@ def test_a_forked_child_is_a_party(context: ClaimContext, children: ProcessGroup
     assert [sum(pair) for pair in zip(ours, child.result(), strict=True)] == [1] * 50
 
 
-def test_two_names_are_two_barriers(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_two_names_are_two_barriers(place: Path, context: Members, children: ProcessGroup) -> None:
     other = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG), "a"))
     comes_to_wait(context, 1, "a")
     with pytest.raises(errors.WaitTimeout):
@@ -131,26 +131,26 @@ def test_two_names_are_two_barriers(place: Path, context: ClaimContext, children
 # -- the number of parties ---------------------------------------------------------------------------------------------
 
 
-def test_the_first_says_how_many(context: ClaimContext) -> None:
+def test_the_first_says_how_many(context: Members) -> None:
     with pytest.raises(errors.ConfigError, match="pass the number of parties"):
         Barrier(context, NAME).wait()
 
 
 @pytest.mark.parametrize("parties", [0, -1, 1.5, True, "2", barriers.SEATS + 1])
-def test_parties_that_make_no_sense(context: ClaimContext, parties: Any) -> None:
+def test_parties_that_make_no_sense(context: Members, parties: Any) -> None:
     with pytest.raises(errors.ConfigError, match="parties"):
         Barrier(context, NAME).wait(parties)
 
 
 @pytest.mark.parametrize("timeout", [-1, "3", True, float("nan")])
-def test_timeouts_that_make_no_sense(context: ClaimContext, timeout: Any) -> None:
+def test_timeouts_that_make_no_sense(context: Members, timeout: Any) -> None:
     with pytest.raises(errors.ConfigError, match="timeout"):
         Barrier(context, NAME).wait(1, timeout)
     with pytest.raises(errors.ConfigError, match="timeout"):
         shared.NamedLock(context, NAME, timeout)
 
 
-def test_another_number_while_somebody_waits(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_another_number_while_somebody_waits(place: Path, context: Members, children: ProcessGroup) -> None:
     other = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(context, 1)
     with pytest.raises(errors.ConfigError, match=r"1 of 2 parties wait, so it cannot be for 3"):
@@ -159,7 +159,7 @@ def test_another_number_while_somebody_waits(place: Path, context: ClaimContext,
     assert other.result() == 0
 
 
-def test_another_number_while_nobody_waits(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_another_number_while_nobody_waits(place: Path, context: Members, children: ProcessGroup) -> None:
     barrier = Barrier(context, NAME)
     for parties in (3, 1, 2):
         work = functools.partial(Barrier.wait, parties=parties, timeout=LONG)
@@ -170,7 +170,7 @@ def test_another_number_while_nobody_waits(place: Path, context: ClaimContext, c
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_waits_at_a_barrier_is_killed(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_that_waits_at_a_barrier_is_killed(place: Path, context: Members, children: ProcessGroup) -> None:
     killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(3, LONG)))
     other = children(lambda: rank(place, 2, lambda barrier: broken(barrier, 3)))
     comes_to_wait(context, 2)
@@ -179,7 +179,7 @@ def test_a_rank_that_waits_at_a_barrier_is_killed(place: Path, context: ClaimCon
     assert other.result() == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
 
 
-def test_a_rank_that_crossed_a_barrier_is_killed_on_its_way(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_that_crossed_a_barrier_is_killed_on_its_way(place: Path, context: Members, children: ProcessGroup) -> None:
     gate = Gate()
     killed = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), gate.wait())))
     idle = children(lambda: rank(place, 2, lambda barrier: gate.wait()))  # who lives, and never comes, does not hide it
@@ -193,7 +193,7 @@ def test_a_rank_that_crossed_a_barrier_is_killed_on_its_way(place: Path, context
     idle.kill()
 
 
-def test_a_rank_is_killed_before_it_came_to_the_barrier(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_is_killed_before_it_came_to_the_barrier(place: Path, context: Members, children: ProcessGroup) -> None:
     gate = Gate()
     killed = children(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
     gate.wait()
@@ -201,7 +201,7 @@ def test_a_rank_is_killed_before_it_came_to_the_barrier(place: Path, context: Cl
     assert broken(Barrier(context, NAME), 2) == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
 
 
-def test_who_waits_is_told_within_a_second(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_who_waits_is_told_within_a_second(place: Path, context: Members, children: ProcessGroup) -> None:
     """The quickest of five: a busy machine is not busy all the time."""
     took = []
     for number in range(1, 6):
@@ -216,7 +216,7 @@ def test_who_waits_is_told_within_a_second(place: Path, context: ClaimContext, c
     assert min(took) < 1
 
 
-def test_who_is_not_needed_may_die(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_who_is_not_needed_may_die(place: Path, context: Members, children: ProcessGroup) -> None:
     gate, go = Gate(), Gate()
     killed = children(lambda: rank(place, 9, lambda barrier: (gate.open(), Gate().wait())))
     other = children(lambda: rank(place, 1, lambda barrier: (go.wait(), barrier.wait(2, LONG))[1]))
@@ -230,7 +230,7 @@ def test_who_is_not_needed_may_die(place: Path, context: ClaimContext, children:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_worker_is_killed_before_it_ever_came(context: ClaimContext, children: ProcessGroup, late: bool) -> None:
+def test_a_worker_is_killed_before_it_ever_came(context: Members, children: ProcessGroup, late: bool) -> None:
     """Its main process has the claim too, and could come: but workers wait for workers."""
     go, there = Gate(), Gate()
     killed = children(lambda: (there.open(), Gate().wait()))
@@ -249,7 +249,7 @@ def test_a_worker_is_killed_before_it_ever_came(context: ClaimContext, children:
     assert Barrier(context, NAME).wait(1) == 0
 
 
-def test_the_late_are_told_and_then_it_is_usable(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_the_late_are_told_and_then_it_is_usable(place: Path, context: Members, children: ProcessGroup) -> None:
     go = Gate()
 
     def late(barrier: Barrier) -> Any:
@@ -277,7 +277,7 @@ def test_the_late_are_told_and_then_it_is_usable(place: Path, context: ClaimCont
     assert told == (names, pytest.approx(0, abs=SOON))
 
 
-def test_a_late_one_that_dies_is_missed_in_the_next_round(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_late_one_that_dies_is_missed_in_the_next_round(place: Path, context: Members, children: ProcessGroup) -> None:
     late = children(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), Gate().wait())))
     killed = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(3, LONG), barrier.wait(3, LONG))))
     barrier = Barrier(context, NAME)
@@ -290,7 +290,7 @@ def test_a_late_one_that_dies_is_missed_in_the_next_round(place: Path, context: 
     assert barrier.wait(1) == 0
 
 
-def test_nobody_waits_for_one_that_takes_no_part(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_nobody_waits_for_one_that_takes_no_part(place: Path, context: Members, children: ProcessGroup) -> None:
     """Two die before the first crossing, the second one before it came; a rank that has the claim never comes."""
     here = Gate()
 
@@ -318,7 +318,7 @@ def test_nobody_waits_for_one_that_takes_no_part(place: Path, context: ClaimCont
     assert [survivor.result() for survivor in survivors] == [names, names]
 
 
-def test_all_are_told_of_the_same_deaths_in_one_round(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_all_are_told_of_the_same_deaths_in_one_round(place: Path, context: Members, children: ProcessGroup) -> None:
     """One dies / some are told / another dies / the others are told: of the first, and all of the second in the next round."""
     first = children(lambda: rank(place, 1, lambda barrier: barrier.wait(4, LONG)))
     second = children(lambda: rank(place, 2, lambda barrier: barrier.wait(4, LONG)))
@@ -335,7 +335,7 @@ def test_all_are_told_of_the_same_deaths_in_one_round(place: Path, context: Clai
     assert barrier.wait(1) == 0
 
 
-def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, context: Members, children: ProcessGroup) -> None:
     """All join / the clock is set back / the round breaks: that was after they joined, whatever the time was."""
     go = Gate()
     with Clocks(together=True) as clocks:
@@ -355,9 +355,9 @@ def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, context
 
 
 @pytest.mark.parametrize("end", ["killed", "left"])
-def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, context: ClaimContext, children: ProcessGroup, end: str) -> None:
+def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, context: Members, children: ProcessGroup, end: str) -> None:
     go = Gate()
-    late = children(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), go.wait(), barrier._context.members.leave())))
+    late = children(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), go.wait(), barrier._members.leave())))
     killed = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(3, LONG), barrier.wait(3, LONG))))
     barrier = Barrier(context, NAME)
     barrier.wait(3, LONG)
@@ -372,7 +372,7 @@ def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, context: ClaimCon
     assert barrier.wait(1) == 0
 
 
-def test_a_death_is_told_once(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_death_is_told_once(place: Path, context: Members, children: ProcessGroup) -> None:
     killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(context, 1)
     killed.kill()
@@ -384,7 +384,7 @@ def test_a_death_is_told_once(place: Path, context: ClaimContext, children: Proc
     assert barrier.wait(2, LONG) + again.result() == 1
 
 
-def test_a_death_is_no_news_at_another_barrier(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_death_is_no_news_at_another_barrier(place: Path, context: Members, children: ProcessGroup) -> None:
     killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(context, 1)
     killed.kill()
@@ -396,11 +396,11 @@ def test_a_death_is_no_news_at_another_barrier(place: Path, context: ClaimContex
     assert another.wait(2, LONG) + late.result() == 1
 
 
-def test_a_death_is_reported_at_a_barrier_where_the_dead_took_part(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_death_is_reported_at_a_barrier_where_the_dead_took_part(place: Path, context: Members, children: ProcessGroup) -> None:
     crossed = Barrier(context, "another")
 
     def take_part(barrier: Barrier) -> None:
-        Barrier(barrier._context, "another").wait(2, LONG)
+        Barrier(barrier._members, "another").wait(2, LONG)
         barrier.wait(2, LONG)
 
     killed = children(lambda: rank(place, 1, take_part))
@@ -410,7 +410,7 @@ def test_a_death_is_reported_at_a_barrier_where_the_dead_took_part(place: Path, 
     assert broken(Barrier(context, NAME), 2)[0] == broken(crossed)[0] == [f"rank 1 (process {killed.pid})"]
 
 
-def test_ranks_that_join_later_are_told_of_no_earlier_death(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_ranks_that_join_later_are_told_of_no_earlier_death(place: Path, context: Members, children: ProcessGroup) -> None:
     """Workers of one epoch are killed in the barrier; those of the next one use it as if nobody had been there."""
     old = [children(lambda: rank(place, 0, lambda barrier: barrier.wait(3, LONG))) for _ in range(2)]
     comes_to_wait(context, 2)
@@ -421,7 +421,7 @@ def test_ranks_that_join_later_are_told_of_no_earlier_death(place: Path, context
 
 
 @pytest.mark.rotates
-def test_survivors_that_go_on_at_once(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_survivors_that_go_on_at_once(place: Path, context: Members, children: ProcessGroup) -> None:
     """The first to be told comes again before the others woke: nobody is told twice of one death."""
 
     def survive(barrier: Barrier) -> Any:
@@ -438,7 +438,7 @@ def test_survivors_that_go_on_at_once(place: Path, context: ClaimContext, childr
         assert sorted(number for _, number in ends) == [0, 1, 2]
 
 
-def test_who_waits_and_is_stopped_is_told_later(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_who_waits_and_is_stopped_is_told_later(place: Path, context: Members, children: ProcessGroup) -> None:
     stopped = children(lambda: rank(place, 1, lambda barrier: broken(barrier, 3)))
     killed = children(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
     comes_to_wait(context, 2)
@@ -453,8 +453,8 @@ def test_who_waits_and_is_stopped_is_told_later(place: Path, context: ClaimConte
     assert barrier.wait(1) == 0
 
 
-def test_an_exit_breaks_nothing(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
-    left = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), barrier._context.members.leave())))
+def test_an_exit_breaks_nothing(place: Path, context: Members, children: ProcessGroup) -> None:
+    left = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), barrier._members.leave())))
     barrier = Barrier(context, NAME)
     barrier.wait(2, LONG)
     left.result()
@@ -463,7 +463,7 @@ def test_an_exit_breaks_nothing(place: Path, context: ClaimContext, children: Pr
     assert barrier.wait(1) == 0
 
 
-def test_who_leaves_the_claim_while_a_thread_waits(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_who_leaves_the_claim_while_a_thread_waits(place: Path, context: Members, children: ProcessGroup) -> None:
     def leave(barrier: Barrier) -> Any:
         caught: list[BaseException] = []
 
@@ -474,8 +474,8 @@ def test_who_leaves_the_claim_while_a_thread_waits(place: Path, context: ClaimCo
 
         thread = threading.Thread(target=wait)
         thread.start()
-        comes_to_wait(barrier._context, 1)
-        barrier._context.members.leave()
+        comes_to_wait(barrier._members, 1)
+        barrier._members.leave()
         thread.join()
         return str(caught[0])
 
@@ -483,7 +483,7 @@ def test_who_leaves_the_claim_while_a_thread_waits(place: Path, context: ClaimCo
     assert Barrier(context, NAME).wait(1) == 0
 
 
-def test_the_error_crosses_processes(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_the_error_crosses_processes(place: Path, context: Members, children: ProcessGroup) -> None:
     killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(context, 1)
     killed.kill()
@@ -506,7 +506,7 @@ def test_killed_at_every_step_of_a_crossing(quick_path: Path, children: ProcessG
         barrier.wait(1)
         begin = Gate()
 
-        def dies(context: ClaimContext = context, barrier: Barrier = barrier, begin: Gate = begin) -> None:
+        def dies(context: Members = context, barrier: Barrier = barrier, begin: Gate = begin) -> None:
             begin.wait()
             leaving(context, lambda _: [barrier.wait(2, LONG) for _ in range(3)])
 
@@ -524,7 +524,7 @@ def test_killed_at_every_step_of_a_crossing(quick_path: Path, children: ProcessG
         assert time.monotonic() - began < SOON, (step, where)
         assert barrier.wait(1, LONG) == 0
         assert told == (None if crossed == 3 else [house_member(context, child)]), (step, where)
-        context.members.leave()
+        context.leave()
         begin.close()
         if where is None:
             break
@@ -532,8 +532,8 @@ def test_killed_at_every_step_of_a_crossing(quick_path: Path, children: ProcessG
     assert died > 5
 
 
-def house_member(context: ClaimContext, child: Child) -> str:
-    return next(member.describe() for member in context.members.everyone() if member.pid == child.pid)
+def house_member(context: Members, child: Child) -> str:
+    return next(member.describe() for member in context.everyone() if member.pid == child.pid)
 
 
 def test_killed_at_every_step_of_telling(quick_path: Path) -> None:
@@ -545,11 +545,11 @@ def test_killed_at_every_step_of_telling(quick_path: Path) -> None:
         first = fork(lambda barrier=barrier: barrier.wait(3, LONG))
         go = Gate()
 
-        def dies(context: ClaimContext = context, barrier: Barrier = barrier, go: Gate = go) -> None:
+        def dies(context: Members = context, barrier: Barrier = barrier, go: Gate = go) -> None:
             go.wait()
             with pytest.raises(errors.BarrierBroken):
                 barrier.wait(3, LONG)
-            context.members.leave()
+            context.leave()
 
         child = fork_to_die(step, dies)
         comes_to_wait(context, 1)
@@ -561,7 +561,7 @@ def test_killed_at_every_step_of_telling(quick_path: Path) -> None:
         assert missing != []
         assert set(missing) <= {house_member(context, first), house_member(context, child)}
         assert barrier.wait(1) == 0
-        context.members.leave()
+        context.leave()
         go.close()
         if where is None:
             break
@@ -586,7 +586,7 @@ def stops_at(step: int, stands: Gate, work: Callable[[], Any]) -> Any:
         host.on_step(None)
 
 
-def test_the_last_one_stops_at_every_step(context: ClaimContext) -> None:
+def test_the_last_one_stops_at_every_step(context: Members) -> None:
     """Who comes meanwhile can say who stands still; when he goes on, all is as if he had been slow."""
     barrier, stopped = Barrier(context, NAME), 0
     barrier.wait(1)
@@ -611,7 +611,7 @@ def test_the_last_one_stops_at_every_step(context: ClaimContext) -> None:
     assert stopped > 3
 
 
-def test_a_rank_gives_up_while_the_last_one_is_stopped(context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_gives_up_while_the_last_one_is_stopped(context: Members, children: ProcessGroup) -> None:
     """He may have counted us; but we do not wait for him longer than we were told to."""
     barrier, stands = Barrier(context, NAME), Gate()
     barrier.wait(1)
@@ -629,7 +629,7 @@ def test_a_rank_gives_up_while_the_last_one_is_stopped(context: ClaimContext, ch
 # -- giving up ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, context: Members, children: ProcessGroup) -> None:
     gate, go = Gate(), Gate()
     other = children(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
     late = children(lambda: rank(place, 1, lambda barrier: (gate.open(), go.wait(), barrier.wait(3, LONG))[2]))
@@ -642,7 +642,7 @@ def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, conte
     assert sorted([barrier.wait(3, LONG), other.result(), late.result()]) == [0, 1, 2]
 
 
-def test_a_timeout_names_who_left(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_timeout_names_who_left(place: Path, context: Members, children: ProcessGroup) -> None:
     gone = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     barrier = Barrier(context, NAME)
     barrier.wait(2, LONG)
@@ -651,10 +651,10 @@ def test_a_timeout_names_who_left(place: Path, context: ClaimContext, children: 
         barrier.wait(2, 0.1)
 
 
-def test_ctrl_c_takes_the_arrival_back(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_ctrl_c_takes_the_arrival_back(place: Path, context: Members, children: ProcessGroup) -> None:
     def pressed(barrier: Barrier) -> int:
         def seats() -> int:
-            return sum(map(bool, barriers.state_of(barrier._context, NAME).seats()))
+            return sum(map(bool, barriers.state_of(barrier._members, NAME).seats()))
 
         def press() -> None:
             until(lambda: seats() == 1)
@@ -670,9 +670,7 @@ def test_ctrl_c_takes_the_arrival_back(place: Path, context: ClaimContext, child
 
 
 @pytest.mark.rotates
-def test_a_barrier_logs_for_whom_it_waits(
-    place: Path, context: ClaimContext, children: ProcessGroup, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_barrier_logs_for_whom_it_waits(place: Path, context: Members, children: ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     stopped = children(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
     gate.wait()
@@ -684,7 +682,7 @@ def test_a_barrier_logs_for_whom_it_waits(
     assert f"rank 1 (process {stopped.pid}, stopped)" in said
 
 
-def test_waiting_costs_next_to_nothing(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_waiting_costs_next_to_nothing(place: Path, context: Members, children: ProcessGroup) -> None:
     others = [children(lambda n=n: rank(place, n, lambda barrier: barrier.wait(8, LONG))) for n in range(1, 7)]
     comes_to_wait(context, 6)
     barrier = Barrier(context, NAME)
@@ -698,7 +696,7 @@ def test_waiting_costs_next_to_nothing(place: Path, context: ClaimContext, child
         other.kill()
 
 
-def test_nobody_sleeps_through_the_last_arrival(context: ClaimContext, children: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_sleeps_through_the_last_arrival(context: Members, children: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "TURN", 3600.0)
     barrier = Barrier(context, NAME)
     barrier.wait(1)
@@ -708,7 +706,7 @@ def test_nobody_sleeps_through_the_last_arrival(context: ClaimContext, children:
     assert len(child.result()) == 200
 
 
-def test_a_rank_that_joins_reports_no_death_again(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_that_joins_reports_no_death_again(place: Path, context: Members, children: ProcessGroup) -> None:
     """He is told of no death that the others were told of here, though he had the claim when it happened."""
     here, go = Gate(), Gate()
     other = children(lambda: rank(place, 2, lambda barrier: (here.open(), go.wait(), barrier.wait(2, LONG))[2]))
@@ -725,13 +723,13 @@ def test_a_rank_that_joins_reports_no_death_again(place: Path, context: ClaimCon
     timer.join()
 
 
-def test_a_claim_that_is_dropped_is_not_kept(place: Path, context: ClaimContext) -> None:
-    def drop(context: ClaimContext) -> list[bool]:
+def test_a_claim_that_is_dropped_is_not_kept(place: Path, context: Members) -> None:
+    def drop(context: Members) -> list[bool]:
         other = contexts.join(place)
         Barrier(other, NAME).wait(1)
         known = weakref.ref(other), weakref.ref(barriers.state_of(other, NAME))
         shared.close(other)
-        other.members.leave()
+        other.leave()
         del other
         gc.collect()
         return [ref() is None for ref in known]
@@ -740,7 +738,7 @@ def test_a_claim_that_is_dropped_is_not_kept(place: Path, context: ClaimContext)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_are_killed_one_after_the_other(place: Path, context: ClaimContext, children: ProcessGroup, seed: int) -> None:
+def test_ranks_are_killed_one_after_the_other(place: Path, context: Members, children: ProcessGroup, seed: int) -> None:
     """At any moment: those who are left know each death at once, and go on with fewer."""
     count, chance = 5, random.Random(seed)
 
@@ -758,7 +756,7 @@ def test_ranks_are_killed_one_after_the_other(place: Path, context: ClaimContext
         return dead
 
     ranks = [children(lambda n=n: rank(place, n, run)) for n in range(1, count + 1)]
-    while len(context.members.live()) < 1 + count:  # who comes after a death is not told of it
+    while len(context.live()) < 1 + count:  # who comes after a death is not told of it
         time.sleep(0.002)
     for child in ranks[: count - 2]:
         time.sleep(chance.uniform(0.0, 0.3))

@@ -15,7 +15,7 @@ import pytest
 from forebay import errors
 from forebay._kernel import locks, waits
 from forebay.claims import shared
-from forebay.claims.members import ClaimContext
+from forebay.claims.members import Members
 from forebay.claims.shared import NamedLock
 from tests.claims.contexts import rank
 from tests.processes import Child, Gate, ProcessGroup, in_child
@@ -27,7 +27,7 @@ def held(children: ProcessGroup, place: Path, number: int) -> Child:
     """A rank that is inside until it is killed."""
     inside = Gate()
 
-    def hold(context: ClaimContext) -> None:
+    def hold(context: Members) -> None:
         with NamedLock(context, "x"):
             inside.open()
             signal.pause()
@@ -38,7 +38,7 @@ def held(children: ProcessGroup, place: Path, number: int) -> Child:
     return child
 
 
-def is_free(context: ClaimContext, name: str = "x") -> bool:
+def is_free(context: Members, name: str = "x") -> bool:
     """Whether another process could enter."""
     try:
         with NamedLock(context, name, timeout=0.0):
@@ -47,14 +47,14 @@ def is_free(context: ClaimContext, name: str = "x") -> bool:
         return False
 
 
-def test_processes_and_threads_count_right(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
-    def count(context: ClaimContext) -> None:
+def test_processes_and_threads_count_right(place: Path, context: Members, children: ProcessGroup) -> None:
+    def count(context: Members) -> None:
         cell = shared.buffer(context, "count", 8).cast("Q")
         for _ in range(150):
             with NamedLock(context, "count"):
                 cell[0] = cell[0] + 1
 
-    def threads(context: ClaimContext) -> None:
+    def threads(context: Members) -> None:
         crowd = [threading.Thread(target=count, args=(context,)) for _ in range(2)]
         for thread in crowd:
             thread.start()
@@ -68,19 +68,19 @@ def test_processes_and_threads_count_right(place: Path, context: ClaimContext, c
     assert shared.buffer(context, "count", 8).cast("Q")[0] == 4 * 2 * 150
 
 
-def test_two_names_are_two_locks(place: Path, context: ClaimContext) -> None:
+def test_two_names_are_two_locks(place: Path, context: Members) -> None:
     with NamedLock(context, "x"):
         assert in_child(lambda: rank(place, 1, lambda other: (is_free(other, "x"), is_free(other, "y")))) == (False, True)
     assert in_child(lambda: rank(place, 1, is_free))
 
 
-def test_a_thread_cannot_enter_twice(context: ClaimContext) -> None:
+def test_a_thread_cannot_enter_twice(context: Members) -> None:
     with NamedLock(context, "x"), pytest.raises(errors.ConfigError, match="held by this thread"), NamedLock(context, "x", timeout=LONG):
         raise AssertionError("it entered")
     assert is_free(context)
 
 
-def test_another_thread_waits(context: ClaimContext) -> None:
+def test_another_thread_waits(context: Members) -> None:
     lock, entered = NamedLock(context, "x", timeout=LONG), threading.Event()
 
     def enter() -> None:
@@ -96,13 +96,13 @@ def test_another_thread_waits(context: ClaimContext) -> None:
     assert is_free(context)
 
 
-def test_an_error_inside_lets_go(place: Path, context: ClaimContext) -> None:
+def test_an_error_inside_lets_go(place: Path, context: Members) -> None:
     with pytest.raises(KeyError), NamedLock(context, "x"):
         raise KeyError
     assert in_child(lambda: rank(place, 1, is_free))
 
 
-def test_a_death_lets_go(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_death_lets_go(place: Path, context: Members, children: ProcessGroup) -> None:
     holder = held(children, place, 1)
     killed: list[float] = []
     timer = threading.Timer(0.1, lambda: (killed.append(time.monotonic()), holder.kill()))
@@ -113,16 +113,18 @@ def test_a_death_lets_go(place: Path, context: ClaimContext, children: ProcessGr
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_timeout_names_the_holder(place: Path, context: ClaimContext, children: ProcessGroup, stopped: bool) -> None:
+def test_a_timeout_names_the_holder(place: Path, context: Members, children: ProcessGroup, stopped: bool) -> None:
     holder = held(children, place, 7)
     if stopped:
         holder.stop()
     end = ", stopped" if stopped else ""
-    with pytest.raises(errors.WaitTimeout, match=rf"the lock 'x' of claim 000000, held by rank 7 \(process {holder.pid}{end}\)$"):
+    with pytest.raises(
+        errors.WaitTimeout, match=rf"the lock 'x' of claim 000000 of job job, held by rank 7 \(process {holder.pid}{end}\)$"
+    ):
         NamedLock(context, "x", timeout=0.1).__enter__()
 
 
-def test_a_forked_child_does_not_hold_it(context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_forked_child_does_not_hold_it(context: Members, children: ProcessGroup) -> None:
     lock = NamedLock(context, "x")
     inside, go = Gate(), Gate()
 
@@ -141,13 +143,13 @@ def test_a_forked_child_does_not_hold_it(context: ClaimContext, children: Proces
     assert in_child(lambda: is_free(context))
 
 
-def test_a_holder_that_forks_and_dies(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_holder_that_forks_and_dies(place: Path, context: Members, children: ProcessGroup) -> None:
     """Its child, which lives on, keeps nothing of it."""
     inside = Gate()
 
     born = shared.buffer(context, "born", 8).cast("Q")
 
-    def hold(context: ClaimContext) -> None:
+    def hold(context: Members) -> None:
         with NamedLock(context, "x"):
             child = os.fork()
             if child == 0:
@@ -166,12 +168,10 @@ def test_a_holder_that_forks_and_dies(place: Path, context: ClaimContext, childr
         os.kill(born[0], signal.SIGKILL)
 
 
-def test_nobody_sleeps_through_a_release(
-    place: Path, context: ClaimContext, children: ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_sleeps_through_a_release(place: Path, context: Members, children: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "TURN", 3600.0)
 
-    def enter(context: ClaimContext) -> int:
+    def enter(context: Members) -> int:
         for turn in range(300):  # noqa: B007
             with NamedLock(context, "x"):
                 pass
@@ -182,10 +182,10 @@ def test_nobody_sleeps_through_a_release(
     assert [other.result() for other in others] == [299] * 3
 
 
-def test_ctrl_c_while_it_waits(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_ctrl_c_while_it_waits(place: Path, context: Members, children: ProcessGroup) -> None:
     inside, go = Gate(), Gate()
 
-    def hold(context: ClaimContext) -> None:
+    def hold(context: Members) -> None:
         with NamedLock(context, "x"):
             inside.open()
             go.wait()
@@ -200,7 +200,7 @@ def test_ctrl_c_while_it_waits(place: Path, context: ClaimContext, children: Pro
     assert is_free(context)
 
 
-def in_the_middle_of_a_lock(context: ClaimContext, work: Callable[[], object]) -> None:
+def in_the_middle_of_a_lock(context: Members, work: Callable[[], object]) -> None:
     """Have the handler of a signal do that, while its thread takes the lock "main"."""
     ask, old = locks.LockFile._ask_locked, signal.getsignal(signal.SIGUSR1)
 
@@ -223,7 +223,7 @@ def in_the_middle_of_a_lock(context: ClaimContext, work: Callable[[], object]) -
         signal.signal(signal.SIGUSR1, old)
 
 
-def test_the_handler_of_a_signal_locks_in_the_middle_of_a_lock(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+def test_the_handler_of_a_signal_locks_in_the_middle_of_a_lock(place: Path, context: Members, children: ProcessGroup) -> None:
     other, seen = held(children, place, 1), list[bool]()
 
     def work() -> None:
@@ -241,11 +241,11 @@ def test_the_handler_of_a_signal_locks_in_the_middle_of_a_lock(place: Path, cont
     assert is_free(context)
 
 
-def test_the_handler_of_a_signal_leaves_in_the_middle_of_a_lock(place: Path, context: ClaimContext) -> None:
-    def leave(context: ClaimContext) -> list[str]:
+def test_the_handler_of_a_signal_leaves_in_the_middle_of_a_lock(place: Path, context: Members) -> None:
+    def leave(context: Members) -> list[str]:
         def work() -> None:
             shared.close(context)
-            context.members.leave()
+            context.leave()
 
         with pytest.raises(errors.Closed):
             in_the_middle_of_a_lock(context, work)
@@ -256,12 +256,12 @@ def test_the_handler_of_a_signal_leaves_in_the_middle_of_a_lock(place: Path, con
     assert len(in_child(lambda: rank(place, 1, leave))) == 0
 
 
-def test_after_the_claim_was_left(place: Path, context: ClaimContext) -> None:
-    def leave(context: ClaimContext) -> bool:
+def test_after_the_claim_was_left(place: Path, context: Members) -> None:
+    def leave(context: Members) -> bool:
         lock = NamedLock(context, "x")
         with lock:
             shared.close(context)
-            context.members.leave()
+            context.leave()
         with pytest.raises(errors.Closed):
             lock.__enter__()
         with pytest.raises(errors.Closed):
@@ -272,11 +272,11 @@ def test_after_the_claim_was_left(place: Path, context: ClaimContext) -> None:
     assert is_free(context)
 
 
-def test_closing_closes_the_file(place: Path, context: ClaimContext) -> None:
+def test_closing_closes_the_file(place: Path, context: Members) -> None:
     def files() -> list[str]:
         return [link for fd in os.listdir("/proc/self/fd") if (link := linked(fd)).startswith(str(place))]
 
-    def leave(context: ClaimContext) -> Any:
+    def leave(context: Members) -> Any:
         before = len(files())
         with NamedLock(context, "x"):
             pass
@@ -295,24 +295,24 @@ def linked(fd: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "ä" * 500, "\ud800", "..", "\0"])
-def test_names_of_all_kinds(context: ClaimContext, name: str) -> None:
+def test_names_of_all_kinds(context: Members, name: str) -> None:
     with NamedLock(context, name):
         assert not is_free_in_child(context, name)
     assert is_free_in_child(context, name)
 
 
-def is_free_in_child(context: ClaimContext, name: str) -> bool:
+def is_free_in_child(context: Members, name: str) -> bool:
     return bool(in_child(lambda: is_free(context, name)))
 
 
 @pytest.mark.parametrize("name", [None, b"x", 3])
-def test_names_that_are_none(context: ClaimContext, name: Any) -> None:
+def test_names_that_are_none(context: Members, name: Any) -> None:
     with pytest.raises(errors.ConfigError, match="must be a str"):
         NamedLock(context, name)
 
 
-def test_the_job_closed_all_descriptors(place: Path, context: ClaimContext) -> None:
-    def closing(context: ClaimContext) -> bool:
+def test_the_job_closed_all_descriptors(place: Path, context: Members) -> None:
+    def closing(context: Members) -> bool:
         lock = NamedLock(context, "x")
         with lock:
             pass

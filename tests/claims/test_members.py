@@ -17,14 +17,14 @@ from forebay import errors
 from forebay._kernel import locks
 from forebay.claims import claim_files, members
 from forebay.claims.claim_files import CLAIM, Gone
-from forebay.claims.members import ClaimContext, Member, Members
+from forebay.claims.members import Member, Members
 from tests.claims import contexts
 from tests.items import until
 from tests.processes import Child, Gate, Line, ProcessGroup, fork_in_c, talk_to
 
 
-def states(context: ClaimContext) -> list[str]:
-    return [member.state for member in context.members.everyone()]
+def states(context: Members) -> list[str]:
+    return [member.state for member in context.everyone()]
 
 
 def joined(place: Path, line: Line) -> None:
@@ -40,30 +40,30 @@ def other(place: Path) -> Child:
     return talk_to(lambda line: joined(place, line))
 
 
-def test_the_leader_is_the_first(context: ClaimContext) -> None:
-    (only,) = context.members.everyone()
+def test_the_leader_is_the_first(context: Members) -> None:
+    (only,) = context.everyone()
     assert (only.slot, only.pid, only.rank, only.state) == (0, os.getpid(), 0, "in")
     assert only.describe() == f"rank 0 (process {os.getpid()})"
-    assert context.members.live() == [only]
-    assert context.members.is_in(0)
+    assert context.live() == [only]
+    assert context.is_in(0)
 
 
-def test_who_comes_is_seen_and_who_goes_too(place: Path, context: ClaimContext) -> None:
+def test_who_comes_is_seen_and_who_goes_too(place: Path, context: Members) -> None:
     with other(place) as child:
         assert child.hear() == 1
-        assert [member.pid for member in context.members.live()] == [os.getpid(), child.pid]
+        assert [member.pid for member in context.live()] == [os.getpid(), child.pid]
         child.say()
         child.wait()
         assert states(context)[-1] == "left"
 
 
-def test_a_forked_child_is_one_at_once(context: ClaimContext) -> None:
+def test_a_forked_child_is_one_at_once(context: Members) -> None:
     def child(line: Line) -> None:
-        line.say([member.pid for member in context.members.live()])
+        line.say([member.pid for member in context.live()])
         line.hear()
 
     with talk_to(child) as born:
-        seen = [member.pid for member in context.members.live()]
+        seen = [member.pid for member in context.live()]
         assert born.hear() == [os.getpid(), born.pid]
         assert born.pid in seen or len(seen) == 1  # its record is written by itself; its lock is there before
         assert locks.locked_at(os.open(context.directory / CLAIM, os.O_RDONLY), 1) == 1
@@ -77,7 +77,7 @@ def test_a_child_holds_nothing_of_its_parents(place: Path, quick_path: Path) -> 
     def parent(line: Line) -> None:
         context = contexts.leader(place)
         if os.fork() == 0:
-            line.say(context.members.slot)
+            line.say(context.slot)
             line.hear()
             os._exit(0)
         line.hear()
@@ -92,38 +92,38 @@ def test_a_child_holds_nothing_of_its_parents(place: Path, quick_path: Path) -> 
         leader.say()
 
 
-def test_a_child_of_c_becomes_one_at_its_first_call(context: ClaimContext) -> None:
-    with talk_to(lambda line: (line.say([m.pid for m in context.members.live()]), line.hear()), by=fork_in_c) as born:
+def test_a_child_of_c_becomes_one_at_its_first_call(context: Members) -> None:
+    with talk_to(lambda line: (line.say([m.pid for m in context.live()]), line.hear()), by=fork_in_c) as born:
         assert born.hear() == [os.getpid(), born.pid]
-        assert [member.pid for member in context.members.live()] == [os.getpid(), born.pid]
+        assert [member.pid for member in context.live()] == [os.getpid(), born.pid]
         born.say()
         born.wait()
     assert states(context) == ["in", "vanished"]
 
 
-def test_what_a_child_of_c_leaves_takes_nothing_from_its_parent(place: Path, context: ClaimContext) -> None:
-    with talk_to(lambda line: line.say(context.members.leave()), by=fork_in_c) as born:
+def test_what_a_child_of_c_leaves_takes_nothing_from_its_parent(place: Path, context: Members) -> None:
+    with talk_to(lambda line: line.say(context.leave()), by=fork_in_c) as born:
         born.hear()
         born.wait()
     with other(place) as child:
         child.hear()
         child.say()
         child.wait()
-    assert context.members.is_in(0)
+    assert context.is_in(0)
 
 
-def test_a_killed_process_has_vanished(place: Path, context: ClaimContext) -> None:
+def test_a_killed_process_has_vanished(place: Path, context: Members) -> None:
     with other(place) as child:
         slot = child.hear()
-        assert context.members.is_in(slot)
-        assert context.members.occupant(slot) is not None
+        assert context.is_in(slot)
+        assert context.occupant(slot) is not None
         child.kill()
-        assert not context.members.is_in(slot)
-        assert context.members.occupant(slot) is None
+        assert not context.is_in(slot)
+        assert context.occupant(slot) is None
         assert states(context)[-1] == "vanished"
 
 
-def test_a_place_that_was_left_is_used_again_and_one_of_the_dead_is_not(place: Path, context: ClaimContext) -> None:
+def test_a_place_that_was_left_is_used_again_and_one_of_the_dead_is_not(place: Path, context: Members) -> None:
     slots = []
     for end in (Child.kill, lambda child: (child.say(), child.wait()), Child.kill, Child.kill):
         with other(place) as child:
@@ -132,11 +132,11 @@ def test_a_place_that_was_left_is_used_again_and_one_of_the_dead_is_not(place: P
     assert slots == [1, 2, 2, 3]
 
 
-def test_a_stopped_process_is_in_and_said_to_be_stopped(place: Path, context: ClaimContext) -> None:
+def test_a_stopped_process_is_in_and_said_to_be_stopped(place: Path, context: Members) -> None:
     with other(place) as child:
         slot = child.hear()
         child.stop()
-        (member,) = [member for member in context.members.live() if member.slot == slot]
+        (member,) = [member for member in context.live() if member.slot == slot]
         assert "stopped)" in member.describe_with_state()
         assert not member.is_dying()
         assert member.state == "in"
@@ -147,7 +147,7 @@ def test_a_stopped_process_is_in_and_said_to_be_stopped(place: Path, context: Cl
         assert "stopped" not in member.describe_with_state()
 
 
-def test_who_becomes_another_program_has_left(place: Path, context: ClaimContext) -> None:
+def test_who_becomes_another_program_has_left(place: Path, context: Members) -> None:
     def becomes(line: Line) -> None:
         Members.attach(place)
         line.say()
@@ -160,12 +160,12 @@ def test_who_becomes_another_program_has_left(place: Path, context: ClaimContext
         while Path(f"/proc/{child.pid}/comm").read_text() != "sleep\n":
             pass
         # The kernel names the new program a moment before it closes the old one's files.
-        until(lambda: [member.state for member in context.members.everyone() if member.pid == child.pid][-1] == "left")
+        until(lambda: [member.state for member in context.everyone() if member.pid == child.pid][-1] == "left")
         child.kill()
 
 
 def test_descriptors_that_the_job_closes_are_opened_anew(
-    place: Path, context: ClaimContext, caplog: pytest.LogCaptureFixture
+    place: Path, context: Members, caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
     def careless(line: Line) -> None:
         found = Members.attach(place, rank=1)
@@ -181,33 +181,33 @@ def test_descriptors_that_the_job_closes_are_opened_anew(
 
     with talk_to(careless) as child:
         _, slot = child.hear()
-        assert not context.members.is_in(slot)
+        assert not context.is_in(slot)
         child.say()
         assert child.hear() == (True, True)
-        assert context.members.is_in(slot)
+        assert context.is_in(slot)
         child.kill()
 
 
-def test_a_lost_descriptor_is_told_once(context: ClaimContext, caplog: pytest.LogCaptureFixture) -> None:
-    os.close(context.members._fd)
+def test_a_lost_descriptor_is_told_once(context: Members, caplog: pytest.LogCaptureFixture) -> None:
+    os.close(context._fd)
     with caplog.at_level(logging.WARNING, "forebay.claims"):
         for _ in range(3):
             context.check()
     assert len(caplog.records) == 1
-    assert context.members.slot == 0
+    assert context.slot == 0
 
 
-def test_after_leaving_every_call_says_so(context: ClaimContext) -> None:
-    context.members.leave()
-    context.members.leave()
-    assert context.members.has_left
-    for call in (context.check, context.members.everyone, context.members.live, lambda: context.members.is_in(0)):
+def test_after_leaving_every_call_says_so(context: Members) -> None:
+    context.leave()
+    context.leave()
+    assert context.has_left
+    for call in (context.check, context.everyone, context.live, lambda: context.is_in(0)):
         with pytest.raises(errors.Closed):
             call()
 
 
-def test_a_claim_that_was_freed_cannot_be_joined(place: Path, context: ClaimContext) -> None:
-    context.members.leave()
+def test_a_claim_that_was_freed_cannot_be_joined(place: Path, context: Members) -> None:
+    context.leave()
     place.rename(place.with_name("freed"))
     with pytest.raises(Gone):
         Members.attach(place)
@@ -216,14 +216,14 @@ def test_a_claim_that_was_freed_cannot_be_joined(place: Path, context: ClaimCont
     members.leave_all()
 
 
-def test_who_lost_a_claim_that_was_freed_is_told(place: Path, context: ClaimContext) -> None:
-    os.close(context.members._fd)
+def test_who_lost_a_claim_that_was_freed_is_told(place: Path, context: Members) -> None:
+    os.close(context._fd)
     place.rename(place.with_name("freed"))
     with pytest.raises(errors.Closed, match="lost"):
         context.check()
 
 
-def test_a_claim_has_1024_places(place: Path, context: ClaimContext) -> None:
+def test_a_claim_has_1024_places(place: Path, context: Members) -> None:
     fd = os.open(place / CLAIM, os.O_RDWR)
     try:
         assert locks.take(fd, 1, claim_files.SLOTS - 2)
@@ -258,7 +258,7 @@ exec(sys.argv[2])
         ("os.kill(os.getpid(), 9)", "vanished"),
     ],
 )
-def test_an_exit_is_told_from_a_death(place: Path, context: ClaimContext, end: str, state: str) -> None:
+def test_an_exit_is_told_from_a_death(place: Path, context: Members, end: str, state: str) -> None:
     subprocess.run([sys.executable, "-c", SCRIPT, place, end], capture_output=True)
     assert states(context)[-1] == state
 
@@ -276,29 +276,29 @@ def fail(place: Path | None) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("work", [leave_quietly, fail])
 def test_a_worker_of_multiprocessing_leaves(
-    place: Path, context: ClaimContext, method: str, work: Callable[[Path | None], None], capfd: pytest.CaptureFixture[str]
+    place: Path, context: Members, method: str, work: Callable[[Path | None], None], capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     """One that inherits the claim, and one that joins it by itself."""
     own = None if method == "fork" else place
     worker = multiprocessing.get_context(method).Process(target=work, args=(own,))
     worker.start()
     worker.join()
-    found = [member for member in context.members.everyone() if member.pid == worker.pid]
+    found = [member for member in context.everyone() if member.pid == worker.pid]
     assert [member.state for member in found] == ["left"]
 
 
-def test_who_died_before_is_known(place: Path, context: ClaimContext) -> None:
+def test_who_died_before_is_known(place: Path, context: Members) -> None:
     with other(place) as child:
         child.hear()
         child.kill()
-    dead = context.members.everyone()[-1]
+    dead = context.everyone()[-1]
     assert dead.state == "vanished"
-    assert dead.identity not in context.members.dead_before
+    assert dead.identity not in context.dead_before
     with talk_to(lambda line: line.say(dead.identity in Members.attach(place).dead_before)) as later:
         assert later.hear()
 
 
-def test_forks_of_many_threads(context: ClaimContext, children: ProcessGroup) -> None:
+def test_forks_of_many_threads(context: Members, children: ProcessGroup) -> None:
     import threading
 
     done = Gate()
@@ -307,9 +307,9 @@ def test_forks_of_many_threads(context: ClaimContext, children: ProcessGroup) ->
     def fork() -> None:
         pid = os.fork()
         if pid == 0:
-            context.members.check()
+            context.check()
             os.read(done._from, 1)
-            os._exit(0 if context.members.is_in(context.members.slot) else 1)
+            os._exit(0 if context.is_in(context.slot) else 1)
         born.append(pid)
 
     threads = [threading.Thread(target=fork) for _ in range(8)]
@@ -320,7 +320,7 @@ def test_forks_of_many_threads(context: ClaimContext, children: ProcessGroup) ->
     for _ in range(8):
         done.open()
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in born] == [0] * 8
-    assert len({member.slot for member in context.members.everyone()}) == 9
+    assert len({member.slot for member in context.everyone()}) == 9
 
 
 def test_words_of_another_namespace() -> None:

@@ -17,7 +17,7 @@ import pytest
 from forebay import errors
 from forebay._kernel import host
 from forebay.claims import shared
-from forebay.claims.members import ClaimContext
+from forebay.claims.members import Members
 from tests.claims import contexts
 from tests.claims.contexts import rank
 from tests.processes import ProcessGroup, death_of, fork, fork_to_die, in_child
@@ -32,7 +32,7 @@ TYPES = ["u1", np.float64, ">i4", "M8[ns]", "U7", "S3", bool, [("a", "i2"), ("b"
 @pytest.mark.parametrize(
     ("shape", "expected", "dtype"), [*((*shape, "f8") for shape in SHAPES), *(((2, 3), (2, 3), dtype) for dtype in TYPES)]
 )
-def test_an_array_is_zeros_and_shared(place: Path, context: ClaimContext, shape: Any, expected: tuple[int, ...], dtype: Any) -> None:
+def test_an_array_is_zeros_and_shared(place: Path, context: Members, shape: Any, expected: tuple[int, ...], dtype: Any) -> None:
     ours, zeros = shared.array(context, "a", shape, dtype), np.zeros(expected, dtype)
     assert (ours.shape, ours.dtype) == (zeros.shape, zeros.dtype)
     assert ours.tobytes() == zeros.tobytes()
@@ -45,19 +45,19 @@ def test_an_array_is_zeros_and_shared(place: Path, context: ClaimContext, shape:
 @pytest.mark.parametrize(
     "dtype", [np.dtype({"names": ["a", "b"], "formats": ["u1", "f8"], "offsets": [8, 0], "itemsize": 24}), np.dtype("u1,f8", align=True)]
 )
-def test_types_with_gaps(place: Path, context: ClaimContext, dtype: Any) -> None:
+def test_types_with_gaps(place: Path, context: Members, dtype: Any) -> None:
     shared.array(context, "a", 3, dtype)
     assert in_child(lambda: rank(place, 1, lambda other: shared.array(other, "a", 3, dtype).dtype)) == dtype
 
 
-def test_a_type_of_many_fields(place: Path, context: ClaimContext) -> None:
+def test_a_type_of_many_fields(place: Path, context: Members) -> None:
     dtype = [(f"field_{n:04}", "f8") for n in range(500)]
     shared.array(context, "a", 2, dtype)["field_0499"] = 7
     assert in_child(lambda: rank(place, 1, lambda other: shared.array(other, "a", 2, dtype)["field_0499"].tolist())) == [7, 7]
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("i8", -5), ("f4", 0.5), (bool, True), ("U3", "abc"), ([("x", "i4"), ("y", "i4")], (1, 2))])
-def test_a_scalar(place: Path, context: ClaimContext, dtype: Any, value: Any) -> None:
+def test_a_scalar(place: Path, context: Members, dtype: Any, value: Any) -> None:
     ours = shared.scalar(context, "s", dtype)
     assert ours.get() == np.zeros((), dtype).item()
     ours.set(value)
@@ -67,20 +67,20 @@ def test_a_scalar(place: Path, context: ClaimContext, dtype: Any, value: Any) ->
     assert "'s'" in repr(ours)
 
 
-def test_a_buffer(place: Path, context: ClaimContext) -> None:
+def test_a_buffer(place: Path, context: Members) -> None:
     ours = shared.buffer(context, "b", 10)
     assert (bytes(ours), ours.readonly, ours.format) == (bytes(10), False, "B")
     ours[3:6] = b"abc"
     assert in_child(lambda: rank(place, 1, lambda other: bytes(shared.buffer(other, "b", 10)))) == b"\0\0\0abc\0\0\0\0"
 
 
-def test_an_empty_buffer(place: Path, context: ClaimContext) -> None:
+def test_an_empty_buffer(place: Path, context: Members) -> None:
     assert len(shared.buffer(context, "b", 0)) == 0
     assert in_child(lambda: rank(place, 1, lambda other: len(shared.buffer(other, "b", 0)))) == 0
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "%2F", "ä" * 300, "x" * 300, "\ud800", "\0", "a\nb"])
-def test_names_of_all_kinds(place: Path, context: ClaimContext, name: str) -> None:
+def test_names_of_all_kinds(place: Path, context: Members, name: str) -> None:
     names = [name, f"{name}2", f"{name}/"]
     for value, each in enumerate(names, 1):
         shared.buffer(context, each, 1)[0] = value
@@ -103,10 +103,10 @@ def test_names_of_all_kinds(place: Path, context: ClaimContext, name: str) -> No
         (("array", 2, [("a", "i4"), ("b", "i4")]), ("array", 2, [("a", "i4"), ("c", "i4")]), ("'b'", "'c'")),
     ],
 )
-def test_another_says_something_else(place: Path, context: ClaimContext, first: Any, then: Any, words: tuple[str, str]) -> None:
+def test_another_says_something_else(place: Path, context: Members, first: Any, then: Any, words: tuple[str, str]) -> None:
     getattr(shared, first[0])(context, "a", *first[1:])
 
-    def other(context: ClaimContext) -> str:
+    def other(context: Members) -> str:
         with pytest.raises(errors.ClaimMismatch) as caught:
             getattr(shared, then[0])(context, "a", *then[1:])
         assert isinstance(caught.value, RuntimeError)
@@ -117,7 +117,7 @@ def test_another_says_something_else(place: Path, context: ClaimContext, first: 
 
 
 @pytest.mark.parametrize("dtype", [object, [("a", "i4"), ("b", object)], "U", "V0", "no type", np.dtypes.StringDType()])
-def test_types_that_cannot_be_shared(context: ClaimContext, dtype: Any) -> None:
+def test_types_that_cannot_be_shared(context: Members, dtype: Any) -> None:
     with pytest.raises(errors.ConfigError, match="'a'"):
         shared.array(context, "a", 3, dtype)
     with pytest.raises(errors.ConfigError, match="'a'"):
@@ -125,46 +125,46 @@ def test_types_that_cannot_be_shared(context: ClaimContext, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [-1, (3, -2), 1.5, "3", True, None, (2, None), [[2, 3]]])
-def test_shapes_that_make_no_sense(context: ClaimContext, shape: Any) -> None:
+def test_shapes_that_make_no_sense(context: Members, shape: Any) -> None:
     with pytest.raises(errors.ConfigError, match="'a'"):
         shared.array(context, "a", shape, "f8")
 
 
 @pytest.mark.parametrize("shape", [(1,) * 65, (0, 2**63)])
-def test_shapes_that_numpy_does_not_know(place: Path, context: ClaimContext, shape: Any) -> None:
+def test_shapes_that_numpy_does_not_know(place: Path, context: Members, shape: Any) -> None:
     with pytest.raises(errors.ConfigError, match="'a'"):
         shared.array(context, "a", shape, "f8")
     assert not list(place.glob("memory.*"))
 
 
-def test_a_scalar_is_one_value(context: ClaimContext) -> None:
+def test_a_scalar_is_one_value(context: Members) -> None:
     with pytest.raises(errors.ConfigError, match="not one value"):
         shared.scalar(context, "a", "(2,)i4")
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, "3", True, None])
-def test_sizes_that_make_no_sense(context: ClaimContext, size: Any) -> None:
+def test_sizes_that_make_no_sense(context: Members, size: Any) -> None:
     with pytest.raises(errors.ConfigError, match="'a'"):
         shared.buffer(context, "a", size)
 
 
 @pytest.mark.parametrize("suffix", [".new", "+new"])
-def test_a_name_that_is_another_one_with_something_behind(context: ClaimContext, suffix: str) -> None:
+def test_a_name_that_is_another_one_with_something_behind(context: Members, suffix: str) -> None:
     shared.buffer(context, f"a{suffix}", 1)[0] = 9
     shared.buffer(context, "a", 1)
     assert shared.buffer(context, f"a{suffix}", 1)[0] == 9
 
 
 @pytest.mark.parametrize("name", [None, b"x", 3])
-def test_names_that_are_none(context: ClaimContext, name: Any) -> None:
+def test_names_that_are_none(context: Members, name: Any) -> None:
     with pytest.raises(errors.ConfigError, match="must be a str"):
         shared.buffer(context, name, 1)
 
 
-def test_after_the_claim_was_left(place: Path, context: ClaimContext) -> None:
-    def leave(other: ClaimContext) -> bytes:
+def test_after_the_claim_was_left(place: Path, context: Members) -> None:
+    def leave(other: Members) -> bytes:
         view = shared.buffer(other, "b", 4)
-        other.members.leave()
+        other.leave()
         with pytest.raises(errors.Closed):
             shared.buffer(other, "b", 4)
         view[0] = 9
@@ -177,7 +177,7 @@ def test_after_the_claim_was_left(place: Path, context: ClaimContext) -> None:
 # -- how long ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_view_outlives_the_files(place: Path, context: ClaimContext) -> None:
+def test_a_view_outlives_the_files(place: Path, context: Members) -> None:
     array = shared.array(context, "a", 1000, "u4")
     part, cell = array[10:20], shared.scalar(context, "s", "i8")
     for path in place.glob("memory.*"):
@@ -189,7 +189,7 @@ def test_a_view_outlives_the_files(place: Path, context: ClaimContext) -> None:
     assert (part.tolist(), cell.get()) == ([5] * 10, 6)
 
 
-def test_nothing_is_mapped_when_nobody_looks(place: Path, context: ClaimContext) -> None:
+def test_nothing_is_mapped_when_nobody_looks(place: Path, context: Members) -> None:
     def mapped() -> bool:
         return "memory.a" in Path("/proc/self/maps").read_text()
 
@@ -200,7 +200,7 @@ def test_nothing_is_mapped_when_nobody_looks(place: Path, context: ClaimContext)
     assert not mapped()
 
 
-def test_a_forked_child_has_it(context: ClaimContext, children: ProcessGroup) -> None:
+def test_a_forked_child_has_it(context: Members, children: ProcessGroup) -> None:
     array, cell = shared.array(context, "a", 3, "i8"), shared.scalar(context, "s", "i8")
 
     def child() -> None:
@@ -211,7 +211,7 @@ def test_a_forked_child_has_it(context: ClaimContext, children: ProcessGroup) ->
     assert (array.tolist(), cell.get()) == ([0, 4, 0], 5)
 
 
-def test_no_tracker_and_no_warning(place: Path, context: ClaimContext) -> None:
+def test_no_tracker_and_no_warning(place: Path, context: Members) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.claims import contexts; from forebay.claims import shared\n"
         f"context = contexts.join(Path({str(place)!r}), 1)\n"
@@ -224,7 +224,7 @@ def test_no_tracker_and_no_warning(place: Path, context: ClaimContext) -> None:
     assert shared.array(context, "a", 10, "i8").tolist() == [3] * 10
 
 
-def test_workers_that_are_spawned(place: Path, context: ClaimContext) -> None:
+def test_workers_that_are_spawned(place: Path, context: Members) -> None:
     array = shared.array(context, "a", 4, "i8")
     spawning = multiprocessing.get_context("spawn")
     workers = [spawning.Process(target=put, args=(place, number)) for number in range(2)]
@@ -242,8 +242,8 @@ def put(place: Path, number: int) -> None:
 # -- making it ---------------------------------------------------------------------------------------------------------
 
 
-def test_who_comes_at_once_gets_the_same(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
-    def add(other: ClaimContext) -> None:
+def test_who_comes_at_once_gets_the_same(place: Path, context: Members, children: ProcessGroup) -> None:
+    def add(other: Members) -> None:
         for number in range(20):
             cell = shared.array(other, f"a{number}", 3, "i8")
             with shared.NamedLock(other, "sum"):
@@ -267,21 +267,21 @@ def test_killed_at_every_step_of_making(quick_path: Path) -> None:
         kept = [path for path in place.glob("memory.*") if path.name != "memory.a"]
         assert [path for path in kept if path.stat().st_ino != (place / "memory.a").stat().st_ino] == [], where
         shared.close(context)
-        context.members.leave()
+        context.leave()
         if where is None:
             assert kept == []
             break
     assert step > 4
 
 
-def test_memory_is_there_before_it_is_used(place: Path, context: ClaimContext) -> None:
+def test_memory_is_there_before_it_is_used(place: Path, context: Members) -> None:
     shared.buffer(context, "b", 3 << 20)
     found = (place / "memory.b").stat()
     assert found.st_blocks * 512 >= 3 << 20
     assert found.st_mode & 0o777 == 0o600
 
 
-def test_more_than_there_is(context: ClaimContext) -> None:
+def test_more_than_there_is(context: Members) -> None:
     with pytest.raises(errors.NoSpace, match=r"bytes needed, .* are free .*FOREBAY_CLAIMS") as caught:
         shared.buffer(context, "b", 1 << 60)
     assert (caught.value.errno, caught.value.hopeless) == (errno.ENOSPC, True)
@@ -289,7 +289,7 @@ def test_more_than_there_is(context: ClaimContext) -> None:
 
 
 @pytest.mark.parametrize("step", ["create", "allocate"])
-def test_shared_memory_that_fills_up_while_it_is_created_leaves_nothing(place: Path, context: ClaimContext, step: str) -> None:
+def test_shared_memory_that_fills_up_while_it_is_created_leaves_nothing(place: Path, context: Members, step: str) -> None:
     def full(call: str, subject: str) -> None:
         if call == step:
             raise OSError(errno.ENOSPC, "no space left on device")
@@ -337,27 +337,27 @@ print("stored", first[-1])
 
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 100, b"forebay1" + b"\xff" * 8 + b"{}"])
-def test_a_damaged_file(place: Path, context: ClaimContext, damage: bytes) -> None:
+def test_a_damaged_file(place: Path, context: Members, damage: bytes) -> None:
     (place / "memory.a").write_bytes(damage)
     with pytest.raises(errors.Damaged, match=r"memory\.a is damaged"):
         shared.buffer(context, "a", 8)
 
 
-def test_a_file_cut_short_kills_nobody(place: Path, context: ClaimContext) -> None:
+def test_a_file_cut_short_kills_nobody(place: Path, context: Members) -> None:
     shared.buffer(context, "a", 8000)
     os.truncate(place / "memory.a", 5000)
     with pytest.raises(errors.Damaged):
         shared.buffer(context, "a", 8000)
 
 
-def test_a_symbolic_link_is_not_followed(place: Path, context: ClaimContext, tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_followed(place: Path, context: Members, tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(bytes(10_000))
     (place / "memory.a").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="symbolic links"):
         shared.buffer(context, "a", 8)
 
 
-def test_without_numpy(place: Path, context: ClaimContext) -> None:
+def test_without_numpy(place: Path, context: Members) -> None:
     def bare() -> str:
         sys.modules["numpy"] = None  # type: ignore[assignment]
         with pytest.raises(errors.MissingExtra) as caught:
@@ -368,7 +368,7 @@ def test_without_numpy(place: Path, context: ClaimContext) -> None:
     assert "numpy" in fork(bare).result()
 
 
-def test_a_link_in_the_place_of_a_claims_directory_is_not_followed(context: ClaimContext, tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_claims_directory_is_not_followed(context: Members, tmp_path: Path) -> None:
     """Whoever owns the registry can put one there: nothing is made where it leads."""
     theirs = tmp_path / "home"
     theirs.mkdir()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forebay import errors
 from forebay.claims import records
-from forebay.claims.processes import masked, own_command, shortened
+from forebay.claims.processes import masked, own, shortened
 from forebay.claims.records import ClaimedStream, ExternalFiles, Record, load
 
 RECORD = Record(
@@ -54,8 +54,8 @@ def test_a_field_of_another_kind_is_damage(value: Any) -> None:
         found = load(with_text(text_of(RECORD) | {field: value}))
         if found is not None:  # then it is as sound as any
             assert load(found.dump()) == found
-            assert found.user
-            assert found.owner
+            assert records.user_name(found.uid)
+            assert records.owner(found.job)
             assert isinstance(found.command, str)
 
 
@@ -71,7 +71,7 @@ def test_damage_is_nobodys_error(data: bytes) -> None:
 
 
 def asked(path: str) -> frozenset[int]:
-    return records.marks([records.canonical(path)]).queried
+    return records.opposite(records.marks([records.canonical(path)]))
 
 
 def test_a_record_that_is_cut_short_may_be_anything() -> None:
@@ -109,8 +109,8 @@ def test_secrets_of_a_command_are_not_shown(words: list[str], shown: str) -> Non
 
 
 def test_the_own_command_is_known() -> None:
-    assert "python" in own_command()
-    assert len(own_command()) <= 500
+    assert "python" in own().command
+    assert len(own().command) <= 500
 
 
 def test_a_user_without_a_name_is_a_number() -> None:

@@ -25,6 +25,7 @@ from forebay.claims import (
     shared,  # noqa: F401
 )
 from forebay.claims.conflicts import ClaimRequest
+from forebay.claims.processes import Job
 from forebay.claims.records import ClaimedStream, ExternalFiles
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, rank, registry  # noqa: F401 (a fixture)
@@ -195,13 +196,15 @@ def test_what_is_beside_a_claim_goes_with_it(registry: Path, tmp_path: Path, els
     outside.mkdir(exist_ok=True)
 
     def have() -> None:
-        wanted = ClaimRequest("job", "job=", "0", (ClaimedStream(records.canonical(tmp_path), REMOTE),), beside=FilesBeside(outside))
-        held = Registry().register(wanted, 0)
-        assert held.record.prefix == 0
+        wanted = ClaimRequest(
+            Job("job", "job", "job="), "0", (ClaimedStream(records.canonical(tmp_path), REMOTE),), beside=FilesBeside(outside)
+        )
+        members = Registry().register(wanted, 0)
+        assert members.record.prefix == 0
         assert (outside / "0_locals").read_bytes() == b"text"
         (outside / "0_barrier").touch()
         (outside / "mine").touch()
-        held.members.leave()
+        members.leave()
 
     def has_at_once() -> None:
         have()

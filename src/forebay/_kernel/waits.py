@@ -230,6 +230,19 @@ class Wait:
         return time.monotonic() - self._began
 
 
+class PollingWait(Wait):
+    """A wait for something that wakes no sleeper: short sleeps that become longer, up to ``longest`` seconds."""
+
+    def __init__(self, timeout: float | None, longest: float, say_after: float = 5.0, by: str = "held by") -> None:
+        super().__init__(timeout, say_after, by)
+        self._longest, self._pause = longest, 0.0002
+
+    def sleep(self, what: Callable[[], tuple[str, str]]) -> None:
+        """Sleep a little. ``what``: as for `turn`. Raises `WaitTimeout` when the time is up."""
+        time.sleep(min(self._pause, self.turn(what)))
+        self._pause = min(2 * self._pause, self._longest)
+
+
 def wait_for(
     attempt: Callable[[], T | None], words: Words, index: int, what: Callable[[], tuple[str, str]], *, timeout: float | None = None,
     say_after: float = 5.0, on_turn: Callable[[float], None] | None = None, by: str = "held by",

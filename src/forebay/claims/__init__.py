@@ -19,10 +19,10 @@ from forebay import _config, errors
 from forebay.claims import conflicts, records, shared
 from forebay.claims.barriers import Barrier
 from forebay.claims.conflicts import ClaimRequest
-from forebay.claims.members import ClaimContext
+from forebay.claims.members import Members
 from forebay.claims.processes import identify
 from forebay.claims.records import ClaimedPath, ClaimedStream, Record
-from forebay.claims.registry import ClaimState, HeldClaim, Registry
+from forebay.claims.registry import ClaimState, Registry
 from forebay.claims.registry import default as default_registry
 from forebay.claims.shared import NamedLock, Scalar
 from forebay.remote import urls
@@ -66,9 +66,8 @@ def claim(
         key = f"named {name}"
     else:
         raise errors.ConfigError(f"name={name!r}: must be a non-empty text", name="name", value=repr(name))
-    request = ClaimRequest(identified.id, identified.how, key, streams, world.to_json(), world.rank, name=identified.name)
-    held = registry.register(request, seconds) if world.is_local_leader else registry.join(request, seconds)
-    return opened(registry, held, world)
+    request = ClaimRequest(identified, key, streams, world)
+    return opened(registry, registry.register(request, seconds) if world.is_local_leader else registry.join(request, seconds), world)
 
 
 def _streams(
@@ -126,12 +125,12 @@ def _wrong_type(name: str, value: Any) -> errors.ConfigError:
     return errors.ConfigError(f"{name}: {value!r} is invalid: must be {what}", name=name, value=repr(value))
 
 
-def opened(registry: Registry, held: HeldClaim, world: World) -> Claim:
+def opened(registry: Registry, members: Members, world: World) -> Claim:
     """Return this process's `Claim` for what the registry returned."""
-    new = Claim(registry, held, world)
+    new = Claim(registry, members, world)
     existing = _open.setdefault(new._identity, new)
     if existing is not new:
-        held.members.leave()  # another thread unpickled it at the same moment
+        members.leave()  # another thread unpickled it at the same moment
     return existing
 
 
@@ -141,11 +140,11 @@ def _unpickle(registry: str, identity: tuple[str, str, int], world: World) -> Cl
     if existing is not None:
         return existing
     at = Registry(registry)
-    held = at.attach(at.path / identity[0], rank=world.rank)
-    if _token(held.record) != identity[1]:
-        held.members.leave()
+    members = at.attach(at.path / identity[0], rank=world.rank)
+    if _token(members.record) != identity[1]:
+        members.leave()
         raise errors.Closed(f"claim {identity[0]} was freed, and another claim has its number now", what="claim")
-    return opened(at, held, world)
+    return opened(at, members, world)
 
 
 def _token(record: Record) -> str:
@@ -163,12 +162,11 @@ class Claim:
     Callable from any thread. A forked child has the claim at once, as does a process that unpickles it. An open claim stays until `close`
     or the end of the process, even if nothing refers to it: arrays made from it may be in use."""
 
-    def __init__(self, registry: Registry, held: HeldClaim, world: World) -> None:
-        record = held.record
-        self._registry, self._record, self._members = registry, record, held.members
-        self._context = ClaimContext(held.members, f"claim {record.prefix:06} of {record.owner}", self)
-        self._identity = (held.members.directory.name, _token(record), world.rank)
-        self.prefix, self.path, self.job, self.world = record.prefix, held.members.directory, record.job, world
+    def __init__(self, registry: Registry, members: Members, world: World) -> None:
+        record = members.record
+        self._registry, self._members, members.claim = registry, members, self
+        self._identity = (members.directory.name, _token(record), world.rank)
+        self.prefix, self.path, self.job, self.world = record.prefix, members.directory, record.job, world
         self.name = record.key.removeprefix("named ")
         self.directories = tuple(stream.directory.path for stream in record.streams)
         self.remotes = tuple(stream.remote for stream in record.streams)
@@ -180,24 +178,24 @@ class Claim:
 
         Raises `ClaimMismatch` if another shape or dtype was requested before, `NoSpace` if /dev/shm is full, `MissingExtra` without NumPy.
         The array stays valid after `close`, and after the claim is freed."""
-        return shared.array(self._context, name, shape, dtype)
+        return shared.array(self._members, name, shape, dtype)
 
     def scalar(self, name: str, dtype: Any) -> Scalar:
         """Return one value in shared memory, with ``get()`` and ``set(value)``: see `array`."""
-        return shared.scalar(self._context, name, dtype)
+        return shared.scalar(self._members, name, dtype)
 
     def buffer(self, name: str, size: int) -> memoryview:
         """Return ``size`` writable bytes of shared memory: see `array`."""
-        return shared.buffer(self._context, name, size)
+        return shared.buffer(self._members, name, size)
 
     def barrier(self, name: str) -> Barrier:
         """Return a barrier at which ``parties`` processes or threads wait for each other with ``wait(parties, timeout=None)``. Reusable."""
-        return Barrier(self._context, name)
+        return Barrier(self._members, name)
 
     def lock(self, name: str, timeout: float | None = None) -> NamedLock:
         """Return a lock for a ``with`` block, held by one thread of one process at a time, and released if its holder dies. Entering raises
         `WaitTimeout` after ``timeout`` seconds."""
-        return NamedLock(self._context, name, _config.parse_timeout(timeout))
+        return NamedLock(self._members, name, _config.parse_timeout(timeout))
 
     @property
     def closed(self) -> bool:
@@ -208,7 +206,7 @@ class Claim:
         """Close the claim in this process only; the last process frees it. Arrays and buffers made from it stay valid."""
         _open.pop(self._identity, None)
         if not self.closed:
-            shared.close(self._context)
+            shared.close(self._members)
             self._members.leave()
 
     def let_go(self) -> None:
@@ -217,14 +215,14 @@ class Claim:
         self._members.leave_soon()
 
     def __enter__(self) -> Self:
-        self._context.check()
+        self._members.check()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._context.check()
+        self._members.check()
         return _unpickle, (str(self._registry.path), self._identity, self.world)
 
     def __repr__(self) -> str:
@@ -259,16 +257,14 @@ class ClaimInfo:
 
 def list_claims() -> list[ClaimInfo]:
     """Return the claims of this node, of all users and jobs, live and dead, ordered by number. Raises `RootError`."""
-    with _reading():
-        registry = _existing_registry()
+    with _existing_registry() as registry:
         return [] if registry is None else [_info(state) for state in registry.states()]
 
 
 def prune_claims() -> list[ClaimInfo]:
     """Free what dead jobs of this user left, as the user's next claim would, and return the freed claims. Claims that a live process has
     are never touched. Raises `RootError`, `WaitTimeout`."""
-    with _reading():
-        registry = _existing_registry()
+    with _existing_registry() as registry:
         if registry is None:
             return []
         dead = [_info(state) for state in registry.states() if not state.live]
@@ -277,20 +273,16 @@ def prune_claims() -> list[ClaimInfo]:
 
 
 @contextmanager
-def _reading() -> Iterator[None]:
-    """Turn an OSError, such as too many open files, into a `RootError`."""
+def _existing_registry() -> Iterator[Registry | None]:
+    """Return the registry of the node; None if there is none yet, since listing creates nothing. Turns an OSError, such as too many open
+    files, into a `RootError`."""
     try:
-        yield
+        yield Registry() if os.path.lexists(default_registry()) else None
     except OSError as error:
         if isinstance(error, errors.ForebayError):
             raise
         path = str(default_registry())
         raise errors.RootError(f"the claims in {path} cannot be read: {error.strerror}", path=path) from error
-
-
-def _existing_registry() -> Registry | None:
-    """Return the registry of the node; None if there is none yet, since listing creates nothing."""
-    return Registry() if os.path.lexists(default_registry()) else None
 
 
 def _info(state: ClaimState) -> ClaimInfo:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, SupportsIndex, cast
 
 from forebay import _config, errors
 from forebay._kernel import host, mappings, waits
-from forebay.claims.members import ClaimContext, Identity, Member
+from forebay.claims.members import Identity, Member, Members
 from forebay.claims.shared import NamedLock, map_shared, name_hash, words_of
 
 SEATS = 1024
@@ -50,13 +50,13 @@ def owner_bits(process: Identity) -> int:
 class BarrierState:
     """The mapped state of a barrier. Methods that end in ``_locked`` require that the caller holds `mutex`."""
 
-    def __init__(self, context: ClaimContext, name: str) -> None:
-        self.name, self.label = name, f"the barrier {name!r} of {context.name}"
-        self._words = mappings.words(map_shared(context, "barrier", name, (_HEAD + 2 * SEATS) * 8))
-        self.mutex = NamedLock(context, name, kind="barrier")
-        self.futex, self.index = words_of(context), name_hash("barrier wait", name) % waits.COUNT
+    def __init__(self, members: Members, name: str) -> None:
+        self.name, self.label = name, f"the barrier {name!r} of {members.name}"
+        self._words = mappings.words(map_shared(members, "barrier", name, (_HEAD + 2 * SEATS) * 8))
+        self.mutex = NamedLock(members, name, kind="barrier")
+        self.futex, self.index = words_of(members), name_hash("barrier wait", name) % waits.COUNT
         self.reported: set[Identity] = set()  # deaths that this process reported at this barrier
-        self.reported_anywhere: set[Identity] = context.parts.setdefault(Identity, set())  # at any barrier of the claim
+        self.reported_anywhere: set[Identity] = members.parts.setdefault(Identity, set())  # at any barrier of the claim
         self.visits = 0
 
     @property
@@ -118,12 +118,12 @@ class BarrierState:
         host.set_word(self._words, _STATE, self.state | _BROKEN)
 
 
-def state_of(context: ClaimContext, name: str) -> BarrierState:
+def state_of(members: Members, name: str) -> BarrierState:
     """Return the state of a barrier, one object per process: a death is reported to the process, not to each of its threads."""
-    context.check()
-    state = context.parts.get((BarrierState, name))
+    members.check()
+    state = members.parts.get((BarrierState, name))
     if state is None:
-        state = context.parts.setdefault((BarrierState, name), BarrierState(context, name))
+        state = members.parts.setdefault((BarrierState, name), BarrierState(members, name))
     return cast(BarrierState, state)
 
 
@@ -152,17 +152,17 @@ class Barrier:
 
     Callable from any thread, and in forked children; unpickling gives the same barrier."""
 
-    def __init__(self, context: ClaimContext, name: str) -> None:
+    def __init__(self, members: Members, name: str) -> None:
         """Raises ConfigError, NoSpace, Closed."""
         self.name = name
-        self._context = context
-        self._state = state_of(context, name)
+        self._members = members
+        self._state = state_of(members, name)
 
     def __repr__(self) -> str:
-        return f"<the barrier {self.name!r} of {self._context.name}>"
+        return f"<the barrier {self.name!r} of {self._members.name}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Barrier, (self._context, self.name)
+        return Barrier, (self._members, self.name)
 
     def wait(self, parties: SupportsIndex | None = None, timeout: float | None = None) -> int:
         """Wait until ``parties`` have arrived. Returns the number of this arrival, from 0 on, each number once.
@@ -174,7 +174,7 @@ class Barrier:
         Raises `WaitTimeout` after ``timeout`` seconds: it names the missing processes, and disturbs no other process; neither does
         Ctrl-C. A process that ends in order, or leaves the claim, breaks nothing."""
         state = self._state
-        visit = _Visit(self._context, state, self._checked(parties), _config.parse_timeout(timeout))
+        visit = _Visit(self._members, state, self._checked(parties), _config.parse_timeout(timeout))
         try:
             return waits.wait_for(visit.attempt, state.futex, state.index, what=visit.describe_missing, timeout=timeout, by="missing:")
         except errors.WaitTimeout:
@@ -197,8 +197,8 @@ class Barrier:
 class _Visit:
     """One call of `Barrier.wait`."""
 
-    def __init__(self, context: ClaimContext, state: BarrierState, parties: int | None, timeout: float | None) -> None:
-        self._context, self._state, self._parties = context, state, parties
+    def __init__(self, members: Members, state: BarrierState, parties: int | None, timeout: float | None) -> None:
+        self._members, self._state, self._parties = members, state, parties
         self._began, self._timeout = time.monotonic(), timeout
         self._round = self._seat = -1
         self._mark = 0  # the value of our seat
@@ -244,17 +244,14 @@ class _Visit:
         state = self._state
         if state.is_broken:
             self._settle_locked()
-        if state.is_broken and not self._is_latecomer(self._snapshot()):
-            return None  # this process knows, or need not know: the next round begins when all others know
-        if not state.is_broken:
-            self._agree_locked()
         if state.is_broken:
-            self._raise_broken_locked()
+            if self._is_latecomer(self._snapshot()):
+                self._raise_broken_locked()
+            return None  # this process knows, or need not know: the next round begins when all others know
+        self._agree_locked()
         seats = state.seats()
         if 0 not in seats:
             self._find_deaths_locked()
-            if state.is_broken:
-                self._raise_broken_locked()
             seats = state.seats()
             if 0 not in seats:
                 return None  # more processes than parties arrived: wait for the next round
@@ -265,7 +262,7 @@ class _Visit:
 
     def _sit_locked(self, seat: int) -> None:
         # First noted here, then stored: Ctrl-C in between takes back an arrival that was never stored.
-        self._mark = owner_bits(self._context.members.identity) | self._state.visits & VISIT
+        self._mark = owner_bits(self._members.identity) | self._state.visits & VISIT
         self._round, self._seat = self._state.round, seat
         self._state.set_seat_locked(seat, self._mark)
 
@@ -279,24 +276,22 @@ class _Visit:
         if any(state.seats()):
             self._find_deaths_locked()
         waiting = len(state.seats()) - state.seats().count(0)
-        if waiting and not state.is_broken:
+        if waiting:
             raise errors.ConfigError(f"{state.label}: {waiting} of {state.parties} parties wait, so it cannot be for {parties} now")
-        if not waiting:
-            state.set_parties_locked(parties)
+        state.set_parties_locked(parties)
 
     def _check_round_locked(self) -> int | None:
         """Check, after our arrival, whether the round is complete or broken."""
         state = self._state
         if state.round != self._round:
             return self._seat
-        if not state.is_broken:
-            seats = state.seats()
-            if 0 not in seats and self._all_live(seats):
-                state.next_round_locked()
-                return self._seat
-            self._find_deaths_locked()
         if state.is_broken:
             self._raise_broken_locked()
+        seats = state.seats()
+        if 0 not in seats and self._all_live(seats):
+            state.next_round_locked()
+            return self._seat
+        self._find_deaths_locked()
         if state.seats()[self._seat] != self._mark:  # others took us for dead: our lock on the claim had been lost
             self._seat = -1
             return self._arrive_locked()
@@ -306,8 +301,7 @@ class _Visit:
 
     def _all_live(self, seats: list[int]) -> bool:
         """Whether all processes in these seats live."""
-        members = self._context.members
-        processes = ((seat, members.occupant(seat >> 52 & 0x3FF)) for seat in seats)
+        processes = ((seat, self._members.occupant(seat >> 52 & 0x3FF)) for seat in seats)
         return all(process is not None and seat & _OWNER == owner_bits(process) for seat, process in processes)
 
     def _is_suspect(self) -> bool:
@@ -318,15 +312,15 @@ class _Visit:
         return gone or 0 not in seats or any(map(self._is_news, snapshot.members))
 
     def _snapshot(self) -> MemberSnapshot:
-        return MemberSnapshot(self._context.members.everyone())
+        return MemberSnapshot(self._members.everyone())
 
     def _is_news(self, member: Member) -> bool:
         """Whether a member's death is to be reported to this process: not if it died before this process joined."""
         process = member.identity
-        return member.state == "vanished" and process not in self._state.reported and process not in self._context.members.dead_before
+        return member.state == "vanished" and process not in self._state.reported and process not in self._members.dead_before
 
     def _find_deaths_locked(self) -> None:
-        """Free the seats of processes that left, and break the round if a process died that it misses."""
+        """Free the seats of processes that left. Break the round, and raise `BarrierBroken`, if a process died that it misses."""
         state, snapshot = self._state, self._snapshot()
         waiting, dead = [], {}
         for seat, value in enumerate(state.seats()):
@@ -339,8 +333,8 @@ class _Visit:
                 state.set_seat_locked(seat, 0)
         if missed := self._missed(snapshot, waiting, list(dead.values())):
             self._break_locked(missed, dead)
-            return
-        own = next((member.joined for member in snapshot.live if member.slot == self._context.members.slot), 0.0)
+            self._raise_broken_locked()
+        own = next((member.joined for member in snapshot.live if member.slot == self._members.slot), 0.0)
         if all(own <= member.joined for member in waiting):
             for seat in dead:  # no waiting process was a member when they died
                 state.set_seat_locked(seat, 0)
@@ -355,7 +349,7 @@ class _Visit:
         missed = [*dead, *snapshot.occupants(seat for seat in previous if not seat & DEAD)]  # the others are informed already
         if len(previous) - previous.count(0) < parties:
             may_come = {member.slot for member in snapshot.live} - {member.slot for member in waiting}
-            depths = {self._context.members.depth, *(member.depth for member in waiting)}
+            depths = {self._members.depth, *(member.depth for member in waiting)}
             too_few = len(waiting) + len(may_come) < parties
             possible = [member for member in snapshot.members if too_few or member.depth in depths]
             missed += [member for member in possible if member.identity not in state.reported_anywhere]
@@ -380,7 +374,7 @@ class _Visit:
         if self._seat >= 0:
             state.set_seat_locked(self._seat, self._mark | INFORMED)
         elif self._is_latecomer(snapshot):
-            state.set_seat_locked(seats.index(0), owner_bits(self._context.members.identity) | INFORMED)
+            state.set_seat_locked(seats.index(0), owner_bits(self._members.identity) | INFORMED)
         self._seat = -1
         missing = snapshot.occupants(seat for seat in seats if seat & DEAD)  # who died since breaks the next round, for all
         for reported in (state.reported, state.reported_anywhere):
@@ -419,7 +413,7 @@ class _Visit:
         return [member for member in absent if member in snapshot.occupants(previous)]
 
     def _is_latecomer(self, snapshot: MemberSnapshot) -> bool:
-        return any(member.slot == self._context.members.slot for member in self._latecomers(snapshot))
+        return any(member.slot == self._members.slot for member in self._latecomers(snapshot))
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 

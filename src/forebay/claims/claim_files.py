@@ -14,7 +14,7 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from forebay._kernel.waits import COUNT
 from forebay._logs import logger
 from forebay.claims import records
 from forebay.claims.processes import inherited_fds
-from forebay.claims.records import Record
 
 log = logger("forebay.claims")
 
@@ -34,6 +33,7 @@ SLOTS = 1024
 LEADER = 0
 """The slot of the process that registered the claim. No other process ever gets it."""
 TABLE_BYTES = SLOTS + SLOTS * 64
+FILES = {TABLE: TABLE_BYTES, LOCKS: 0, WORDS: COUNT * 4}
 NEW, OLD = ".new.", ".old."
 _REMOVED_LAST = f"{MARKER} {CLAIM}"  # they say which files outside the directory belong to the claim
 _NEED = TABLE_BYTES + COUNT * 4 + 4096
@@ -67,24 +67,21 @@ def inside(directory: str | Path, access: int = os.O_PATH) -> Iterator[int]:
         os.close(fd)
 
 
-def open_write(directory: str | Path, name: str) -> int:
-    """Open a file of a claim for writing. Raises `Gone`, OSError."""
+def open_write(path: str | Path, flags: int = os.O_RDWR) -> int:
+    """Open a file of a claim, which lies in the claim's directory, for writing, as the `Opener` of locks and futex words: their ``flags``
+    are always these. Raises `Gone`, OSError."""
+    directory, name = os.path.split(path)
     with inside(directory) as parent:
         try:
             fd = host.open_write(name, parent)
         except FileNotFoundError:
-            raise Gone(f"{directory}/{name} is missing") from None
+            raise Gone(f"{path} is missing") from None
     try:
-        _check_owner(fd, f"{directory}/{name}")
+        _check_owner(fd, path)
     except BaseException:
         os.close(fd)
         raise
     return fd
-
-
-def opener(path: str, flags: int) -> int:
-    """`open_write` as the `Opener` of locks and futex words: ``path`` lies in a claim's directory; ``flags`` are always for writing."""
-    return open_write(os.path.dirname(path), os.path.basename(path))
 
 
 def open_read(path: str, directory: int | None = None) -> int | None:
@@ -134,16 +131,21 @@ def scrap_name(kind: str) -> str:
     return f"{kind}{secrets.token_hex(8)}"
 
 
-def build(directory: Path, record: Record, create_marker: Callable[[int], None] | None = None) -> int:
+def build(directory: Path, data: bytes, files: Mapping[str, int] = FILES, create_marker: Callable[[int], None] | None = None) -> int:
     """Create the directory of a claim and return a descriptor of its file with the leader's byte locked.
 
-    ``create_marker``: creates the claim's marker, given a descriptor of the directory. The caller holds the registry's lock, and hands the
-    returned descriptor over. Raises `NoSpace`, OSError; FileExistsError if another file has the marker's name."""
+    ``data``: the contents of the claim's file; ``files``: the sizes of the others. ``create_marker``: creates the claim's marker, given a
+    descriptor of the directory. The caller holds the registry's lock, and hands the returned descriptor over. Raises `NoSpace`, OSError;
+    FileExistsError if another file has the marker's name."""
     fd = -1
     try:
-        with _new(directory) as parent:
-            fd = _make_claim(parent, record.dump())
-            for name, size in ((TABLE, TABLE_BYTES), (LOCKS, 0), (WORDS, COUNT * 4)):
+        host.mkdir(directory, 0o755)
+        with inside(directory) as parent:
+            host.chmod(parent, 0o755)  # whatever the umask
+            make_file(parent, CLAIM, 0, data, mode=0o644)
+            fd = inherited_fds.register(lambda: host.out_of_the_way(host.open_write(CLAIM, parent)))
+            locks.take(fd, LEADER)
+            for name, size in files.items():
                 make_file(parent, name, size)
             if create_marker is not None:
                 create_marker(parent)
@@ -155,28 +157,6 @@ def build(directory: Path, record: Record, create_marker: Callable[[int], None] 
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise _no_space(directory.parent) from error
         raise
-
-
-def build_refusal(directory: Path, data: bytes) -> int:
-    """Create the directory of a refused claim, whose file holds the reason; return a descriptor as `build` does."""
-    with _new(directory) as parent:
-        return _make_claim(parent, data)
-
-
-@contextlib.contextmanager
-def _new(directory: Path) -> Iterator[int]:
-    """Create a directory and open it: its files are named relative to the descriptor."""
-    host.mkdir(directory, 0o755)
-    with inside(directory) as parent:
-        host.chmod(parent, 0o755)  # whatever the umask
-        yield parent
-
-
-def _make_claim(parent: int, data: bytes) -> int:
-    make_file(parent, CLAIM, 0, data, mode=0o644)
-    fd = inherited_fds.register(lambda: host.out_of_the_way(host.open_write(CLAIM, parent)))
-    locks.take(fd, LEADER)
-    return fd
 
 
 def make_file(parent: int, name: str, size: int, content: bytes = b"", *, mode: int = 0o600) -> None:

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple, Protocol
 from forebay import errors
 from forebay._logs import logger
 from forebay.claims import processes, records
+from forebay.claims.processes import Job
 from forebay.claims.records import ClaimedPath, ClaimedStream, ExternalFiles, Record
 from forebay.remote import urls
+from forebay.world import World
 
 log = logger("forebay.claims")
 
@@ -48,38 +50,39 @@ class Beside(Protocol):
 
 
 class ClaimRequest(NamedTuple):
-    """A request for a claim. ``key``: the name or number of the claim in its ``job``, which was taken from ``how`` and which messages call
-    ``name``. ``equal_only``: a directory inside another one is no conflict. ``conflict_timeout``: seconds for which a conflict may pass.
-    ``spared``: claims, by the names of their directories, whose working directories this process gave up."""
+    """A request for a claim. ``key``: the name or number of the claim in its ``job``. ``world``: which rank this process is, if any.
+    ``equal_only``: a directory inside another one is no conflict. ``conflict_timeout``: seconds for which a conflict may pass. ``spared``:
+    claims, by the names of their directories, whose working directories this process gave up."""
 
-    job: str
-    how: str
+    job: Job
     key: str
     streams: tuple[ClaimedStream, ...]
-    world: dict[str, Any] | None = None
-    rank: int | None = None
+    world: World | None = None
     equal_only: bool = False
     beside: Beside | None = None
     conflict_timeout: float = 0.0
-    name: str = ""
     spared: frozenset[str] = frozenset()
 
     @property
-    def owner(self) -> str:
-        """The job as messages name it."""
-        return records.owner(self.name or self.job)
+    def rank(self) -> int | None:
+        return None if self.world is None else self.world.rank
+
+    def __str__(self) -> str:
+        """The claim as messages name it."""
+        return f"claim {self.key} of {records.owner(self.job.name)}"
 
     @property
     def tag(self) -> str:
         """The suffix of the name of the claim's directory: equal in all ranks, different for other users."""
-        return hashlib.blake2b(f"{os.geteuid()}\0{self.job}\0{self.key}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
+        return hashlib.blake2b(f"{os.geteuid()}\0{self.job.id}\0{self.key}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
     def record(self, prefix: int) -> Record:
         """Return what the claim publishes about itself, with this number."""
         beside = self.beside.files(prefix) if self.beside is not None and prefix >= 0 else None
+        own, world = processes.own(), None if self.world is None else self.world.to_json()
         return Record(
-            prefix, self.name or self.job, self.how, self.key, os.geteuid(), socket.gethostname(), os.getpid(), processes.pid_space(),
-            processes.own_start(), processes.mount_space(), time.time(), processes.own_command(), self.streams, self.world, beside,
+            prefix, self.job.name, self.job.how, self.key, os.geteuid(), socket.gethostname(), os.getpid(), own.space, own.start,
+            processes.mount_space(), time.time(), own.command, self.streams, world, beside,
         )  # fmt: skip
 
 
@@ -92,56 +95,40 @@ def find_conflict(ours: Record, theirs: Record, uid: int, *, equal_only: bool = 
     ``uid``: the user whose claim theirs is, whatever it says: one on directories that this user may not write to does not count.
     ``equal_only``: nor do directories one inside the other."""
     meets = records.same if equal_only else records.overlap
-    for mine, other in _candidates([stream for stream in ours.streams if stream.remote is not None], theirs.streams):
+    filled = [stream for stream in ours.streams if stream.remote is not None]
+    for number, theirs_number in _candidates([stream.directory for stream in filled], [stream.directory for stream in theirs.streams]):
+        mine, other = filled[number], theirs.streams[theirs_number]
         if not meets(mine.directory, other.directory) or _both_only_read(mine, other):
             continue
         now = _current(theirs, other.directory)
         if not meets(mine.directory, now):
             continue
-        if _may_fill(uid, theirs, mine.directory, now):
+        # What a record of another mount namespace says of its own directory cannot be checked here.
+        is_inside = records.is_above(mine.directory, now) and theirs.mounts == processes.mount_space()
+        if uid == os.geteuid() or records.may_write(uid, now if is_inside else mine.directory):
             return mine, other
         log.warning("%s is no conflict: user %s may not write to %s", describe(theirs, []), uid, mine.directory.path)
     return None
 
 
-def _may_fill(uid: int, theirs: Record, mine: ClaimedPath, other: ClaimedPath) -> bool:
-    """Whether a user may write where two directories overlap. What a record of another mount namespace says of its own directory cannot be
-    checked here."""
-    is_inside = records.is_above(mine, other) and theirs.mounts == processes.mount_space()
-    return uid == os.geteuid() or records.may_write(uid, other if is_inside else mine)
-
-
-def _candidates(ours: Sequence[ClaimedStream], theirs: Sequence[ClaimedStream]) -> Iterator[tuple[ClaimedStream, ClaimedStream]]:
-    """Yield the pairs that may overlap. Comparing each with each takes 3 us a pair, a second for many directories."""
-    exact, above = defaultdict(list), defaultdict(list)
+def _candidates(ours: Sequence[ClaimedPath], theirs: Sequence[ClaimedPath]) -> Iterator[tuple[int, int]]:
+    """Yield the indexes of the pairs that may overlap. Comparing each with each takes 3 us a pair, a second for many directories."""
+    numbers = defaultdict(list)
     for number, other in enumerate(theirs):
-        for level, names in _views(other.directory):
-            exact[level, names].append(number)
-            for depth in range(len(names) + 1):
-                above[level, names[:depth]].append(number)
-    for stream in ours:
-        numbers: set[int] = set()
-        for level, names in _views(stream.directory):
-            numbers.update(above.get((level, names), ()))
-            numbers.update(*(exact.get((level, names[:depth]), ()) for depth in range(len(names))))
-        yield from ((stream, theirs[number]) for number in sorted(numbers))
-
-
-def _views(directory: ClaimedPath) -> Iterator[tuple[records.Level, tuple[str, ...]]]:
-    """Yield a directory as seen from itself and from each existing directory above it."""
-    return ((level, directory.names[depth:]) for depth, level in enumerate(directory.levels))
+        for mark in records.marks([other]):
+            numbers[mark].append(number)
+    for number, mine in enumerate(ours):
+        found = (numbers.get(mark, ()) for mark in records.opposite(records.marks([mine])))
+        yield from ((number, other) for other in sorted(set().union(*found)))
 
 
 def repeated(directories: Sequence[ClaimedPath]) -> list[tuple[int, int]]:
     """Return the index of each directory that equals an earlier one, after the index of the earlier one."""
-    first: dict[tuple[records.Level, tuple[str, ...]], int] = {}
-    pairs = []
-    for number, directory in enumerate(directories):
-        earlier = min((first[view] for view in _views(directory) if view in first), default=None)
-        if earlier is not None:
-            pairs.append((earlier, number))
-        first |= {view: number for view in _views(directory) if view not in first}
-    return pairs
+    first = {number: number for number in range(len(directories))}
+    for number, other in _candidates(directories, directories):
+        if other < first[number] and records.same(directories[number], directories[other]):
+            first[number] = other
+    return [(earlier, number) for number, earlier in first.items() if earlier != number]
 
 
 def _both_only_read(ours: ClaimedStream, theirs: ClaimedStream) -> bool:
@@ -199,8 +186,9 @@ def two_leaders_error(ours: Record, theirs: Record, pids: list[int]) -> errors.C
     if theirs.pid not in pids:
         state, advice = f"was process {theirs.pid}, which ended before others of its job", "wait until they end, or end them"
     return _error(
-        f"the first rank of this node for claim {ours.key} of {ours.owner} (known by {ours.how}) {state}", ours, theirs, pids, advice
-    )
+        f"the first rank of this node for claim {ours.key} of {records.owner(ours.job)} (known by {ours.how}) {state}",
+        ours, theirs, pids, advice,
+    )  # fmt: skip
 
 
 def _error(what: str, ours: Record, theirs: Record, pids: list[int], advice: str) -> errors.ClaimConflict:
@@ -215,7 +203,7 @@ def _facts(record: Record, pids: list[int]) -> dict[str, Any]:
         "directories": [stream.directory.path for stream in record.streams],
         "remotes": [stream.remote for stream in record.streams],
         "pids": pids,
-        "user": record.user,
+        "user": records.user_name(record.uid),
         "started": record.start,
         "command": record.command,
     }
@@ -230,4 +218,5 @@ def describe(record: Record, pids: list[int]) -> str:
     ended = f"process {record.pid}, which ended"
     holders = f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}" if pids else ended
     command = processes.shortened(record.command, _LONGEST) or "?"
-    return f"{record.owner}: {holders} of {record.user} on {record.host} since {started}, for {', '.join(streams)}: {command}"
+    who = f"{records.owner(record.job)}: {holders} of {records.user_name(record.uid)} on {record.host}"
+    return f"{who} since {started}, for {', '.join(streams)}: {command}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -21,9 +22,10 @@ from typing import Any, Literal, Self, TypeAlias
 from forebay import errors
 from forebay._kernel import host, locks, mappings
 from forebay._logs import logger
-from forebay.claims import claim_files, processes
+from forebay.claims import claim_files, processes, records
 from forebay.claims.claim_files import CLAIM, LEADER, SLOTS, TABLE, TABLE_BYTES, Gone
 from forebay.claims.processes import inherited_fds
+from forebay.claims.records import Record
 
 log = logger("forebay.claims")
 
@@ -63,7 +65,7 @@ class Member:
     def describe_with_state(self) -> str:
         """The same, with a note if the process is stopped, by SIGSTOP or in a debugger, as far as this process can see."""
         text, process = self.describe(), processes.status(self.pid) if self._is_visible() else None
-        if process is None or process.start != self.start or not process.stopped:
+        if process is None or process.start != self.start or process.state not in "Tt":
             return text
         return f"{text[:-1]}, stopped)" if text.endswith(")") else f"{text} (stopped)"
 
@@ -76,7 +78,7 @@ class Member:
         return self._is_visible() and not processes.is_dying(self.pid, self.start)
 
     def _is_visible(self) -> bool:
-        return self.space == processes.pid_space()
+        return self.space == processes.own().space
 
 
 class MemberTable:
@@ -84,7 +86,7 @@ class MemberTable:
 
     def __init__(self, directory: Path) -> None:
         """Raises OSError; `Gone` if the file is another user's, or too short."""
-        fd = claim_files.open_write(directory, TABLE)
+        fd = claim_files.open_write(directory / TABLE)
         try:
             if os.fstat(fd).st_size < TABLE_BYTES:
                 raise Gone(f"{directory / TABLE} is cut short")
@@ -106,12 +108,12 @@ class MemberTable:
 
     def write(self, slot: int, rank: int | None, depth: int) -> Identity:
         """Write the entry of this process and return its identity. The caller has locked the byte of ``slot``."""
-        number = 0 if rank is None else rank + 1
-        entry = (os.getpid(), processes.pid_space(), processes.own_start(), number, time.monotonic_ns(), depth)
+        own, pid = processes.own(), os.getpid()
+        entry = (pid, own.space, own.start, 0 if rank is None else rank + 1, time.monotonic_ns(), depth)
         host.step("set_words", slot)
         self._words[slot * _WORDS : slot * _WORDS + _USED_WORDS] = memoryview(array("Q", entry))
         self.set_state(slot, IN)  # last: until then the entry belongs to no process
-        return slot, entry[0], entry[2]
+        return slot, pid, own.start
 
     def identity(self, slot: int) -> Identity:
         words = self._words
@@ -161,6 +163,9 @@ class MemberTable:
 class Members:
     """The membership of this process in a claim, and the other members. Callable from any thread.
 
+    ``record``: what the claim publishes about itself; ``name``: the claim as messages name it; ``parts``: what this process has made for
+    its locks, memory and barriers. Members are pickled together with their `Claim`, once it has set ``claim``.
+
     A forked child is a member as soon as `os.fork` returns: its parent locks a byte for it before the fork. A child forked by C code
     becomes one at its next call. If the program closes the descriptor, the byte is locked again at the next call."""
 
@@ -175,11 +180,13 @@ class Members:
     dead_before: frozenset[Identity]
     """The members that had died before this process joined."""
     depth = 0
+    claim: Any = None
 
-    def __init__(self, directory: Path, fd: int, slot: int, rank: int | None, on_left: OnLeft | None = None) -> None:
+    def __init__(self, directory: Path, fd: int, slot: int, record: Record, rank: int | None = None, on_left: OnLeft | None = None) -> None:
         """``fd``: of the claim's file, with the byte ``slot`` locked; this object owns it from now on. ``on_left`` is called with the
         directory when a process leaves in order."""
-        self.directory, self.rank, self._on_left = directory, rank, on_left
+        self.directory, self.record, self.rank, self._on_left = directory, record, rank, on_left
+        self.name, self.parts = f"claim {record.prefix:06} of {records.owner(record.job)}", dict[Any, Any]()
         self._mutex, self._for_child = threading.RLock(), None
         self._table = MemberTable(directory)
         self._take_slot(fd, slot)
@@ -189,14 +196,20 @@ class Members:
 
     @classmethod
     def attach(cls, directory: Path, *, rank: int | None = None, on_left: OnLeft | None = None) -> Self:
-        """Join the processes that have the claim. Raises `Gone` if it was freed meanwhile or belongs to another user, `NoSpace` if all
-        1,024 slots are taken."""
+        """Join the processes that have the claim. Raises `Gone` if it was freed meanwhile, belongs to another user, or is damaged;
+        `NoSpace` if all 1,024 slots are taken."""
         fd = inherited_fds.register(lambda: _open(directory))
         try:
             slot = _lock_slot(fd, directory, MemberTable(directory))
-            return inherited_fds.hand_over(fd, lambda fd: cls(directory, fd, slot, rank, on_left))
+            record = records.load(claim_files.read(fd))
+            if record is None:
+                raise Gone(f"{directory / CLAIM} is damaged")
+            return inherited_fds.hand_over(fd, lambda fd: cls(directory, fd, slot, record, rank, on_left))
         finally:
             inherited_fds.close(fd)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.claim, "_members")
 
     def _take_slot(self, fd: int, slot: int, dead_before: frozenset[Identity] | None = None) -> None:
         if self._pid != os.getpid():
@@ -267,6 +280,10 @@ class Members:
                     os.close(fd)
             if old_fd not in (self._fd, fd) and old_fd >= 0 and locks.file_of(old_fd) == old_file:
                 os.close(old_fd)  # the parent's, never unlocked; only now: until here its lock was also ours
+
+    def lost(self) -> errors.Closed:
+        """Return the error for missing files of a live claim."""
+        return errors.Closed(f"{self.name} is lost: its directory {self.directory} was removed", what="claim")
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
@@ -343,7 +360,7 @@ class Members:
 
 
 def _open(directory: Path) -> int:
-    return host.out_of_the_way(claim_files.open_write(directory, CLAIM))
+    return host.out_of_the_way(claim_files.open_write(directory / CLAIM))
 
 
 def _lock_slot(fd: int, directory: Path, table: MemberTable) -> int:
@@ -390,51 +407,20 @@ def leave_all() -> None:
             leave()
 
 
-class _LeaveAtExit:
-    """Has `leave_all` called by `multiprocessing`, whose forked children end without `atexit`."""
-
-    is_registered = False
-
-    def __call__(self) -> None:
-        util = sys.modules.get("multiprocessing.util")
-        if util is not None and not self.is_registered:
-            self.is_registered = True
-            util.register_after_fork(self, _LeaveAtExit.register)  # a child forgets the finalizers of its parent
-            self.register()
-
-    def register(self) -> None:
-        sys.modules["multiprocessing.util"].Finalize(None, leave_all, exitpriority=-100)
-
-
-leave_at_exit = _LeaveAtExit()
 atexit.register(leave_all)
 
 
-class ClaimContext:
-    """What locks, memory and barriers know about their claim: its directory, its name, and its members. ``parts``: their objects in this
-    process.
-
-    It is pickled together with its claim, which has it as ``_context``."""
-
-    def __init__(self, members: Members, name: str, claim: object = None) -> None:
-        self.members, self.name, self.parts = members, name, dict[Any, Any]()
-        self._claim = claim
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _context_of, (self._claim,)
-
-    @property
-    def directory(self) -> Path:
-        return self.members.directory
-
-    def check(self) -> None:
-        """Raises `Closed` after the claim was closed."""
-        self.members.check()
-
-    def lost(self) -> errors.Closed:
-        """Return the error for missing files of a live claim."""
-        return errors.Closed(f"{self.name} is lost: its directory {self.directory} was removed", what="claim")
+def leave_at_exit() -> None:
+    """Have `leave_all` called by `multiprocessing`, too, whose forked children end without `atexit`."""
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        _register_with(util)
 
 
-def _context_of(claim: Any) -> Any:
-    return claim._context
+@functools.cache
+def _register_with(util: Any) -> None:
+    def register(_: object) -> None:
+        util.Finalize(None, leave_all, exitpriority=-100)
+
+    util.register_after_fork(leave_all, register)  # a child forgets the finalizers of its parent
+    register(None)

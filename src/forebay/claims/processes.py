@@ -38,10 +38,6 @@ class Status:
     start: int
     parent: int
 
-    @property
-    def stopped(self) -> bool:
-        return self.state in "Tt"
-
 
 def read(path: str) -> bytes:
     """Return a short file of /proc, in a third of the time that `open` takes. Raises OSError."""
@@ -74,37 +70,29 @@ def is_dying(pid: int, start: int) -> bool:
     return any(mask & _KILLED for mask in pending)
 
 
-class _Own(NamedTuple):
-    """What does not change while a process lives: its start, its PID namespace, and its masked command line."""
+class Own(NamedTuple):
+    """What does not change while this process lives. ``start``: clock ticks since the boot; 0 if /proc is not this machine's. ``space``:
+    the PID namespace, in which alone process numbers are valid. ``command``: the command line without the values of its arguments, since
+    every user may read it."""
 
     start: int
     space: int
     command: str
 
 
+def own() -> Own:
+    """Return what does not change while this process lives."""
+    return _own(os.getpid())
+
+
 @functools.lru_cache(1)
-def _own(pid: int) -> _Own:
+def _own(pid: int) -> Own:
     process = status(pid)
     try:
         words = read(f"/proc/{pid}/cmdline").rstrip(b"\0").decode(errors="replace").split("\0")
     except OSError:
         words = []
-    return _Own(process.start if process is not None else 0, _inode("/proc/self/ns/pid"), shortened(masked(words), _LONGEST_COMMAND))
-
-
-def own_start() -> int:
-    """Return when this process began, in clock ticks since the boot; 0 if /proc is not this machine's."""
-    return _own(os.getpid()).start
-
-
-def pid_space() -> int:
-    """Return the PID namespace of this process: process numbers are valid only within it."""
-    return _own(os.getpid()).space
-
-
-def own_command() -> str:
-    """Return the command line of this process without the values of its arguments, since every user may read it."""
-    return _own(os.getpid()).command
+    return Own(process.start if process is not None else 0, _inode("/proc/self/ns/pid"), shortened(masked(words), _LONGEST_COMMAND))
 
 
 def mount_space() -> int:
@@ -178,7 +166,7 @@ def _by_process(world: World) -> Job:
 def _process_id(pid: int) -> str:
     """Identify a process among all that ever have its number."""
     process = status(pid)
-    return f"process {pid} {process.start if process is not None else 0} {pid_space()}"
+    return f"process {pid} {process.start if process is not None else 0} {own().space}"
 
 
 # -- command lines -----------------------------------------------------------------------------------------------------

@@ -52,30 +52,26 @@ def canonical(path: str | os.PathLike[str]) -> ClaimedPath:
     whole = os.path.realpath(os.path.abspath(os.fspath(path)))
     names = tuple(name for name in whole.split("/") if name)
     levels = _levels(names)
-    if len(levels) <= len(names) and _ignores_case("/" + "/".join(names[: len(levels) - 1])):
-        names = _folded(names, levels)
+    deepest = "/" + "/".join(names[: len(levels) - 1])
+    if len(levels) <= len(names) and _ignores_case(deepest):
+        names = _folded(names, deepest)
     return ClaimedPath(whole, names, levels)
 
 
 def _levels(names: tuple[str, ...]) -> tuple[Level, ...]:
-    levels, path = [_level("/")], ""
-    for name in names:
-        path += "/" + name
+    levels, path = list[Level](), "/"
+    for name in (*names, ""):
         try:
-            levels.append(_level(path))
+            status = os.stat(path)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             break  # the rest is compared by name
+        levels.append((status.st_dev, status.st_ino))
+        path = os.path.join(path, name)
     return tuple(levels)
 
 
-def _level(path: str) -> Level:
-    status = os.stat(path)
-    return status.st_dev, status.st_ino
-
-
-def _folded(names: tuple[str, ...], levels: tuple[Level, ...]) -> tuple[str, ...]:
-    """Return the names, in lower case where their directory ignores case."""
-    deepest = "/" + "/".join(names[: len(levels) - 1])
+def _folded(names: tuple[str, ...], deepest: str) -> tuple[str, ...]:
+    """Return the names, in lower case where their directory ignores case. ``deepest``: the last of their directories that exists."""
     parts, folds, path = [], False, "/"
     for name in names:
         if path == "/" or path == deepest or os.path.isdir(path):
@@ -107,17 +103,9 @@ def _ignores_case(directory: str) -> bool:
         return False
 
 
-class Marks(NamedTuple):
-    """Hashes that rule out quickly that directories overlap. ``stored``: of the directories (even), and of what is above them as each
-    directory above sees it (odd). ``queried``: the same with the last bit flipped. If two sets of directories overlap, the stored marks
-    of each intersect the queried marks of the other."""
-
-    stored: frozenset[int]
-    queried: frozenset[int]
-
-
-def marks(directories: Iterable[ClaimedPath]) -> Marks:
-    """Return the marks of directories. Each directory counts as above itself."""
+def marks(directories: Iterable[ClaimedPath]) -> frozenset[int]:
+    """Return hashes that rule out quickly that directories overlap: of the directories (even), and of what is above them as each
+    directory above sees it (odd). Each directory counts as above itself."""
     own, above = set(), set()
     for directory in directories:
         for depth, level in enumerate(directory.levels):
@@ -127,8 +115,12 @@ def marks(directories: Iterable[ClaimedPath]) -> Marks:
                 mark = zlib.crc32(os.fsencode(name) + b"/", mark)
                 above.add(mark | 1)
             own.add(mark & ~1)
-    stored = frozenset(own | above)
-    return Marks(stored, frozenset(mark ^ 1 for mark in stored))
+    return frozenset(own | above)
+
+
+def opposite(marks: Iterable[int]) -> frozenset[int]:
+    """Return the marks of which directories have one that overlap those with these marks."""
+    return frozenset(mark ^ 1 for mark in marks)
 
 
 def overlap(a: ClaimedPath, b: ClaimedPath) -> bool:
@@ -218,20 +210,10 @@ class Record(NamedTuple):
     beside: ExternalFiles | None = None
     version: int = VERSION
 
-    @property
-    def owner(self) -> str:
-        """The job as messages name it."""
-        return owner(self.job)
-
-    @property
-    def user(self) -> str:
-        """The user's name on this machine; the number if there is none."""
-        return user_name(self.uid)
-
     def dump(self) -> bytes:
         """Return the contents of the file: the marks of its directories, which spare other processes parsing the rest, then JSON.
         Raises `ConfigError` if that is more than other processes would read."""
-        stored = marks(stream.directory for stream in self.streams).stored
+        stored = marks(stream.directory for stream in self.streams)
         text = json.dumps(self._asdict(), separators=(",", ":"), allow_nan=False).encode()
         data = _HEAD.pack(_MAGIC, len(stored)) + array("I", stored).tobytes() + text
         if len(data) > LARGEST:
@@ -247,21 +229,20 @@ def length_of_marks(data: bytes) -> int:
     return _HEAD.size + 4 * int.from_bytes(data[_HEAD.size - 4 : _HEAD.size], sys.byteorder)
 
 
-def may_overlap(data: bytes, queried: frozenset[int]) -> bool:
-    """Whether a directory of the record that begins with ``data`` may overlap one with the queried marks. False is certain."""
+def may_overlap(data: bytes, sought: frozenset[int]) -> bool:
+    """Whether a directory of the record that begins with ``data`` may have one of the marks. False is certain."""
     end = length_of_marks(data)
     if not data.startswith(_MAGIC) or len(data) < end:
         return True
-    return not queried.isdisjoint(memoryview(data)[_HEAD.size : end].cast("I"))
+    return not sought.isdisjoint(memoryview(data)[_HEAD.size : end].cast("I"))
 
 
 def load(data: bytes) -> Record | None:
     """Parse a record; None if it is damaged or of an unknown version."""
+    if not data.startswith(_MAGIC):
+        return None
     try:
-        magic, count = _HEAD.unpack_from(data)
-        if magic != _MAGIC:
-            return None
-        fields = json.loads(data[_HEAD.size + 4 * count :])
+        fields = json.loads(data[length_of_marks(data) :])
         if fields["version"] != VERSION:
             return None
         fields["streams"] = tuple(_stream(*stream) for stream in fields["streams"])
@@ -269,7 +250,7 @@ def load(data: bytes) -> Record | None:
             paths, marker = fields["beside"]
             fields["beside"] = ExternalFiles(tuple(map(os.fspath, paths)), os.fspath(marker))
         record = Record(**fields)
-    except (struct.error, ValueError, TypeError, KeyError, IndexError, RecursionError):
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return None
     return record if _is_sound(record) else None
 
@@ -299,6 +280,7 @@ def _is_sound(record: Record) -> bool:
 
 @functools.cache
 def user_name(uid: int) -> str:
+    """Return the user's name on this machine; the number if there is none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

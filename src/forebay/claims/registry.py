@@ -15,15 +15,14 @@ import json
 import os
 import re
 import stat
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn
 
 from forebay import errors
 from forebay._kernel import host, locks
-from forebay._kernel.waits import Wait
+from forebay._kernel.waits import PollingWait
 from forebay.claims import claim_files, conflicts, processes, records
 from forebay.claims.claim_files import CLAIM, LEADER, LOCKS, MARKER, NEW, OLD, SLOTS, TABLE, WORDS, Gone, scrap_name
 from forebay.claims.conflicts import ClaimRequest
@@ -35,7 +34,7 @@ VARIABLE = "FOREBAY_CLAIMS"
 DEFAULT = "/dev/shm/forebay-claims"
 LOCK = "lock"
 REFUSED = "refused."
-_SHORTEST_PAUSE, _LONGEST_PAUSE, _LONGEST_LOCK_PAUSE = 0.0002, 0.05, 0.02
+_LONGEST_PAUSE, _LONGEST_LOCK_PAUSE = 0.05, 0.02
 _TIMEOUT = 60.0
 _OPEN_TO_ALL = 0o1777
 _REFUSALS = 32
@@ -45,19 +44,6 @@ _NOT_SHARED_MEMORY = frozenset((CLAIM, TABLE, LOCKS, WORDS, MARKER))
 _PID = re.compile(rb"([1-9][0-9]{0,9})\n")
 _TAKEN = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR))
 _UNFIT = frozenset((errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENXIO))
-
-
-class PollingWait(Wait):
-    """A wait for something that wakes no sleeper: short sleeps that become longer. ``timeout``: at most so many seconds; None: no limit."""
-
-    def __init__(self, timeout: float | None, longest: float) -> None:
-        super().__init__(timeout)
-        self._longest, self._pause = longest, _SHORTEST_PAUSE
-
-    def sleep(self, what: Callable[[], tuple[str, str]]) -> None:
-        """Sleep a little. ``what``: what is waited for, and who holds it. Raises `WaitTimeout` when the time is up."""
-        time.sleep(min(self._pause, self.turn(what)))
-        self._pause = min(2 * self._pause, self._longest)
 
 
 # -- the directory of all claims ---------------------------------------------------------------------------------------
@@ -196,7 +182,7 @@ class ClaimState(NamedTuple):
 
     def _is_leader_dying(self) -> bool:
         record = self.record
-        if record is None or record.space != processes.pid_space():
+        if record is None or record.space != processes.own().space:
             return False
         if processes.status(record.pid) is not None:
             return processes.is_dying(record.pid, record.ticks)
@@ -232,16 +218,16 @@ def parse(names: Iterable[str]) -> list[tuple[str, int, str]]:
     return [(name, int(prefix), tag) for name, prefix, tag in _NAME.findall("/".join(names))]  # in one call: 0.3 us a name instead of 1
 
 
-def read_state(registry: Path, name: str, prefix: int, tag: str, queried: frozenset[int] | None = None) -> ClaimState | None:
+def read_state(registry: Path, name: str, prefix: int, tag: str, sought: frozenset[int] | None = None) -> ClaimState | None:
     """Return the state of the claim of this name, as `parse` returns it; None if there is none, or it was freed in between.
 
-    ``queried``: marks; the record is read only if the claim is live and its directories may overlap theirs. Raises OSError if this process
-    cannot open any file."""
+    ``sought``: marks; the record is read only if the claim is live and one of its directories may have one of them. Raises OSError if this
+    process cannot open any file."""
     fd = claim_files.open_read(f"{registry}/{name}/{CLAIM}")
     try:
         if fd is not None:
             uid, live = os.fstat(fd).st_uid, locks.locked_at(fd, 0, SLOTS) is not None
-            if queried is not None and not (live and records.may_overlap(claim_files.read_marks(fd), queried)):
+            if sought is not None and not (live and records.may_overlap(claim_files.read_marks(fd), sought)):
                 return ClaimState(registry, name, prefix, tag, uid, live, False, None)
             led = live and locks.locked_at(fd, LEADER) is not None
             return ClaimState(registry, name, prefix, tag, uid, live, led, records.load(claim_files.read(fd)))
@@ -260,17 +246,6 @@ def read_state(registry: Path, name: str, prefix: int, tag: str, queried: frozen
 # -- under the lock of all claims --------------------------------------------------------------------------------------
 
 
-class HeldClaim(NamedTuple):
-    """A claim that this process has."""
-
-    record: Record
-    members: Members
-
-
-Obstacle: TypeAlias = tuple[errors.ClaimConflict, ClaimState]
-"""Why a claim cannot be created, and the claim that is in its way."""
-
-
 def _is_ours(path: Path) -> bool:
     try:
         status = os.lstat(path)
@@ -287,16 +262,16 @@ class LockedRegistry:
         for name in self.names:
             if name.startswith((NEW, OLD)) and _is_ours(path / name):
                 self._scrap(path / name)
-            elif name.startswith(REFUSED) and _is_ours(path / name):
+            elif name.startswith(REFUSED):
                 self.free(path / name)  # if the process that refused has ended
 
-    def free_dead(self, request: ClaimRequest) -> tuple[set[int], Obstacle | None]:
-        """Free this user's dead claims. Returns the numbers that are taken, and a live claim that has the requested name or a requested
-        directory, if there is one."""
-        queried = records.marks(stream.directory for stream in request.streams if stream.remote is not None).queried
+    def free_dead(self, request: ClaimRequest) -> tuple[set[int], tuple[errors.ClaimConflict, ClaimState] | None]:
+        """Free this user's dead claims. Returns the numbers that are taken, and, if a live claim has the requested name or a requested
+        directory, the error and that claim."""
+        sought = records.opposite(records.marks(stream.directory for stream in request.streams if stream.remote is not None))
         taken, own_tag = set[int](), request.tag
         for name, prefix, tag in parse(self.names):
-            state = read_state(self._path, name, prefix, tag, None if tag == own_tag else queried)
+            state = read_state(self._path, name, prefix, tag, None if tag == own_tag else sought)
             if state is None or (not state.live and self.free(state.directory)):
                 continue  # its number is free; that of another user's dead claim is not
             if state.live and (conflict := self._conflict(request, state)) is not None:
@@ -317,7 +292,7 @@ class LockedRegistry:
             return None
         return conflicts.conflict_error(ours, other.record, other.pids(), streams)
 
-    def create(self, request: ClaimRequest, taken: set[int], on_left: OnLeft) -> HeldClaim:
+    def create(self, request: ClaimRequest, taken: set[int], on_left: OnLeft) -> Members:
         """Create the claim under the lowest free number. Raises `NoSpace`, `Closed` if its directory is removed meanwhile, OSError."""
         for prefix in range(_NUMBERS):
             if prefix in taken or not (request.beside is None or request.beside.is_free(prefix)):
@@ -329,14 +304,14 @@ class LockedRegistry:
                     raise
         raise errors.NoSpace(f"{self._path}: all {_NUMBERS:,} numbers are taken", key=str(self._path))
 
-    def _create(self, request: ClaimRequest, prefix: int, on_left: OnLeft) -> HeldClaim:
+    def _create(self, request: ClaimRequest, prefix: int, on_left: OnLeft) -> Members:
         new, directory = self._path / scrap_name(NEW), self._path / f"{prefix:06}.{request.tag}"
         record, beside = request.record(prefix), request.beside
-        fd = claim_files.build(new, record, None if beside is None else lambda parent: beside.create_marker(prefix, parent))
+        create_marker = None if beside is None else functools.partial(beside.create_marker, prefix)
+        fd = claim_files.build(new, record.dump(), create_marker=create_marker)
         try:
             host.rename(new, directory)
-            members = inherited_fds.hand_over(fd, lambda fd: Members(directory, fd, LEADER, request.rank, on_left))
-            return HeldClaim(record, members)
+            return inherited_fds.hand_over(fd, lambda fd: Members(directory, fd, LEADER, record, request.rank, on_left))
         except OSError as error:
             self._scrap(new)
             if isinstance(error, FileNotFoundError):
@@ -347,12 +322,10 @@ class LockedRegistry:
 
     def free(self, directory: Path) -> bool:
         """Take the name from a claim of this user that no process has. Returns False if a process has it, or it is not this user's."""
-        if not _is_ours(directory):
-            return False
         try:
-            fd = inherited_fds.register(lambda: claim_files.open_write(directory, CLAIM))
+            fd = inherited_fds.register(lambda: claim_files.open_write(directory / CLAIM))
         except OSError:
-            return False  # without this file it is no claim
+            return False  # another user's; or no claim, without this file
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode) or not locks.take(fd, 0, SLOTS):
                 return False
@@ -373,7 +346,7 @@ class LockedRegistry:
     def refuse(self, request: ClaimRequest, error: errors.ClaimConflict) -> None:
         """Tell the other ranks of the job, as long as this process lives, why there is no claim, so that they do not wait for it."""
         new = self._path / scrap_name(NEW)
-        fd = claim_files.build_refusal(new, json.dumps(errors.to_wire(error)).encode())
+        fd = claim_files.build(new, json.dumps(errors.to_wire(error)).encode(), files={})
         name = self._path / f"{REFUSED}{request.tag}{new.name.removeprefix(NEW[:-1])}"
         host.rename(new, name)
         _refusals.append((os.getpid(), name, fd))
@@ -409,7 +382,7 @@ class Registry:
         self.path = (default() if path is None else Path(path)).absolute()
         prepare(self.path)
 
-    def register(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> HeldClaim:
+    def register(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> Members:
         """Create a claim as the first of the job's ranks on this node. Raises `ClaimConflict`, `NoSpace`, `WaitTimeout`.
 
         Waits at most ``timeout`` seconds for a conflicting claim that is about to end, else ``request.conflict_timeout`` seconds."""
@@ -433,36 +406,33 @@ class Registry:
                 raise conflict
             wait.sleep(functools.partial(_describe_wait, request, other))
 
-    def join(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> HeldClaim:
+    def join(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> Members:
         """Join the claim that the first rank creates, or has created. Raises `ClaimMismatch` if its arguments differ, `WaitTimeout`, and
         the `ClaimConflict` that the first rank got."""
         wait = PollingWait(timeout, _LONGEST_PAUSE)
         while True:
-            held = self._find(request, led=True)
-            if held is not None:
-                return _matching(held, request)
+            members = self._find(request, led=True)
+            if members is not None:
+                return _matching(members, request)
             refusal = self._refusal(request)
             if refusal is not None:
                 raise refusal
             wait.sleep(lambda: self._describe_missing(request))
 
-    def join_or_register(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> HeldClaim:
+    def join_or_register(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> Members:
         """Join the claim of that job and key, or create it: it has no leader. Its directories conflict with no others."""
         with self.locked(timeout) as locked:
-            held = self._find(request, led=False)
-            return held if held is not None else locked.create(request, locked.free_dead(request)[0], self._free_if_unused)
+            members = self._find(request, led=False)
+            return members if members is not None else locked.create(request, locked.free_dead(request)[0], self._free_if_unused)
 
-    def attach(self, directory: Path, *, rank: int | None = None) -> HeldClaim:
+    def attach(self, directory: Path, *, rank: int | None = None) -> Members:
         """Join the processes that have the claim in ``directory``. Raises `Closed` if it was freed."""
-        with contextlib.suppress(Gone):
-            members = Members.attach(directory, rank=rank, on_left=self._free_if_unused)
-            state = self._state(directory.name)
-            if state is not None and state.record is not None:
-                return HeldClaim(state.record, members)
-            members.leave()
-        raise errors.Closed(f"the claim {directory} was freed: all processes that had it are gone", what="claim")
+        try:
+            return Members.attach(directory, rank=rank, on_left=self._free_if_unused)
+        except Gone:
+            raise errors.Closed(f"the claim {directory} was freed: all processes that had it are gone", what="claim") from None
 
-    def _find(self, request: ClaimRequest, *, led: bool) -> HeldClaim | None:
+    def _find(self, request: ClaimRequest, *, led: bool) -> Members | None:
         """Join the claim of that job and key, if there is one. ``led``: only while its leader has it."""
         for name, prefix, tag in parse(os.listdir(self.path)):
             state = read_state(self.path, name, prefix, tag) if tag == request.tag else None
@@ -473,7 +443,7 @@ class Registry:
             except Gone:
                 continue
             if not led or members.is_in(LEADER):
-                return HeldClaim(state.record, members)
+                return members
             members.leave()
         return None
 
@@ -495,18 +465,15 @@ class Registry:
         return None
 
     def _describe_missing(self, request: ClaimRequest) -> tuple[str, str]:
-        job = request.name or request.job
-        live = [state.record for state in self.states() if state.live and state.record is not None and state.record.job == job]
+        known = [state.record for state in self.states() if state.live]
+        live = [record for record in known if record is not None and record.job == request.job.name]
         existing = "; ".join(f"claim {record.key} of process {record.pid}" for record in live)
         return (
-            f"the first rank of this node to create claim {request.key} of {request.owner} (known by {request.how})",
+            f"the first rank of this node to create {request} (known by {request.job.how})",
             f"nobody yet (claims of this job here: {existing or 'none'})",
         )
 
     # -- inspecting and freeing ------------------------------------------------------------------------------------
-
-    def _state(self, name: str) -> ClaimState | None:
-        return next((read_state(self.path, *found) for found in parse([name])), None)
 
     def states(self) -> list[ClaimState]:
         """Return all claims of the node, live and dead, by their number; of unreadable ones what is known."""
@@ -525,10 +492,11 @@ class Registry:
     def _free_if_unused(self, directory: Path) -> None:
         """Free a claim if no process has it and the lock is free; else the next claim does so."""
         with contextlib.suppress(OSError):  # `WaitTimeout` is one too
-            state = self._state(directory.name)
-            if state is not None and not state.live:
-                with self.locked(0) as locked:
-                    locked.free(directory)
+            for found in parse([directory.name]):
+                state = read_state(self.path, *found)
+                if state is not None and not state.live:
+                    with self.locked(0) as locked:
+                        locked.free(directory)
 
     @contextlib.contextmanager
     def locked(self, timeout: float | None = _TIMEOUT) -> Iterator[LockedRegistry]:
@@ -552,17 +520,16 @@ class Registry:
 
 def _describe_wait(request: ClaimRequest, other: ClaimState | None) -> tuple[str, str]:
     holder = "another job" if other is None or other.record is None else conflicts.describe(other.record, other.pids())
-    return f"claim {request.key} of {request.owner}", holder
+    return str(request), holder
 
 
-def _matching(held: HeldClaim, request: ClaimRequest) -> HeldClaim:
-    difference = conflicts.mismatch(request.streams, held.record.streams)
+def _matching(members: Members, request: ClaimRequest) -> Members:
+    theirs = members.record
+    difference = conflicts.mismatch(request.streams, theirs.streams)
     if difference is None:
-        return held
-    held.members.leave()
-    theirs = held.record
+        return members
+    members.leave()
     raise errors.ClaimMismatch(
-        f"claim {request.key} of {request.owner} (known by {request.how}) differs from that of its leader, process {theirs.pid}: "
-        f"{difference}",
+        f"{request} (known by {request.job.how}) differs from that of its leader, process {theirs.pid}: {difference}",
         ours=[s.directory.path for s in request.streams], theirs=[s.directory.path for s in theirs.streams],
     )  # fmt: skip

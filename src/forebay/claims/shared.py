@@ -26,7 +26,7 @@ from forebay._kernel import host, locks, mappings, waits
 from forebay._logs import logger
 from forebay.claims import claim_files
 from forebay.claims.claim_files import LOCKS, WORDS
-from forebay.claims.members import ClaimContext
+from forebay.claims.members import Members
 
 if TYPE_CHECKING:
     import numpy
@@ -51,8 +51,8 @@ class _ClaimLocks:
     through a description of its own."""
 
     def __init__(self, directory: Path) -> None:
-        self.file = locks.LockFile(directory / LOCKS, claim_files.opener)
-        self.words = waits.Words(directory / WORDS, claim_files.opener)
+        self.file = locks.LockFile(directory / LOCKS, claim_files.open_write)
+        self.words = waits.Words(directory / WORDS, claim_files.open_write)
         self.threads: dict[int, int] = {}  # offset -> the thread that holds it
         self._path = directory / LOCKS
         self._busy: set[int] = set()  # the threads in the middle of a call to `file`
@@ -63,7 +63,7 @@ class _ClaimLocks:
     def try_lock(self, offset: int) -> Literal[True] | None:
         me = threading.get_ident()
         if me in self._busy:
-            own = locks.LockFile(self._path, claim_files.opener)
+            own = locks.LockFile(self._path, claim_files.open_write)
             if not own.try_lock(offset, exclusive=True):
                 return None
             self._by_handler[offset] = own
@@ -121,19 +121,19 @@ class _ClaimLocks:
         self._by_handler, self._busy, self.threads, self._is_forking = {}, set(), {}, False
 
 
-def _locks_of(context: ClaimContext) -> _ClaimLocks:
-    claim_locks = context.parts.get(_ClaimLocks)
+def _locks_of(members: Members) -> _ClaimLocks:
+    claim_locks = members.parts.get(_ClaimLocks)
     if claim_locks is None:
         try:
-            claim_locks = context.parts.setdefault(_ClaimLocks, _ClaimLocks(context.directory))
+            claim_locks = members.parts.setdefault(_ClaimLocks, _ClaimLocks(members.directory))
         except FileNotFoundError:
-            raise context.lost() from None
+            raise members.lost() from None
     return cast(_ClaimLocks, claim_locks)
 
 
-def words_of(context: ClaimContext) -> waits.Words:
+def words_of(members: Members) -> waits.Words:
     """Return the futex words of a claim."""
-    return _locks_of(context).words
+    return _locks_of(members).words
 
 
 def name_hash(kind: str, name: str) -> int:
@@ -142,9 +142,9 @@ def name_hash(kind: str, name: str) -> int:
     return int.from_bytes(digest.digest(), "little") >> 2
 
 
-def close(context: ClaimContext) -> None:
+def close(members: Members) -> None:
     """Close the file of the locks: now, or when the last held lock is released."""
-    claim_locks = context.parts.pop(_ClaimLocks, None)
+    claim_locks = members.parts.pop(_ClaimLocks, None)
     if claim_locks is not None:
         claim_locks.retire()
 
@@ -156,20 +156,20 @@ class NamedLock:
     the next one enters within 0.1 s. A forked child does not hold what its parent holds. Not reentrant: a thread that enters a second
     time gets a `ConfigError` at once. Callable from any thread; unpickling gives the same lock."""
 
-    def __init__(self, context: ClaimContext, name: str, timeout: float | None = None, *, kind: Kind = "lock") -> None:
+    def __init__(self, members: Members, name: str, timeout: float | None = None, *, kind: Kind = "lock") -> None:
         if not isinstance(name, str):
             raise errors.ConfigError(f"name={name!r}: must be a str", name="name", value=repr(name))
-        context.check()
+        members.check()
         self.name, self.timeout = name, _config.parse_timeout(timeout)
-        self._context, self._kind = context, kind
-        self._locks = _locks_of(context)
+        self._members, self._kind = members, kind
+        self._locks = _locks_of(members)
         self._offset = name_hash(kind, name)
 
     def __repr__(self) -> str:
         return f"<{self._label()}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NamedLock, (self._context, self.name, self.timeout)
+        return NamedLock, (self._members, self.name, self.timeout)
 
     def within(self, timeout: float | None) -> Self:
         """Return the same lock with another timeout."""
@@ -178,7 +178,7 @@ class NamedLock:
         return other
 
     def __enter__(self) -> Self:
-        self._context.check()
+        self._members.check()
         claim_locks, offset, me = self._locks, self._offset, threading.get_ident()
         if claim_locks.threads.get(offset) == me:
             raise errors.ConfigError(f"{self._label()} is already held by this thread, and is not reentrant")
@@ -193,52 +193,52 @@ class NamedLock:
         return self
 
     def _try(self) -> Literal[True] | None:
-        self._context.check()
+        self._members.check()
         return self._take()
 
     def _take(self) -> Literal[True] | None:
         try:
             return self._locks.try_lock(self._offset)
         except FileNotFoundError:
-            raise self._context.lost() from None
+            raise self._members.lost() from None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._locks.threads.get(self._offset) == threading.get_ident():  # else the parent of this forked child holds it
             self._locks.unlock(self._offset)
 
     def _label(self) -> str:
-        return f"the {self._kind} {self.name!r} of {self._context.name}"
+        return f"the {self._kind} {self.name!r} of {self._members.name}"
 
     def _describe_holder(self) -> tuple[str, str]:
-        live = {member.pid: member for member in self._context.members.live()}
-        pids = locks.holders(self._context.directory / LOCKS, self._offset, among=live)
+        live = {member.pid: member for member in self._members.live()}
+        pids = locks.holders(self._members.directory / LOCKS, self._offset, among=live)
         return self._label(), ", ".join(live[pid].describe_with_state() for pid in pids) or "an unknown process"
 
 
 # -- arrays, scalars, buffers ------------------------------------------------------------------------------------------
 
 
-def array(context: ClaimContext, name: str, shape: int | Sequence[int], dtype: Any) -> numpy.ndarray[Any, Any]:
+def array(members: Members, name: str, shape: int | Sequence[int], dtype: Any) -> numpy.ndarray[Any, Any]:
     """Return an array in memory that all processes of the claim share; zeros at first. Raises ClaimMismatch, ConfigError, NoSpace."""
-    sizes, kind = _shape(name, shape), _dtype(name, dtype)
-    _check_shape(name, sizes, kind)
-    view = map_shared(context, "array", name, math.prod(sizes) * kind.itemsize, shape=list(sizes), dtype=repr(kind))
+    kind = _dtype(name, dtype)
+    sizes = _shape(name, shape, kind)
+    view = map_shared(members, "array", name, math.prod(sizes) * kind.itemsize, shape=list(sizes), dtype=repr(kind))
     shared_array: numpy.ndarray[Any, Any] = _numpy().ndarray(sizes, kind, buffer=view)
     return shared_array
 
 
-def scalar(context: ClaimContext, name: str, dtype: Any) -> Scalar:
+def scalar(members: Members, name: str, dtype: Any) -> Scalar:
     """Return one shared value; zero at first. Raises ClaimMismatch, ConfigError, NoSpace."""
     kind = _dtype(name, dtype)
     if kind.subdtype is not None:
         raise errors.ConfigError(f"{name!r}: a value of {kind!r} is an array, not one value")
-    view = map_shared(context, "scalar", name, kind.itemsize, dtype=repr(kind))
-    return Scalar(context, name, _numpy().ndarray((1,), kind, buffer=view))
+    view = map_shared(members, "scalar", name, kind.itemsize, dtype=repr(kind))
+    return Scalar(members, name, _numpy().ndarray((1,), kind, buffer=view))
 
 
-def buffer(context: ClaimContext, name: str, size: int) -> memoryview:
+def buffer(members: Members, name: str, size: int) -> memoryview:
     """Return writable shared bytes; zeros at first. Raises ClaimMismatch, ConfigError, NoSpace."""
-    return map_shared(context, "buffer", name, _length(name, size))
+    return map_shared(members, "buffer", name, _length(name, size))
 
 
 class Scalar:
@@ -247,15 +247,15 @@ class Scalar:
     A value of at most 8 bytes is stored whole. If two processes read, add and write, one update is lost: use a lock.
     Unpickling gives the same value, whereas an array would be a copy."""
 
-    def __init__(self, context: ClaimContext, name: str, cell: numpy.ndarray[Any, Any]) -> None:
-        self.name, self._context, self._cell = name, context, cell
+    def __init__(self, members: Members, name: str, cell: numpy.ndarray[Any, Any]) -> None:
+        self.name, self._members, self._cell = name, members, cell
         self.dtype: numpy.dtype[Any] = cell.dtype
 
     def __repr__(self) -> str:
         return f"Scalar({self.name!r}, {self.dtype}, value={self.get()!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return scalar, (self._context, self.name, self.dtype)
+        return scalar, (self._members, self.name, self.dtype)
 
     def get(self) -> Any:
         """Return the value as plain Python."""
@@ -286,20 +286,17 @@ def _dtype(name: str, dtype: Any) -> numpy.dtype[Any]:
     return cast("numpy.dtype[Any]", kind)
 
 
-def _shape(name: str, shape: Any) -> tuple[int, ...]:
+def _shape(name: str, shape: Any, kind: numpy.dtype[Any]) -> tuple[int, ...]:
     try:
-        sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+        given = tuple(shape) if isinstance(shape, Iterable) else (shape,)
     except TypeError:  # an array without a dimension
-        sizes = (shape,)
-    return tuple(_length(name, size) for size in sizes)
-
-
-def _check_shape(name: str, sizes: tuple[int, ...], kind: numpy.dtype[Any]) -> None:
-    """Try the shape with an empty array, before a file is created."""
-    try:
+        given = (shape,)
+    sizes = tuple(_length(name, size) for size in given)
+    try:  # with an empty array, before a file is created
         _numpy().ndarray(sizes if 0 in sizes else (0,) * len(sizes), kind)
     except ValueError as error:
         raise errors.ConfigError(f"{name!r}: NumPy has no arrays of this shape: {error}") from error
+    return sizes
 
 
 def _length(name: str, size: Any) -> int:
@@ -315,19 +312,19 @@ def _length(name: str, size: Any) -> int:
 # -- mapped files ------------------------------------------------------------------------------------------------------
 
 
-def map_shared(context: ClaimContext, kind: str, name: str, size: int, **facts: Any) -> memoryview:
+def map_shared(members: Members, kind: str, name: str, size: int, **facts: Any) -> memoryview:
     """Return ``size`` writable bytes, aligned to a page; zeros at first. Raises `ClaimMismatch` if another process asked for something
     else under this name.
 
     The view stays valid after the claim is closed, and in forked children."""
-    lock = NamedLock(context, name, kind="memory")
+    lock = NamedLock(members, name, kind="memory")
     header = {"kind": kind, "name": name, "size": size, **facts}
-    path = os.path.join(context.directory, f"{'barrier' if kind == 'barrier' else 'memory'}.{_quoted(name)}")
-    view = _open(path, header, context)
+    path = os.path.join(members.directory, f"{'barrier' if kind == 'barrier' else 'memory'}.{_quoted(name)}")
+    view = _open(path, header, members)
     if view is None:
         with lock:  # two processes that build it at once would need twice the blocks
-            view = _open(path, header, context)
-            return view if view is not None else _make(path, header, context)
+            view = _open(path, header, members)
+            return view if view is not None else _make(path, header, members)
     return view
 
 
@@ -337,16 +334,16 @@ def _quoted(name: str) -> str:
     return quoted if len(quoted) <= _LONGEST else f"{quoted[:_LONGEST]}.{hashlib.blake2b(raw, digest_size=16).hexdigest()}"
 
 
-def _open(path: str, header: dict[str, Any], context: ClaimContext) -> memoryview | None:
+def _open(path: str, header: dict[str, Any], members: Members) -> memoryview | None:
     try:
-        fd = claim_files.open_write(context.directory, os.path.basename(path))
+        fd = claim_files.open_write(path)
     except FileNotFoundError:
         return None  # `_make` notices if the claim itself is gone
     try:
         start, stored = _read_header(fd, path)
         if stored != header:
             what, requested = _described(stored), _described(header)
-            raise errors.ClaimMismatch(f"{header['name']!r} of {context.name} was created as {what}, and is requested here as {requested}")
+            raise errors.ClaimMismatch(f"{header['name']!r} of {members.name} was created as {what}, and is requested here as {requested}")
         return mappings.map_file(fd, start + stored["size"], writable=True)[start:]
     finally:
         os.close(fd)
@@ -369,15 +366,15 @@ def _described(header: dict[str, Any]) -> str:
     return f"{header['kind']} of {', '.join(parts) or format(header['size'], ',') + ' bytes'}"
 
 
-def _make(path: str, header: dict[str, Any], context: ClaimContext) -> memoryview:
+def _make(path: str, header: dict[str, Any], members: Members) -> memoryview:
     """Build and map the file. The caller holds the lock of this name."""
     text = json.dumps(header).encode()
     start = -(-(_START.size + len(text)) // PAGE) * PAGE
     size, temporary = start + header["size"], f"{path}+new"  # a quoted name has no plus sign
     try:
-        if size > host.free_bytes(context.directory):
-            raise _no_space(header, context, size)  # before a file that fills the file system disturbs other processes
-        with claim_files.inside(context.directory) as directory:
+        if size > host.free_bytes(members.directory):
+            raise _no_space(header, members, size)  # before a file that fills the file system disturbs other processes
+        with claim_files.inside(members.directory) as directory:
             host.unlink(temporary, directory)  # left by a killed process
             fd = host.create(temporary, 0o600, directory=directory)
             try:
@@ -389,18 +386,18 @@ def _make(path: str, header: dict[str, Any], context: ClaimContext) -> memoryvie
                 os.close(fd)
                 host.unlink(temporary, directory)
     except FileNotFoundError:
-        raise context.lost() from None
+        raise members.lost() from None
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise _no_space(header, context, size) from error
+            raise _no_space(header, members, size) from error
         raise
 
 
-def _no_space(header: dict[str, Any], context: ClaimContext, need: int) -> errors.NoSpace:
-    disk, registry = host.disk(context.directory), context.directory.parent
+def _no_space(header: dict[str, Any], members: Members, need: int) -> errors.NoSpace:
+    disk, registry = host.disk(members.directory), members.directory.parent
     inodes = ", but no more files can be created there" if disk.free >= need and disk.inodes_free < 2 else ""
     return errors.NoSpace(
-        f"no room for {header['name']!r} of {context.name}: {need:,} bytes needed, {disk.free:,} of {disk.total:,} are free in {registry}"
+        f"no room for {header['name']!r} of {members.name}: {need:,} bytes needed, {disk.free:,} of {disk.total:,} are free in {registry}"
         f"{inodes}: `forebay claims` lists what is held there; enlarge it (docker run --shm-size), or set FOREBAY_CLAIMS to a larger "
         "directory", key=header["name"], need=need, free=disk.free, budget=disk.total, hopeless=need > disk.total, limit="disk",
     )  # fmt: skip

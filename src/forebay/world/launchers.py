@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,10 +40,6 @@ class LauncherInfo:
 
     def __str__(self) -> str:
         return _formatted(self.launcher, self.facts)
-
-    def agrees(self, other: LauncherInfo) -> bool:
-        """Whether both describe the same ranks."""
-        return (self.rank, self.num_ranks) == (other.rank, other.num_ranks)
 
 
 class Variables:
@@ -203,11 +199,6 @@ def _even(variables: Variables, groups: str) -> int:
 
 SOURCES: tuple[Callable[[], LauncherInfo | None], ...] = (from_torch, from_ray, from_torchrun, from_mpi, from_slurm)
 """What the process itself knows comes before its environment, and an inner launcher before the outer one, whose variables it inherits."""
-
-
-def detected() -> Iterator[LauncherInfo]:
-    """Yield what each launcher knows, the innermost first. Raises `ConfigError` for contradictory variables."""
-    return (info for read in SOURCES if (info := read()) is not None)
 
 
 # -- other facts -------------------------------------------------------------------------------------------------------

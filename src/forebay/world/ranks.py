@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from typing import Any
 
 from forebay._kernel import host
-from forebay._logs import logger
-from forebay.errors import WaitTimeout
-from forebay.world.launchers import ENVIRONMENT, TORCH, LauncherInfo, contradiction, detected, torch_distributed
+from forebay._kernel.waits import PollingWait
+from forebay.world.launchers import ENVIRONMENT, SOURCES, TORCH, LauncherInfo, contradiction, torch_distributed
 
-log = logger("forebay.world")
-
-TIMEOUT, LOG_EVERY = 60.0, 5.0  # seconds that ranks wait for each other's World.detect(), and between two log lines about it
-LONGEST_PAUSE = 0.2
+TIMEOUT, LOG_AFTER = 60.0, 5.0  # seconds that ranks wait for each other's World.detect(), and until the first log line about it
+_LONGEST_PAUSE = 0.2
 
 
 def ranks() -> tuple[int, int, int]:
@@ -39,8 +35,8 @@ def ranks() -> tuple[int, int, int]:
 def _relevant() -> list[LauncherInfo]:
     """Return what the innermost launcher knows, and the outer ones with the same ranks, up to one that knows the ranks per node."""
     infos: list[LauncherInfo] = []
-    for info in detected():
-        if infos and not info.agrees(infos[0]):
+    for info in filter(None, (read() for read in SOURCES)):
+        if infos and (info.rank, info.num_ranks) != (infos[0].rank, infos[0].num_ranks):
             if infos[0].launcher == TORCH and info.launcher == ENVIRONMENT:  # torch.distributed should have taken its ranks from it
                 raise contradiction(f"{infos[0]}, {info}", "they contradict each other")
             continue
@@ -109,17 +105,14 @@ def _exchange(store: Any, first: LauncherInfo) -> list[str]:
     """Return the node of each rank. Raises `WaitTimeout`."""
     keys = [f"forebay/node/{rank}" for rank in range(first.num_ranks)]
     store.set(keys[first.rank], own_node())
-    began, pause, log_at = time.monotonic(), 0.001, LOG_EVERY
+
+    def what() -> tuple[str, str]:
+        missing = f"rank {', '.join(str(rank) for rank, key in enumerate(keys) if not store.check([key])) or 'none'}"
+        return f"World.detect() of {missing}, which all ranks must call since no launcher knows how many a node has", missing
+
+    wait = PollingWait(TIMEOUT, _LONGEST_PAUSE, LOG_AFTER, "missing:")
     while not store.check(keys):  # its own wait prints a warning for each timeout
-        time.sleep(pause)
-        pause, waited = min(2 * pause, LONGEST_PAUSE), time.monotonic() - began
-        if waited >= min(log_at, TIMEOUT):
-            missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-            what = f"World.detect() of rank {missing or 'none'}: all ranks must call it, since no launcher knows how many a node has"
-            if waited >= TIMEOUT:
-                raise WaitTimeout(f"waited {waited:.0f} s for {what}", what=what, waited=waited, holder=f"rank {missing}")
-            log.warning("rank %d has waited %.0f s for %s", first.rank, waited, what)
-            log_at += LOG_EVERY
+        wait.sleep(what)
     return [store.get(key).decode() for key in keys]
 
 

@@ -14,6 +14,7 @@ from forebay import claims
 from forebay.adapters.streaming.prefix import claim_of, hold
 from forebay.adapters.streaming.shared import SharedArray
 from forebay.claims.conflicts import ClaimRequest
+from forebay.claims.processes import Job
 from forebay.claims.registry import Registry
 from forebay.claims.shared import NamedLock
 from forebay.world import World
@@ -110,6 +111,8 @@ def _own_claim(name: str) -> claims.Claim:
     claim = _own.get(name)
     if claim is None or claim.closed:
         registry = Registry()
-        held = registry.join_or_register(ClaimRequest("barriers of Streaming", "their names", name, (), name="all who have this barrier"))
-        _own[name] = claim = claims.opened(registry, held, World(1, 1, 1, 0))
+        members = registry.join_or_register(
+            ClaimRequest(Job("barriers of Streaming", "all who have this barrier", "their names"), name, ())
+        )
+        _own[name] = claim = claims.opened(registry, members, World(1, 1, 1, 0))
     return claim

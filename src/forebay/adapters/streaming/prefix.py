@@ -142,19 +142,18 @@ def get_shm_prefix(
     _counts[count] += 1
     spared = frozenset(claim.path.name for claim, pid in _given_up.items() if pid == os.getpid() and claim.path.parent == registry.path)
     request = ClaimRequest(
-        job.id, job.how, f"of Streaming, {_counts[count] - 1}", streams, here.to_json(), here.rank,
-        equal_only=True, beside=_StreamingFiles(streams_local, streams_remote, registry), conflict_timeout=retry * TICK,
-        name=job.name, spared=spared,
+        job, f"of Streaming, {_counts[count] - 1}", streams, here, equal_only=True,
+        beside=_StreamingFiles(streams_local, streams_remote, registry), conflict_timeout=retry * TICK, spared=spared,
     )  # fmt: skip
     try:
-        held = registry.register(request) if here.is_local_leader else registry.join(request, LEADER_WITHIN)
+        members = registry.register(request) if here.is_local_leader else registry.join(request, LEADER_WITHIN)
     except errors.ClaimConflict as error:
         raise _as_streaming_error(error, streams_local) from error
     except errors.WaitTimeout as error:
         if here.is_local_leader:
             raise
         raise errors.ClaimMismatch(f"{error}: does the first rank of this node also create this data set?", **error.facts) from error
-    claim = claims.opened(registry, held, here)
+    claim = claims.opened(registry, members, here)
     return claim.prefix, Locals(claim, is_leader=here.is_local_leader)
 
 
