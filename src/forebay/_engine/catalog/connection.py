@@ -17,24 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from forebay import errors
-from forebay._engine.catalog import schema
-from forebay._engine.catalog.transactions import (
-    EASY,
-    FREE,
-    KEEP,
-    PART,
-    SOFT,
-    STEP,
-    WARN,
-    Ballast,
-    Holding,
-    Txn,
-    UnreadableRows,
-    Wal,
-    WriterLock,
-    fetched,
-    translated,
-)
+from forebay._engine.catalog import schema, transactions
+from forebay._engine.catalog.transactions import Ballast, Holding, Txn, UnreadableRows, Wal, WriterLock, fetched, translated
 from forebay._engine.files.layout import PAGE, CatalogBroken, DiskFull
 from forebay._engine.files.root import Root
 from forebay._engine.index.head import CHANGED, NEXT, SharedHead
@@ -267,7 +251,7 @@ class Catalog:
         if not self._root.read_only:
             con.execute("PRAGMA synchronous = NORMAL")
             con.execute("PRAGMA wal_autocheckpoint = 0")
-            con.execute(f"PRAGMA journal_size_limit = {KEEP}")
+            con.execute(f"PRAGMA journal_size_limit = {transactions.KEEP}")
         con.execute("PRAGMA temp_store = MEMORY")
         meta = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root')").fetchall())
         if meta.get("format") != schema.FORMAT:
@@ -428,10 +412,14 @@ class Catalog:
     def _begin_locked(self, txn: Txn) -> None:
         """Before it, make way: the log does not grow above its bound, and on a full disk it starts again in the blocks that it has."""
         over = self.look_at_log()
-        is_full = self._log_size > KEEP // 4 and self.free <= EASY and host.free_bytes(self._root.path) <= KEEP
+        is_full = (
+            self._log_size > transactions.KEEP // 4
+            and self.free <= transactions.EASY
+            and host.free_bytes(self._root.path) <= transactions.KEEP
+        )
         if (over or is_full) and self._copy_log_locked():
             self._log_size = self.log_over = 0  # this transaction starts it again
-        elif over and over > self._budget() // PART:
+        elif over and over > self._budget() // transactions.PART:
             message = f"{self._wal.log} has {self._log_size:,} bytes, since {self._wal.reader()} stands still inside a query"
             raise errors.CacheFault(f"{message}: continue that process, or end it")
         txn.con, txn.is_committed = self._connection_locked(), False
@@ -465,9 +453,9 @@ class Catalog:
         self._head.finish()
         if txn.at_end:
             txn.end()
-        if self._log_size <= SOFT:
+        if self._log_size <= transactions.SOFT:
             self._copied_at, self._warned = 0, False
-        elif not self._copied_at <= self._log_size < self._copied_at + STEP:
+        elif not self._copied_at <= self._log_size < self._copied_at + transactions.STEP:
             self._bound_log()
 
     def _roll_back_locked(self, txn: Txn) -> None:
@@ -526,7 +514,7 @@ class Catalog:
             self._log_size = size = os.stat(self._wal.log).st_size
         except FileNotFoundError:
             self._log_size = size = 0
-        self.log_over = max(0, size - FREE)
+        self.log_over = max(0, size - transactions.FREE)
         return self.log_over
 
     def _bound_log(self) -> None:
@@ -536,7 +524,7 @@ class Catalog:
         self._copied_at = size = self._log_size
         with self._mutex:
             self._copy_log_locked()
-        if size >= WARN and not self._warned:
+        if size >= transactions.WARN and not self._warned:
             self._warned = True
             message = "%s has %d MiB, which count against the budget: %s stands still inside a query: continue that process, or end it"
             log.warning(message, self._wal.log, size >> 20, self._wal.reader())

@@ -6,9 +6,8 @@ All of it is a hint, as the index of keys is. Any process stores to the ghosts w
 are changed under the writer lock only; what they say of an entry is believed while its record says the same. So what is torn, lost,
 stale or another program's misleads the choice of victims for a while, and nothing else. The file may be deleted at any time.
 
-**Ghosts.** Which of two policies would keep more: two caches of keys only, tried on a sample of the keys that are used.
-
-*Miniature simulation* (Waldspurger, Saemundsson, Ahmad, Park, ATC 2017): a cache of 1/n of the size that sees the keys whose hash is in
+**Ghosts** tell which of two policies would keep more: two caches of keys only, tried on a sample of the keys that are used, by
+*miniature simulation* (Waldspurger, Saemundsson, Ahmad, Park, ATC 2017): a cache of 1/n of the size that sees the keys whose hash is in
 1/n of all hashes has about the hit ratio of the whole one. One ghost evicts the least recently used key. The other inserts bimodally
 (Qureshi, Jaleel, Patt, Steely, Emer, ISCA 2007): all but one in `LOTTERY` new keys are on *trial*, and are evicted before all others until
 they are used again. Trials may fill `TRIAL_SHARE` of the cache, oldest first, as in 2Q: so what has become popular finds its way in.
