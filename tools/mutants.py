@@ -142,9 +142,9 @@ MUTANTS = (
         "scenarios/test_s06_one_fetch.py::test_s06_a_failure_reaches_all_who_waited_once",
     ),
     Mutant(
-        2, "a cancelled coroutine cancels the fetch of the others", "cache.aio:AsyncFetches.fetch",
-        "await awaited.future",
-        "try:\n    await awaited.future\nexcept asyncio.CancelledError as error:\n    self._fail(error)\n    raise",
+        2, "a cancelled coroutine cancels the fetch of the others", "cache.aio:AsyncFetches._fetched",
+        "await future",
+        "try:\n    await future\nexcept asyncio.CancelledError as error:\n    self._background._fail(error)\n    raise",
         "cache/test_aio.py::test_a_cancelled_call_cancels_nothing_for_the_others",
     ),
     Mutant(

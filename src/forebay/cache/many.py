@@ -14,7 +14,7 @@ from forebay._engine.locks.lease import Lease
 from forebay._logs import logger
 from forebay._model import Entry
 from forebay.origin import Origin
-from forebay.origin.feeding import fetch_beside
+from forebay.origin.background import run_beside
 from forebay.origin.job import Job
 from forebay.origin.pipeline import Pipeline
 from forebay.origin.request import FetchOptions, Target, first_touch, is_there
@@ -289,7 +289,7 @@ def warm(
                 settle(pulled)
     else:
         requests = _PullRequests(origin, urls, target, options)
-        fetch_beside(Pipeline(origin, side_by_side=jobs), requests, lambda request: settle(requests.result(request)))
+        run_beside(origin, requests, lambda request: settle(requests.result(request)), jobs)
         for pulled in requests.invalid:
             settle(pulled)
     return WarmReport(tuple(done), tuple(failed))
