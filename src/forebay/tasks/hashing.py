@@ -7,7 +7,6 @@ file, a generator, a connection) is `Unstable`.
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import dataclasses
 import enum
@@ -21,12 +20,12 @@ import types
 import weakref
 from _blake2 import blake2b  # of hashlib, which would load OpenSSL into every process
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from forebay._kernel.threads import run_all
 from forebay._model import Buffer
-from forebay.tasks.code import definition_of, is_installed, module_of, place_of, shape_of, steps_of
+from forebay.tasks.code import cells_of, definition_of, is_installed, module_of, place_of, shape_of, steps_of
 
 LONG = 256  # bytes; longer writings are replaced by their digest
 MANY_CYCLES = 10_000
@@ -249,13 +248,6 @@ def _function(writer: DigestWriter, value: Any) -> bytes:
         closure = writer.several(b"z", (content for _, content in cells_of(value)))
         return b"L" + text(name) + definition_of(value).code + writer.write((value.__defaults__, value.__kwdefaults__)) + closure
     return b"A" + text(name) + (b"" if is_installed(value.__code__.co_filename) else definition_of(value).code)
-
-
-def cells_of(function: Any) -> Iterator[tuple[str, Any]]:
-    """The variables that a function closes over, as far as they have a value yet."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):
-            yield name, cell.cell_contents
 
 
 def _path(writer: DigestWriter, value: Any) -> bytes:
