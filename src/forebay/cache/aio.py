@@ -35,52 +35,52 @@ class AsyncFetches:
 
     async def read(self, target: Target, options: FetchOptions) -> memoryview:
         """The bytes, read-only. Raises as `Cache.read`."""
-        job = await self.fetch(target, options, leased=False)
-        if job.data is None:
-            raise job.error or errors.Closed.of("cache")
-        return job.data
+        data = (await self.fetch(target, options, leased=False)).data
+        assert data is not None, "a job without an error has its result"
+        return data
 
     async def local(self, target: Target, options: FetchOptions) -> Lease:
         """A lease on the cached copy. Raises as `Cache.local`."""
-        job = await self.fetch(target, options, leased=True)
-        if job.lease is None:
-            raise job.error or errors.Closed.of("cache")
-        return job.lease
+        lease = (await self.fetch(target, options, leased=True)).lease
+        assert lease is not None, "a job without an error has its result"
+        return lease
 
     async def open(self, target: Target, options: FetchOptions, block_size: int | str | None = None) -> BinaryIO:
         """A file on the cached copy, or on the remote where there is no room. Raises as `Cache.open`."""
-        if block_size is None and (target.in_place is None or options.force) and not options.bypass:
-            job = await self.fetch(target, options, leased=True)
-            if job.lease is not None:
-                return opened(job.lease)
-            if not isinstance(job.error, errors.CacheFault | errors.WaitTimeout):
-                raise job.error or errors.Closed.of("cache")
-            self._origin.fall_back(job.error, target.key)
+        if block_size is not None or (target.in_place is not None and not options.force) or options.bypass:
+            return await in_thread(self._origin.open, target, options, block_size)
+        try:
+            return opened(await self.local(target, options))
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            self._origin.fall_back(error, target.key)
             return await in_thread(stream, self._origin, target, options)
-        return await in_thread(self._origin.open, target, options, block_size)
 
     async def fetch(self, target: Target, options: FetchOptions, *, leased: bool) -> Job:
-        """Fetch an object; returns the job with its result. ``leased``: see `Job`."""
+        """Fetch an object; returns the job with its result, or raises its error. ``leased``: see `Job`."""
         until = None if options.timeout is None else time.monotonic() + options.timeout
         job = Job(self._origin, target, options, leased=leased)
         if job.skips_cache:
-            await in_thread(_run_alone, job)
+            await in_thread(job.run)
             return job
-        size = self._size_there(target)
-        if size is not None and (await in_thread(_serve_at_once, job) if size > LARGE else _serve_at_once(job)):
-            return job
+        with contextlib.suppress(errors.CacheFault):  # the pipeline reports it
+            entry = self._origin.store.entry(URLS, target.key)  # a hit does not wait behind objects under way
+            if entry is not None and (await in_thread(job.look) if entry.size > LARGE else job.look()):
+                return job
         while True:
             await self._fetched(job)
             if not job.is_busy:
-                return job
+                break
             left = None if until is None else max(until - time.monotonic(), 0.0)
             try:
                 hold = await self._origin.store.locks.hold_async(URLS, target.key, timeout=left)
             except (errors.CacheFault, errors.WaitTimeout) as error:
-                await in_thread(_bypass, job, error)
-                return job
+                await in_thread(job.bypass, error)
+                break
             hold.release()  # the one that had it has fetched the object, or has failed
             job = Job(self._origin, target, options, leased=leased, since=job.since, stamp=job.stamp)
+        if job.error is not None:
+            raise job.error
+        return job
 
     async def _fetched(self, job: Job) -> None:
         """Wait until the job has its result, or is busy."""
@@ -102,38 +102,6 @@ class AsyncFetches:
 
         self._background.submit(job, done)
         await future
-
-    def _size_there(self, target: Target) -> int | None:
-        """The size of the entry, if there is one."""
-        try:
-            entry = self._origin.store.entry(URLS, target.key)
-        except errors.CacheFault:
-            return None  # the pipeline meets it, and tells
-        return None if entry is None else entry.size
-
-
-def _serve_at_once(job: Job) -> bool:
-    """Serve what is there, without waiting for a place behind objects that are on their way."""
-    try:
-        return job.look()
-    except errors.CacheFault:
-        return False  # the pipeline meets it, and tells
-
-
-def _run_alone(job: Job) -> None:
-    try:
-        job.run()
-    except Exception as error:  # noqa: BLE001 (raised where it is awaited)
-        job.error = error
-
-
-def _bypass(job: Job, error: errors.ForebayError) -> None:
-    """The cache's lock could not be waited for."""
-    job.is_busy = False
-    try:
-        job.bypass(error)
-    except Exception as other:  # noqa: BLE001 (raised where it is awaited)
-        job.error = other
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:

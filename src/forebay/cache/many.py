@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logger("forebay.cache")
 
 MEANWHILE = 64
-"""Objects of the cache that are read while fetches are under way: other processes may wait for these."""
+"""The number of cached objects that are read while fetches are under way: other processes may wait for these fetches."""
 
 
 class LocalFiles(Sequence[str]):

@@ -1,4 +1,5 @@
-"""The code of a function as bytes: its normalised syntax tree, or its bytecode if there is no source; and the function's name.
+"""The code of a function as bytes: its normalised syntax tree, or its bytecode if there is no source. Also which functions it wraps and
+closes over, and its name.
 
 The tree is the same on every version of Python; comments, docstrings and formatting are no part of it. A source counts only if it compiles
 to the very bytecode that the function runs: a file may have been edited since it was imported, or rewritten on its way in.

@@ -37,11 +37,11 @@ Write = Callable[[Any], bytes]
 
 
 class Unstable(Exception):
-    """A value that has no content to go by. ``what``: in words; ``index``: which of the values given to `digest_of`."""
+    """A value without lasting content. ``what``: in words; ``index``: which of the values given to `digest_of`."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, index: int = 0) -> None:
         super().__init__(what)
-        self.what, self.index = what, 0
+        self.what, self.index = what, index
 
 
 def digest(data: Buffer) -> bytes:
@@ -408,16 +408,8 @@ def encoded(values: Iterable[Any]) -> list[bytes]:
             error.index = index
             raise
         except RecursionError as error:
-            deep = Unstable(f"a {type(value).__name__} that is nested too deep")
-            deep.index = index
-            raise deep from error
+            raise Unstable(f"a {type(value).__name__} that is nested too deep", index) from error
     return parts
-
-
-def kind_of(value: Any) -> bytes:
-    """What stands for a value of which only the type counts."""
-    kind: Any = type(value)
-    return b"?" + kind_text(kind)
 
 
 # -- functions whose calls are kept ------------------------------------------------------------------------------------

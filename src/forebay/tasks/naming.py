@@ -1,4 +1,4 @@
-"""Names calls by what the function is, beside its name, and by the arguments: tags, digests, and the keys of outputs."""
+"""Names calls: makes tags, digests, and the keys of outputs, from the code of a function and its arguments."""
 
 from __future__ import annotations
 
@@ -15,17 +15,8 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 from forebay import errors
 from forebay._logs import logger
-from forebay.tasks.code import (
-    arrived,
-    chain_of,
-    codes_in,
-    definition_of,
-    functions_of,
-    identity_of,
-    names_read_by,
-    shape_of,
-)  # fmt: skip
-from forebay.tasks.hashing import QUICK, ConstantWriter, Unstable, as_own, brought, digest, encoded, kind_of, text
+from forebay.tasks.code import arrived, chain_of, codes_in, definition_of, functions_of, identity_of, names_read_by, shape_of
+from forebay.tasks.hashing import QUICK, ConstantWriter, Unstable, as_own, brought, digest, encoded, kind_text, text
 
 log = logger("forebay.tasks")
 
@@ -131,9 +122,7 @@ class Naming:
         try:
             code, uses = code_of(self.function, self._sent)
         except Exception as error:
-            failed = Unstable(f"{type(error).__name__}: {error}")
-            failed.index = _CODE
-            raise failed from error
+            raise Unstable(f"{type(error).__name__}: {error}", _CODE) from error
         prefix = prefix_of(self.identity, None, code.digest)
         self._known = prefix, code, uses
         return prefix
@@ -218,7 +207,7 @@ class Naming:
                 parts += encoded((value,))
             except Unstable as error:
                 error.index = index
-                parts.append(kind_of(value))
+                parts.append(b"?" + kind_text(type(value)))
                 if self._is_first(f"unstable {index}"):
                     log.warning("%s: %s counts by its type only: it has no content that stays", self.identity, self._where(error))
         try:
