@@ -212,13 +212,12 @@ class ProgressReporter:
         self.waiting = self._waiting if report is not None else None
         self.fetching = self._fetching if report is not None else None
 
-    def say(self, state: str, done: int, total: int | None) -> None:
+    def say(self, state: str, done: int, total: int | None, holder: str = "", waited: float = 0.0) -> None:
         if self._report is not None:
-            self._report(Progress(self._url, done, total, state))
+            self._report(Progress(self._url, done, total, state, holder, waited))
 
-    def _waiting(self, w: Waiting) -> None:
-        if self._report is not None:
-            self._report(Progress(self._url, w.done, w.total, "waiting", w.holder, w.since))
+    def _waiting(self, waiting: Waiting) -> None:
+        self.say("waiting", waiting.done, waiting.total, waiting.holder, waiting.since)
 
     def _fetching(self, done: int, total: int | None) -> None:
         self.say("fetching", done, total)
