@@ -142,9 +142,9 @@ MUTANTS = (
         "scenarios/test_s06_one_fetch.py::test_s06_a_failure_reaches_all_who_waited_once",
     ),
     Mutant(
-        2, "a cancelled coroutine cancels the fetch of the others", "cache.aio:AsyncFetches.fetch",
-        "await awaited.future",
-        "try:\n    await awaited.future\nexcept asyncio.CancelledError as error:\n    self._fail(error)\n    raise",
+        2, "a cancelled coroutine cancels the fetch of the others", "cache.aio:AsyncFetches._fetched",
+        "await future",
+        "try:\n    await future\nexcept asyncio.CancelledError as error:\n    self._background._fail(error)\n    raise",
         "cache/test_aio.py::test_a_cancelled_call_cancels_nothing_for_the_others",
     ),
     Mutant(
@@ -519,7 +519,7 @@ MUTANTS = (
         "tasks/test_hashing.py::test_s35_digests_agree_in_every_process",
     ),
     Mutant(
-        12, "a changed helper function changes nothing", "tasks.identity:_content",
+        12, "a changed helper function changes nothing", "tasks.naming:_content",
         "code", "(part[:0] for part in code)",
         "tasks/test_identity.py::test_what_makes_another_function[return x + 1-return x + 2]",
     ),
@@ -529,7 +529,7 @@ MUTANTS = (
         "tasks/test_identity.py::test_a_file_that_was_edited_since_is_not_believed",
     ),
     Mutant(
-        12, "a sent function keeps its identity where its code differs", "tasks.identity:code_of",
+        12, "a sent function keeps its identity where its code differs", "tasks.naming:code_of",
         "_mark(functions, uses, sent.names) == sent.mark", "sent.mark",
         "tasks/test_identity.py::test_who_sends_a_function_tells_its_code",
     ),

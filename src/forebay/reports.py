@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from forebay._config import format_size
-from forebay._model import Entry, Report, Victim
-from forebay.errors import ForebayError
+from forebay._model import Report, Victim
+from forebay.errors import ConfigError, ForebayError
 
 TYPE_CHECKING = False
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from forebay._engine.flight import Waiting
-    from forebay._engine.seeing import Usage
+    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,11 @@ class Stats:
     leading: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, usage: Usage, counts: dict[str, int]) -> Self:
-        """The statistics of a root that is used so, and whose counters have these values."""
+    def of(cls, store: Store | PassThrough) -> Self:
+        """The statistics of a root. Raises OSError."""
+        usage = store.seeing.usage()
         return cls(
-            **counts, bytes_used=usage.used, bytes_reserved=usage.reserved, budget=usage.budget, max_rate=usage.max_rate,
+            **store.seeing.counts(), bytes_used=usage.used, bytes_reserved=usage.reserved, budget=usage.budget, max_rate=usage.max_rate,
             max_connections=usage.max_connections, entries=sum(space.entries for space in usage.spaces),
             spaces={space.name: (space.entries, space.bytes) for space in usage.spaces},
             leading={name: standing.leader if standing is not None else "lru" for name, standing in usage.standings.items()},
@@ -83,6 +85,14 @@ class Stats:
         facts["hit_rate"] = f"{self.hit_rate:.1%}"
         facts |= {f"eviction of {name}": leader for name, leader in sorted(self.leading.items())}
         return {name.replace("_ns_", " for ").replace("_", " "): value for name, value in facts.items()}
+
+    def _as_panel(self, root: str) -> str:
+        """A cache in a notebook: its root, how full it is, and these statistics."""
+        from html import escape
+
+        full = f'<progress value="{self.bytes_used}" max="{self.budget}"></progress>' if self.budget else ""
+        used = f"{format_size(self.bytes_used)} of {format_size(self.budget)}"
+        return f"<p><b>{escape(root)}</b> {full} {used}</p>{self._repr_html_()}"
 
     def _repr_html_(self) -> str:
         """A table, in notebooks."""
@@ -141,6 +151,16 @@ class HistoryPoint:
         return self.hits / calls if calls else None
 
 
+def history(store: Store | PassThrough, by: str) -> list[HistoryPoint]:
+    """See `Cache.history`."""
+    from forebay._engine.seeing import by_name
+
+    if by not in ("minute", "hour"):
+        raise ConfigError(f"by={by!r}: use 'minute' or 'hour'", name="by", value=by)
+    periods = store.seeing.history(hours=by == "hour")
+    return [HistoryPoint(one.start, one.end, **by_name(one.counts), bytes_used=one.used, budget=one.budget) for one in periods]
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The progress of fetching one URL. ``state``: ``waiting`` (for ``holder``, for ``waited`` seconds so far), ``fetching``, ``done`` or
@@ -192,24 +212,12 @@ class ProgressReporter:
         self.waiting = self._waiting if report is not None else None
         self.fetching = self._fetching if report is not None else None
 
-    def say(self, state: str, done: int, total: int | None) -> None:
+    def say(self, state: str, done: int, total: int | None, holder: str = "", waited: float = 0.0) -> None:
         if self._report is not None:
-            self._report(Progress(self._url, done, total, state))
+            self._report(Progress(self._url, done, total, state, holder, waited))
 
-    def _waiting(self, w: Waiting) -> None:
-        if self._report is not None:
-            self._report(Progress(self._url, w.done, w.total, "waiting", w.holder, w.since))
+    def _waiting(self, waiting: Waiting) -> None:
+        self.say("waiting", waiting.done, waiting.total, waiting.holder, waiting.since)
 
     def _fetching(self, done: int, total: int | None) -> None:
         self.say("fetching", done, total)
-
-
-def coldest_until(entries: Iterable[Entry], need: int) -> list[Entry]:
-    """As many of the first entries as make up ``need`` bytes."""
-    taken: list[Entry] = []
-    for entry in entries:
-        if need <= 0:
-            break
-        taken.append(entry)
-        need -= entry.charge
-    return taken

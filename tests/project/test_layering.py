@@ -36,7 +36,7 @@ ORDER = """
     _engine.loading _engine.seeing < _engine.store _engine.passthrough
     _config world remote < claims
     _engine.store _engine.passthrough remote < origin < directories sources
-    _engine.store < reports
+    _engine.store _engine.passthrough < reports
     origin codecs < samples tasks
     sources codecs reports < prefetch
     claims directories samples tasks prefetch reports < cache < checkpoint < adapters

@@ -26,8 +26,7 @@ import pytest
 import forebay
 from forebay.tasks.code import _quiet, tree_of
 from forebay.tasks.hashing import Unstable, as_own, digest_of
-from forebay.tasks.identity import Code, code_of
-from forebay.tasks.naming import Naming
+from forebay.tasks.naming import Code, Naming, code_of
 from tests.processes import fork
 
 BODY = """

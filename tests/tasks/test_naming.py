@@ -18,8 +18,7 @@ import pytest
 
 from forebay import errors
 from forebay.tasks.code import identity_of
-from forebay.tasks.identity import code_of
-from forebay.tasks.naming import Naming, Tag, prefix_of
+from forebay.tasks.naming import Naming, Tag, code_of, prefix_of
 
 HERE = __name__
 

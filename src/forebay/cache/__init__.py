@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -11,13 +10,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, Unpack, overload
 
 from forebay import _config, errors, remote
-from forebay._engine.index.memo import no_hit
+from forebay._engine.index.memo import Hit, no_hit
 from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
 from forebay._kernel import events, host, waits
 from forebay._logs import logger
 from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays
-from forebay.cache import seeing, unpickling
 from forebay.cache.space import VALUES, DictLike, Space, T, checked_name
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions, ReadOptions, Target, first_touch
@@ -68,10 +66,9 @@ class Cache(DictLike):
             max_connections=max_connections, upstream=upstream, offline=offline, max_age=max_age, timeout=timeout,
             remote_options=remote_options, enabled=enabled)  # fmt: skip
         self._max_age, self._values = self._origin.max_age, Space(self._origin, VALUES)
-        self._bind(self._origin.store)
-
-    def _bind(self, store: Store | PassThrough) -> None:
-        self._bound, self._hit = store, self._origin.hot_lookup()
+        self._bound: Store | PassThrough | None = None
+        self._hit: Hit = no_hit
+        self._check_open()
 
     @property
     def path(self) -> Path:
@@ -109,10 +106,8 @@ class Cache(DictLike):
             view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
             if view is not None or (view := first_touch(self._origin, url, force=force)) is not None:
                 return view
-        options = self._options(
-            max_age=max_age, refresh=refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin
-        )  # fmt: skip
-        return self._origin.read(self._target(url, filesystem), options)
+        return self._origin.read(self._target(url, filesystem), self._options(
+            max_age=max_age, refresh=refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin))  # fmt: skip
 
     def open(self, url: Url, *, block_size: int | str | None = None, **options: Unpack[ReadOptions]) -> BinaryIO:
         """A binary file object on the cached copy; if there is no room, it reads ranges of the remote. See `read`. ``block_size``: fetch
@@ -180,8 +175,7 @@ class Cache(DictLike):
 
         self._check_open()
         reporter = ProgressReporter(label, on_progress)
-        watched = options.copy()
-        watched.setdefault("on_wait", reporter.waiting)
+        watched: ReadOptions = {"on_wait": reporter.waiting, **options}
         return self._options(reporter.fetching, **watched), reporter
 
     def pull(self, url: Url, *, on_progress: OnProgress | None = None, **options: Unpack[ReadOptions]) -> Entry | None:
@@ -208,10 +202,7 @@ class Cache(DictLike):
         from forebay.cache import many
 
         self._check_open()
-        fetch_options = functools.partial(FetchOptions.of, self._origin, **options)
-        targets = functools.partial(self._target, filesystem=options.get("filesystem"))
-        hit = None if options else self._hit
-        return many.read_many(self._origin, urls, hit, targets, fetch_options, return_exceptions=return_exceptions)
+        return many.read_many(self._origin, urls, None if options else self._hit, options, return_exceptions=return_exceptions)
 
     def local_many(self, urls: Iterable[Url], *, return_exceptions: bool = False, **options: Unpack[ReadOptions]) -> LocalFiles:
         """The cached copies of many objects: ``with cache.local_many(urls) as paths`` gives their paths, valid until the block ends.
@@ -219,13 +210,10 @@ class Cache(DictLike):
         Misses are fetched in parallel. Raises `NoSpace` if there is no room for all of them together. See `local`, `read_many`."""
         from forebay.cache import many
 
-        def reopened(lease: Lease, url: Url) -> Lease:
-            return self._reopened_by(lease, "local", url, options)
-
         self._check_open()
-        targets = functools.partial(self._target, filesystem=options.get("filesystem"))
-        fetch_options = FetchOptions.of(self._origin, **options)
-        return many.local_many(self._origin, urls, targets, fetch_options, reopened, return_exceptions=return_exceptions)
+        return many.local_many(
+            self._origin, urls, options, lambda lease, url: self._reopened_by(lease, "local", url, options),
+            return_exceptions=return_exceptions)  # fmt: skip
 
     def warm(
         self, urls: Iterable[Url], *, jobs: int | None = None, on_progress: OnProgress | None = None, **options: Unpack[ReadOptions]
@@ -237,8 +225,7 @@ class Cache(DictLike):
         def reporting(_: str, key: str) -> tuple[FetchOptions, ProgressReporter]:
             return self._reporting_options(key, on_progress, {"force": True, **options})
 
-        targets = functools.partial(self._target, filesystem=options.get("filesystem"))
-        return many.warm(self._origin, urls, targets, reporting, jobs)
+        return many.warm(self._origin, urls, lambda url: self._target(url, options.get("filesystem")), reporting, jobs)
 
     # -- in an event loop ------------------------------------------------------------------------------------------
 
@@ -426,7 +413,7 @@ class Cache(DictLike):
         lease = self._store.lease(*space_key) if space_key is not None else None
         if lease is None:
             raise not_cached(name)
-        return lease.reopened_by(unpickling.lease, Cache, self._origin.init_args, "hold", name, {})
+        return lease.reopened_by(_unpickle_lease, self._origin.init_args, "hold", name, {})
 
     @property
     def budget(self) -> int:
@@ -435,13 +422,22 @@ class Cache(DictLike):
 
     def stats(self) -> Stats:
         """Counters of all processes of the node, and sizes. If the cache cannot be read: zeros, with one warning."""
-        self._check_open()
-        return seeing.stats(self._origin)
+        from forebay.reports import Stats
+
+        store = self._store
+        try:
+            return Stats.of(store)
+        except OSError as error:
+            if store.keeps and store.root.read_only:
+                raise  # the caller opened the root to inspect it
+            self._origin.warn("stats", "the statistics of the cache cannot be read: %s", error)
+            return Stats()
 
     def history(self, *, by: Literal["minute", "hour"] = "minute") -> list[HistoryPoint]:
         """What all processes of the node did, oldest first: by the minute for the last day, or by the hour for the last month."""
-        self._check_open()
-        return seeing.history(self._origin, by)
+        from forebay.reports import history
+
+        return history(self._store, by)
 
     def on_event(self, function: events.OnEvent) -> Callable[[], None]:
         """Call ``function`` with an `Event` at each fetch, wait, eviction and fault of this process, in the thread concerned: it must be
@@ -481,9 +477,12 @@ class Cache(DictLike):
         self._set_life(name, "cached")
 
     def _set_life(self, name: Name, life: str) -> None:
-        from forebay.cache import entries
+        from forebay.cache.entries import not_cached
 
-        entries.set_life(self._origin, name, self._find(name), life)
+        space_key = self._find(name)
+        with waits.time_limit(self._origin.timeout):
+            if space_key is None or not self._store.set_life(*space_key, life):
+                raise not_cached(name)
 
     def evict(self, name: Name) -> Report:
         """Remove a name now, if no process uses it: an object with its blocks, or a directory with its files, except files that another
@@ -528,7 +527,7 @@ class Cache(DictLike):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return unpickling.cache, (Cache, *self._origin.init_args)
+        return _unpickle, self._origin.init_args
 
     def __forebay_content__(self) -> None:
         """Nothing: as an argument of a cached function, the cache in use does not change the result."""
@@ -537,12 +536,12 @@ class Cache(DictLike):
         return f"<forebay.Cache {str(self.path)!r}{' closed' if self.closed else ''}>"
 
     def _repr_html_(self) -> str:
-        return f"<p>{self!r}</p>" if self.closed else seeing.as_html(self._origin)
+        return f"<p>{self!r}</p>" if self.closed else self.stats()._as_panel(str(self.path))
 
     def _check_open(self) -> None:
         store = self._origin.current()
         if store is not self._bound:  # the root could not be used until now
-            self._bind(store)
+            self._bound, self._hit = store, self._origin.hot_lookup()
 
     def _find(self, name: Name) -> tuple[str, str] | None:
         """The space and the key of the entry of this name; None if there is none. Raises `Ambiguous`."""
@@ -560,7 +559,7 @@ class Cache(DictLike):
         """The lease, which unpickles by repeating this call on a cache with the same root, without asking the remote."""
         again = {**options, **others, "refresh": False, "max_age": "forever"}
         again.pop("on_wait", None)
-        return lease.reopened_by(unpickling.lease, Cache, self._origin.init_args, method, url, again)
+        return lease.reopened_by(_unpickle_lease, self._origin.init_args, method, url, again)
 
     def _target(self, url: Url, filesystem: Any = None) -> Target:
         self._check_open()
@@ -568,7 +567,11 @@ class Cache(DictLike):
 
     def _options(self, on_progress: Callable[[int, int | None], None] | None = None, **given: Unpack[ReadOptions]) -> FetchOptions:
         options = FetchOptions.of(self._origin, on_progress=on_progress, **given)
-        return seeing.watched(options) if "ipykernel" in sys.modules else options
+        if "ipykernel" in sys.modules:
+            from forebay.cache.notebook import with_bar
+
+            options = with_bar(options)
+        return options
 
     def _request(self, url: Url, options: ReadOptions) -> tuple[Target, FetchOptions]:
         return self._target(url, options.get("filesystem")), self._options(**options)
@@ -583,3 +586,15 @@ def origin_of(cache: Cache) -> Origin:
 def fault_of(cache: Cache) -> str | None:
     """Why a cache cannot be used, so that calls are served from the source; None if it works."""
     return None if cache._store.keeps else cache._store.why
+
+
+def _unpickle(path: str, init_kwargs: dict[str, Any]) -> Cache:
+    """Open a cache with these arguments, and leave the limits of its root as they are."""
+    return _config.without_limits(Cache, path, **init_kwargs)
+
+
+def _unpickle_lease(init_args: tuple[str, dict[str, Any]], method: str, name: Any, options: dict[str, Any]) -> Lease:
+    """Repeat the call that gave a lease, on the same root. The lease outlives the cache that is opened here."""
+    with _unpickle(*init_args) as opened:
+        reopened: Lease = getattr(opened, method)(name, **options)
+        return reopened

@@ -7,18 +7,16 @@ import contextlib
 import contextvars
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from forebay import errors
 from forebay._engine.locks.lease import Lease
-from forebay._kernel import host
 from forebay.origin import Origin
+from forebay.origin.background import Background
 from forebay.origin.files import opened, stream
 from forebay.origin.job import Job
-from forebay.origin.pipeline import Pipeline
 from forebay.origin.request import FetchOptions, Target
 from forebay.origin.spaces import URLS
 
@@ -27,169 +25,83 @@ LARGE = 8 << 20
 """Bytes of an entry that may have to be verified, which takes too long for the thread of an event loop."""
 
 
-class _Awaited(NamedTuple):
-    """A job, and where its result is awaited."""
-
-    job: Job
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[None]
-
-    def settle(self) -> None:
-        """In the event loop: wake the coroutine, if it still waits."""
-        if not self.future.done():
-            self.future.set_result(None)
-        elif self.job.lease is not None:
-            self.job.lease.close()  # its task was cancelled
-
-
 class AsyncFetches:
-    """The fetches that coroutines of this process await, in any event loop: one pipeline, in a thread that lives while there are any.
+    """The fetches that coroutines of this process await, in any event loop.
 
     A coroutine that is cancelled gives up its result only: the object is fetched all the same, since others may wait for it."""
 
     def __init__(self, origin: Origin) -> None:
-        self._origin = origin
-        self.after_fork_child()
-        host.at_fork(self)
-
-    def after_fork_child(self) -> None:
-        """What is awaited in the parent is no business of the child's."""
-        self._lock = threading.Lock()  # guards what follows
-        self._new: deque[_Awaited] = deque()
-        self._under_way: dict[int, _Awaited] = {}
-        self._pipeline: Pipeline | None = None
+        self._origin, self._background = origin, Background(origin, "async")
 
     async def read(self, target: Target, options: FetchOptions) -> memoryview:
         """The bytes, read-only. Raises as `Cache.read`."""
-        job = await self.fetch(target, options, leased=False)
-        if job.data is None:
-            raise job.error or errors.Closed.of("cache")
-        return job.data
+        data = (await self.fetch(target, options, leased=False)).data
+        assert data is not None, "a job without an error has its result"
+        return data
 
     async def local(self, target: Target, options: FetchOptions) -> Lease:
         """A lease on the cached copy. Raises as `Cache.local`."""
-        job = await self.fetch(target, options, leased=True)
-        if job.lease is None:
-            raise job.error or errors.Closed.of("cache")
-        return job.lease
+        lease = (await self.fetch(target, options, leased=True)).lease
+        assert lease is not None, "a job without an error has its result"
+        return lease
 
     async def open(self, target: Target, options: FetchOptions, block_size: int | str | None = None) -> BinaryIO:
         """A file on the cached copy, or on the remote where there is no room. Raises as `Cache.open`."""
-        if block_size is None and (target.in_place is None or options.force) and not options.bypass:
-            job = await self.fetch(target, options, leased=True)
-            if job.lease is not None:
-                return opened(job.lease)
-            if not isinstance(job.error, errors.CacheFault | errors.WaitTimeout):
-                raise job.error or errors.Closed.of("cache")
-            self._origin.fall_back(job.error, target.key)
+        if block_size is not None or (target.in_place is not None and not options.force) or options.bypass:
+            return await in_thread(self._origin.open, target, options, block_size)
+        try:
+            return opened(await self.local(target, options))
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            self._origin.fall_back(error, target.key)
             return await in_thread(stream, self._origin, target, options)
-        return await in_thread(self._origin.open, target, options, block_size)
 
     async def fetch(self, target: Target, options: FetchOptions, *, leased: bool) -> Job:
-        """Fetch an object; returns the job with its result. ``leased``: see `Job`."""
+        """Fetch an object; returns the job with its result, or raises its error. ``leased``: see `Job`."""
         until = None if options.timeout is None else time.monotonic() + options.timeout
         job = Job(self._origin, target, options, leased=leased)
         if job.skips_cache:
-            await in_thread(_run_alone, job)
+            await in_thread(job.run)
             return job
-        size = self._size_there(target)
-        if size is not None and (await in_thread(_serve_at_once, job) if size > LARGE else _serve_at_once(job)):
-            return job
-        while True:
-            loop = asyncio.get_running_loop()
-            awaited = _Awaited(job, loop, loop.create_future())
-            self._submit(awaited)
-            await awaited.future
-            if not job.is_busy:
+        with contextlib.suppress(errors.CacheFault):  # the pipeline reports it
+            entry = self._origin.store.entry(URLS, target.key)  # a hit does not wait behind objects under way
+            if entry is not None and (await in_thread(job.look) if entry.size > LARGE else job.look()):
                 return job
+        while True:
+            await self._fetched(job)
+            if not job.is_busy:
+                break
             left = None if until is None else max(until - time.monotonic(), 0.0)
             try:
                 hold = await self._origin.store.locks.hold_async(URLS, target.key, timeout=left)
             except (errors.CacheFault, errors.WaitTimeout) as error:
-                await in_thread(_bypass, job, error)
-                return job
+                await in_thread(job.bypass, error)
+                break
             hold.release()  # the one that had it has fetched the object, or has failed
             job = Job(self._origin, target, options, leased=leased, since=job.since, stamp=job.stamp)
+        if job.error is not None:
+            raise job.error
+        return job
 
-    def _size_there(self, target: Target) -> int | None:
-        """The size of the entry, if there is one."""
-        try:
-            entry = self._origin.store.entry(URLS, target.key)
-        except errors.CacheFault:
-            return None  # the long way meets it, and tells
-        return None if entry is None else entry.size
+    async def _fetched(self, job: Job) -> None:
+        """Wait until the job has its result, or is busy."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
 
-    def _submit(self, awaited: _Awaited) -> None:
-        with self._lock:
-            self._new.append(awaited)
-            if self._pipeline is not None:
-                self._pipeline.wake()
-                return
-            self._pipeline = pipeline = Pipeline(self._origin, waits=False)
-        try:
-            threading.Thread(target=self._run, args=(pipeline,), daemon=True, name="forebay-async").start()
-        except RuntimeError as error:  # no further thread may be started
-            self._fail(error)
+        def settle() -> None:
+            if not future.done():
+                future.set_result(None)
+            elif job.lease is not None:
+                job.lease.close()  # the task was cancelled
 
-    def _run(self, pipeline: Pipeline) -> None:
-        try:
-            for job in pipeline.run_as_they_come(self._take):
-                self._deliver(job)
-        except BaseException as error:  # noqa: BLE001 (raised where the results are awaited)
-            self._fail(error)
+        def done(job: Job) -> None:
+            try:
+                loop.call_soon_threadsafe(settle)
+            except RuntimeError:  # the event loop was closed
+                if job.lease is not None:
+                    job.lease.close()
 
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            self._pipeline = None
-            lost = [*self._under_way.values(), *self._new]
-            self._new.clear()
-            self._under_way = {id(awaited.job): awaited for awaited in lost}
-        for awaited in lost:
-            awaited.job.error = error if isinstance(error, Exception) else errors.Closed("the thread that fetched it was ended")
-            self._deliver(awaited.job)
-
-    def _take(self, most: int) -> Sequence[Job] | None:
-        with self._lock:
-            taken = [self._new.popleft() for _ in range(min(most, len(self._new)))]
-            for awaited in taken:
-                self._under_way[id(awaited.job)] = awaited
-            if not self._under_way:
-                self._pipeline = None  # the next request starts another thread
-                return None
-        return [awaited.job for awaited in taken]
-
-    def _deliver(self, job: Job) -> None:
-        with self._lock:
-            awaited = self._under_way.pop(id(job))
-        try:
-            awaited.loop.call_soon_threadsafe(awaited.settle)
-        except RuntimeError:  # its event loop was closed
-            if job.lease is not None:
-                job.lease.close()
-
-
-def _serve_at_once(job: Job) -> bool:
-    """Serve what is there, without waiting for a place behind objects that are on their way."""
-    try:
-        return job.look()
-    except errors.CacheFault:
-        return False  # the pipeline meets it, and tells
-
-
-def _run_alone(job: Job) -> None:
-    try:
-        job.run()
-    except Exception as error:  # noqa: BLE001 (raised where it is awaited)
-        job.error = error
-
-
-def _bypass(job: Job, error: errors.ForebayError) -> None:
-    """The cache's lock could not be waited for."""
-    job.is_busy = False
-    try:
-        job.bypass(error)
-    except Exception as other:  # noqa: BLE001 (raised where it is awaited)
-        job.error = other
+        self._background.submit(job, done)
+        await future
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:

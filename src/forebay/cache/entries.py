@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from functools import partial
+from itertools import chain, islice, takewhile
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from forebay import errors, remote
 from forebay._engine.catalog.spill import Spill
@@ -79,7 +80,7 @@ class Entries(_Listing[Entry]):
         return self.sorted_by(attrgetter("used"))
 
     def __len__(self) -> int:
-        """Without a filter: the count of the catalog, at one moment."""
+        """The number of entries. Without a filter, the count of the catalog at one moment."""
         if self._where is None:
             return sum(space.entries for space in self._store.seeing.usage().spaces if self._space in (None, space.name))
         return sum(1 for _ in self.by_name())
@@ -89,34 +90,29 @@ class Entries(_Listing[Entry]):
 
     def by_name(self, *, backwards: bool = False) -> Iterator[Entry]:
         """In order of names."""
-        listings = [self._of(space, backwards) for space in self._spaces()]
-        return chain(*listings) if len(listings) < 2 else heapq.merge(*listings, key=attrgetter("name"), reverse=backwards)
+        return self._merged(self._of, attrgetter("name"), backwards)
 
     def names(self, *, backwards: bool = False) -> Iterator[str]:
         """The names alone, in order: faster than `by_name`."""
         if self._where is not None:
             return (entry.name for entry in self.by_name(backwards=backwards))
-        listings = [self._names_of(space, backwards) for space in self._spaces()]
-        return chain(*listings) if len(listings) < 2 else heapq.merge(*listings, reverse=backwards)
+        return self._merged(self._names_of, None, backwards)
 
     def facts(self, *, backwards: bool = False) -> Iterator[Facts]:
         """Names, in order, each with what a listing for people shows: faster than `by_name`."""
-        listings = [self._facts_of(space, backwards) for space in self._spaces()]
-        return chain(*listings) if len(listings) < 2 else heapq.merge(*listings, key=itemgetter(0), reverse=backwards)
+        return self._merged(self._facts_of, itemgetter(0), backwards)
+
+    def _merged(self, listing_of: Callable[[str, bool], Iterator[T]], name_of: Any, backwards: bool) -> Iterator[T]:
+        listings = [listing_of(space, backwards) for space in self._spaces()]
+        return chain(*listings) if len(listings) < 2 else heapq.merge(*listings, key=name_of, reverse=backwards)
 
     def _facts_of(self, space: str, backwards: bool) -> Iterator[Facts]:
-        head = "" if space == URLS else f"{space}:"
-        page = self._store.seeing.fact_page(space, None, backwards=backwards)
-        while page:
-            yield from page if not head else [(head + one[0], *one[1:]) for one in page]
-            page = self._store.seeing.fact_page(space, page[-1][0], backwards=backwards)
+        facts = _paged(partial(self._store.seeing.fact_page, space, backwards=backwards), itemgetter(0))
+        return facts if space == URLS else ((f"{space}:{one[0]}", *one[1:]) for one in facts)
 
     def _names_of(self, space: str, backwards: bool) -> Iterator[str]:
-        head = "" if space == URLS else f"{space}:"
-        page = self._store.seeing.key_page(space, None, backwards=backwards)
-        while page:
-            yield from page if not head else [head + key for key in page]
-            page = self._store.seeing.key_page(space, page[-1], backwards=backwards)
+        keys = _paged(partial(self._store.seeing.key_page, space, backwards=backwards), str)
+        return keys if space == URLS else (f"{space}:{key}" for key in keys)
 
     def sorted_by(self, number: Callable[[Entry], float], *, backwards: bool = False) -> Iterator[Entry]:
         """In order of this number; if there are many entries, they are sorted in a temporary file."""
@@ -137,10 +133,14 @@ class Entries(_Listing[Entry]):
         return [space.name for space in self._store.seeing.usage().spaces if space.entries and self._space in (None, space.name)]
 
     def _of(self, space: str, backwards: bool) -> Iterator[Entry]:
-        page = self._store.seeing.page(space, None, backwards=backwards)
-        while page:
-            yield from page if self._where is None else filter(self._where, page)
-            page = self._store.seeing.page(space, page[-1].key, backwards=backwards)
+        entries = _paged(partial(self._store.seeing.page, space, backwards=backwards), attrgetter("key"))
+        return entries if self._where is None else filter(self._where, entries)
+
+
+def _paged(page: Callable[[str | None], Sequence[T]], key_of: Callable[[T], str], after: str | None = None) -> Iterator[T]:
+    while rows := page(after):
+        yield from rows
+        after = key_of(rows[-1])
 
 
 class Victims(_Listing[Victim]):
@@ -202,13 +202,6 @@ def _keys_of(origin: Origin, url: str) -> list[tuple[str, str]]:
     return [*([(URLS, url)] if "#" in url else []), (URLS, key), (DIRECTORIES, folder_of(key))]
 
 
-def set_life(origin: Origin, name: Name, found: tuple[str, str] | None, life: str) -> None:
-    """Pin or unpin a name, whose space and key are ``found``. Raises `NotCached`, `WriterBusy`."""
-    with waits.time_limit(origin.timeout):
-        if found is None or not origin.store.set_life(*found, life):
-            raise not_cached(name)
-
-
 def not_cached(name: Name) -> errors.NotCached:
     """The error for a name that has no entry."""
     return errors.NotCached.of(shown(name))
@@ -253,22 +246,15 @@ def blocks_of(origin: Origin, name: Name) -> list[Entry]:
 
 def entries_below(store: Store | PassThrough, prefix: str) -> Iterator[Entry]:
     """The entries of URLs whose keys begin with this, and are longer."""
-    after = prefix
-    while page := store.seeing.page(URLS, after):
-        for entry in page:
-            if not entry.key.startswith(prefix):
-                return
-            yield entry
-        after = page[-1].key
+    following = _paged(partial(store.seeing.page, URLS), attrgetter("key"), after=prefix)
+    return takewhile(lambda entry: entry.key.startswith(prefix), following)
 
 
 def plan(origin: Origin, need: int | None, where: Callable[[Entry], bool] | None, space: str | None, *, all: bool) -> Plan:
     """See `Cache.plan`. ``need``: in bytes."""
-    from forebay.reports import Plan, coldest_until
+    from forebay.reports import Plan
 
-    def execute(victims: Iterable[Victim]) -> Report:
-        return remove(origin, victims)
-
+    execute = partial(remove, origin)
     cold = Entries(origin.store, space, lambda e: e.life != "pinned" and (where is None or where(e)))
     if need is None and (where is not None or space is not None or all):
         return Plan(planned(cold), execute)
@@ -278,7 +264,11 @@ def plan(origin: Origin, need: int | None, where: Callable[[Entry], bool] | None
     first = origin.store.seeing.first_to_go()
     turns = dict(zip(first, range(-len(first), 0), strict=True))  # before any time of use
     in_turn = cold.sorted_by(lambda entry: turns.get(entry.id, entry.used))
-    return Plan(tuple(map(Victim.of, coldest_until(in_turn, lacking))), execute, lacking)
+    victims, left = list[Victim](), lacking
+    while left > 0 and (entry := next(in_turn, None)) is not None:
+        victims.append(Victim.of(entry))
+        left -= entry.charge
+    return Plan(tuple(victims), execute, lacking)
 
 
 def prune(origin: Origin) -> Plan:

@@ -14,10 +14,10 @@ from forebay._engine.locks.lease import Lease
 from forebay._logs import logger
 from forebay._model import Entry
 from forebay.origin import Origin
-from forebay.origin.feeding import fetch_beside
+from forebay.origin.background import run_beside
 from forebay.origin.job import Job
 from forebay.origin.pipeline import Pipeline
-from forebay.origin.request import FetchOptions, Target, first_touch, is_there
+from forebay.origin.request import FetchOptions, ReadOptions, Target, first_touch, is_there
 from forebay.remote.urls import Url, as_text
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logger("forebay.cache")
 
 MEANWHILE = 64
-"""Objects of the cache that are read while fetches are under way: other processes may wait for these."""
+"""The number of cached objects that are read while fetches are under way: other processes may wait for these fetches."""
 
 
 class LocalFiles(Sequence[str]):
@@ -72,10 +72,6 @@ def _path(lease: Lease | Exception) -> str | Exception:
     return lease if isinstance(lease, Exception) else lease.path
 
 
-def _listed(urls: Iterable[Url], name: str) -> Sequence[Url]:
-    return list(_several(urls, name))
-
-
 def _several(urls: Iterable[Url], name: str) -> Iterable[Url]:
     """The URLs of a call. Raises `ConfigError` for a single one."""
     if isinstance(urls, str | os.PathLike):
@@ -83,32 +79,26 @@ def _several(urls: Iterable[Url], name: str) -> Iterable[Url]:
     return urls
 
 
-def read_many(
-    origin: Origin, urls: Iterable[Url], hit: Hit | None, target: Callable[[Url], Target], options: Callable[[], FetchOptions], *,
-    return_exceptions: bool,
-) -> list[Any]:  # fmt: skip
+def read_many(origin: Origin, urls: Iterable[Url], hit: Hit | None, options: ReadOptions, *, return_exceptions: bool) -> list[Any]:
     """See `Cache.read_many`. ``hit``: serves what the process remembers; None: the options do not allow it."""
-    every = _listed(urls, "read_many")
+    every = list(_several(urls, "read_many"))
     results: list[Any] = [None] * len(every)
     later = [] if hit is None else _read_until_miss(origin, every, hit, results)
-    missing = _missing(results)
-    if not missing:
-        return results
 
-    def read_the_rest() -> None:
+    def read_later() -> None:
         for place in later:
             results[place] = first_touch(origin, every[place], force=False)
 
     def fetch(missing: list[int], meanwhile: Callable[[], None] | None = None) -> None:
         if missing:
-            places = _Places(origin, results, target, options(), leased=False)
-            for place in missing:
-                places.add(place, every[place])
-            for request in Pipeline(origin, meanwhile=meanwhile).run(places.requests):
-                places.settle(request, request.data)
+            jobs = _jobs(origin, every, missing, options, results, leased=False)
+            for job in Pipeline(origin, meanwhile=meanwhile).run(list(jobs)):
+                for place in jobs[job]:
+                    results[place] = job.data if job.error is None else job.error
 
-    fetch(sorted({*missing} - {*later}), read_the_rest)
-    fetch(_missing(results))  # of what was there a part may have been evicted since
+    if missing := _missing(results):
+        fetch(sorted({*missing} - {*later}), read_later)
+        fetch(_missing(results))  # some of the objects that were there may have been evicted since
     return results if return_exceptions else _checked(results)
 
 
@@ -132,53 +122,42 @@ def _missing(results: Sequence[object]) -> list[int]:
 
 
 def local_many(
-    origin: Origin, urls: Iterable[Url], target: Callable[[Url], Target], options: FetchOptions,
-    reopened: Callable[[Lease, Url], Lease], *, return_exceptions: bool,
+    origin: Origin, urls: Iterable[Url], options: ReadOptions, reopened: Callable[[Lease, Url], Lease], *, return_exceptions: bool
 ) -> LocalFiles:  # fmt: skip
     """See `Cache.local_many`. ``reopened``: makes a lease one that can be pickled."""
-    every = _listed(urls, "local_many")
+    every = list(_several(urls, "local_many"))
     results: list[Any] = [None] * len(every)
-    places = _Places(origin, results, target, options, leased=True)
-    for place, url in enumerate(every):
-        places.add(place, url)
+    jobs = _jobs(origin, every, range(len(every)), options, results, leased=True)
     try:
-        for request in Pipeline(origin).run(places.requests):
-            places.settle(request, request.lease and reopened(request.lease, every[places.first(request)]))
+        for job in Pipeline(origin).run(list(jobs)):
+            lease = job.lease and reopened(job.lease, every[jobs[job][0]])
+            for place in jobs[job]:
+                results[place] = lease if job.error is None else job.error
         return LocalFiles(results if return_exceptions else _checked(results))
     except BaseException:
         LocalFiles(results).close()  # the frames of the error hold them
         raise
 
 
-class _Places:
-    """Which results of a call each request is for: an object that is named several times is fetched once."""
-
-    def __init__(
-        self, origin: Origin, results: list[Any], target: Callable[[Url], Target], options: FetchOptions, *, leased: bool
-    ) -> None:  # fmt: skip
-        self._origin, self._results, self._target, self._options, self._leased = origin, results, target, options, leased
-        self._by_key: dict[tuple[str, str | None], list[int]] = {}
-        self._of_request: list[list[int]] = []
-        self.requests: list[Job] = []
-
-    def add(self, place: int, url: Url) -> None:
+def _jobs(
+    origin: Origin, urls: Sequence[Url], places: Iterable[int], options: ReadOptions, results: list[Any], *, leased: bool
+) -> dict[Job, list[int]]:  # fmt: skip
+    """A job for each object, with the places of its results: an object that is named several times is fetched once. Where a URL names
+    nothing, the error is put into ``results``."""
+    fetch_options = FetchOptions.of(origin, **options)
+    by_key: dict[tuple[str, str | None], Job] = {}
+    jobs: dict[Job, list[int]] = {}
+    for place in places:
         try:
-            target = self._target(url)
+            target = origin.target(urls[place], options.get("filesystem"))
         except errors.ForebayError as error:
-            self._results[place] = error
-            return
-        places = self._by_key.setdefault((target.key, target.in_place), [])
-        places.append(place)
-        if len(places) == 1:
-            self.requests.append(Job(self._origin, target, self._options, len(self._of_request), self._leased))
-            self._of_request.append(places)
-
-    def first(self, request: Job) -> int:
-        return self._of_request[request.number][0]
-
-    def settle(self, request: Job, value: object) -> None:
-        for place in self._of_request[request.number]:
-            self._results[place] = value if request.error is None else request.error
+            results[place] = error
+            continue
+        key = target.key, target.in_place
+        if key not in by_key:
+            by_key[key] = Job(origin, target, fetch_options, leased=leased)
+        jobs.setdefault(by_key[key], []).append(place)
+    return jobs
 
 
 def _checked(results: list[Any]) -> list[Any]:
@@ -201,17 +180,17 @@ Options = Callable[[str, str], tuple[FetchOptions, "ProgressReporter"]]
 """Makes the options of an object, and what reports its progress, from its URL and its key."""
 
 
-class _PullRequests:
-    """The requests of a call that fetches many objects into the cache, for one iteration. ``invalid``: URLs that name nothing."""
+class _Pulls:
+    """The jobs of a call that fetches many objects into the cache, for one iteration. ``invalid``: URLs that name nothing."""
 
     def __init__(self, origin: Origin, urls: Iterable[Url], target: Callable[[Url], Target], options: Options) -> None:
         self._origin, self._urls, self._target, self._options = origin, urls, target, options
-        self._under_way: dict[int, tuple[str, ProgressReporter]] = {}
+        self._under_way: dict[Job, tuple[str, ProgressReporter]] = {}
         self.invalid: list[Pulled] = []
 
     def __iter__(self) -> Iterator[Job]:
         wait = None
-        for number, url in enumerate(self._urls):
+        for url in self._urls:
             text = as_text(url)
             try:
                 target = self._target(url)
@@ -220,25 +199,30 @@ class _PullRequests:
                 continue
             own, reporter = self._options(text, target.key)
             wait = wait or own.wait
-            self._under_way[number] = text, reporter
-            yield Job(self._origin, target, own._replace(wait=wait, ahead=True), number, leased=True)
+            job = Job(self._origin, target, own._replace(wait=wait, ahead=True), leased=True)
+            self._under_way[job] = text, reporter
+            yield job
 
-    def result(self, request: Job) -> Pulled:
-        """What became of a request; its progress is reported. The caller closes the lease."""
-        url, reporter = self._under_way.pop(request.number)
-        lease, error = request.lease, cast(Exception | None, request.error)
+    def result(self, job: Job) -> Pulled:
+        """What became of a job; its progress is reported. The caller closes the lease."""
+        url, reporter = self._under_way.pop(job)
+        lease, error = job.lease, cast(Exception | None, job.error)
         try:
             with self._origin.store.locks.working():
                 if lease is not None:
                     reporter.say("done", lease.entry.size, lease.entry.size)
                 elif isinstance(error, errors.NoSpace):
-                    log.warning("%s is not stored: %s", request.target.key, str(error))
-                    reporter.say("direct", 0, None)
+                    _report_no_space(job.target, error, reporter)
         except BaseException:
             if lease is not None:
                 lease.close()  # the frames of the error hold it
             raise
         return Pulled(url, lease, error)
+
+
+def _report_no_space(target: Target, error: errors.NoSpace, reporter: ProgressReporter) -> None:
+    log.warning("%s is not stored: %s", target.key, str(error))
+    reporter.say("direct", 0, None)
 
 
 def pull(origin: Origin, target: Target, options: FetchOptions, reporter: ProgressReporter) -> Entry | None:
@@ -248,8 +232,7 @@ def pull(origin: Origin, target: Target, options: FetchOptions, reporter: Progre
             reporter.say("done", lease.entry.size, lease.entry.size)
             return lease.entry
     except errors.NoSpace as error:
-        log.warning("%s is not stored: %s", target.key, str(error))
-        reporter.say("direct", 0, None)
+        _report_no_space(target, error, reporter)
         return None
 
 
@@ -258,11 +241,11 @@ def pull_each(
 ) -> Generator[Pulled, None, None]:  # fmt: skip
     """Fetch many objects into the cache, ``jobs`` at a time, and yield each when it is there, or has failed. The caller closes the leases.
     Between two objects this call may hold the keys of others: the caller must not wait for a key meanwhile."""
-    requests = _PullRequests(origin, urls, target, options)
-    with contextlib.closing(Pipeline(origin, side_by_side=jobs).run(requests)) as fetched:
-        for request in fetched:
-            yield requests.result(request)
-    yield from requests.invalid
+    pulls = _Pulls(origin, urls, target, options)
+    with contextlib.closing(Pipeline(origin, side_by_side=jobs).run(pulls)) as fetched:
+        for job in fetched:
+            yield pulls.result(job)
+    yield from pulls.invalid
 
 
 def warm(
@@ -288,8 +271,8 @@ def warm(
             for pulled in each:
                 settle(pulled)
     else:
-        requests = _PullRequests(origin, urls, target, options)
-        fetch_beside(Pipeline(origin, side_by_side=jobs), requests, lambda request: settle(requests.result(request)))
-        for pulled in requests.invalid:
+        pulls = _Pulls(origin, urls, target, options)
+        run_beside(origin, pulls, lambda job: settle(pulls.result(job)), jobs)
+        for pulled in pulls.invalid:
             settle(pulled)
     return WarmReport(tuple(done), tuple(failed))

@@ -18,7 +18,7 @@ from forebay.codecs import Codec, default_codec
 from forebay.codecs import codec as codec_of
 from forebay.origin import Origin
 from forebay.origin.spaces import DIRECTORIES, LISTINGS, URLS
-from forebay.tasks.config import Bypass, Config, load, reads_cache
+from forebay.tasks.config import Bypass, load, reads_cache
 from forebay.tasks.values import CacheInfo as CacheInfo
 from forebay.tasks.values import Values
 
@@ -62,15 +62,14 @@ class Tasks:
 
     _copy = False
 
-    def __init__(self, values: Values, config: Config | None = None, bypass: Bypass | None = None, copy: bool = False) -> None:
+    def __init__(self, values: Values, bypass: Bypass, copy: bool = False) -> None:
         self.name = values.space
         self._values, self._copy = values, copy
-        self._config: Any = config  # of other kinds of `Tasks`, properties
-        self._bypass: Any = Bypass(config) if bypass is None else bypass
+        self._bypass: Any = bypass  # of other kinds of `Tasks`, a property
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = self._values
-        return _unpickle, (*values.origin.init_args, self.name, values.codec, self._config, self._bypass, self._copy)
+        return _unpickle, (*values.origin.init_args, self.name, values.codec, self._bypass, self._copy)
 
     def __forebay_content__(self) -> str:
         """As an argument it counts by its name: where a value is stored does not change what a function returns."""
@@ -114,7 +113,7 @@ class Tasks:
 
     def size_bytes(self) -> int:
         """Stored size of the values in bytes, as the budget counts it."""
-        return self._values.size_bytes()
+        return self._values.size()[0]
 
     def __contains__(self, tag: object) -> bool:
         return isinstance(tag, str) and self.has(tag)
@@ -207,10 +206,10 @@ def open_tasks(origin: Origin, name: str, codec: Any, config: Any, budget: int |
     if name in TAKEN:
         raise errors.ConfigError(f"the name {name!r} is taken by the cache itself: choose another one", name="name", value=name)
     chosen = codec_of(codec) if codec is not None else default_codec(others_can_write=origin.others_can_write)
-    parsed = None if config is None else load(config)
+    bypass = Bypass(None if config is None else load(config))
     origin.open_space(name, policy=None, quota=budget)
     values = _open[str(origin.path), name, chosen.name] = Values(origin, name, chosen)
-    return Tasks(values, parsed, copy=copy)
+    return Tasks(values, bypass, copy)
 
 
 _open: weakref.WeakValueDictionary[tuple[str, str, str], Values] = weakref.WeakValueDictionary()
@@ -218,15 +217,13 @@ _unpickled: dict[tuple[str, str, str], Values] = {}
 """What this process has open, by root, space and codec. What was unpickled stays open: the next pickle of it finds the same object."""
 
 
-def _unpickle(
-    root: str, init_kwargs: dict[str, Any], name: str, codec: Codec, config: Config | None, bypass: Bypass, copy: bool
-) -> Tasks:  # fmt: skip
+def _unpickle(root: str, init_kwargs: dict[str, Any], name: str, codec: Codec, bypass: Bypass, copy: bool) -> Tasks:
     """A handle from another process. It uses what is open here already, if that is the same."""
     key = root, name, codec.name
     values = _open.get(key)
     if values is None or values.origin.closed or values.origin.init_args != (root, init_kwargs):
         values = _open[key] = _unpickled[key] = Values(Origin.reopen(root, init_kwargs), name, codec)
-    return Tasks(values, config, bypass, copy)
+    return Tasks(values, bypass, copy)
 
 
 def _key(tag: str) -> str:
@@ -258,15 +255,10 @@ def _loaded(path: Path) -> tuple[str, Any] | None:
     """Tag and value of one file; None, with a warning, if it contains something else or is damaged."""
     try:
         tag, value = pickle.loads(path.read_bytes())
-        if _file_name(tag) != path.name:
+        slug = re.sub(r"[^A-Za-z0-9._-]", "_", tag)[:80]
+        if path.name != f"{slug}_{hashlib.sha256(tag.encode()).hexdigest()[:16]}.pkl":
             raise ValueError("its name is not that of its tag")
     except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is unpickled
         log.warning("%s is not imported: %s: %s", path, type(error).__name__, str(error))
         return None
     return tag, value
-
-
-def _file_name(tag: str) -> str:
-    """The file name that CHIA gives to a tag."""
-    slug = re.sub(r"[^A-Za-z0-9._-]", "_", tag)[:80]
-    return f"{slug}_{hashlib.sha256(tag.encode()).hexdigest()[:16]}.pkl"

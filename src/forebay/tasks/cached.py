@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from forebay import errors
 from forebay._kernel import waits
-from forebay.tasks.config import Bypass, Config
+from forebay.tasks.config import Bypass
 from forebay.tasks.naming import Naming, TagRule
 from forebay.tasks.values import CacheInfo, Values
 
@@ -24,7 +24,6 @@ class TasksLike(Protocol):
     """The part of `forebay.tasks.Tasks` that is needed here."""
 
     _values: Values
-    _config: Config | None
     _bypass: Bypass
 
 
@@ -78,7 +77,7 @@ class Cached(Generic[P, R_co]):
         self.__name__ = naming.name
         self.__qualname__ = naming.identity if not hasattr(naming.function, "__qualname__") else naming.function.__qualname__
         self.__wrapped__: Callable[..., Any] = naming.function
-        self._tasks, self._naming, self._values, self._config, self._copy = tasks, naming, tasks._values, tasks._config, copy
+        self._tasks, self._naming, self._values, self._config, self._copy = tasks, naming, tasks._values, tasks._bypass.config, copy
         self._hits = self._misses = 0
         rule = self._config.cache.get(naming.name) if self._config is not None else None
         self._runs_only = self._config is not None and not (rule is not None and rule.on) and not tasks._bypass.concerns(naming.name)
@@ -130,7 +129,7 @@ class Cached(Generic[P, R_co]):
             return await run()
         call, name, config = self._naming.call(args, kwargs), self._naming.name, self._config
         tag = call.tag if call is not None else None
-        replay = self._tasks._bypass.choose(name, tag, args, kwargs) if config is not None else None
+        replay = self._tasks._bypass.choose(name, tag, args, kwargs)
         pin = config is not None and config.pins(name, tag)
         if call is not None and config is not None and not config.caches(name, tag):
             call = None  # its output is not stored

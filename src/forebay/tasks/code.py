@@ -1,4 +1,5 @@
-"""The code of a function as bytes: its normalised syntax tree, or its bytecode if there is no source; and the function's name.
+"""The code of a function as bytes: its normalised syntax tree, or its bytecode if there is no source. Also which functions it wraps and
+closes over, and its name.
 
 The tree is the same on every version of Python; comments, docstrings and formatting are no part of it. A source counts only if it compiles
 to the very bytecode that the function runs: a file may have been edited since it was imported, or rewritten on its way in.
@@ -394,6 +395,72 @@ _STDLIB = (
     *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")),
 )
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
+
+
+# -- functions within functions ----------------------------------------------------------------------------------------
+
+MANY_FUNCTIONS = 100
+"""Functions that make up another one, at most."""
+
+
+def cells_of(function: Any) -> Iterator[tuple[str, Any]]:
+    """The variables that a function closes over, as far as they have a value yet."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            yield name, cell.cell_contents
+
+
+def functions_of(function: Any) -> list[types.FunctionType]:
+    """Those whose code makes up a function: itself, what it wraps and what it closes over."""
+    functions: list[types.FunctionType] = []
+    waiting: list[Any] = [function]
+    seen: set[int] = set()
+    while waiting and len(seen) < MANY_FUNCTIONS:
+        one = _unpacked(waiting.pop(0))
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if type(one) is types.FunctionType:
+            functions.append(one)
+            waiting += [content for _, content in cells_of(one) if _is_function(content)]
+        elif issubclass(type(one), type):
+            waiting += [vars(one)[name] for name in ("__new__", "__init__") if isinstance(vars(one).get(name), types.FunctionType)]
+        elif not _is_function(one):  # an object that can be called
+            waiting.append(getattr(type(one).__call__, "__wrapped__", type(one).__call__))
+        waiting.append(_wrapped(one))
+    own = [one for one in functions if not is_installed(one.__code__.co_filename)]
+    return own or functions[:1]
+
+
+def _unpacked(function: Any) -> Any:
+    """What a partial or a bound method stands for."""
+    while issubclass(type(function), (functools.partial, types.MethodType)):
+        function = function.func if issubclass(type(function), functools.partial) else function.__func__
+    return function
+
+
+def _wrapped(value: Any) -> Any:
+    """What any object, of whatever package, says that it wraps."""
+    try:
+        return getattr(value, "__wrapped__", None)
+    except Exception:  # noqa: BLE001  # such as of a proxy for what is not there now
+        return None
+
+
+def _is_function(value: Any) -> bool:
+    value = _unpacked(value)
+    return type(value) in (types.FunctionType, types.BuiltinFunctionType) or type(_wrapped(value)) is types.FunctionType
+
+
+def chain_of(value: Any) -> Iterator[types.FunctionType]:
+    """A function and what it wraps."""
+    for _ in range(MANY_FUNCTIONS):  # some wrap another object at each look
+        value = _unpacked(value)
+        if value is None:
+            return
+        if type(value) is types.FunctionType:
+            yield value
+        value = _wrapped(value)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ log = logger("forebay.tasks")
 T = TypeVar("T")
 
 SECTIONS = {"cache": ("cache", "tags", "pin"), "bypass": ("bypass", "tags", "data")}
-"""What may stand below the name of a function in each section; the first of them says whether it is on."""
+"""The keys below the name of a function in each section; the first of them says whether it is on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     if isinstance(source, Config):
         return source
     if isinstance(source, Mapping):
-        return _checked(_of_mapping(source), "config")
+        return _checked(_of_mapping(source, "config"))
     path = os.fspath(source)
     try:
         with open(path, "rb") as file:
@@ -76,11 +76,11 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     except OSError as error:
         kind = NoConfig if isinstance(error, FileNotFoundError) else errors.ConfigError
         raise kind(f"the configuration {path!r} cannot be read: {error.strerror}", name="config", value=path) from error
-    return _checked(_parsed(data, path), path)
+    return _checked(_parsed(data, path))
 
 
 class NoConfig(errors.ConfigError, FileNotFoundError):
-    """The file that was named is not there."""
+    """The configuration file does not exist."""
 
 
 # -- replays -----------------------------------------------------------------------------------------------------------
@@ -175,10 +175,20 @@ def _callable(given: Any, what: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _At:
-    """A value, and the line that it stands in; None: it came from no file. Of a mapping: by key, with the key's own line."""
+    """A value and its line in a file; None: it came from a mapping. ``value``: of a mapping by key, with the line of the key."""
 
     value: Any
-    line: int | None
+    path: str
+    line: int | None = None
+
+    def fault(self, message: str) -> errors.ConfigError:
+        where = f"{self.path}, line {self.line}" if self.line is not None else self.path
+        return errors.ConfigError(f"{where}: {message}", name="config", value=self.path, line=self.line)
+
+    def __str__(self) -> str:
+        kinds = {dict: "a mapping", list: "a list", type(None): "nothing", str: "the text", bool: "the truth value", int: "the number"}
+        kind = kinds.get(type(self.value), f"the {type(self.value).__name__}")
+        return kind if isinstance(self.value, (dict, list, type(None))) else f"{kind} {self.value!r}"
 
 
 def _parsed(data: bytes, path: str) -> _At:
@@ -189,21 +199,21 @@ def _parsed(data: bytes, path: str) -> _At:
     try:
         loader = yaml.SafeLoader(data)
         node = loader.get_single_node()
-        return _ConfigReader(loader, path).read(node) if node is not None else _At({}, 1)
+        return _YamlReader(loader, path).read(node) if node is not None else _At({}, path, 1)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         why = ", ".join(filter(None, (error.context, error.problem)))
-        raise _fault(path, mark.line + 1 if mark else None, f"this is no YAML: {why}") from error
+        raise _At(None, path, mark.line + 1 if mark else None).fault(f"this is no YAML: {why}") from error
     except RecursionError as error:
-        raise _fault(path, None, "it is nested too deep") from error
+        raise _At(None, path).fault("it is nested too deep") from error
+    except errors.ConfigError:
+        raise
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
-        if isinstance(error, errors.ConfigError):
-            raise
-        raise _fault(path, None, f"this is no YAML: {error}") from error
+        raise _At(None, path).fault(f"this is no YAML: {error}") from error
 
 
-class _ConfigReader:
-    """What PyYAML's nodes say, each read once however many aliases there are of it."""
+class _YamlReader:
+    """Turns PyYAML's nodes into values. Reads each node once, however many aliases it has."""
 
     def __init__(self, loader: Any, path: str) -> None:
         self._loader, self._path = loader, path
@@ -214,14 +224,14 @@ class _ConfigReader:
         if id(node) in self._known:
             known = self._known[id(node)]
             if known is None:
-                raise _fault(self._path, line, "an alias of what it stands in")
+                raise _At(None, self._path, line).fault("an alias of what it stands in")
             return known
         self._known[id(node)] = None
         if node.id == "sequence":
-            entry = _At([self.read(item) for item in node.value], line)
+            value: Any = [self.read(item) for item in node.value]
         else:
-            entry = _At(self._loader.construct_object(node) if node.id == "scalar" else self._mapping(node), line)
-        self._known[id(node)] = entry
+            value = self._loader.construct_object(node) if node.id == "scalar" else self._mapping(node)
+        entry = self._known[id(node)] = _At(value, self._path, line)
         return entry
 
     def _mapping(self, node: Any) -> dict[str, _At]:
@@ -230,96 +240,78 @@ class _ConfigReader:
             if key.id == "scalar" and key.tag != "tag:yaml.org,2002:merge":
                 line = key.start_mark.line + 1
                 if key.value in lines:
-                    raise _fault(self._path, line, f"{key.value!r} stands here a second time; the first is in line {lines[key.value]}")
+                    message = f"{key.value!r} stands here a second time; the first is in line {lines[key.value]}"
+                    raise _At(None, self._path, line).fault(message)
                 lines[key.value] = line
         self._loader.flatten_mapping(node)  # what `<<` brings comes first
         entry = {}
         for key, item in node.value:
             name = self.read(key)
             if not isinstance(name.value, str):
-                message = f"{name.value!r} ({type(name.value).__name__}) is no name: put it in quotes if it is one"
-                raise _fault(self._path, name.line, message)
-            entry[name.value] = _At(self.read(item), name.line)
+                raise name.fault(f"{name.value!r} ({type(name.value).__name__}) is no name: put it in quotes if it is one")
+            entry[name.value] = _At(self.read(item), self._path, name.line)
         return entry
 
 
-def _of_mapping(value: Any) -> _At:
+def _of_mapping(value: Any, path: str) -> _At:
     if isinstance(value, Mapping):
-        return _At({key: _At(_of_mapping(item), None) for key, item in value.items()}, None)
-    return _At([_of_mapping(item) for item in value] if isinstance(value, (list, tuple)) else value, None)
+        value = {key: _At(_of_mapping(item, path), path) for key, item in value.items()}
+    elif isinstance(value, (list, tuple)):
+        value = [_of_mapping(item, path) for item in value]
+    return _At(value, path)
 
 
 # -- values to rules ---------------------------------------------------------------------------------------------------
 
 
-def _checked(root: _At, path: str) -> Config:
-    if root.value is None:
-        root = _At({}, 1)
-    if not isinstance(root.value, dict):
-        raise _fault(path, root.line, f"{_described(root)} stands where the sections {_any_of(SECTIONS)} are expected")
+def _checked(root: _At) -> Config:
     rules: dict[str, dict[str, Rule]] = {"cache": {}, "bypass": {}}
-    for section, entry in root.value.items():
+    if not isinstance(root.value, dict | None):
+        raise root.fault(f"{root} stands where the sections {_any_of(SECTIONS)} are expected")
+    for section, entry in (root.value or {}).items():
         if section not in SECTIONS:
-            raise _fault(path, entry.line, _unknown("section", section, SECTIONS))
+            raise entry.fault(_unknown("section", section, SECTIONS))
         body = entry.value
-        if body.value is None:
-            continue
-        if not isinstance(body.value, dict):
-            raise _fault(path, body.line, f"{section}: {_described(body)} stands where functions are expected: `name: true`")
-        for name, spec in body.value.items():
+        if not isinstance(body.value, dict | None):
+            raise body.fault(f"{section}: {body} stands where functions are expected: `name: true`")
+        for name, spec in (body.value or {}).items():
             if not isinstance(name, str):
-                raise _fault(path, spec.line, f"{section}: {name!r} is no name of a function")
-            rules[section][name] = _rule(path, section, name, spec.value)
-    return Config(rules["cache"], rules["bypass"], path)
+                raise spec.fault(f"{section}: {name!r} is no name of a function")
+            rules[section][name] = _rule(section, name, spec.value)
+    return Config(rules["cache"], rules["bypass"], root.path)
 
 
-def _rule(path: str, section: str, name: str, spec: _At) -> Rule:
+def _rule(section: str, name: str, spec: _At) -> Rule:
     subject = f"{section}: {name}"
     if isinstance(spec.value, bool):
         return Rule(name, spec.value)
     if not isinstance(spec.value, dict):
-        message = f"{subject}: {_described(spec)} stands where true, false or the keys {_any_of(SECTIONS[section])} are expected"
-        raise _fault(path, spec.line, message)
+        raise spec.fault(f"{subject}: {spec} stands where true, false or the keys {_any_of(SECTIONS[section])} are expected")
     for key, entry in spec.value.items():
         if key not in SECTIONS[section]:
-            raise _fault(path, entry.line, f"{subject}: {_unknown('key', key, SECTIONS[section])}")
+            raise entry.fault(f"{subject}: {_unknown('key', key, SECTIONS[section])}")
     options = {key: entry.value for key, entry in spec.value.items()}
     for key in (section, "pin"):
         if key in options and not isinstance(options[key].value, bool):
-            raise _fault(path, options[key].line, f"{subject}: {key} is {_described(options[key])}, where true or false is expected")
+            raise options[key].fault(f"{subject}: {key} is {options[key]}, where true or false is expected")
     on, pin = (key in options and options[key].value for key in (section, "pin"))
-    tags, data = options.get("tags", _At(None, None)), options.get("data", _At(None, None))
+    nothing = _At(None, spec.path)
+    tags, data = options.get("tags", nothing), options.get("data", nothing)
     if data.value is not None and not (isinstance(data.value, str) and data.value):
-        raise _fault(path, data.line, f"{subject}: data is {_described(data)}, where the path of a file is expected")
-    return Rule(name, on, None if tags.value is None else _patterns(path, subject, tags), data.value, pin)
+        raise data.fault(f"{subject}: data is {data}, where the path of a file is expected")
+    return Rule(name, on, None if tags.value is None else _patterns(subject, tags), data.value, pin)
 
 
-def _patterns(path: str, subject: str, entry: _At) -> tuple[re.Pattern[str], ...]:
-    listed = entry.value if isinstance(entry.value, list) else [entry]
+def _patterns(subject: str, entry: _At) -> tuple[re.Pattern[str], ...]:
     patterns = []
-    for one in listed:
+    for one in entry.value if isinstance(entry.value, list) else [entry]:
         if not isinstance(one.value, str):
-            message = f"{subject}: tags: {_described(one)} stands where a regular expression is expected, or a list of them"
-            raise _fault(path, one.line, message)
+            raise one.fault(f"{subject}: tags: {one} stands where a regular expression is expected, or a list of them")
         try:
             patterns.append(re.compile(one.value))
         except (re.error, RecursionError, OverflowError) as error:
-            raise _fault(path, one.line, f"{subject}: tags: {one.value!r} is no regular expression: {error}") from error
+            raise one.fault(f"{subject}: tags: {one.value!r} is no regular expression: {error}") from error
     return tuple(patterns)
-
-
-# -- words -------------------------------------------------------------------------------------------------------------
-
-
-def _fault(path: str, line: int | None, message: str) -> errors.ConfigError:
-    where = f"{path}, line {line}" if line is not None else path
-    return errors.ConfigError(f"{where}: {message}", name="config", value=path, line=line)
-
-
-def _described(entry: _At) -> str:
-    kinds = {dict: "a mapping", list: "a list", type(None): "nothing", str: "the text", bool: "the truth value", int: "the number"}
-    kind = kinds.get(type(entry.value), f"the {type(entry.value).__name__}")
-    return kind if isinstance(entry.value, (dict, list, type(None))) else f"{kind} {entry.value!r}"
 
 
 def _unknown(what: str, entry: object, known: Any) -> str:

@@ -7,7 +7,6 @@ file, a generator, a connection) is `Unstable`.
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import dataclasses
 import enum
@@ -21,12 +20,12 @@ import types
 import weakref
 from _blake2 import blake2b  # of hashlib, which would load OpenSSL into every process
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from forebay._kernel.threads import run_all
 from forebay._model import Buffer
-from forebay.tasks.code import definition_of, is_installed, module_of, place_of, shape_of, steps_of
+from forebay.tasks.code import cells_of, definition_of, is_installed, module_of, place_of, shape_of, steps_of
 
 LONG = 256  # bytes; longer writings are replaced by their digest
 MANY_CYCLES = 10_000
@@ -38,11 +37,11 @@ Write = Callable[[Any], bytes]
 
 
 class Unstable(Exception):
-    """A value that has no content to go by. ``what``: in words; ``index``: which of the values given to `digest_of`."""
+    """A value without lasting content. ``what``: in words; ``index``: which of the values given to `digest_of`."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, index: int = 0) -> None:
         super().__init__(what)
-        self.what, self.index = what, 0
+        self.what, self.index = what, index
 
 
 def digest(data: Buffer) -> bytes:
@@ -251,13 +250,6 @@ def _function(writer: DigestWriter, value: Any) -> bytes:
     return b"A" + text(name) + (b"" if is_installed(value.__code__.co_filename) else definition_of(value).code)
 
 
-def cells_of(function: Any) -> Iterator[tuple[str, Any]]:
-    """The variables that a function closes over, as far as they have a value yet."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):
-            yield name, cell.cell_contents
-
-
 def _path(writer: DigestWriter, value: Any) -> bytes:
     """As text: versions of Python take it apart in several ways."""
     return b"p" + kind_text(type(value)) + text(str(value))
@@ -416,16 +408,8 @@ def encoded(values: Iterable[Any]) -> list[bytes]:
             error.index = index
             raise
         except RecursionError as error:
-            deep = Unstable(f"a {type(value).__name__} that is nested too deep")
-            deep.index = index
-            raise deep from error
+            raise Unstable(f"a {type(value).__name__} that is nested too deep", index) from error
     return parts
-
-
-def kind_of(value: Any) -> bytes:
-    """What stands for a value of which only the type counts."""
-    kind: Any = type(value)
-    return b"?" + kind_text(kind)
 
 
 # -- functions whose calls are kept ------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Names calls: binds arguments to parameters, builds the tag from them, computes their digest, and the key of the output."""
+"""Names calls: makes tags, digests, and the keys of outputs, from the code of a function and its arguments."""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import string
@@ -10,13 +11,12 @@ import weakref
 from _blake2 import blake2b  # of hashlib, which would load OpenSSL into every process
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from forebay import errors
 from forebay._logs import logger
-from forebay.tasks.code import arrived, identity_of
-from forebay.tasks.hashing import QUICK, Unstable, as_own, encoded, kind_of, text
-from forebay.tasks.identity import Code, Use, code_of
+from forebay.tasks.code import arrived, chain_of, codes_in, definition_of, functions_of, identity_of, names_read_by, shape_of
+from forebay.tasks.hashing import QUICK, ConstantWriter, Unstable, as_own, brought, digest, encoded, kind_text, text
 
 log = logger("forebay.tasks")
 
@@ -48,8 +48,7 @@ class Tag(str):
 QUICK[Tag] = lambda value: text(str(value))
 
 
-@dataclass(frozen=True, slots=True)
-class BoundCall:
+class BoundCall(NamedTuple):
     """One call: ``tag``, with its key; ``digest`` of its arguments."""
 
     tag: Tag
@@ -109,8 +108,7 @@ class Naming:
     def content(self) -> tuple[str, str | None, str]:
         """What represents the function as an argument. Raises `Unstable`."""
         self._prefix()
-        code = self.code
-        return self.identity, self.version, code.digest if code is not None else ""
+        return self.identity, self.version, self.code.digest if self.code is not None else ""
 
     def _prefix(self) -> str:
         """What the keys of this function begin with. Raises `Unstable` if its code cannot be determined."""
@@ -124,9 +122,7 @@ class Naming:
         try:
             code, uses = code_of(self.function, self._sent)
         except Exception as error:
-            failed = Unstable(f"{type(error).__name__}: {error}")
-            failed.index = _CODE
-            raise failed from error
+            raise Unstable(f"{type(error).__name__}: {error}", _CODE) from error
         prefix = prefix_of(self.identity, None, code.digest)
         self._known = prefix, code, uses
         return prefix
@@ -211,7 +207,7 @@ class Naming:
                 parts += encoded((value,))
             except Unstable as error:
                 error.index = index
-                parts.append(kind_of(value))
+                parts.append(b"?" + kind_text(type(value)))
                 if self._is_first(f"unstable {index}"):
                     log.warning("%s: %s counts by its type only: it has no content that stays", self.identity, self._where(error))
         try:
@@ -435,3 +431,125 @@ def _encodable(key: str) -> str:
 def _plain(part: str) -> str:
     """A part of a key, with the characters escaped that separate parts."""
     return _encodable(part.replace("%", "%25").replace(":", "%3A").replace("@", "%40").replace("#", "%23"))
+
+
+# -- the code of a function ---------------------------------------------------------------------------------------------
+
+Use = tuple[dict[str, Any], str, Any]
+"""A module's variables, the name of one, and its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """``digest``: of the code, the same on every version of Python where there are sources; empty where there is no code.
+    ``mark``: of the bytecode, constants and literals, by which a process of the same version knows that it has the same code. ``names``:
+    what counts in the modules."""
+
+    digest: str
+    mark: str
+    names: frozenset[str]
+
+
+def code_of(function: Any, sent: Code | None = None) -> tuple[Code, tuple[Use, ...]]:
+    """The code of a function, and what it uses of its module: while each is the same object, so is the code.
+
+    What it wraps counts, and functions that it closes over; functions of installed packages only where there is nothing else.
+    ``sent``: the code as computed by the process that sent the function here. It is valid if the same bytecode runs here, and that process
+    may have had the source."""
+    functions = functions_of(function)
+    if not functions:
+        return Code("", "", frozenset()), ()
+    if sent is not None:
+        uses = [use for one in functions for use in _uses_of(one, sent.names)]
+        if _mark(functions, uses, sent.names) == sent.mark:
+            return sent, tuple(uses)
+    uses = [use for one in functions for use in _uses_of(one, None)]
+    literals: dict[int, dict[str, types.CodeType]] = {}
+    for one in functions:
+        literals.setdefault(id(one.__globals__), {}).update(definition_of(one).literals)
+    parts, names, known = [definition_of(one).code for one in functions], set(), dict[tuple[int, str], bytes]()
+    for lived_in, name, value in uses:
+        content = _content(lived_in, value, True)
+        if not content and type(value) in _DISPLAYS and value:  # what is empty is filled later
+            content = _as_written(literals.get(id(lived_in), {}), lived_in, name, known)
+        if content:
+            parts.append(text(name) + content)
+            names.add(name)
+    counted = frozenset(names)
+    return Code(_digest(parts), _mark(functions, uses, counted), counted), tuple(uses)
+
+
+def _mark(functions: list[types.FunctionType], uses: list[Use], names: frozenset[str]) -> str:
+    """By the bytecode. ``names``: of what counts, as it is now; functions always do."""
+    parts = [importlib.util.MAGIC_NUMBER, *(shape_of(one.__code__) for one in functions)]
+    for lived_in, name, value in uses:
+        content = _content(lived_in, value, False)
+        if name in names or content:
+            parts.append(text(name) + (content or _constant(value, False, within=True)))
+    return _digest(parts)
+
+
+def _digest(parts: list[bytes]) -> str:
+    return digest(b"".join(b"%x:%b" % (len(part), part) for part in parts)).hex()[:16]
+
+
+# -- what they use -----------------------------------------------------------------------------------------------------
+
+
+def _uses_of(function: types.FunctionType, names: frozenset[str] | None) -> list[Use]:
+    """The functions and constants of its module that a function names, in the order of their names."""
+    lived_in, uses = function.__globals__, list[Use]()
+    if names is None:
+        names = definition_of(function).constants
+    for name in sorted(names_read_by(function.__code__)):
+        value = lived_in.get(name)
+        counts = names is None or name in names
+        is_own = any(one.__globals__ is lived_in for one in chain_of(value))
+        if name in lived_in and (is_own or (counts and not issubclass(type(value), (types.ModuleType, type)))):
+            uses.append((lived_in, name, value))
+    return uses
+
+
+def _content(lived_in: dict[str, Any], value: Any, by_source: bool) -> bytes:
+    """What stands for the value of a module's variable: of a function its code and what it brings, of a constant the value; nothing for
+    any other. ``by_source``: the code of functions, else their bytecode."""
+    chain = list(chain_of(value))
+    own = [one for one in chain if one.__globals__ is lived_in]
+    if not own:
+        return _constant(value, by_source)
+    version = getattr(getattr(value, "_naming", None), "version", None)
+    if version is not None:
+        return text(str(version))
+    code = (definition_of(one).code if by_source else shape_of(one.__code__) for one in own)
+    return b"".join((*code, *(brought(one, by_source) for one in chain)))
+
+
+def _constant(value: Any, by_source: bool = True, *, within: bool = False) -> bytes:
+    """A value that cannot change; nothing for any other. ``within``: or a container of such values."""
+    writer = ConstantWriter(by_source)
+    try:
+        return writer.write_container(value) if within else writer.write(value)
+    except Exception:  # noqa: BLE001  # of whatever object it is: then it is no constant
+        return b""
+
+
+_DISPLAYS = (dict, list, set, tuple)
+
+
+def _as_written(literals: dict[str, types.CodeType], lived_in: dict[str, Any], name: str, known: dict[tuple[int, str], bytes]) -> bytes:
+    """A dict, list or set as long as it is what the module writes, of literals, of constants, and of others that are as written; else
+    nothing. ``known``: of which this was asked already."""
+    key, expression, value = (id(lived_in), name), literals.get(name), lived_in.get(name)
+    if key in known or expression is None or type(value) not in _DISPLAYS:
+        return known.get(key, b"")
+    known[key] = b""  # of a circle
+    names = {one for part in codes_in(expression) for one in part.co_names if one in lived_in}
+    namespace = {one: lived_in[one] for one in names if _constant(lived_in[one]) or _as_written(literals, lived_in, one, known)}
+    content = _constant(value, within=True)
+    try:
+        at_first = eval(expression, {"__builtins__": {}, **namespace}) if content else None  # it calls nothing
+    except Exception:  # noqa: BLE001  # such as a name that is no constant
+        return b""
+    if content and _constant(at_first, within=True) == content:
+        known[key] = content
+    return known[key]

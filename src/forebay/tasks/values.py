@@ -309,10 +309,6 @@ class Values:
         """Stored size in bytes, and number, of the values."""
         return self._store().spaces.usage(self.space)
 
-    def size_bytes(self) -> int:
-        """Stored size of the values in bytes."""
-        return self.size()[0]
-
     def budget(self) -> int | None:
         """Bytes that the values may have; None: limited by the cache only."""
         return self._store().spaces.limits(self.space).quota

@@ -26,7 +26,7 @@ import ray
 import forebay
 from forebay.adapters import ray as ours
 from forebay.adapters.ray.tasks import size_in
-from forebay.tasks.identity import code_of
+from forebay.tasks.naming import code_of
 from tests.adapters.ray_cluster import AWAY, HEAD, Log, Nodes, node
 from tests.items import until
 

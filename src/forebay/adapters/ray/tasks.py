@@ -137,10 +137,6 @@ class RayTasks(Tasks):
         return self._session.namespace
 
     @property
-    def _config(self) -> Any:
-        return self._session.config
-
-    @property
     def _bypass(self) -> Any:
         return self._session.bypass
 

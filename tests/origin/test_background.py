@@ -13,7 +13,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.origin import feeding
+from forebay.origin import background
 from forebay.testing import ScriptedServer
 from tests.processes import Line, in_child, talk_to
 
@@ -76,7 +76,7 @@ def test_it_is_read_in_the_thread_of_the_caller(cache: forebay.Cache, server: Sc
 
 
 def test_many_more_than_are_taken_ahead(cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeding, "AHEAD", 20)
+    monkeypatch.setattr(background, "AHEAD", 20)
     urls, taken, settled, most = several(server, 200), 0, 0, 0
 
     def listing() -> Iterator[str]:

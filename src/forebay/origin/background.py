@@ -1,0 +1,136 @@
+"""A thread that runs a pipeline while there are jobs: for coroutines, and beside what yields URLs slowly."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from forebay import errors
+from forebay._kernel import host
+from forebay._kernel.threads import GRACE, TURN
+from forebay.origin.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from forebay.origin import Origin
+    from forebay.origin.job import Job
+
+AHEAD = 256
+"""Jobs that `run_beside` takes before their results have come."""
+
+
+class Background:
+    """Runs submitted jobs by one pipeline, in a thread that lives while there are any. Callable from any thread.
+
+    A forked child starts without jobs. ``side_by_side``: see `Pipeline`. The thread is called ``forebay-<name>``."""
+
+    def __init__(self, origin: Origin, name: str, side_by_side: int | None = None) -> None:
+        self._origin, self._name, self._side_by_side = origin, f"forebay-{name}", side_by_side
+        self.after_fork_child()
+        host.at_fork(self)
+
+    def after_fork_child(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._new: deque[Job] = deque()
+        self._waiting: dict[Job, Callable[[Job], None]] = {}  # for the result
+        self._running: tuple[Pipeline, threading.Thread] | None = None
+
+    def submit(self, job: Job, done: Callable[[Job], None]) -> None:
+        """Run a job. ``done`` is called with it in the thread, and must not raise. The job comes back with ``is_busy`` if another call
+        fetches its object, and with an error if the thread cannot be started."""
+        with self._lock:
+            self._new.append(job)
+            self._waiting[job] = done
+            if self._running is not None:
+                self._running[0].wake()
+                return
+            pipeline = Pipeline(self._origin, waits=False, side_by_side=self._side_by_side)
+            thread = threading.Thread(target=self._run, args=(pipeline,), daemon=True, name=self._name)
+            self._running = pipeline, thread
+        try:
+            thread.start()
+        except RuntimeError as error:  # no further thread may be started
+            self._fail(error)
+
+    def stop(self) -> None:
+        """Give up what is under way, and wait a second for the thread, which releases its keys."""
+        with self._lock:
+            pipeline, thread = self._running or (None, None)
+        if pipeline is not None and thread is not None and thread.ident is not None:
+            pipeline.stop()
+            thread.join(GRACE)
+
+    def _run(self, pipeline: Pipeline) -> None:
+        try:
+            for job in pipeline.run_as_they_come(self._take):
+                with self._lock:
+                    done = self._waiting.pop(job)
+                done(job)
+        except BaseException as error:  # noqa: BLE001 (the result of all jobs)
+            self._fail(error)
+
+    def _take(self, most: int) -> Sequence[Job] | None:
+        with self._lock:
+            if not self._waiting:
+                self._running = None  # the next job starts another thread
+                return None
+            return [self._new.popleft() for _ in range(min(most, len(self._new)))]
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._running = None
+            lost, self._waiting = self._waiting, {}
+            self._new.clear()
+        for job, done in lost.items():
+            job.error = error if isinstance(error, Exception) else errors.Closed("the thread that fetched it was ended")
+            done(job)
+
+
+def run_beside(origin: Origin, jobs: Iterable[Job], settle: Callable[[Job], None], side_by_side: int | None) -> None:
+    """Run jobs in a thread, which calls ``settle`` with each result, while this thread reads ``jobs``: however long it waits for the next
+    one, what has arrived is published, and no other process waits for it.
+
+    Raises what ``jobs`` or ``settle`` raises; then, and after an interrupt, gives up what is under way."""
+    background, context = Background(origin, "bulk", side_by_side), contextvars.copy_context()
+    settled: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    busy: list[Job] = []
+
+    def done(job: Job) -> None:
+        error = None
+        try:
+            if job.is_busy:
+                busy.append(job)
+            else:
+                context.run(settle, job)
+        except BaseException as failed:  # noqa: BLE001 (raised by the thread that reads)
+            error = failed
+        settled.put(error)
+
+    def next_settled() -> None:
+        while True:
+            with contextlib.suppress(queue.Empty):  # in short turns: a signal just before a wait would not end it
+                error = settled.get(timeout=TURN)
+                break
+        if error is not None:
+            raise error
+
+    try:
+        under_way = 0
+        for job in jobs:
+            background.submit(job, done)
+            under_way += 1
+            while under_way >= AHEAD or not settled.empty():
+                next_settled()
+                under_way -= 1
+        for _ in range(under_way):
+            next_settled()
+    except BaseException:
+        background.stop()
+        raise
+    with contextlib.closing(Pipeline(origin, side_by_side=side_by_side).run(busy)) as fetched:  # now that this call holds no key
+        for job in fetched:
+            settle(job)
