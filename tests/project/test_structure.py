@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -105,3 +106,16 @@ def test_imports_of_functions_and_type_checkers_count(tool: ModuleType) -> None:
         ("forebay.room", "forebay.room.a"),
     }
     assert tool.circles(edges) == [{"forebay.room.a", "forebay.room.b", "forebay.room.c"}]
+
+
+def test_the_walk_of_a_miss_names_methods_that_exist() -> None:
+    """The section of the design that follows a `read` from the call to the bytes."""
+    walk = (REPO / "docs/design.md").read_text().partition("### A miss, from the call to the bytes")[2].partition("## The idea")[0]
+    nodes = (node for path in (REPO / "src").rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    methods = {
+        f"{node.name}.{part.name}" for node in nodes if isinstance(node, ast.ClassDef)
+        for part in node.body if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }  # fmt: skip
+    named = re.findall(r"`(\w+\.\w+)`", walk)
+    assert len(named) > 15
+    assert set(named) <= methods
