@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import forebay
 from forebay import errors
-from forebay.world import ranks
+from forebay.world import launchers
 from tests.claims.launched import told
 
 RANKS = 2
@@ -80,7 +80,7 @@ def alone(rank: int, place: str) -> None:
     """Rank 0 asks, and the others do not. One of its children asks too."""
     logging.basicConfig(level="WARNING", filename=Path(place) / "log")
     start(rank)
-    ranks.TIMEOUT, ranks.LOG_AFTER = 0.5, 0.2
+    launchers.TIMEOUT, launchers.LOG_AFTER = 0.5, 0.2
     if rank == 0:
         child = multiprocessing.get_context("fork").Process(target=lambda: write(place, "child", told_or_error()))
         child.start()

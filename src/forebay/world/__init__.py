@@ -6,8 +6,8 @@ import operator
 from typing import Any, Self
 
 from forebay.errors import ConfigError
+from forebay.world.launchers import ranks
 from forebay.world.launchers import worker as dataloader_worker
-from forebay.world.ranks import ranks
 
 __all__ = ["World"]
 
