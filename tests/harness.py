@@ -13,14 +13,17 @@ import signal
 import sqlite3
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from forebay._engine.store import Settings, Store
+from forebay._kernel import waits
+
+T = TypeVar("T")
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -215,3 +218,12 @@ def fill_the_disk(place: Path) -> None:
                     file.write(bytes(size))
             except OSError:
                 continue
+
+
+def single(store: Store, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], **options: Any) -> T:
+    """What ``look`` finds, else what one caller at a time makes, in this thread."""
+
+    async def made(_: object) -> T:
+        return make()
+
+    return waits.run(store.locks.make_once(space, key, look, made, waits.wait_here, **options))

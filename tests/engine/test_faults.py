@@ -22,7 +22,7 @@ from forebay import errors
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim
-from tests.harness import KiB, MiB, assert_counted, assert_settled, bytes_of, data_usage, opened
+from tests.harness import KiB, MiB, assert_counted, assert_settled, bytes_of, data_usage, opened, single
 from tests.processes import Child, Gate, end, fork, in_child
 
 BLOB, OTHER, SMALL = os.urandom(100 * KiB), os.urandom(110 * KiB), os.urandom(700)
@@ -467,7 +467,7 @@ def test_s08_a_stopped_fetcher_is_named(quick_path: Path, children: Callable[...
         waits: list[Any] = []
         with opened(place) as store:
             with pytest.raises(errors.WaitTimeout) as found:
-                store.locks.single("v", "stuck", lambda: None, lambda: 1, timeout=0.5, on_wait=waits.append)
+                single(store, "v", "stuck", lambda: None, lambda: 1, timeout=0.5, on_wait=waits.append)
             assert found.value.what == "stuck"
             assert str(child.pid) in found.value.holder
             assert found.value.waited >= 0.5

@@ -120,7 +120,7 @@ def test_offline_no_block_is_asked_for_though_the_cache_is_at_fault(origin: Orig
     with ScriptedServer() as server:
         target = origin.target(server.put("/a", bytes(100_000)))
         origin.open(target, FetchOptions(), 64_000).close()
-        monkeypatch.setattr(Flight, "single", busy)
+        monkeypatch.setattr(Flight, "make_once", busy)
         with origin.open(target, FetchOptions(offline=True, since=-1), 64_000) as file, pytest.raises(errors.Offline):
             file.read(3)
         assert server.gets == 0

@@ -112,38 +112,24 @@ class Flight:
 
     # -- one at a time ---------------------------------------------------------------------------------------------
 
-    def single(
-        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], *,
-        timeout: float | None = None, on_wait: OnWait | None = None, on_hold: Callable[[KeyHold], None] | None = None,
-    ) -> T:  # fmt: skip
-        """Return what ``look`` finds, else what ``make`` makes under the key's lock. ``on_hold`` is called with the lock, which may be
-        released before ``make`` returns. ``make`` runs once: a catalog that breaks meanwhile is recovered for the next call.
-
-        Raises what ``make`` raised, here or in the process that was waited for; `WaitTimeout` after ``timeout`` seconds of waiting;
-        `Busy` where waiting would never end."""
-
-        async def made() -> T:
-            return make()
-
-        return waits.run(self.make_once(space, key, look, made, waits.wait_here, timeout=timeout, on_wait=on_wait, on_hold=on_hold))
-
     async def make_once(
-        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], wait: WaitFor = waits.wait_for_async, *,
-        timeout: float | None = None, on_wait: OnWait | None = None, on_hold: Callable[[KeyHold], None] | None = None,
+        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[KeyHold], Awaitable[T]],
+        wait: WaitFor = waits.wait_for_async, *, timeout: float | None = None, on_wait: OnWait | None = None,
     ) -> T:  # fmt: skip
-        """`single` as a coroutine: the event loop goes on while another process makes the value, and while ``make`` is awaited.
+        """Return what ``look`` finds, else what ``make`` makes under the key's lock, which it may release before it returns. It runs once:
+        a catalog that breaks meanwhile is recovered for the next call.
 
-        ``wait``: how to wait; with `waits.wait_here` this is run by `waits.run`. Raises `Unstored` too: see `note_unstored`."""
+        ``wait``: how to wait for the lock: the event loop goes on, or, with `waits.wait_here`, the thread that has `waits.run` drive this
+        coroutine sleeps. Raises what ``make`` raised, here or in the process that was waited for; `WaitTimeout` after ``timeout`` seconds
+        of waiting; `Busy` where waiting would never end; `Unstored`: see `note_unstored`."""
         with self.engine.reopening():
             hold, waiter = await self._hold(space, key, wait, timeout, on_wait)
             with hold:
                 value = self._look_again(space, key, look, waiter)
                 if value is not None:
                     return value
-                if on_hold is not None:
-                    on_hold(hold)
                 with self._making(space, key, hold.keyhash):
-                    return await make()
+                    return await make(hold)
 
     def _look_again(self, space: str, key: str, look: Callable[[], T | None], waiter: KeyWait | None) -> T | None:
         """P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: this is P2. Raises what P1 failed with while P2

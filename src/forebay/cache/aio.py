@@ -64,7 +64,8 @@ class AsyncFetches:
             return job
         with contextlib.suppress(errors.CacheFault):  # the pipeline reports it
             entry = self._origin.store.entry(URLS, target.key)  # a hit does not wait behind objects under way
-            if entry is not None and (await in_thread(job.look) if entry.size > LARGE else job.look()):
+            found = None if entry is None else await in_thread(job.look) if entry.size > LARGE else job.look()
+            if found is not None:
                 return job
         while True:
             await self._fetched(job)

@@ -72,7 +72,7 @@ async def get_or_make_async(
     values: list[T] = []
     has_failed, locks = False, origin.store.locks
 
-    async def fill() -> T:
+    async def fill(_: KeyHold) -> T:
         nonlocal has_failed
         if counts_miss:
             origin.store.count("misses")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,9 +104,10 @@ class Job:
                 # P1 and P2 see no entry / P1 holds the key, fetches, releases / P2 holds the key: without a second look it fetches again.
                 if not self.look():
                     made = partial(self._made, publishes)
-                    self.store.locks.single(
-                        self.target.space, key, self._looked, made, timeout=options.timeout, on_wait=options.on_wait, on_hold=self._held_by
+                    make_once = self.store.locks.make_once(
+                        self.target.space, key, self.look, made, waits.wait_here, timeout=options.timeout, on_wait=options.on_wait
                     )  # fmt: skip
+                    waits.run(make_once)
                 if self.error is not None:
                     error, self.error = self.error, None
                     raise error
@@ -117,35 +117,31 @@ class Job:
                     self.error = None
                     raise
 
-    def _held_by(self, hold: KeyHold) -> None:
+    async def _made(self, publishes: bool, hold: KeyHold) -> Job:
         self.hold = hold
-
-    def _looked(self) -> Job | None:
-        return self if self.look() else None
-
-    def _made(self, publishes: bool) -> Job:
         self.make()
         if self.writing is not None and publishes:
-            deque(publish([self]), 0)
-        elif self.writing is not None and self.hold is not None:
-            self.hold = self.hold.handed_over()
+            if (fault := publish_together([self])) is not None:
+                self.settle(fault)
+        elif self.writing is not None:
+            self.hold = hold.handed_over()
         return self
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
-    def look(self) -> bool:
-        """Serve what the cache has, if it is what the caller asked for. Raises `CacheFault`."""
+    def look(self) -> Job | None:
+        """Serve what the cache has, if it is what the caller asked for: then this job is returned. Raises `CacheFault`."""
         found = self._find()
         self.has_entry = found is not None
         if found is not None and self.may_serve(found):
             if not isinstance(found, Lease):
                 self.store.touch(found.entry)
             self.store.count_hit(found.entry.size)
-            return self.serve(found)
+            return self if self.serve(found) else None
         if isinstance(found, Lease):
             found.close()
         self.stamp = self.stamp or NO_ENTRY
-        return False
+        return None
 
     def _find(self) -> Lease | Remembered | None:
         find = self.store.lease if self.needs_file else self.store.take if self.leased else self.store.view

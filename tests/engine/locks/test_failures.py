@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import opened
+from tests.harness import opened, single
 from tests.items import until
 
 
@@ -52,7 +52,7 @@ def test_a_failure_keeps_no_object_of_the_function_that_raised_it(tmp_path: Path
 
     with opened(tmp_path / "root") as store:
         with contextlib.suppress(Exception):
-            store.locks.single("v", "k", lambda: None, make)
+            single(store, "v", "k", lambda: None, make)
         noted = store.locks.failure("v", "k", 0)
         gc.collect()
         assert refs[0]() is None
@@ -66,7 +66,7 @@ def test_a_thread_that_waited_gets_an_error_of_the_same_class(tmp_path: Path, er
 
         def waits() -> None:
             try:
-                store.locks.single("v", "k", lambda: None, bytes)
+                single(store, "v", "k", lambda: None, bytes)
             except Exception as raised:
                 seen.append(look(raised))
 
@@ -78,6 +78,6 @@ def test_a_thread_that_waited_gets_an_error_of_the_same_class(tmp_path: Path, er
             raise error()
 
         with contextlib.suppress(type(error())):
-            store.locks.single("v", "k", lambda: None, make)
+            single(store, "v", "k", lambda: None, make)
         thread.join()
     assert seen == [look(error())]

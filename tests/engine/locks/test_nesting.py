@@ -13,7 +13,7 @@ import pytest
 
 import forebay
 from forebay._engine.files.table import KeyWaiter, Waiters
-from forebay._engine.flight import Busy, leads_to
+from forebay._engine.flight import Busy, KeyHold, leads_to
 from forebay._engine.store import Settings, Store
 
 SPAWNED = multiprocessing.get_context("fork")
@@ -147,7 +147,7 @@ def test_coroutines_make_a_value_once(tmp_path: Path) -> None:
     runs: list[str] = []
 
     def single(key: str, needs: str | None = None):  # type: ignore[no-untyped-def]  # a coroutine
-        async def make() -> bytes:
+        async def make(hold: KeyHold) -> bytes:
             runs.append(key)
             await asyncio.sleep(0)
             if needs is not None:
@@ -171,7 +171,7 @@ def test_coroutines_that_need_each_other_do_not_wait_for_ever(tmp_path: Path) ->
     refused: list[str] = []
 
     async def work(mine: str, other: str, inside: asyncio.Event, other_inside: asyncio.Event) -> bytes:
-        async def make() -> bytes:
+        async def make(hold: KeyHold) -> bytes:
             inside.set()
             await other_inside.wait()
             try:
@@ -182,7 +182,7 @@ def test_coroutines_that_need_each_other_do_not_wait_for_ever(tmp_path: Path) ->
 
         return await store.locks.make_once("values", mine, lambda: None, make, timeout=LIMIT)
 
-    async def nothing() -> bytes:
+    async def nothing(hold: KeyHold) -> bytes:
         return b"nothing"
 
     async def both() -> list[bytes]:
@@ -199,7 +199,7 @@ def test_a_failure_reaches_a_coroutine_that_waits(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "root", Settings(min_free=0))
     runs = []
 
-    async def fails() -> bytes:
+    async def fails(hold: KeyHold) -> bytes:
         runs.append(1)
         await asyncio.sleep(0.02)
         raise ValueError("no such value")
