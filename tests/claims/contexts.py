@@ -12,10 +12,10 @@ from forebay.claims import members
 from forebay.claims.claim_files import CLAIM, LEADER, LOCKS, TABLE, TABLE_BYTES, WORDS
 from forebay.claims.conflicts import ClaimRequest
 from forebay.claims.members import Members
-from forebay.claims.processes import Job
+from forebay.claims.processes import JobId
 
 T = TypeVar("T")
-RECORD = ClaimRequest(Job("job", "job", "job="), "0", ()).record(0)
+RECORD = ClaimRequest(JobId("job", "job", "job="), "0", ()).record(0)
 
 
 def create(place: Path) -> Path:

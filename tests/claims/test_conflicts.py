@@ -15,7 +15,7 @@ import forebay
 from forebay import errors
 from forebay.claims import conflicts, members, records
 from forebay.claims.conflicts import ClaimRequest
-from forebay.claims.processes import Job
+from forebay.claims.processes import JobId
 from forebay.claims.records import ClaimedPath, ClaimedStream, Record
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, rank
@@ -44,7 +44,7 @@ def places(tmp_path: Path) -> Callable[[int], list[ClaimedPath]]:
 
 
 def record(where: list[ClaimedPath]) -> Record:
-    return ClaimRequest(Job("job", "job", "how"), "0", tuple(ClaimedStream(place, REMOTE, False) for place in where)).record(0)
+    return ClaimRequest(JobId("job", "job", "how"), "0", tuple(ClaimedStream(place, REMOTE, False) for place in where)).record(0)
 
 
 @pytest.mark.parametrize(("equal_only", "meets"), [(False, records.overlap), (True, records.same)])

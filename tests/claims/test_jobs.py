@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay.claims.processes import Job, identify
+from forebay.claims.processes import JobId, identify
 from forebay.world import World
 from tests.claims.launched import LAUNCHERS, clean
 
@@ -26,7 +26,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_
 MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "17"}
 
 
-def identified(patch: pytest.MonkeyPatch, said: dict[str, str], world: World = FIRST_OF_TWO, job: str | None = None) -> Job:
+def identified(patch: pytest.MonkeyPatch, said: dict[str, str], world: World = FIRST_OF_TWO, job: str | None = None) -> JobId:
     with patch.context() as inner:
         for name in LAUNCHERS:
             inner.delenv(name, raising=False)
@@ -96,8 +96,8 @@ def test_a_rank_alone_is_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_given_name_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert identified(monkeypatch, TORCHRUN, job="mine") == Job("mine", "mine", "job=")
-    assert identified(monkeypatch, {}, ALONE, job="mine") == Job("mine", "mine", "job=")
+    assert identified(monkeypatch, TORCHRUN, job="mine") == JobId("mine", "mine", "job=")
+    assert identified(monkeypatch, {}, ALONE, job="mine") == JobId("mine", "mine", "job=")
 
 
 def test_nodes_that_share_a_machine_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:

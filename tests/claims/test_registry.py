@@ -30,7 +30,7 @@ from forebay._kernel import host
 from forebay.claims import claim_files, members, records
 from forebay.claims import registry as registry_module
 from forebay.claims.conflicts import ClaimRequest
-from forebay.claims.processes import Job
+from forebay.claims.processes import JobId
 from forebay.claims.records import ClaimedStream
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, claims_in, rank, text_of
@@ -421,7 +421,7 @@ def test_the_claim_of_a_leader_that_is_gone_is_not_joined(node: Registry, childr
 
 def test_whoever_comes_first_makes_what_nobody_leads(node: Registry, children: ProcessGroup) -> None:
     def one(meet: Callable[[], None]) -> tuple[int, int]:
-        found = Registry().join_or_register(ClaimRequest(Job("any", "any", "by name"), "name", ()))
+        found = Registry().join_or_register(ClaimRequest(JobId("any", "any", "by name"), "name", ()))
         meet()
         return found.record.prefix, found.record.pid
 
@@ -733,7 +733,7 @@ def test_two_users_do_not_meet_under_one_name(node: Registry, children: ProcessG
 def test_a_claim_that_another_user_planted_is_not_joined(node: Registry, registry: Path, children: ProcessGroup) -> None:
     """He could cut its files short, which kills the process that has them mapped."""
     attacker, victim = 65533, 65534
-    ready, tag = Gate(), in_child(as_user(victim, lambda: ClaimRequest(Job("job", "job", "job="), "0", ()).tag))
+    ready, tag = Gate(), in_child(as_user(victim, lambda: ClaimRequest(JobId("job", "job", "job="), "0", ()).tag))
 
     def plant() -> None:
         kept = claim("/theirs", world=rank(0, 2), job="job")  # noqa: F841
@@ -749,7 +749,7 @@ def test_a_claim_that_another_user_planted_is_not_joined(node: Registry, registr
     planted = registry / f"000000.{tag}"
 
     def join() -> str:
-        assert node.states()[0].tag == ClaimRequest(Job("job", "job", "job="), "0", ()).tag
+        assert node.states()[0].tag == ClaimRequest(JobId("job", "job", "job="), "0", ()).tag
         assert node.states()[0].members() == []
         for work in (lambda: members.Members.attach(planted), lambda: members.MemberTable(planted)):
             with pytest.raises(claim_files.Gone):

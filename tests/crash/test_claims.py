@@ -25,7 +25,7 @@ from forebay.claims import (
     shared,  # noqa: F401
 )
 from forebay.claims.conflicts import ClaimRequest
-from forebay.claims.processes import Job
+from forebay.claims.processes import JobId
 from forebay.claims.records import ClaimedStream, ExternalFiles
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, rank, registry  # noqa: F401 (a fixture)
@@ -197,7 +197,7 @@ def test_what_is_beside_a_claim_goes_with_it(registry: Path, tmp_path: Path, els
 
     def have() -> None:
         wanted = ClaimRequest(
-            Job("job", "job", "job="), "0", (ClaimedStream(records.canonical(tmp_path), REMOTE),), beside=FilesBeside(outside)
+            JobId("job", "job", "job="), "0", (ClaimedStream(records.canonical(tmp_path), REMOTE),), beside=FilesBeside(outside)
         )
         members = Registry().register(wanted, 0)
         assert members.record.prefix == 0

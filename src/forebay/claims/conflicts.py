@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from forebay import errors
 from forebay._logs import logger
 from forebay.claims import processes, records
-from forebay.claims.processes import Job
+from forebay.claims.processes import JobId
 from forebay.claims.records import ClaimedPath, ClaimedStream, ExternalFiles, Record
 from forebay.remote import urls
 from forebay.world import World
@@ -54,7 +54,7 @@ class ClaimRequest(NamedTuple):
     ``equal_only``: a directory inside another one is no conflict. ``conflict_timeout``: seconds for which a conflict may pass. ``spared``:
     claims, by the names of their directories, whose working directories this process gave up."""
 
-    job: Job
+    job: JobId
     key: str
     streams: tuple[ClaimedStream, ...]
     world: World | None = None

@@ -111,7 +111,7 @@ def _inode(path: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobId:
     """``id``: equal in all processes of the job on this node, and different in every other job; ``name``: a shorter form for messages.
     ``how``: where both were taken from."""
 
@@ -120,7 +120,7 @@ class Job:
     how: str
 
 
-def identify(job: str | None, world: World) -> Job:
+def identify(job: str | None, world: World) -> JobId:
     """Return the job of this process, whose rank is given by ``world``: ``job`` if it is given, else the launcher's job, else the process
     that started its ranks. Raises `ConfigError` if ``job`` is no name.
 
@@ -129,15 +129,15 @@ def identify(job: str | None, world: World) -> Job:
     if job is not None and (not isinstance(job, str) or not job):
         raise ConfigError(f"job={job!r}: must be a name, the same in all ranks of the job", name="job", value=repr(job))
     if job is not None:
-        identified = Job(job, job, "job=")
+        identified = JobId(job, job, "job=")
     else:
         identified = (_launched(world) if world.ranks_per_node > 1 else None) or _by_process(world)
     if not world.is_multinode:
         return identified
-    return Job(f"{identified.id}, node {world.node}", f"{identified.name}, node {world.node}", identified.how)
+    return JobId(f"{identified.id}, node {world.node}", f"{identified.name}, node {world.node}", identified.how)
 
 
-def _launched(world: World) -> Job | None:
+def _launched(world: World) -> JobId | None:
     """Return the job of the launcher that started these ranks. A launcher with another number of ranks started an outer program."""
     for read_launcher in launchers.SOURCES:
         try:
@@ -145,22 +145,22 @@ def _launched(world: World) -> Job | None:
         except ConfigError:
             continue  # contradictory variables name no job; the world was given explicitly then
         if info is not None and info.job is not None and info.num_ranks == world.num_ranks:
-            return Job(info.job, info.name, info.how)
+            return JobId(info.job, info.name, info.how)
     address = launchers.address()
-    return Job(f"master {address}", address, "MASTER_ADDR and MASTER_PORT") if address else None
+    return JobId(f"master {address}", address, "MASTER_ADDR and MASTER_PORT") if address else None
 
 
-def _by_process(world: World) -> Job:
+def _by_process(world: World) -> JobId:
     """Return a job named by the process that is the only rank here, or by the one that started the ranks."""
     rank = os.getpid()
     if launchers.worker() is not None:  # its rank is the process that made the DataLoader, which a fork server would hide
         parent = sys.modules["multiprocessing.process"].parent_process()
         rank = os.getppid() if parent is None else parent.pid
     if world.ranks_per_node == 1:
-        return Job(_process_id(rank), f"process {rank}", "this process, the only rank here")
+        return JobId(_process_id(rank), f"process {rank}", "this process, the only rank here")
     process = status(rank)
     starter = process.parent if process is not None else 0
-    return Job(_process_id(starter), f"process {starter}", "the process that started this one")
+    return JobId(_process_id(starter), f"process {starter}", "the process that started this one")
 
 
 def _process_id(pid: int) -> str:

@@ -14,7 +14,7 @@ from forebay import claims
 from forebay.adapters.streaming.prefix import claim_of, hold
 from forebay.adapters.streaming.shared import SharedArray
 from forebay.claims.conflicts import ClaimRequest
-from forebay.claims.processes import Job
+from forebay.claims.processes import JobId
 from forebay.claims.registry import Registry
 from forebay.claims.shared import NamedLock
 from forebay.world import World
@@ -112,7 +112,7 @@ def _own_claim(name: str) -> claims.Claim:
     if claim is None or claim.closed:
         registry = Registry()
         members = registry.join_or_register(
-            ClaimRequest(Job("barriers of Streaming", "all who have this barrier", "their names"), name, ())
+            ClaimRequest(JobId("barriers of Streaming", "all who have this barrier", "their names"), name, ())
         )
         _own[name] = claim = claims.opened(registry, members, World(1, 1, 1, 0))
     return claim
