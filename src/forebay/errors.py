@@ -475,6 +475,10 @@ class Conflict(RemoteError, FileExistsError):
 
     errno = errno.EEXIST
 
+    @classmethod
+    def of(cls, url: str, status: int | None = None) -> Conflict:
+        return cls(f"{url}: it, or another version of it, already exists: nothing was written", url=url, status=status)
+
 
 class Unsupported(RemoteError, NotImplementedError):
     """This kind of remote does not support the operation: HTTP servers accept no writes, few filesystems conditional ones. Nothing was

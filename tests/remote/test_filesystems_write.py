@@ -128,7 +128,7 @@ def test_a_file_that_grows_while_it_is_written(request: pytest.FixtureRequest, t
 
 def in_the_helper(filesystem: Any) -> FilesystemRemote:
     made = FilesystemRemote(filesystem, OPTIONS)
-    made._fixed = InHelper(pickled((filesystem, {})))
+    made._fixed = InHelper(pickled(filesystem))
     return made
 
 

@@ -78,12 +78,12 @@ def keep(location: RemoteDirectory, files: Sequence[tuple[File, str]]) -> None:
     ``files``: all of the directory, with the validators of the remote. Raises `CacheFault` where there is no room."""
     store = location.origin.store
     for file, path in files:
-        key = location.target(file.name).key
-        there = store.entry(URLS, key)
+        target = location.target(file.name)
+        there = store.entry(URLS, target.key)
         if there is not None and there.validator == file.validator and there.checksum.hex() == file.digest:
             store.set_validated([(there, now := store.now(exact=True))], now)
             continue
-        with store.writing(URLS, key, suffix=remote.suffix(path), resume=False) as writing:
+        with store.writing(URLS, target.key, suffix=target.suffix, resume=False) as writing:
             remote.resolve(path).fetch(path, writing)
             entry = writing.publish(validator=file.validator)
         if file.digest is not None and entry.checksum.hex() != file.digest:

@@ -24,7 +24,6 @@ from forebay.remote.urls import is_url as is_url
 from forebay.remote.urls import local_path as local_path
 from forebay.remote.urls import redacted as redacted
 from forebay.remote.urls import shown as shown
-from forebay.remote.urls import suffix as suffix
 from forebay.remote.urls import suffix_of_key as suffix_of_key
 from forebay.remote.urls import without_user as without_user
 
@@ -131,10 +130,10 @@ class FilesystemObject(NamedTuple):
 
 def on_filesystem(filesystem: Any, options: RemoteOptions | None = None) -> FilesystemObject:
     """The remote of a filesystem object of fsspec or pyarrow. Pickles the object to identify it."""
-    from forebay.remote.filesystems import FilesystemRemote, identity, protocols_of
+    from forebay.remote.filesystems import FilesystemRemote, protocols_of
 
-    kind = next(iter(protocols_of(filesystem)), "filesystem")
-    return FilesystemObject(kind, identity(filesystem), FilesystemRemote(filesystem, options))
+    remote = FilesystemRemote(filesystem, options)
+    return FilesystemObject(protocols_of(filesystem)[0], remote.identity, remote)
 
 
 def arrow_filesystem(url: str) -> tuple[Any, str] | None:

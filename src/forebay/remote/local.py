@@ -150,7 +150,7 @@ class LocalRemote:
             try:
                 os.link(part, path)
             except FileExistsError:
-                raise _conflict(url) from None
+                raise errors.Conflict.of(canonical(url)) from None
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                     raise
@@ -162,7 +162,7 @@ class LocalRemote:
         except errors.NotFound:
             is_other = True
         if is_other:
-            raise _conflict(url)
+            raise errors.Conflict.of(canonical(url))
         os.rename(part, path)
 
     def delete(self, url: str) -> None:
@@ -265,10 +265,6 @@ def _opened(source: Content) -> Iterator[tuple[int, int | None, Callable[[int], 
         yield os.fstat(fd).st_size, fd, lambda at: os.pread(fd, BLOCK, at)
     finally:
         os.close(fd)
-
-
-def _conflict(url: str) -> errors.Conflict:
-    return errors.Conflict(f"{canonical(url)}: it, or another version of it, already exists: nothing was written", url=canonical(url))
 
 
 def _changed(url: str) -> errors.RemoteChanged:

@@ -193,14 +193,9 @@ def without_user(key: str) -> str:
     return re.sub(rf"://{_HASHED_USER}", "://", key, count=1)
 
 
-def suffix(url: str | os.PathLike[str]) -> str:
-    """The last suffix of the object's name, together with the one before if it names a compression; "" if there is none
-    that suits a file name. At most 16 characters of ``[A-Za-z0-9.]``."""
-    return suffix_of_key(canonical(url))
-
-
 def suffix_of_key(key: str) -> str:
-    """The `suffix` of a key that `canonical` returned."""
+    """The last suffix of the object's name in a key that `canonical` returned, together with the one before if it names a compression; ""
+    if there is none that suits a file name. At most 16 characters of ``[A-Za-z0-9.]``."""
     name = key.partition("?")[0].partition("://")[2].partition("/")[2].rpartition("/")[2]
     match = re.search(_SUFFIXES, name)
     if match is None:

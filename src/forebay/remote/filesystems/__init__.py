@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 from forebay._logs import logger
-from forebay._model import Buffer, Content, ObjectInfo, Sink, Span, Transfer
+from forebay._model import Content, ObjectInfo, Sink, Span, Transfer
 from forebay.errors import NotFound, RemoteChanged, RemoteError, RemoteProtocolError, SourceChanged, Unsupported
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
 from forebay.remote.filesystems import helper
@@ -34,8 +33,8 @@ class InProcess:
 
     ``has_connections``: whether its bytes come by a network, so that the limits of the node apply."""
 
-    def __init__(self, filesystem: Any, settings: Mapping[str, Any] | None = None, *, bound: bool = False) -> None:
-        self._client = client_of(filesystem, settings)
+    def __init__(self, filesystem: Any, *, bound: bool = False) -> None:
+        self._client = client_of(filesystem)
         self.has_connections = bound
         self._pid = os.getpid() if bound else None
 
@@ -52,9 +51,6 @@ class InProcess:
             raise helper.failed_by(error) from error
 
 
-Access: TypeAlias = InProcess | helper.InHelper
-
-
 class FilesystemRemote:
     """Objects of a filesystem. Callable from several threads, and after a fork.
 
@@ -66,16 +62,29 @@ class FilesystemRemote:
         self, filesystem: Any = None, options: RemoteOptions | None = None, *, storage_options: Mapping[str, Any] | None = None
     ) -> None:
         self._options = options or RemoteOptions()
-        self._fixed: Access | None = None
-        if filesystem is not None:
-            self._fixed = _access_to(filesystem)
-            self._scheme = re.sub(r"[^\w+.-]", "", protocols_of(filesystem)[0])
-        else:
+        self.identity = ""
+        """Distinguishes the filesystem with its settings from others; the same in all processes, if it can be pickled."""
+        self._fixed: InProcess | helper.InHelper | None = None
+        self._scheme = ""
+        if filesystem is None:
             settings = dict(storage_options or {})
-            self._by_url = InProcess(None, settings), helper.InHelper(pickle.dumps((None, settings)))
-            self._scheme = ""
+            self._by_url = InProcess(settings), helper.InHelper(pickled(settings))
+            return
+        self._scheme = re.sub(r"[^\w+.-]", "", protocols_of(filesystem)[0])
+        is_here = is_in_process(filesystem)
+        try:
+            content = pickled(filesystem)
+        except Exception as error:  # noqa: BLE001 (whatever the filesystem's own pickling raises)
+            kind = type(filesystem)
+            self.identity = f"{kind.__qualname__} {os.getpid()} {id(filesystem)}"
+            self._fixed = InProcess(filesystem, bound=not is_here)
+            if not is_here:
+                log.warning("%s cannot be pickled (%s): it can be used in this process, not in forks of it", kind.__name__, error)
+        else:
+            self.identity = hashlib.blake2b(content, digest_size=32).hexdigest()
+            self._fixed = InProcess(filesystem) if is_here else helper.InHelper(content)
 
-    def _access(self, url: str) -> Access:
+    def _access(self, url: str) -> InProcess | helper.InHelper:
         if self._fixed is not None:
             return self._fixed
         schemes = {link.partition("://")[0] for link in url.split("::")}
@@ -100,12 +109,20 @@ class FilesystemRemote:
         ((*info, parallel),) = call.retry(lambda: list(self._ask(call, "stat", url)))
         return ObjectInfo(*info), parallel
 
-    def _ask(self, call: Call, verb: str, url: str, *args: Any, size: int = 0) -> Iterator[Any]:
-        """One attempt, within the limits of the node: its client's connections cannot be seen from here, so a request counts as one."""
+    def _ask(self, call: Call, verb: str, url: str, *args: Any, size: int = 0, on_sent: OnSent | None = None) -> Iterator[Any]:
+        """One attempt, see `InProcess.ask`. Bytes that are read are counted, within the limits of the node: the connections of the client
+        cannot be seen from here, so each ``stat`` and ``read`` counts as one."""
         call.count(requests=1)
         access = self._access(url)
-        with call.connection(helper.host_of(call.url)) if access.has_connections else nullcontext():
-            yield from access.ask(call, verb, url, *args, size=size)
+        is_limited = access.has_connections and verb in ("stat", "read")
+        with call.connection(helper.host_of(call.url)) if is_limited else nullcontext():
+            for item in access.ask(call, verb, url, *args, size=size, on_sent=on_sent):
+                if verb == "read":
+                    call.check()
+                    call.count(received=len(item))
+                    if is_limited:
+                        call.throttle(len(item))
+                yield item
 
     def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
         """See `Remote.fetch`. All bytes are of one version: the validator is compared before and after."""
@@ -125,7 +142,15 @@ class FilesystemRemote:
     def _fetch(self, call: Call, url: str, sink: Sink, listed: ObjectInfo | None) -> Transfer:
         info, parallel = self._stat(call, url) if listed is None else (listed, False)
         if info.size is None:
-            call.retry(lambda: self._fetch_stream(call, url, info, sink))
+
+            def attempt() -> None:
+                sink.begin(info)
+                at = 0
+                for block in self._ask(call, "read", url, Span(0, -1), size=BLOCK):
+                    sink.write(at, block)
+                    at += len(block)
+
+            call.retry(attempt)
         else:
             spans = sink.begin(info)
             call.transfer.resumed += info.size - sum(span.length for span in spans)
@@ -139,35 +164,19 @@ class FilesystemRemote:
         call.transfer.info = info
         return call.transfer
 
-    def _fetch_stream(self, call: Call, url: str, info: ObjectInfo, sink: Sink) -> None:
-        sink.begin(info)
-        for at, block in self._blocks(call, url, Span(0, -1)):
-            sink.write(at, block)
-
     def _fetch_range(self, call: Call, url: str, span: Span, sink: Sink) -> None:
         """Each attempt continues where the last one ended."""
-        done = span.start
+        at = span.start
 
         def attempt() -> None:
-            nonlocal done
-            for at, block in self._blocks(call, url, Span(done, span.end - done)):
+            nonlocal at
+            for block in self._ask(call, "read", url, Span(at, span.end - at), size=span.end - at):
                 sink.write(at, block)
-                done = at + len(block)
-            if done < span.end:
+                at += len(block)
+            if at < span.end:
                 raise _Changed
 
         call.retry(attempt)
-
-    def _blocks(self, call: Call, url: str, span: Span) -> Iterator[tuple[int, Buffer]]:
-        """One attempt to read ``span``: offsets and bytes, counted."""
-        at, is_near = span.start, self.is_near(url)
-        for block in self._ask(call, "read", url, span, size=BLOCK if span.length < 0 else span.length):
-            call.check()
-            call.count(received=len(block))
-            if not is_near:
-                call.throttle(len(block))
-            yield at, block
-            at += len(block)
 
     def read(
         self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None, exact: bool = False
@@ -175,7 +184,7 @@ class FilesystemRemote:
         """See `Remote.read`."""
         validator = validator if info is None else info.validator
         with self._call(url) as call:
-            data = call.retry(lambda: b"".join(bytes(block) for _, block in self._blocks(call, url, span)))
+            data = call.retry(lambda: b"".join(map(bytes, self._ask(call, "read", url, span, size=span.length))))
             if validator is not None and self._stat(call, url)[0].validator != validator:
                 raise RemoteChanged(f"{call.url}: it is not the version {validator} any more", url=call.url)
             return data
@@ -183,10 +192,8 @@ class FilesystemRemote:
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See `Remote.list`."""
         with self._call(url) as call:
-            call.count(requests=1)
             try:
-                for info in self._access(url).ask(call, "list", url):
-                    yield ObjectInfo(*info)
+                yield from (ObjectInfo(*info) for info in self._ask(call, "list", url))
             except AttemptFailed as failed:
                 raise call.error_of(failed, 1) from failed.__cause__
 
@@ -202,23 +209,22 @@ class FilesystemRemote:
                 raise Unsupported(f"{call.url}: filesystems cannot write only over one version", url=call.url)
             content = os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else bytes(source)
             size = _size(content)
-            raised: list[BaseException] = []  # by on_sent: raised as it is, whatever the filesystem makes of it
+            raised: BaseException | None = None  # by on_sent: raised as it is, whatever the filesystem makes of it
 
             def report(done: int) -> None:
+                nonlocal raised
                 try:
                     if on_sent is not None:
                         on_sent(done)
                 except BaseException as error:
-                    raised.append(error)
+                    raised = error
                     raise
 
             def attempt() -> ObjectInfo:
-                call.count(requests=1)
-                asked = self._access(url).ask(call, "write", url, content, if_none_match is not None, size=size, on_sent=report)
                 try:
-                    ((*info, _),) = asked
+                    ((*info, _),) = self._ask(call, "write", url, content, if_none_match is not None, size=size, on_sent=report)
                 except AttemptFailed as failed:
-                    raise raised[0] if raised else failed from failed.__cause__
+                    raise raised or failed from failed.__cause__
                 return ObjectInfo(*info)
 
             info = call.retry(attempt)
@@ -233,7 +239,7 @@ class FilesystemRemote:
         """See `Remote.delete`."""
         with self._call(url) as call:
             try:
-                call.retry(lambda: list(self._access(url).ask(call, "delete", url)))
+                call.retry(lambda: list(self._ask(call, "delete", url)))
             except NotFound as error:
                 log.debug("nothing to remove: %s", error)
 
@@ -246,16 +252,6 @@ class _Changed(Exception):
     """The object is of another version than before."""
 
 
-def _access_to(filesystem: Any) -> Access:
-    if is_in_process(filesystem):
-        return InProcess(filesystem)
-    try:
-        return helper.InHelper(pickled((filesystem, {})))
-    except Exception as error:  # noqa: BLE001 (whatever the filesystem's own pickling raises)
-        log.warning("%s cannot be pickled (%s): it can be used in this process, not in forks of it", type(filesystem).__name__, error)
-        return InProcess(filesystem, bound=True)
-
-
 def pickled(value: object) -> bytes:
     """By cloudpickle if it is installed: it includes what is defined in ``__main__``."""
     try:
@@ -263,15 +259,6 @@ def pickled(value: object) -> bytes:
     except ImportError:
         from pickle import dumps
     return bytes(dumps(value))
-
-
-def identity(filesystem: Any) -> str:
-    """Distinguishes a filesystem with its settings from others; the same in all processes, if it can be pickled."""
-    try:
-        return hashlib.blake2b(pickled(filesystem), digest_size=32).hexdigest()
-    except Exception as error:  # noqa: BLE001 (whatever the filesystem's own pickling raises)
-        log.debug("%s is known in this process only: %s", type(filesystem).__name__, error)
-        return f"{type(filesystem).__qualname__} {os.getpid()} {id(filesystem)}"
 
 
 def is_in_process(filesystem: Any) -> bool:

@@ -299,9 +299,11 @@ def arrow_from_uri(url: str) -> tuple[Any, str] | None:
         return None
 
 
-def client_of(fs: Any, options: Mapping[str, Any] | None = None) -> FsspecClient | ArrowClient:
-    """The client of ``fs``, a filesystem of fsspec or pyarrow; None: the fsspec filesystem of each URL."""
-    if fs is None or hasattr(fs, "_strip_protocol"):
-        return FsspecClient(fs, options)
+def client_of(fs: Any) -> FsspecClient | ArrowClient:
+    """The client of ``fs``, a filesystem of fsspec or pyarrow, or the options with which fsspec creates that of each URL."""
+    if isinstance(fs, dict):
+        return FsspecClient(None, fs)
+    if hasattr(fs, "_strip_protocol"):
+        return FsspecClient(fs)
     inner = getattr(getattr(fs, "handler", None), "fs", None)  # an fsspec filesystem wrapped for pyarrow
     return FsspecClient(inner) if hasattr(inner, "_strip_protocol") else ArrowClient(fs)

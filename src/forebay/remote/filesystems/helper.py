@@ -173,7 +173,7 @@ class Server:
     def _client(self, filesystem: bytes) -> FsspecClient | ArrowClient:
         with self._lock:
             if filesystem not in self._clients:
-                self._clients[filesystem] = client_of(*pickle.loads(filesystem))
+                self._clients[filesystem] = client_of(pickle.loads(filesystem))
             return self._clients[filesystem]
 
 
@@ -188,7 +188,7 @@ def main() -> None:
 
 
 class InHelper:
-    """A filesystem that is asked in the helper process. ``filesystem``: the pickled arguments of `client_of`."""
+    """A filesystem that is asked in the helper process. ``filesystem``: the pickled argument of `client_of`."""
 
     has_connections = True
 
@@ -204,7 +204,7 @@ class InHelper:
             call.check_host(host)
         began, timeout = time.monotonic(), call.options.read_timeout + size / SLOWEST
         try:
-            with _errors_of_channel(), channel(call) as sock, sock.makefile("rwb") as file:
+            with channel(call) as sock, sock.makefile("rwb") as file:
                 pickle.dump((self._filesystem, verb, url, *args), file)
                 file.flush()
                 while True:
@@ -222,12 +222,23 @@ class InHelper:
                     elif on_sent is not None:
                         call.check()
                         on_sent(int(payload))
-        except AttemptFailed as failed:
+        except errors.RemoteError:
+            raise
+        except (AttemptFailed, EOFError, OSError) as error:
+            match error:
+                case AttemptFailed():
+                    failed = error
+                case TimeoutError():
+                    failed = AttemptFailed("nothing came for too long", errors.RemoteTimeout)
+                case EOFError():
+                    failed = AttemptFailed("its helper process went away")
+                case _:
+                    failed = AttemptFailed(f"its helper process cannot be used: {error.strerror}")
             if host and failed.error is errors.RemoteTimeout:
                 call.host_silent(host, began)
             elif host and (failed.status is not None or failed.error is not errors.RemoteUnavailable):  # else it may have arisen anywhere
                 call.host_answered(host)
-            raise
+            raise failed from (error.__cause__ if failed is error else error)
 
 
 def host_of(url: str) -> str:
@@ -246,21 +257,6 @@ def _read(file: io.BufferedIOBase, length: int) -> bytes:
     if len(data) < length:
         raise EOFError("the channel was closed")
     return data
-
-
-@contextmanager
-def _errors_of_channel() -> Iterator[None]:
-    """Translate what a channel raises to `AttemptFailed`."""
-    try:
-        yield
-    except errors.RemoteError:
-        raise
-    except TimeoutError as error:
-        raise AttemptFailed("nothing came for too long", errors.RemoteTimeout) from error
-    except EOFError as error:
-        raise AttemptFailed("its helper process went away") from error
-    except OSError as error:
-        raise AttemptFailed(f"its helper process cannot be used: {error.strerror}") from error
 
 
 @contextmanager

@@ -36,7 +36,6 @@ MAX_HOPS = 5
 
 _CONDITIONS = frozenset({"if-match", "if-none-match", "if-range", "if-modified-since"})
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
-_COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 _NEXT = re.compile(r'<([^<>]+)>\s*;\s*rel="?next"?')
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
@@ -66,17 +65,17 @@ class HubRemote:
         """See `Remote.stat`. Asks nothing about a file whose URL names a commit, if it is ``known``."""
         if known is not None and _file_of(url).is_pinned:
             return None
-        with shared_time_limit():
-            info = self._described(url, Transfer(), self.options if known is None else self._check_options)
+        with Call(url, self.options if known is None else self._check_options) as call:
+            info = self._described(url, call)
         return None if known is not None and is_same_validator(info.validator, known) else info._replace(url=url)
 
     def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
         """See `Remote.fetch`."""
-        spent = Transfer()
         with shared_time_limit():
-            info = self._described(url, spent, self.options)
+            with Call(url, self.options) as call:
+                info = self._described(url, call)
             transfer = self._http.fetch(info.url, sink, describe=partial(_as_described, info._replace(url=url)))
-        transfer.requests += spent.requests
+        transfer.requests += call.transfer.requests
         return transfer
 
     def start(self, url: str, on_ready: Callable[[], None]) -> Started | None:
@@ -92,19 +91,21 @@ class HubRemote:
         """See `Remote.read`."""
         expected = validator if info is None else info.validator
         with shared_time_limit():
-            current = self._described(url, Transfer(), self.options)
+            with Call(url, self.options) as call:
+                current = self._described(url, call)
             if expected is not None and not is_same_validator(current.validator, expected):
                 raise changed(canonical(url))
             return self._http.read(current.url, span, info=current, exact=exact)
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See `Remote.list`. All pages are requested before the first object is returned, since the hub has another order."""
-        name, spent = HubName.of(url), Transfer()
-        pinned = name.at(self._commit(name, url, spent, self.options))
+        name = HubName.of(url)
+        with Call(url, self.options) as call:
+            pinned = name.at(self._commit(name, url, call))
         head = url[: len(url) - len(name.path)]
         head += "" if head.endswith("/") else "/"
         found: list[tuple[str, ObjectInfo]] = []
-        for item in self._tree(pinned, url, spent):
+        for item in self._tree(pinned, url):
             path, info = _listed(pinned, url, item)
             if info is not None and path.startswith(name.path):
                 self._remember(info)
@@ -119,7 +120,8 @@ class HubRemote:
         """See `Remote.write`. Each is a commit, which huggingface_hub makes by way of fsspec."""
         self._writer.write(url, source, if_none_match=if_none_match, if_match=if_match, on_sent=on_sent, resume=resume)
         self._commits.clear()
-        return self._described(url, Transfer(), self.options)._replace(url=url)
+        with Call(url, self.options) as call:
+            return self._described(url, call)._replace(url=url)
 
     def delete(self, url: str) -> None:
         """See `Remote.delete`."""
@@ -139,7 +141,7 @@ class HubRemote:
         commit, at = self._commits.get((name.kind, name.repo, name.revision), (None, 0.0))
         return commit if time.monotonic() - at <= min(max_age_here(), LONGEST_AGE) else None
 
-    def _commit(self, name: HubName, url: str, spent: Transfer, options: RemoteOptions) -> str:
+    def _commit(self, name: HubName, url: str, call: Call) -> str:
         if name.is_pinned:
             return name.revision
         key = name.kind, name.repo, name.revision
@@ -147,46 +149,43 @@ class HubRemote:
             commit = self._fresh_commit(name)
             if commit is None:
                 at = time.monotonic()
-                answer = _json_in(url, self._ask("GET", url, name.commit_query, spent, options))
+                answer = _json_in(url, self._http.request("GET", url, {PATH: name.commit_query}, call=call))
                 commit = answer.get("sha") if isinstance(answer, dict) else None
-                if not (isinstance(commit, str) and _COMMIT.match(commit)):
+                if not (isinstance(commit, str) and name.at(commit).is_pinned):
                     raise _invalid(url, "a commit")
                 self._commits[key] = commit, at
         return commit
 
-    def _described(self, url: str, spent: Transfer, options: RemoteOptions) -> ObjectInfo:
-        """The object as the hub describes it, under its URL with a commit."""
+    def _described(self, url: str, call: Call) -> ObjectInfo:
+        """The object as the hub describes it, under its URL with a commit: the headers of the hub's own answer say what the file is, those
+        of the host to which it redirects need not."""
         name = _file_of(url)
-        pinned = name.at(self._commit(name, url, spent, options))
-        info = self._known.get(pinned.url)
-        if info is None:
-            info = self._ask_for_file(pinned, spent, options)
-            self._remember(info)
-        return info
+        name = name.at(self._commit(name, url, call))
+        if (known := self._known.get(name.url)) is not None:
+            return known
+        path = name.file
+        for _ in range(MAX_HOPS):
+            response = self._http.request("HEAD", name.url, {PATH: path}, ok=(200, *REDIRECTS), call=call)
+            headers, target = response.headers, urljoin(f"{self._endpoint}/{path}", response.headers.get("Location", ""))
+            if response.status == 200 or "X-Linked-Etag" in headers or not _is_on(target, self._endpoint):
+                info = _info_of(name, headers, is_whole=response.status == 200)
+                self._remember(info)
+                return info
+            path = target  # a repository that was renamed
+        raise errors.RemoteProtocolError(f"{name.url}: redirected more than {MAX_HOPS} times", url=name.url)
 
     def _remember(self, info: ObjectInfo) -> None:
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         self._known[info.url] = info
 
-    def _ask_for_file(self, name: HubName, spent: Transfer, options: RemoteOptions) -> ObjectInfo:
-        """The headers of the hub's own answer say what the file is; those of the host to which it redirects need not."""
-        path = name.file
-        for _ in range(MAX_HOPS):
-            response = self._ask("HEAD", name.url, path, spent, options, ok=(200, *REDIRECTS))
-            headers, target = response.headers, urljoin(f"{self._endpoint}/{path}", response.headers.get("Location", ""))
-            if response.status == 200 or "X-Linked-Etag" in headers or not _is_on(target, self._endpoint):
-                return _info_of(name, headers, is_whole=response.status == 200)
-            path = target  # a repository that was renamed
-        raise errors.RemoteProtocolError(f"{name.url}: redirected more than {MAX_HOPS} times", url=name.url)
-
-    def _tree(self, name: HubName, url: str, spent: Transfer) -> Iterator[Any]:
+    def _tree(self, name: HubName, url: str) -> Iterator[Any]:
         """The items of all pages of a listing; none where there is no such folder."""
         path, seen = name.tree_query(name.path.rpartition("/")[0]), set[str]()
         while path and path not in seen and len(seen) < MAX_PAGES:
             seen.add(path)
             try:
-                response = self._ask("GET", url, path, spent, self.options)
+                response = self._http.request("GET", url, {PATH: path})
             except errors.NotFound as error:
                 if getattr(error, "code", "") == "EntryNotFound":
                     return
@@ -201,16 +200,6 @@ class HubRemote:
                 raise errors.RemoteProtocolError(f"{canonical(url)}: its listing continues on another host", url=canonical(url))
         if path:
             raise errors.RemoteProtocolError(f"{canonical(url)}: its listing repeats itself and never ends", url=canonical(url))
-
-    def _ask(
-        self, method: str, url: str, path: str, spent: Transfer, options: RemoteOptions, ok: tuple[int, ...] = (200,)
-    ) -> SmallResponse:  # fmt: skip
-        """One request to the hub itself, for a path, or for a URL to which the hub led."""
-        with Call(url, options) as call:
-            try:
-                return self._http.request(method, url, {PATH: path}, ok=ok, call=call)
-            finally:
-                spent.requests += call.transfer.requests
 
     # -- what makes the hub of HTTP ------------------------------------------------------------------------------------
 
@@ -288,7 +277,7 @@ def _is_on(url: str, endpoint: str) -> bool:
         one, other = (endpoint_of(*urlsplit(each)[:2]) for each in (url, endpoint))
     except ValueError:
         return False
-    return (one.scheme, one.host, one.port) == (other.scheme, other.host, other.port)
+    return one == other
 
 
 def _info_of(name: HubName, headers: Mapping[str, str], *, is_whole: bool) -> ObjectInfo:

@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple, Self
+from typing import BinaryIO, NamedTuple, Self
 from urllib.parse import quote, unquote_plus, urlencode
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
@@ -173,7 +173,7 @@ class S3Remote:
         if code in ("RequestTimeout", "ConditionalRequestConflict", "OperationAborted"):
             return AttemptFailed(f"S3 answers {code}", status=status)
         if status == 412:
-            return _conflict(url, status)
+            return errors.Conflict.of(shown, status)
         if code == "NotImplemented":
             return errors.Unsupported(f"{shown}: this server cannot do that: S3 answers {code}", url=shown, status=status)
         if status == 404 or (status == 405 and headers.get("x-amz-delete-marker") == "true"):
@@ -188,11 +188,6 @@ class S3Remote:
         if self._account.keys() is None:
             return "no AWS credentials were found, and it is not public: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
         return _HINTS.get(code, "check that these credentials may read it")
-
-
-def _conflict(url: str, status: int | None = None) -> errors.Conflict:
-    shown = canonical(url)
-    return errors.Conflict(f"{shown}: it, or another version of it, already exists: nothing was written", url=shown, status=status)
 
 
 # -- responses in XML --------------------------------------------------------------------------------------------------
@@ -302,7 +297,7 @@ class _ObjectUpload:
         if isinstance(source, (str, os.PathLike)):
             with open(source, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                return self._send(size, lambda part: _exactly(source, size, iter(partial(file.read, part), b"")))
+                return self._send(size, lambda part: _pieces(file, size, part))
         view = memoryview(source).cast("B")
         return self._send(len(view), lambda part: (bytes(view[at : at + part]) for at in range(0, len(view), part)))
 
@@ -327,7 +322,10 @@ class _ObjectUpload:
             self._on_sent(sent)
 
     def _send_in_parts(self, call: Call, bodies: Iterator[bytes], count: int) -> str | None:
-        self._check_conditions(call)
+        # the completion of an upload would be late for it, and some servers ignore conditions there
+        current = self._etag(call) if self._conditions else None
+        if (self._if_none_match and current) or (self._if_match and (current or "").strip('"') != self._if_match):
+            raise errors.Conflict.of(call.url)
         upload_id, parts = self._unfinished(call) if self._resume else ("", {})
         if any(number > count for number in parts):
             self._abort(upload_id)  # of a larger object: Ceph's gateway refuses to complete an upload without all of its parts
@@ -395,12 +393,6 @@ class _ObjectUpload:
         etag = _xml_of(self._url, response).findtext("{*}ETag", "").strip('"')
         return f'"{etag}"' if etag else self._etag(call)
 
-    def _check_conditions(self, call: Call) -> None:
-        """Raises `Conflict`. The completion of an upload would be late for it, and some servers ignore conditions there."""
-        current = self._etag(call) if self._conditions else None
-        if (self._if_none_match and current) or (self._if_match and (current or "").strip('"') != self._if_match):
-            raise _conflict(self._url)
-
     def _etag(self, call: Call) -> str | None:
         """The ETag of the current object, if there is one."""
         try:
@@ -425,13 +417,13 @@ def _combined_etag(parts: list[str]) -> str:
     return f"{hashlib.md5(sums, usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
-def _exactly(path: str | os.PathLike[str], size: int, bodies: Iterator[bytes]) -> Iterator[bytes]:
-    """``bodies``. Raises `SourceChanged` as soon as they exceed ``size`` bytes, or where they end before."""
+def _pieces(file: BinaryIO, size: int, part: int) -> Iterator[bytes]:
+    """A file in pieces of ``part`` bytes. Raises `SourceChanged` as soon as they exceed ``size`` bytes, or where they end before."""
     done = 0
-    for body in bodies:
+    while body := file.read(part):
         done += len(body)
         if done > size:
-            raise errors.SourceChanged.of(os.fspath(path))
+            break
         yield body
-    if done < size:
-        raise errors.SourceChanged.of(os.fspath(path))
+    if done != size:
+        raise errors.SourceChanged.of(file.name)

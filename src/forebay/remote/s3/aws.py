@@ -103,7 +103,7 @@ class Account:
     def endpoint(self) -> S3Endpoint:
         with self._locked():
             if self._endpoint is None:
-                self._endpoint = _endpoint_of(self._session, configured_endpoint(self._session) if self._url is None else self._url)
+                self._endpoint = _endpoint_of(self._session, configured_endpoint() if self._url is None else self._url)
             return self._endpoint
 
     def keys(self) -> Keys | None:
@@ -167,13 +167,12 @@ def _endpoint_of(session: Any, endpoint: str) -> S3Endpoint:
     return S3Endpoint(endpoint or None, region, style, "-fips" * fips + ".dualstack" * dual)
 
 
-def configured_endpoint(session: Any = None) -> str:
+def configured_endpoint() -> str:
     """The servers that the variables and files of AWS name, without a slash at the end; "": those of AWS. Raises as `Account` does."""
     with aws_errors():
-        if session is None:
-            import botocore.session
+        import botocore.session
 
-            session = botocore.session.get_session()
+        session = botocore.session.get_session()
         profile = session.get_scoped_config()
         if _is_on(str(session.get_config_variable("ignore_configured_endpoint_urls"))):
             return ""
