@@ -94,7 +94,9 @@ class Checkpoint(metaclass=_Kind):
 
     @host.cached_property
     def _arrow(self) -> tuple[Any, str] | None:
-        return remote.arrow_filesystem(remote.local_path(self.url) or self.url)
+        from forebay.remote.filesystems.clients import arrow_from_uri
+
+        return arrow_from_uri(remote.local_path(self.url) or self.url)
 
     @host.cached_property
     def _source(self) -> tuple[str, Any]:

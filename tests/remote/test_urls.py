@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import ConfigError
-from forebay.remote import FilesystemObject, Realm, RemoteOptions, urls
-from forebay.remote.local import LocalRemote
+from forebay.remote import Realm, RemoteOptions, urls
+from forebay.remote.filesystems import FilesystemRemote
 from forebay.remote.urls import UrlNaming, canonical, local_path, scheme, suffix_of_key
 
 SIGNED_S3 = (
@@ -217,13 +217,13 @@ def test_the_suffix_of_a_url(url: str, wanted: str) -> None:
 
 
 def test_the_key_of_a_path_of_a_filesystem_holds_no_secret() -> None:
-    web = FilesystemObject("http", "5ec3e7", LocalRemote())
+    web, bucket = FilesystemRemote(), FilesystemRemote()
+    web.kind, bucket.kind, web.identity, bucket.identity = "http", "s3", "5ec3e7", "5ec3e7"
     key = web.key(f"https://me:5ec3e7@h/a?{SIGNED_S3}", NAMING)
     assert key.startswith(f"http://{key_of('https://me:5ec3e7@h/a').partition('://')[2]}#")
     assert "5ec3e7" not in key
     assert key != web.key("https://me:5ec3e7@h/a", UrlNaming(8))
     assert web.key("https://me:5ec3e7@h/a", None) == "http://...@h/a#..."
-    bucket = FilesystemObject("s3", "5ec3e7", LocalRemote())
     assert bucket.key("b/a?b", NAMING).startswith("s3://b/a?b#")
     assert bucket.key("b/a?b", NAMING) != bucket.key("b/a?b", NAMING._replace(realm=Realm(RemoteOptions(partition="p"))))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forebay import errors, remote
 from forebay._model import ObjectInfo, Remote
@@ -13,7 +13,9 @@ from forebay.directories.manifests import Part, Patterns
 from forebay.origin import Origin
 from forebay.origin.prefix import Prefix
 from forebay.origin.request import Target, folder_of
-from forebay.remote import FilesystemObject
+
+if TYPE_CHECKING:
+    from forebay.remote import FilesystemRemote
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class RemoteDirectory:
     prefix: Prefix
     origin: Origin
     part: Part
-    filesystem: FilesystemObject | None = None
+    filesystem: FilesystemRemote | None = None
 
     @property
     def tree_key(self) -> str:
@@ -93,7 +95,9 @@ def locate(
             key = folder_of(remote.canonical(prefix.folder, origin.naming))
             return RemoteDirectory(prefix.url, key, remote.resolve(text, origin.options, origin.realm), prefix.local, prefix, origin, part)
         except errors.ConfigError:
-            arrow = remote.arrow_filesystem(text)  # pyarrow knows schemes that neither fsspec nor we know
+            from forebay.remote.filesystems.clients import arrow_from_uri
+
+            arrow = arrow_from_uri(text)  # pyarrow knows schemes that neither fsspec nor we know
             if arrow is None:
                 raise
         filesystem, text = arrow
@@ -103,4 +107,4 @@ def locate(
     prefix = Prefix(text, plain=True)
     place = remote.on_filesystem(filesystem, origin.options)
     key = folder_of(place.key(prefix.folder, origin.naming))
-    return RemoteDirectory(prefix.url, key, place.remote, None, prefix, origin, part, place)
+    return RemoteDirectory(prefix.url, key, place, None, prefix, origin, part, place)

@@ -101,7 +101,7 @@ class RemoteAccess:
         self.origin: Origin | None = None
         self._bound_at = 0
         self._options = self._given
-        self._own: remote.FilesystemObject | None = None
+        self._own: remote.FilesystemRemote | None = None
         self._given_realm: remote.Realm | None = None
 
     def __getstate__(self) -> tuple[Any, RemoteOptions | None]:
@@ -135,7 +135,7 @@ class RemoteAccess:
             return self.origin.target(url)
         return self.origin.target_by(url, naming, partial(self.remote, url))
 
-    def _filesystem(self) -> remote.FilesystemObject:
+    def _filesystem(self) -> remote.FilesystemRemote:
         if self._own is None:
             self._own = remote.on_filesystem(self.filesystem, self.options)
         return self._own
@@ -175,7 +175,7 @@ class RemoteAccess:
         if self.origin is not None and self.origin.offline and not self.is_local(url):
             raise errors.Offline.of(self.key(url))
         if self.filesystem is not None:
-            return self._filesystem().remote
+            return self._filesystem()
         return remote.resolve(url, self.options, self._realm)
 
     def is_local(self, url: str) -> bool:

@@ -92,11 +92,11 @@ class Targets:
         above = key if self.upstream is None else remote.canonical(url, naming._replace(secret=self.upstream.root.id))
         return Target(url, key, remote.suffix_of_key(key), resolve, remote.local_path(url), above)
 
-    def target_on(self, filesystem: remote.FilesystemObject, path: str) -> Target:
+    def target_on(self, filesystem: remote.FilesystemRemote, path: str) -> Target:
         """The target of a path of a filesystem object."""
         key = filesystem.key(path, self.naming)
         above = key if self.upstream is None else filesystem.key(path, self.naming._replace(secret=self.upstream.root.id))
-        return Target(path, key, remote.suffix_of_key(key.rpartition("#")[0]), lambda: filesystem.remote, None, above)
+        return Target(path, key, remote.suffix_of_key(key.rpartition("#")[0]), lambda: filesystem, None, above)
 
     def hot_lookup(self) -> Hit:
         """See `Store.hot_lookup`: of objects, by their URLs as the caller writes them."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from forebay.remote.urls import MASK, PUBLIC_HUB, hub_endpoint, scheme
+from forebay.remote.urls import PUBLIC_HUB, hub_endpoint, scheme
 from forebay.remote.urls import UrlNaming as UrlNaming
 from forebay.remote.urls import as_text as as_text
 from forebay.remote.urls import canonical as canonical
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from forebay._model import Remote
     from forebay.remote.base import RemoteOptions as RemoteOptions
     from forebay.remote.base import tracking_hosts as tracking_hosts
+    from forebay.remote.filesystems import FilesystemRemote as FilesystemRemote
 
 _S3 = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _IGNORE = "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"
@@ -112,35 +113,11 @@ class Resolvers:
         return self._by_scheme.setdefault(kind, found)
 
 
-class FilesystemObject(NamedTuple):
-    """A filesystem object of fsspec or pyarrow. ``kind``: the scheme of its URLs. ``identity``: the same for objects with the same settings
-    (endpoint, credentials)."""
-
-    kind: str
-    identity: str
-    remote: Remote
-
-    def key(self, path: str, naming: UrlNaming | None) -> str:
-        """The key of one of its paths, which contains the settings as a hash only. ``naming`` None: a text to be shown."""
-        if is_url(path) and scheme(path) in ("http", "https"):
-            path = canonical(path, naming)  # other schemes have no secrets in their paths
-        hashed = MASK if naming is None else naming.hashed(f"{self.identity} {naming.realm(self.kind)}")
-        return f"{self.kind}://{(path.partition('://')[2] or path).lstrip('/')}#{hashed}"
-
-
-def on_filesystem(filesystem: Any, options: RemoteOptions | None = None) -> FilesystemObject:
+def on_filesystem(filesystem: Any, options: RemoteOptions | None = None) -> FilesystemRemote:
     """The remote of a filesystem object of fsspec or pyarrow. Pickles the object to identify it."""
-    from forebay.remote.filesystems import FilesystemRemote, protocols_of
+    from forebay.remote.filesystems import FilesystemRemote
 
-    remote = FilesystemRemote(filesystem, options)
-    return FilesystemObject(protocols_of(filesystem)[0], remote.identity, remote)
-
-
-def arrow_filesystem(url: str) -> tuple[Any, str] | None:
-    """The pyarrow filesystem of a URL, and the path on it; None if pyarrow is not installed, or has no such filesystem."""
-    from forebay.remote.filesystems.clients import arrow_from_uri
-
-    return arrow_from_uri(url)
+    return FilesystemRemote(filesystem, options)
 
 
 def local_path_on(filesystem: Any, path: str) -> str | None:

@@ -19,6 +19,7 @@ from forebay.errors import NotFound, RemoteChanged, RemoteError, RemoteProtocolE
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
 from forebay.remote.filesystems import helper
 from forebay.remote.filesystems.clients import BLOCK, OnSent, client_of
+from forebay.remote.urls import MASK, UrlNaming, canonical, is_url, scheme
 
 log = logger("forebay.remote.filesystems")
 
@@ -62,15 +63,15 @@ class FilesystemRemote:
         self, filesystem: Any = None, options: RemoteOptions | None = None, *, storage_options: Mapping[str, Any] | None = None
     ) -> None:
         self._options = options or RemoteOptions()
-        self.identity = ""
-        """Distinguishes the filesystem with its settings from others; the same in all processes, if it can be pickled."""
+        self.kind = self.identity = ""
+        """The scheme of its URLs; what distinguishes the filesystem with its settings (endpoint, credentials) from others, in all processes
+        if it can be pickled."""
         self._fixed: InProcess | helper.InHelper | None = None
-        self._scheme = ""
         if filesystem is None:
             settings = dict(storage_options or {})
             self._by_url = InProcess(settings), helper.InHelper(pickled(settings))
             return
-        self._scheme = re.sub(r"[^\w+.-]", "", protocols_of(filesystem)[0])
+        self.kind = protocols_of(filesystem)[0]
         is_here = is_in_process(filesystem)
         try:
             content = pickled(filesystem)
@@ -92,7 +93,15 @@ class FilesystemRemote:
         return in_process if schemes <= IN_PROCESS | WRAPPERS else in_helper
 
     def _call(self, url: str, options: RemoteOptions | None = None) -> Call:
-        return Call(url if "://" in url else f"{self._scheme}://{url}", options or self._options)
+        shown = url if "://" in url else re.sub(r"[^\w+.-]", "", self.kind) + "://" + url
+        return Call(shown, options or self._options)
+
+    def key(self, path: str, naming: UrlNaming | None) -> str:
+        """The key of one of the filesystem's paths, which contains its settings as a hash only. ``naming`` None: a text to be shown."""
+        if is_url(path) and scheme(path) in ("http", "https"):
+            path = canonical(path, naming)  # other schemes have no secrets in their paths
+        hashed = MASK if naming is None else naming.hashed(f"{self.identity} {naming.realm(self.kind)}")
+        return f"{self.kind}://{(path.partition('://')[2] or path).lstrip('/')}#{hashed}"
 
     def is_near(self, url: str) -> bool:
         """See `NearRemote.is_near`."""

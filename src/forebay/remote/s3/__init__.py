@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 
 from forebay import errors
 from forebay._logs import escaped, logger
-from forebay._model import Content, ObjectInfo, Sink, Span, Started, Transfer
+from forebay._model import Content, ObjectInfo
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, run_parts
 from forebay.remote.http import HttpRemote, SmallResponse
 from forebay.remote.http.requests import MAX_SIZE, SendAgain
@@ -62,13 +62,6 @@ class S3Name(NamedTuple):
         return cls(bucket, key[: version.start()] if version else key, version[1] if version else None)
 
 
-def _checked(url: str) -> str:
-    """The URL, if it names an object; a bucket alone can only be listed."""
-    if not S3Name.of(url).key:
-        raise errors.ConfigError(f"{canonical(url)} names no object: write s3://bucket/key")
-    return url
-
-
 class S3Remote:
     """A `Remote` for S3 and compatible servers. Callable from any thread; a forked child has connections and credentials of its own.
 
@@ -80,25 +73,8 @@ class S3Remote:
         self._account = Account(endpoint, self.options.anonymous)
         self._regions: dict[str, str] = {}
         # an object may be stored with a Content-Encoding: like all S3 tools, we return what is stored
-        self._http = HttpRemote(self.options, self._sign, self._explain, raw=True)
-
-    def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
-        """See `Remote.stat`."""
-        return self._http.stat(_checked(url), known=known)
-
-    def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
-        """See `Remote.fetch`."""
-        return self._http.fetch(_checked(url), sink)
-
-    def start(self, url: str, on_ready: Callable[[], None]) -> Started | None:
-        """See `StartingRemote.start`."""
-        return self._http.start(_checked(url), on_ready)
-
-    def read(
-        self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None, exact: bool = False
-    ) -> bytes:  # fmt: skip
-        """See `Remote.read`."""
-        return self._http.read(_checked(url), span, validator=validator, info=info, exact=exact)
+        self._http = http = HttpRemote(self.options, self._sign, self._explain, raw=True)
+        self.stat, self.fetch, self.start, self.read = http.stat, http.fetch, http.start, http.read
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See `Remote.list`. Sends one request for each 1,000 objects, when the iterator reaches them."""
@@ -120,12 +96,12 @@ class S3Remote:
         """See `Remote.write`. A large object is sent in parallel parts; it appears whole or not at all.
 
         Some servers ignore conditions when an upload in parts completes: there they are checked at its beginning only."""
-        return _ObjectUpload(self, _checked(url), if_none_match, if_match, on_sent, resume).run(source)
+        return _ObjectUpload(self, url, if_none_match, if_match, on_sent, resume).run(source)
 
     def delete(self, url: str) -> None:
         """See `Remote.delete`."""
         try:
-            self.request("DELETE", _checked(url), query={})
+            self.request("DELETE", url, query={})
         except errors.NotFound as error:
             log.debug("nothing to remove: %s", error)
 
@@ -143,10 +119,12 @@ class S3Remote:
 
     def _sign(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
         """The HTTP URL and the headers of a request for ``url``: an ``s3://`` URL, or one that S3 redirects to."""
-        endpoint, unsigned = self._account.endpoint(), dict(headers)
+        unsigned, name = dict(headers), S3Name.of(url) if scheme(url) == "s3" else None
         query = unsigned.pop(QUERY, "")
-        if scheme(url) == "s3":
-            name = S3Name.of(url)
+        if name is not None and not (name.key or (method == "GET" and query)):  # a bucket alone can only be listed
+            raise errors.ConfigError(f"{canonical(url)} names no object: write s3://bucket/key")
+        endpoint = self._account.endpoint()
+        if name is not None:
             region = self._regions.get(name.bucket, endpoint.region)
             target = endpoint.address(name.bucket, quote(name.key.encode("utf-8", "surrogateescape"), safe="/-_.~"), region)
             query = query or (urlencode({"versionId": name.version}, quote_via=quote) if name.version else "")
@@ -277,8 +255,7 @@ class _ObjectUpload:
     ) -> None:  # fmt: skip
         self._request, self._options, self._url, self._on_sent, self._resume = remote.request, remote.options, url, on_sent, resume
         # without the quotes of an ETag: Ceph compares the text as it is, and the others accept both
-        self._if_none_match, self._if_match = if_none_match, if_match.strip('"') if if_match else None
-        conditions = {"If-None-Match": self._if_none_match, "If-Match": self._if_match}
+        conditions = {"If-None-Match": if_none_match, "If-Match": (if_match or "").strip('"')}
         self._conditions = {name: value for name, value in conditions.items() if value}
         self._lock = threading.Lock()  # guards _sent
         self._sent = 0
@@ -323,8 +300,8 @@ class _ObjectUpload:
 
     def _send_in_parts(self, call: Call, bodies: Iterator[bytes], count: int) -> str | None:
         # the completion of an upload would be late for it, and some servers ignore conditions there
-        current = self._etag(call) if self._conditions else None
-        if (self._if_none_match and current) or (self._if_match and (current or "").strip('"') != self._if_match):
+        current = (self._etag(call) or "").strip('"') if self._conditions else ""
+        if ("If-None-Match" in self._conditions and current) or self._conditions.get("If-Match", current) != current:
             raise errors.Conflict.of(call.url)
         upload_id, parts = self._unfinished(call) if self._resume else ("", {})
         if any(number > count for number in parts):
@@ -342,7 +319,7 @@ class _ObjectUpload:
 
     def _unfinished(self, call: Call) -> tuple[str, dict[int, str]]:
         """The latest upload of this object that an earlier write started and did not complete, and its parts; "" if there is none."""
-        bucket, _, key = self._url.partition("://")[2].partition("/")
+        bucket, key, _ = S3Name.of(self._url)
         query = {"uploads": "", "encoding-type": "url", "prefix": key}
         try:
             uploads = _xml_of(self._url, self._request("GET", f"s3://{bucket}/", query=query, call=call)).iterfind("{*}Upload")
