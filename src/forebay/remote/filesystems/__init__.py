@@ -23,16 +23,16 @@ from forebay.remote.urls import MASK, UrlNaming, canonical, is_url, scheme
 
 log = logger("forebay.remote.filesystems")
 
-MAX_CHANGES = 2  # an object that changes more often during a fetch is given up
+MAX_CHANGES = 2  # a fetch fails if the object changes more often
 
 IN_PROCESS = frozenset({"file", "local", "memory", "mock", "data"})  # no connections, so forks do no harm; `memory` exists per process
 WRAPPERS = frozenset({"zip", "tar", "libarchive", "dir"})  # the wrapped filesystem decides
 
 
 class InProcess:
-    """A filesystem that is asked in this process. ``bound``: and not in a forked child.
+    """A filesystem whose client runs in this process. ``bound``: it cannot be used in a forked child.
 
-    ``has_connections``: whether its bytes come by a network, so that the limits of the node apply."""
+    ``has_connections``: whether it may use the network, so that the limits of the node apply."""
 
     def __init__(self, filesystem: Any, *, bound: bool = False) -> None:
         self._client = client_of(filesystem)
@@ -119,8 +119,8 @@ class FilesystemRemote:
         return ObjectInfo(*info), parallel
 
     def _ask(self, call: Call, verb: str, url: str, *args: Any, size: int = 0, on_sent: OnSent | None = None) -> Iterator[Any]:
-        """One attempt, see `InProcess.ask`. Bytes that are read are counted, within the limits of the node: the connections of the client
-        cannot be seen from here, so each ``stat`` and ``read`` counts as one."""
+        """One attempt, see `InProcess.ask`. Counts the request and the bytes that it reads, and stays within the limits of the node. The
+        connections of the client are not visible, so each ``stat`` and each ``read`` counts as one."""
         call.count(requests=1)
         access = self._access(url)
         is_limited = access.has_connections and verb in ("stat", "read")
@@ -136,8 +136,8 @@ class FilesystemRemote:
     def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None) -> Transfer:
         """See `Remote.fetch`. All bytes are of one version: the validator is compared before and after."""
         call, trusted = self._call(url), None
-        # A larger object needs `stat`, which tells whether its validator is strong and whether ranges of it can be read in parallel. If a
-        # listing of a small one is out of date, few bytes come in vain.
+        # A larger object needs `stat`, which reports whether its validator is strong and whether its ranges can be read in parallel. If the
+        # listing of a small object is out of date, only few bytes are fetched in vain.
         if listed is not None and listed.validator is not None and listed.size is not None:
             trusted = listed if listed.size <= min(BLOCK, self._options.part) else None
         for _ in range(1 + MAX_CHANGES + (trusted is not None)):
@@ -163,7 +163,7 @@ class FilesystemRemote:
         else:
             spans = sink.begin(info)
             call.transfer.resumed += info.size - sum(span.length for span in spans)
-            # where a range costs as much as all that lies before it, each span is one stream
+            # where reading a range costs as much as reading all bytes before it, each span is one stream
             part = self._options.part if parallel else max(info.size, 1)
             count = sum(-(-span.length // part) for span in spans)
             tasks = (lambda piece=piece: self._fetch_range(call, url, piece, sink) for piece in cut_spans(spans, part))
@@ -218,7 +218,7 @@ class FilesystemRemote:
                 raise Unsupported(f"{call.url}: filesystems cannot write only over one version", url=call.url)
             content = os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else bytes(source)
             size = _size(content)
-            raised: BaseException | None = None  # by on_sent: raised as it is, whatever the filesystem makes of it
+            raised: BaseException | None = None  # by on_sent: raised unchanged, even if the filesystem wraps it
 
             def report(done: int) -> None:
                 nonlocal raised
@@ -258,7 +258,7 @@ def _size(source: str | bytes) -> int:
 
 
 class _Changed(Exception):
-    """The object is of another version than before."""
+    """The object changed during the fetch."""
 
 
 def pickled(value: object) -> bytes:

@@ -197,8 +197,8 @@ class InHelper:
         self._name = hashlib.blake2s(filesystem, digest_size=8).hexdigest()  # its settings determine its hosts
 
     def ask(self, call: Call, verb: str, url: str, *args: Any, size: int = 0, on_sent: OnSent | None = None) -> Iterator[Any]:
-        """See `forebay.remote.filesystems.InProcess.ask`. The answer to ``stat`` and ``list`` comes soon, if at all: it tells whether the
-        host answers."""
+        """See `forebay.remote.filesystems.InProcess.ask`. A host that responds at all answers ``stat`` and ``list`` soon, so these show
+        whether it responds."""
         host = f"{host_of(call.url)} {self._name}" if verb in ("stat", "list") else ""
         if host:
             call.check_host(host)
@@ -276,7 +276,7 @@ def channel(call: Call) -> Iterator[socket.socket]:
             yield sock
         finally:
             call.not_on_abort(shut_down)
-            shut_down()  # a forked child may hold it too: then the helper would not notice the close
+            shut_down()  # a forked child may hold it too: then the helper would not detect the close
 
 
 class _Helper:
@@ -322,7 +322,7 @@ class _Helper:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _COMMAND, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for this process, which reports to the helper what is given up
+                process_group=0,  # Ctrl-C is for this process, which closes the channels of the calls that it gives up
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )  # fmt: skip
         self._end = weakref.finalize(self, _end, self._control, self._process)

@@ -29,7 +29,7 @@ from forebay.remote.urls import PUBLIC_HUB, canonical, hub_endpoint, scheme
 PATH = ":path"
 """Name under which the path of a request to the hub's API stands among its headers until it is sent."""
 LONGEST_AGE = 60.0
-"""Seconds for which a process takes a branch to be at the commit that the hub named, at most."""
+"""Maximum seconds for which a process uses the commit of a branch without asking the hub again."""
 MAX_KNOWN = 50_000
 MAX_PAGES = 10_000
 MAX_HOPS = 5
@@ -47,13 +47,12 @@ os.register_at_fork(after_in_child=_turns.clear)
 class HubRemote:
     """A `Remote` for the Hugging Face Hub, and for what answers as it does (``HF_ENDPOINT``). Callable from any thread and after a fork.
 
-    The token is that of the options, else the one with which the user is logged in, unless ``options.anonymous``: it is looked up for each
-    request. ``endpoint``: the address of the hub, if that is another one than the public hub; None: that in the environment now."""
+    The token is that of the options, else that of the logged-in user, unless ``options.anonymous``; it is read again for each request.
+    ``endpoint``: the address of the hub, "" for the public hub; None: the one that the environment names now."""
 
     def __init__(self, options: RemoteOptions | None = None, endpoint: str | None = None) -> None:
         self.options = options or RemoteOptions()
         self._endpoint = hub_endpoint() if endpoint is None else endpoint or PUBLIC_HUB
-        self._check_options = self.options.for_check()
         self._http = HttpRemote(self.options, self._sign, self._explain, self._amend)
         self._commits: dict[tuple[str, str, str], tuple[str, float]] = {}
         """Revision -> commit, and when the hub was asked for it, by the monotonic clock."""
@@ -62,10 +61,10 @@ class HubRemote:
     # -- objects -----------------------------------------------------------------------------------------------------
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
-        """See `Remote.stat`. Asks nothing about a file whose URL names a commit, if it is ``known``."""
+        """See `Remote.stat`. Sends no request for a ``known`` file whose URL names a commit."""
         if known is not None and _file_of(url).is_pinned:
             return None
-        with Call(url, self.options if known is None else self._check_options) as call:
+        with Call(url, self.options if known is None else self.options.for_check()) as call:
             info = self._described(url, call)
         return None if known is not None and is_same_validator(info.validator, known) else info._replace(url=url)
 
@@ -117,7 +116,7 @@ class HubRemote:
         self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None,
         on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
-        """See `Remote.write`. Each is a commit, which huggingface_hub makes by way of fsspec."""
+        """See `Remote.write`. Each write is a commit, made by huggingface_hub through fsspec."""
         self._writer.write(url, source, if_none_match=if_none_match, if_match=if_match, on_sent=on_sent, resume=resume)
         self._commits.clear()
         with Call(url, self.options) as call:

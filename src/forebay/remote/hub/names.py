@@ -112,5 +112,5 @@ def token_from(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment forbids to ask the hub: ``HF_HUB_OFFLINE``."""
+    """Whether the environment forbids requests to the hub: ``HF_HUB_OFFLINE``."""
     return environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE
