@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import threading
@@ -11,12 +12,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from forebay import errors
 from forebay._engine.locks.lease import Lease
 from forebay._logs import logger
-from forebay._model import Entry, ObjectInfo, Transfer, noted
+from forebay._model import Entry, ObjectInfo, noted
 from forebay.origin.blocks import RUN, Blocks, index_meta, parse_block_size
 from forebay.origin.files import SeekableFile, opened
 from forebay.origin.flight import get_or_make
-from forebay.origin.request import FetchOptions, Target, is_expected, is_same_version
-from forebay.origin.spaces import URLS, index_key
+from forebay.origin.request import URLS, FetchOptions, Target, index_key, is_same_version
 
 if TYPE_CHECKING:
     from forebay.origin import Origin
@@ -82,39 +82,46 @@ class _Opening:
         timeout = self._options.timeout
         return get_or_make(self._origin, URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout)
 
-    def _entries(self) -> tuple[Lease | None, Entry | None]:
+    def _entries(self) -> tuple[Entry | None, Entry | None]:
         """The whole object and the index, as far as they exist and are of the version that the caller expects."""
-        whole, index = self._store.lease(URLS, self._target.key), self._store.entry(URLS, self._key)
-        if whole is not None and not is_expected(whole, self._options):
-            whole.close()
+        whole, index = self._store.entry(URLS, self._target.key), self._store.entry(URLS, self._key)
+        if whole is not None and not self._is_expected(whole.validator):
             whole = None
-        is_known = index is not None and _info_of(index, "") is not None and self._is_expected(index.validator)
-        return whole, index if is_known else None
+        if index is not None and (_info_of(index, "") is None or not self._is_expected(index.validator)):
+            index = None
+        return whole, index
 
     def _is_expected(self, validator: str | None) -> bool:
         return self._options.etag is None or is_same_version(validator, self._options.etag)
 
     def _look(self) -> Lease | ObjectInfo | None:
         whole, index = self._entries()
-        has_new = self._options.refresh and not self._is_validated_meanwhile(whole, index)
-        index_is_fresh = index is not None and not has_new and self._origin.is_fresh(index, self._options)
-        if whole is not None:
-            is_version = index is not None and index_is_fresh and index.validator == whole.entry.validator
-            if is_version or (not has_new and self._origin.is_fresh(whole.entry, self._options)):
-                self._store.count_hit(whole.entry.size)
-                return whole
-            whole.close()
-        if index is None or not index_is_fresh:
+        stamps = [self._store.stamp(entry) for entry in (whole, index) if entry is not None]
+        if self._first_stamps is None:
+            self._first_stamps = stamps
+        if self._options.refresh and stamps == self._first_stamps:  # no other call has validated it meanwhile
+            return None
+        index = index if index is not None and self._origin.is_fresh(index, self._options) else None
+        if whole is not None and (
+            (index is not None and index.validator == whole.validator) or self._origin.is_fresh(whole, self._options)
+        ):
+            lease = self._lease(whole)
+            if lease is not None:
+                return lease
+        if index is None:
             return None
         self._store.touch(index)
         return _info_of(index, self._target.url)
 
-    def _is_validated_meanwhile(self, whole: Lease | None, index: Entry | None) -> bool:
-        """Whether another call has validated the object since the first look of this one."""
-        stamps = [self._store.stamp(entry) for entry in (whole.entry if whole is not None else None, index) if entry is not None]
-        if self._first_stamps is None:
-            self._first_stamps = stamps
-        return stamps != self._first_stamps
+    def _lease(self, whole: Entry) -> Lease | None:
+        """A lease on the whole object; None if it is gone, or has been replaced."""
+        lease = self._store.lease(URLS, whole.key)
+        if lease is not None and lease.entry.validator != whole.validator:
+            lease.close()
+            return None
+        if lease is not None:
+            self._store.count_hit(whole.size)
+        return lease
 
     def _ask(self) -> Lease | ObjectInfo:
         """Ask the remote whether it still has the version that was validated last, else for its version."""
@@ -125,23 +132,20 @@ class _Opening:
         if options.offline:
             raise errors.Offline.of(target.key)
         self._began = self._store.now(exact=True)
-        try:
+        whole = index = info = None
+        with contextlib.suppress(errors.CacheFault):  # the first look has reported it
             whole, index = self._entries()
-        except errors.CacheFault:  # it was met before, and reported
-            whole, index = None, None
-        try:
-            known = max((whole.entry if whole is not None else None, index), key=self._validated)
-            info = self._stat() if known is None else origin.validate(target, options, known)
-            self._is_stored = info is None and known is index
-            if self._is_stored and index is not None:
-                info = _info_of(index, target.url)
-            elif info is None and whole is not None:
-                lease, whole = whole, None
-                self._store.count_hit(lease.entry.size)
-                return lease
-        finally:
-            if whole is not None:
-                whole.close()
+        known = max(filter(None, (whole, index)), key=self._store.validated, default=None)
+        if known is not None:
+            info = origin.validate(target, options, known)
+            if info is None and known is whole:
+                with contextlib.suppress(errors.CacheFault):
+                    if (lease := self._lease(whole)) is not None:
+                        return lease
+            elif info is None:
+                self._is_stored = True
+                info = _info_of(known, target.url)
+        info = info or origin.stat(target, options)
         assert info is not None, "without a known version the remote describes the one that it has"
         if not self._is_expected(info.validator):
             raise errors.ChecksumMismatch.of(target.key, options.etag or "", info.validator or "no ETag")
@@ -155,16 +159,6 @@ class _Opening:
             return None
         is_fresh = self._options.offline or self._origin.validated(upstream, index) >= self._options.since
         return _info_of(index, self._target.url) if is_fresh else None
-
-    def _validated(self, entry: Entry | None) -> int:
-        return -1 if entry is None else self._store.validated(entry)
-
-    def _stat(self) -> ObjectInfo:
-        with self._origin.reaching(self._options):
-            info = self._target.remote.stat(self._target.url)
-        self._origin.count(Transfer(requests=1))
-        assert info is not None, "no version was given as known"
-        return info
 
     def _keep(self, version: Lease | ObjectInfo) -> Lease | ObjectInfo:
         if isinstance(version, ObjectInfo) and is_divisible(version) and version.size is not None and not self._is_stored:

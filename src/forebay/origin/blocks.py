@@ -13,8 +13,7 @@ from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import ObjectInfo, Span
 from forebay.origin.flight import get_or_make, get_or_make_free
-from forebay.origin.request import FetchOptions, Target
-from forebay.origin.spaces import URLS, block_key, index_key
+from forebay.origin.request import URLS, FetchOptions, Target, block_key, index_key
 
 if TYPE_CHECKING:
     from forebay._engine.flight import KeyHold

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from forebay import errors
 from forebay._engine.files.layout import faults
 from forebay._engine.locks.lease import Lease
-from forebay._model import ObjectInfo, Remote, Span, Transfer
+from forebay._model import ObjectInfo, Remote, Span
 from forebay.origin.request import is_same_version
 
 if TYPE_CHECKING:
@@ -127,9 +127,7 @@ def stream(origin: Origin, target: Target, options: FetchOptions) -> BinaryIO:
     if options.sha256 is not None or (origin.upstream is not None and not options.bypass):
         return io.BytesIO(origin.direct(target, options))
     origin.refuse_offline(target, options)
-    with origin.reaching(options):
-        info = target.remote.stat(target.url)
-    origin.count(Transfer(requests=1))
+    info = origin.stat(target, options)
     if info is not None and options.etag is not None and not is_same_version(info.validator, options.etag):
         raise errors.ChecksumMismatch.of(target.key, options.etag, info.validator or "no ETag")
     if info is None or info.size is None:

@@ -13,8 +13,7 @@ from forebay._engine.locks.lease import Lease
 from forebay._model import BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
 from forebay.origin import A, Origin
 from forebay.origin.opening import in_memory
-from forebay.origin.request import FetchOptions, Target
-from forebay.origin.spaces import URLS
+from forebay.origin.request import URLS, FetchOptions, Target
 from forebay.remote import RemoteOptions
 
 

@@ -1,4 +1,4 @@
-"""An object of a remote, and the options of one call for it."""
+"""An object of a remote: its space and keys, and the options of one call for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
 from forebay._kernel import host, waits
 from forebay._model import Content, ObjectInfo, Remote, noted
-from forebay.origin.spaces import FOREVER, URLS
 from forebay.remote import UrlNaming, urls
 
 if TYPE_CHECKING:
@@ -21,6 +20,18 @@ if TYPE_CHECKING:
     from forebay._engine.passthrough import PassThrough
     from forebay._engine.store import Store
     from forebay.origin import Origin
+
+URLS, DIRECTORIES, LISTINGS = "urls", "directories", "listings"
+"""The spaces of entries that have a URL: objects, trees of links to objects, and listings of directories."""
+
+PARTS = "#block"
+"""What follows the key of an object in the keys of its index and of all of its blocks."""
+
+FOREVER = 1 << 60
+"""Nanoseconds: 36 years. An invalidated entry (validated in 1970) is older even than this."""
+
+POSTPONED = 30_000_000_000
+"""Nanoseconds until a remote that could not be reached is asked again whether an object has changed."""
 
 _REMOTE = ("http", "s3:")
 _NO_ROOT = int.from_bytes(os.urandom(8)) >> 2  # in place of the secret of a root: nothing is stored under these keys
@@ -249,3 +260,14 @@ def folder_of(key: str) -> str:
     """The key of a directory, from the key of an object of the same name."""
     head, mark, tail = key.partition("?") if "?" in key else key.partition("#")
     return head.rstrip("/") + "/" + mark + tail
+
+
+def index_key(key: str) -> str:
+    """The key of the entry that describes the version of an object whose blocks are cached, from the key of the object. It has no bytes:
+    size and validator are in its row."""
+    return f"{key}{PARTS}s"
+
+
+def block_key(key: str, number: int, size: int, validator: str | None) -> str:
+    """The key of block ``number`` of ``size`` bytes of one version of an object."""
+    return f"{key}{PARTS}={number}&size={size}&version={validator}"
