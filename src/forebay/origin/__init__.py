@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import sys
 import time
 import weakref
@@ -16,22 +17,25 @@ from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
 from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
-from forebay._kernel import events, waits
+from forebay._kernel import events, host, waits
 from forebay._logs import logger
-from forebay._model import Entry, ObjectInfo, Transfer
+from forebay._model import Entry, ObjectInfo, Remote, Transfer
 from forebay.origin.opening import NO_OPTIONS, CacheHandle, CacheOptions, in_memory, others_can_write
-from forebay.origin.request import FOREVER, LISTINGS, POSTPONED, URLS, FetchOptions, Target, Targets, folder_of, index_key, is_same_version
+from forebay.origin.request import FOREVER, LISTINGS, POSTPONED, URLS, FetchOptions, Target, folder_of, index_key, is_same_version
+from forebay.remote import UrlNaming
 
 if TYPE_CHECKING:
+    from forebay._engine.index.memo import Hit
     from forebay._engine.passthrough import PassThrough
 
 log = logger("forebay.origin")
 A = TypeVar("A", bytes, Transfer)
 
+_NO_ROOT = int.from_bytes(os.urandom(8)) >> 2  # in place of the secret of a root: nothing is stored under these keys
 _LIMITS = "budget", "min_free", "max_entries", "max_rate", "max_connections"  # of the root, for all processes
 
 
-class Origin(Targets):
+class Origin:
     """The state that the fronts of one cache share: its store, its remotes, and the defaults of its calls. Reads objects through the store.
 
     ``offline``, ``max_age`` (nanoseconds), ``timeout`` (seconds that a call waits in total): the defaults of calls.
@@ -56,7 +60,10 @@ class Origin(Targets):
         self.warned = set() if opened.enabled else {"NoSpace"}  # the kinds of problem that were logged, or that the user caused
         self.closed = False
         self.unset_spaces: dict[str, dict[str, Any]] = {}  # spaces that fronts requested before there was a store
-        super().__init__(options)
+        self._options, self.realm = options, remote.Realm(options)
+        self._naming = UrlNaming(_NO_ROOT, self.realm)
+        self._targets: dict[str, Target] = {}
+        self._resolvers = remote.Resolvers(lambda: self.options, self.realm)
         self._handles: weakref.WeakValueDictionary[int, CacheHandle] = weakref.WeakValueDictionary()
         self._closings = itertools.count()
 
@@ -167,6 +174,69 @@ class Origin(Targets):
         """When an entry of this store, or of the upstream one, was validated, by the clock of this one; 0: ask the remote."""
         at = store.validated(entry)
         return at if store is self.store or at <= 1 else max(at - (store.now() - self.store.now()), 1)
+
+    # -- keys -----------------------------------------------------------------------------------------------------
+
+    @host.cached_property
+    def options(self) -> remote.RemoteOptions:
+        """How requests are sent. Made by the first request."""
+        return self._options or remote.RemoteOptions()
+
+    @property
+    def naming(self) -> UrlNaming:
+        """How the keys of this cache are made. A root that has become usable, or was created again, has another secret."""
+        secret = self.store.root.id if self.store.keeps else _NO_ROOT
+        if self._naming.secret != secret:
+            self._naming = UrlNaming(secret, self.realm)
+            self._targets.clear()
+        return self._naming
+
+    def target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
+        """The target of a URL or path, or of a path of a filesystem object of fsspec or pyarrow. Raises `ConfigError`, `MissingExtra`."""
+        text = remote.as_text(url)
+        if not text:
+            raise errors.ConfigError("an empty URL names nothing", name="url", value="")
+        if filesystem is not None:
+            return self.target_on(remote.on_filesystem(filesystem, self.options), text)
+        naming = self.naming
+        if (known := self._targets.get(text)) is not None:
+            return known
+        target = self.target_by(text, naming, self._resolvers.of(text))
+        if len(self._targets) >= 10_000:
+            self._targets.clear()
+        self._targets[text] = target
+        return target
+
+    def target_by(self, url: str, naming: UrlNaming, resolve: Callable[[], Remote]) -> Target:
+        """The target of a URL, with a key made by ``naming``, and the remote that serves it. Raises `ConfigError`."""
+        key = remote.canonical(url, naming)
+        above = key if self.upstream is None else remote.canonical(url, naming._replace(secret=self.upstream.root.id))
+        return Target(url, key, remote.suffix_of_key(key), resolve, remote.local_path(url), above)
+
+    def target_on(self, filesystem: remote.FilesystemObject, path: str) -> Target:
+        """The target of a path of a filesystem object."""
+        key = filesystem.key(path, self.naming)
+        above = key if self.upstream is None else filesystem.key(path, self.naming._replace(secret=self.upstream.root.id))
+        return Target(path, key, remote.suffix_of_key(key.rpartition("#")[0]), lambda: filesystem.remote, None, above)
+
+    def hot_lookup(self) -> Hit:
+        """See `Store.hot_lookup`: of objects, by their URLs as the caller writes them."""
+        hit = self.store.hot_lookup(URLS)
+        if self.realm.is_usual:
+            return hit
+
+        def hit_in_realm(url: str, max_age: int) -> memoryview | None:
+            # Elsewhere in this process, and so in its memo, the same text may name what another realm fetched.
+            try:
+                return hit(self.target(url).key, max_age)
+            except errors.ForebayError:  # the call that goes on raises it
+                return None
+
+        return hit_in_realm
+
+    def alias(self, url: str, key: str) -> str:
+        """The name by which `hot_lookup` is to find an object, or the key itself."""
+        return url if self.realm.is_usual else key
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
