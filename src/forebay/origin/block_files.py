@@ -1,4 +1,4 @@
-"""Opening an object to be read by blocks: its version, and the file object, which reads ahead of a sequential reader."""
+"""Objects that are read by blocks: finds their version; the file object, which reads ahead of a sequential reader."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from forebay import errors
 from forebay._engine.locks.lease import Lease
+from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Entry, ObjectInfo, noted
 from forebay.origin.blocks import RUN, Blocks, index_meta, parse_block_size
@@ -26,13 +27,13 @@ log = logger("forebay.origin")
 WINDOW = 64 << 20
 """Bytes of a large read that are fetched at once, and kept in memory until the reader has a copy."""
 AHEAD = 64 << 20
-"""Bytes that are read ahead at most; of a small cache an eighth of the budget."""
+"""Maximum bytes to read ahead; at most an eighth of the budget."""
 SEQUENTIAL = 2
-"""Reads in a row that begin where the one before ended, before anything is read ahead: two neighbouring columns are two reads."""
+"""Consecutive reads, each from where the last one ended, before reading ahead starts. Fewer may be two neighbouring columns."""
 SHARE = 4
-"""One block is read ahead for so many that were read in a row: what a reader leaves unread is a quarter of what it has read."""
+"""One block is read ahead for this many that were read in a row, so at most a quarter of what was read is fetched in vain."""
 RECENT = 2
-"""Blocks that a file object refers to: where the cache has no room, a block is fetched once for many small reads."""
+"""Blocks that a file object keeps. If the cache has no room, many small reads then fetch a block once."""
 PEEK = 8 << 10
 
 
@@ -40,7 +41,7 @@ PEEK = 8 << 10
 
 
 def open_blocks(origin: Origin, target: Target, options: FetchOptions, block_size: int | str) -> BinaryIO:
-    """A file object that fetches the blocks of an object that are read, and keeps them. See `Cache.open`."""
+    """A file object that fetches and stores only the blocks that are read. See `Cache.open`."""
     size = parse_block_size(block_size)
     for name in ("sha256", "pin"):
         if value := getattr(options, name):
@@ -61,7 +62,7 @@ def is_divisible(info: ObjectInfo) -> bool:
 
 
 def _info_of(index: Entry, url: str) -> ObjectInfo | None:
-    """The version that an index describes; None if another program wrote it. Not ``strong`` where the server knows no ranges."""
+    """The version that an index describes; None if another program wrote it. Not ``strong`` if the server does not support ranges."""
     known = noted(index.meta, size=int, ranges=bool)
     return None if known is None else ObjectInfo(url, known["size"], index.validator, strong=known["ranges"])
 
@@ -77,8 +78,8 @@ class _Opening:
         self._is_stored = False  # whether the version that `_ask` returned is that of the index, or of the upstream root's
 
     def version(self) -> Lease | ObjectInfo:
-        """A lease on the whole object if it is cached, and is the remote's version; else a description of that version. The remote is
-        asked once per ``max_age`` for all processes, whether the whole object or parts of it are cached."""
+        """A lease on the whole object, if it is cached in the remote's version; else a description of that version. The remote is asked
+        once per ``max_age`` for all processes, whether the whole object or parts of it are cached."""
         timeout = self._options.timeout
         return get_or_make(self._origin, URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout)
 
@@ -171,11 +172,11 @@ class _Opening:
 
 
 class BlockFile(SeekableFile, io.BufferedIOBase):
-    """A read-only, seekable binary file over the blocks of one version of an object. Not for several threads at a time; after a fork parent
-    and child each have a position of their own.
+    """A read-only, seekable binary file over the blocks of one version of an object. For one thread at a time; after a fork, parent and
+    child each have their own position.
 
-    Reading raises `RemoteChanged` where a block is not cached and the remote has another version by now, and other errors as
-    `Blocks.obtain`. A server that turns out to know no ranges is asked for the whole object instead."""
+    Reading raises `RemoteChanged` if a block is not cached and the remote now has another version, and other errors as `Blocks.obtain`.
+    If the server turns out not to support ranges, the whole object is fetched instead."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks, self._ahead = blocks, ReadAhead(blocks)
@@ -220,7 +221,7 @@ class BlockFile(SeekableFile, io.BufferedIOBase):
         return self.readinto(memoryview(buffer).cast("B")[:left])
 
     def peek(self, size: int = 0, /) -> bytes:
-        """The next bytes, at least one but at the end, without moving."""
+        """The next bytes, at least one except at the end, without moving."""
         at = self._at
         try:
             return self.read1(PEEK)
@@ -292,13 +293,12 @@ class BlockFile(SeekableFile, io.BufferedIOBase):
 
 
 class ReadAhead:
-    """Fetches the blocks that a sequential reader comes to next, in a thread that lives while there are some to fetch.
+    """Fetches the next blocks for a sequential reader, in a thread that lives while there are blocks to fetch.
 
-    A forked child starts a thread of its own when it reads on."""
+    A forked child starts its own thread when it reads on."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._most: int | None = None
         self._is_closed = False
         self._begin()
 
@@ -310,12 +310,12 @@ class ReadAhead:
         self.is_running = False
 
     def extend(self, first: int, count: int) -> None:
-        """Have the next ``count`` blocks fetched, from ``first`` on, but for those that were requested before. Returns at once."""
+        """Fetch ``count`` blocks from ``first`` on, except those that were requested before. Returns at once."""
         if os.getpid() != self._pid:
             self._begin()  # another thread of the parent may have had the lock
         if not self._is_useful():
             return
-        end = min(first + min(count, self._limit()), self._blocks.count)
+        end = min(first + min(count, self._most), self._blocks.count)
         with self._lock:
             self._next = self._next if first <= self._next <= end else first
             self._end = end
@@ -330,22 +330,21 @@ class ReadAhead:
             self.is_running = False
 
     def has_fetched(self, numbers: Sequence[int]) -> bool:
-        """Whether one of these blocks was fetched for a reader that has not come to it yet."""
+        """Whether one of these blocks was fetched ahead, and not read yet."""
         return not self._fetched.isdisjoint(numbers)
 
     def close(self) -> None:
-        """Request nothing more. A request that was sent is not waited for: its blocks are kept."""
+        """Request nothing more. Does not wait for a request that was sent; its blocks are stored."""
         self._is_closed = True
 
     def _is_useful(self) -> bool:
-        """Whether the file is open, and the cache keeps what is fetched."""
+        """Whether the file is open, and the cache stores what is fetched."""
         return self._blocks.are_kept and not self._is_closed
 
-    def _limit(self) -> int:
-        """Blocks that are read ahead at most."""
-        if self._most is None:
-            self._most = min(AHEAD, self._blocks.origin.most() // 8) // self._blocks.size
-        return self._most
+    @host.cached_property
+    def _most(self) -> int:
+        """Maximum number of blocks to read ahead."""
+        return min(AHEAD, self._blocks.origin.most() // 8) // self._blocks.size
 
     def _take(self) -> range:
         with self._lock:
@@ -360,10 +359,10 @@ class ReadAhead:
             while numbers := self._take():
                 fetched = self._blocks.fetch_missing(numbers)
                 if not fetched:
-                    break  # the reader comes to blocks that are cached, or that another process fetches
+                    break  # the next blocks are cached, or another process fetches them
                 with self._lock:
                     self._fetched = self._fetched.union(fetched)
-        except Exception as error:  # noqa: BLE001 (the reader meets it too, if it reads on)
+        except Exception as error:  # noqa: BLE001 (the reader gets it too, if it reads on)
             log.debug("%s is not read ahead: %s", self._blocks.target.key, str(error))
         finally:
             with self._lock:

@@ -40,8 +40,8 @@ class LeasedFile(io.FileIO):
 
 
 def opened(lease: Lease) -> BinaryIO:
-    """A buffered file object on a cached copy, which closes the lease. Raises `CacheFault` if it cannot be opened: on a dead disk, without
-    descriptors; and where locks exclude nobody it may be gone."""
+    """A buffered file object on a cached copy, which closes the lease. Raises `CacheFault` if the copy cannot be opened: the disk is dead,
+    there are no descriptors left, or it is gone because the file system's locks do not work."""
     try:
         with faults(lease.entry.name):
             return cast(BinaryIO, io.BufferedReader(LeasedFile(lease)))
@@ -122,7 +122,7 @@ def open_object(origin: Origin, target: Target, options: FetchOptions) -> Binary
 
 
 def stream(origin: Origin, target: Target, options: FetchOptions) -> BinaryIO:
-    """A file object that reads ranges of the remote on demand, past the cache."""
+    """A file object that reads ranges of the remote on demand, bypassing the cache."""
     if options.sha256 is not None or (origin.upstream is not None and not options.bypass):
         return io.BytesIO(origin.direct(target, options))
     origin.refuse_offline(target, options)

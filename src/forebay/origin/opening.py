@@ -1,4 +1,4 @@
-"""Opens a root; one that cannot be used yet is opened later."""
+"""The options of a cache, and how its root is opened."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logger("forebay.cache")
 
 
 def in_memory() -> int:
-    """The limit where there is no budget, in bytes: half of the machine's memory."""
+    """The limit in bytes if there is no budget: half of the machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
@@ -87,7 +87,7 @@ class CacheOptions(NamedTuple):
         return Path(self.root or "")
 
     def open(self) -> Store:
-        """The store. Raises `RootRefused`, `NewerFormat`, `ConfigError`, and `CacheFault` where the root cannot be used for now."""
+        """The store. Raises `RootRefused`, `NewerFormat`, `ConfigError`, and `CacheFault` if the root cannot be used for now."""
         with faults(str(self.path)):
             try:
                 return self._open()

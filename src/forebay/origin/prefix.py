@@ -1,4 +1,4 @@
-"""What all sources share: provenance, names below a prefix, and access to remotes, with or without a cache."""
+"""For all sources: provenance, names below a prefix, and access to remotes, with or without a cache."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class RemoteAccess:
         self.origin, self._bound_at, self._known_filesystem = origin, origin.store.now(exact=True), None
 
     def kept(self, url: str, *, versioned: bool = False) -> Lease | None:
-        """A lease on the object where the cache has it, from `Cache.read` or a `pull`, and need not fetch it. ``versioned``: the caller
+        """A lease on the object, if the cache has it from `Cache.read` or a `pull`, in the remote's version. ``versioned``: the caller
         named the version of the dataset, so any copy validated since `bind` will do."""
         origin = self.origin
         if origin is None or origin.closed or self.is_local(url):
@@ -184,7 +184,7 @@ class RemoteAccess:
         return bytes(sink.data)
 
     def bytes_of(self, lease: Lease) -> bytes | None:
-        """The bytes of a lease of `kept`; None where they are damaged."""
+        """The bytes of a lease of `kept`; None if they are damaged."""
         assert self.origin is not None
         try:
             with lease:
@@ -202,7 +202,7 @@ class RemoteAccess:
         return self._receive(url, partial(self.remote(url).read, url, span, info=info))
 
     def kept_part(self, url: str, span: Span, validator: str) -> bytes | None:
-        """Some bytes of an object, where the cache has the whole of it in this version; asks no remote."""
+        """Some bytes of an object, if the cache has all of it in this version; asks no remote."""
         origin = self.origin
         if origin is None or self.is_local(url):
             return None
