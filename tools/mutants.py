@@ -283,8 +283,8 @@ MUTANTS = (
         "engine/test_faults.py::test_two_processes_go_on_after_harm[catalog.sqlite-scribble]",
     ),
     Mutant(
-        6, "a handle that bypasses the cache never tries again", "origin.opening:Reopening.attempt",
-        "self._turn.attempt(self._open)", "None",
+        6, "a handle that bypasses the cache never tries again", "origin:Origin.current",
+        "reopening.attempt(self._opened.open_again)", "None",
         "scenarios/test_reopening.py::test_every_front_uses_the_cache_once_it_can_be_used",
     ),
     Mutant(

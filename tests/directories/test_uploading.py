@@ -469,7 +469,7 @@ def test_an_answer_that_was_lost(near: Path, request: pytest.FixtureRequest) -> 
 
     class Twice:
         def __getattr__(self, name: str) -> Any:
-            return getattr(type(remote._remote), name).__get__(remote._remote)
+            return getattr(remote._remote, name)
 
         def write(self, url: str, source: Any, **how: Any) -> Any:
             if url.endswith(MARKER):

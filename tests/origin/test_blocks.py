@@ -17,8 +17,7 @@ from forebay import errors
 from forebay._engine.flight import Flight
 from forebay.cache import origin_of
 from forebay.origin import blocks as blocks_module
-from forebay.origin.request import FetchOptions
-from forebay.origin.spaces import block_key, index_key
+from forebay.origin.request import FetchOptions, block_key, index_key
 from forebay.remote import RemoteOptions
 from forebay.testing import Request, ScriptedServer
 from tests.processes import Child, Gate, ProcessGroup, fork

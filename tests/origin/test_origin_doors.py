@@ -14,6 +14,7 @@ from forebay import errors
 from forebay._engine.flight import Flight
 from forebay._engine.store import Settings, Store
 from forebay.origin import Origin
+from forebay.origin.opening import CacheOptions
 from forebay.origin.request import FetchOptions
 from forebay.remote import RemoteOptions
 from forebay.testing import ScriptedServer
@@ -35,7 +36,7 @@ def test_threads_that_close_a_cache_at_once_leave_the_other_caches_of_its_root_o
         def close(self) -> None:
             self.threads.wait(10)
 
-    other, closed = (Origin.for_root(tmp_path / "root") for _ in range(2))
+    other, closed = (Origin.for_root(CacheOptions(tmp_path / "root")) for _ in range(2))
     meeting = Meeting()
     closed.register(meeting)  # both threads have found the cache open when they leave it
     threads = [threading.Thread(target=closed.close) for _ in range(2)]
@@ -59,7 +60,7 @@ def test_a_cache_is_closed_while_a_thread_opens_files_of_it(tmp_path: Path) -> N
             handles.append(Handle())
             origin.register(handles[-1])
 
-    origin, handles, began = Origin.for_root(tmp_path / "root"), [Handle() for _ in range(10_000)], threading.Event()
+    origin, handles, began = Origin.for_root(CacheOptions(tmp_path / "root")), [Handle() for _ in range(10_000)], threading.Event()
     for handle in handles:
         origin.register(handle)
     thread, interval = threading.Thread(target=register), sys.getswitchinterval()

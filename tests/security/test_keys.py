@@ -21,7 +21,7 @@ from forebay.adapters.streaming import get_shm_prefix
 from forebay.cache import origin_of
 from forebay.claims.registry import VARIABLE, Registry
 from forebay.cli.checkup import check_up
-from forebay.origin.spaces import URLS
+from forebay.origin.request import URLS
 from forebay.remote import RemoteOptions
 from forebay.sources import TarSource, UrlSource
 from forebay.testing import ScriptedServer

@@ -21,7 +21,7 @@ from forebay.cli.main import run
 from forebay.directories.copying import copy_tree
 from forebay.directories.listings import UploadMarker
 from forebay.directories.manifests import File, Manifest
-from forebay.origin.spaces import LISTINGS
+from forebay.origin.request import LISTINGS
 from forebay.testing import ScriptedServer
 from tests import processes
 from tests.remote_directories import MARKER, marker_of

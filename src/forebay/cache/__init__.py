@@ -18,6 +18,7 @@ from forebay._logs import logger
 from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays
 from forebay.cache.space import VALUES, DictLike, Space, T, checked_name
 from forebay.origin import Origin
+from forebay.origin.opening import CacheOptions
 from forebay.origin.request import FetchOptions, ReadOptions, Target, first_touch
 from forebay.remote.urls import Url
 
@@ -61,10 +62,9 @@ class Cache(DictLike):
         max_age: float | str | None = None, timeout: float | None = None, remote_options: remote.RemoteOptions | None = None,
         enabled: bool = True,
     ) -> None:  # fmt: skip
-        self._origin = Origin.for_root(
-            root, budget=budget, shared=shared, read_only=read_only, min_free=min_free, max_entries=max_entries, max_rate=max_rate,
-            max_connections=max_connections, upstream=upstream, offline=offline, max_age=max_age, timeout=timeout,
-            remote_options=remote_options, enabled=enabled)  # fmt: skip
+        self._origin = Origin.for_root(CacheOptions(
+            root, budget, shared, read_only, min_free, max_entries, max_rate, max_connections, upstream, offline, max_age, timeout,
+            remote_options, enabled))  # fmt: skip
         self._max_age, self._values = self._origin.max_age, Space(self._origin, VALUES)
         self._bound: Store | PassThrough | None = None
         self._hit: Hit = no_hit

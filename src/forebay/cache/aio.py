@@ -17,8 +17,7 @@ from forebay.origin import Origin
 from forebay.origin.background import Background
 from forebay.origin.files import opened, stream
 from forebay.origin.job import Job
-from forebay.origin.request import FetchOptions, Target
-from forebay.origin.spaces import URLS
+from forebay.origin.request import URLS, FetchOptions, Target
 
 T = TypeVar("T")
 LARGE = 8 << 20

@@ -19,8 +19,7 @@ from forebay._kernel import waits
 from forebay._model import Entry, Report, Victim, is_text
 from forebay.cache.space import VALUES
 from forebay.origin import Origin
-from forebay.origin.request import folder_of
-from forebay.origin.spaces import DIRECTORIES, URLS, key_of_whole, prefix_of_parts
+from forebay.origin.request import DIRECTORIES, PARTS, URLS, folder_of, index_key
 
 if TYPE_CHECKING:
     from forebay.reports import Plan
@@ -237,11 +236,11 @@ def evict(origin: Origin, name: Name, entry: Entry | None) -> Report:
 def blocks_of(origin: Origin, name: Name) -> list[Entry]:
     """The blocks of an object, of all versions and sizes, and their index. ``name``: of the object, or of the index."""
     if isinstance(name, Entry):
-        keys = [key_of_whole(name.key) or name.key] if name.space == URLS else []
+        keys = [name.key.removesuffix(index_key(""))] if name.space == URLS else []
     else:
         text = remote.as_text(name)
-        keys = [] if "#block" in text else [key for space, key in _keys_of(origin, text) if space == URLS]  # else a block is not cached
-    return [entry for key in dict.fromkeys(keys) if is_text(key) for entry in entries_below(origin.store, prefix_of_parts(key))]
+        keys = [] if PARTS in text else [key for space, key in _keys_of(origin, text) if space == URLS]  # else a block is not cached
+    return [entry for key in dict.fromkeys(keys) if is_text(key) for entry in entries_below(origin.store, key + PARTS)]
 
 
 def entries_below(store: Store | PassThrough, prefix: str) -> Iterator[Entry]:

@@ -14,8 +14,7 @@ from forebay._logs import logger
 from forebay._model import Buffer, BufferSink, ObjectInfo, Span, Transfer
 from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import MARK, File, Manifest, check_names
-from forebay.origin.request import FetchOptions, is_same_version
-from forebay.origin.spaces import LISTINGS
+from forebay.origin.request import LISTINGS, FetchOptions, is_same_version
 
 log = logger("forebay.directories")
 

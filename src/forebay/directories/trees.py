@@ -23,8 +23,7 @@ from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import File, Manifest
 from forebay.origin.job import Job
 from forebay.origin.pipeline import Pipeline
-from forebay.origin.request import FetchOptions, Target, is_same_version
-from forebay.origin.spaces import DIRECTORIES, URLS
+from forebay.origin.request import DIRECTORIES, URLS, FetchOptions, Target, is_same_version
 
 DISK_FULL = "the disk is full: free some of it, or lower min_free"
 LOOKS = 3

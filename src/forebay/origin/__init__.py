@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
@@ -17,21 +17,25 @@ from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
 from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
-from forebay._kernel import events, waits
+from forebay._kernel import events, host, waits
 from forebay._logs import logger
-from forebay._model import Entry, ObjectInfo, Transfer
-from forebay.origin.opening import CacheHandle, Reopening, RootOptions, in_memory, no_store, others_can_write
-from forebay.origin.request import FetchOptions, Target, Targets, folder_of, is_same_version
-from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS, index_key
+from forebay._model import Entry, ObjectInfo, Remote, Transfer
+from forebay.origin.opening import NO_OPTIONS, CacheHandle, CacheOptions, in_memory, others_can_write
+from forebay.origin.request import FOREVER, LISTINGS, POSTPONED, URLS, FetchOptions, Target, folder_of, index_key, is_same_version
+from forebay.remote import UrlNaming
 
 if TYPE_CHECKING:
+    from forebay._engine.index.memo import Hit
     from forebay._engine.passthrough import PassThrough
 
 log = logger("forebay.origin")
 A = TypeVar("A", bytes, Transfer)
 
+_NO_ROOT = int.from_bytes(os.urandom(8)) >> 2  # in place of the secret of a root: nothing is stored under these keys
+_LIMITS = "budget", "min_free", "max_entries", "max_rate", "max_connections"  # of the root, for all processes
 
-class Origin(Targets):
+
+class Origin:
     """The state that the fronts of one cache share: its store, its remotes, and the defaults of its calls. Reads objects through the store.
 
     ``offline``, ``max_age`` (nanoseconds), ``timeout`` (seconds that a call waits in total): the defaults of calls.
@@ -43,64 +47,50 @@ class Origin(Targets):
 
     def __init__(
         self, store: Store | PassThrough, options: remote.RemoteOptions | None = None, upstream: Store | None = None, *,
-        offline: bool = False, max_age: int = 300_000_000_000, timeout: float | None = None, reopening: Reopening | None = None,
-        root: Path | None = None, init_kwargs: dict[str, Any] | None = None, warned: Iterable[str] = (),
+        opened: CacheOptions = NO_OPTIONS, init_kwargs: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
+        """``opened``: the resolved options of the root. ``init_kwargs``: the arguments of `Cache`, without the limits of the root."""
         self.store, self.upstream = store, upstream
-        self.offline, self.max_age, self.timeout = offline, max_age, timeout
-        self.reopening = reopening  # while ``store`` is a `PassThrough` that a later call may replace
-        self.root, self.init_kwargs = root or Path(), init_kwargs or {}  # of `for_root`, without the limits of the root
-        self.warned = set(warned)  # the kinds of problem that were logged
+        self._opened, self._init_kwargs = opened, init_kwargs or {}
+        self._root = Path() if opened.root is None else opened.path.absolute()
+        age = float(_config.DEFAULT_MAX_AGE if opened.max_age is None else opened.max_age)
+        self.offline, self.max_age, self.timeout = bool(opened.offline), int(min(age * 1_000_000_000, FOREVER)), opened.timeout
+        # While ``store`` is a `PassThrough` that a later call may replace: the root was full, or its catalog busy.
+        self.reopening = waits.Turn() if opened.root is not None and opened.enabled and not store.keeps else None
+        self.warned = set() if opened.enabled else {"NoSpace"}  # the kinds of problem that were logged, or that the user caused
         self.closed = False
         self.unset_spaces: dict[str, dict[str, Any]] = {}  # spaces that fronts requested before there was a store
-        super().__init__(options)
+        self._options, self.realm = options, remote.Realm(options)
+        self._naming = UrlNaming(_NO_ROOT, self.realm)
+        self._targets: dict[str, Target] = {}
+        self._resolvers = remote.Resolvers(lambda: self.options, self.realm)
         self._handles: weakref.WeakValueDictionary[int, CacheHandle] = weakref.WeakValueDictionary()
         self._closings = itertools.count()
 
     # -- opening and closing ---------------------------------------------------------------------------------------
 
     @classmethod
-    def for_root(
-        cls, root: str | os.PathLike[str] | None = None, *, budget: int | str | None = None, shared: bool | None = None,
-        read_only: bool = False, min_free: int | str | None = None, max_entries: int | None = None, max_rate: int | str | None = None,
-        max_connections: int | None = None, upstream: str | os.PathLike[str] | None = None, offline: bool | None = None,
-        max_age: float | str | None = None, timeout: float | None = None, remote_options: remote.RemoteOptions | None = None,
-        enabled: bool = True,
-    ) -> Self:  # fmt: skip
-        """The origin of a cache that is created with these arguments: see `Cache`."""
-        environment = _config.EnvironmentSettings.from_environment()
-        given, _ = _config.given_settings()
-        first_budget = given["budget"] if environment.budget is not None else None
-        root_options = RootOptions.of(
-            environment, first_budget, root, budget, min_free, max_entries, max_rate, max_connections, shared, read_only
-        )
-        init_kwargs = {
-            "shared": root_options.shared, "read_only": read_only, "upstream": upstream, "offline": offline, "max_age": max_age,
-            "timeout": timeout, "remote_options": remote_options, "enabled": enabled,
-        }  # fmt: skip
-        age = environment.max_age if max_age is None else _config.parse_age(max_age, name="max_age")
-        timeout = _config.parse_timeout(timeout)
-        if any(name.lower() in given for name in _config.REMOTE):
-            remote_options = remote_options or remote.RemoteOptions.from_environment()  # checked before anything is opened
-        with waits.time_limit(timeout):
-            store = root_options.open_or_pass() if enabled else no_store()
-        above = RootOptions(Path(upstream), shared=True, read_only=True).open_or_pass() if upstream is not None else None
-        return cls(
-            store, remote_options, above if above is not None and above.keeps else None,
-            offline=environment.offline if offline is None else offline, max_age=int(min(age * 1_000_000_000, FOREVER)), timeout=timeout,
-            reopening=Reopening(root_options) if enabled and not store.keeps else None, root=root_options.path.absolute(),
-            init_kwargs=init_kwargs, warned=() if enabled else ("NoSpace",),  # who disabled the cache needs no warning about it
-        )  # fmt: skip
+    def for_root(cls, options: CacheOptions) -> Self:
+        """The origin of a cache that is created with these options. Raises `RootRefused`, `NewerFormat`, `ConfigError`."""
+        opened = options.resolved()
+        init_kwargs = options._replace(shared=opened.shared)._asdict()
+        for name in ("root", "first_budget", *_LIMITS):
+            del init_kwargs[name]
+        with waits.time_limit(opened.timeout):
+            store = opened.open_or_pass()
+        above = None if opened.upstream is None else CacheOptions(opened.upstream, shared=True, read_only=True).open_or_pass()
+        upstream = above if above is not None and above.keeps else None
+        return cls(store, opened.remote_options, upstream, opened=opened, init_kwargs=init_kwargs)
 
     @classmethod
     def reopen(cls, root: str, init_kwargs: dict[str, Any]) -> Origin:
         """The origin that these `init_args` open. It sets no limits of the root, and ignores those in the environment of this process."""
-        return _config.without_limits(cls.for_root, root, **init_kwargs)
+        return _config.without_limits(cls.for_root, CacheOptions(root, **init_kwargs))
 
     @property
     def init_args(self) -> tuple[str, dict[str, Any]]:
         """The arguments of `reopen`, valid in any process of the node."""
-        return str(self.path), self.init_kwargs
+        return str(self.path), self._init_kwargs
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Origin.reopen, self.init_args
@@ -111,7 +101,7 @@ class Origin(Targets):
     @property
     def path(self) -> Path:
         """The root directory."""
-        return self.store.root.path if self.store.keeps else self.root
+        return self.store.root.path if self.store.keeps else self._root
 
     def register(self, handle: CacheHandle) -> None:
         """Close this handle together with the cache, if the handle still exists then."""
@@ -143,7 +133,7 @@ class Origin(Targets):
     @property
     def others_can_write(self) -> bool:
         """Whether anyone but this user and the superuser can write to this root, or upstream: then nothing in it is executed unasked."""
-        may = self.reopening is not None and self.reopening.others_may_write
+        may = self.reopening is not None and (self._opened.shared or self._opened.read_only)  # unknown until it is open
         return may or any(others_can_write(store) for store in (self.store, self.upstream) if store is not None and store.keeps)
 
     def current(self) -> Store | PassThrough:
@@ -151,7 +141,7 @@ class Origin(Targets):
         if self.closed:  # not by `check_open`: each hit of a value comes here
             raise errors.Closed.of("cache")
         reopening = self.reopening
-        if reopening is not None and (opened := reopening.attempt()) is not None:
+        if reopening is not None and (opened := reopening.attempt(self._opened.open_again)) is not None:
             self.store, self.reopening = opened, None
         store = self.store
         if self.unset_spaces and store.keeps:
@@ -184,6 +174,69 @@ class Origin(Targets):
         """When an entry of this store, or of the upstream one, was validated, by the clock of this one; 0: ask the remote."""
         at = store.validated(entry)
         return at if store is self.store or at <= 1 else max(at - (store.now() - self.store.now()), 1)
+
+    # -- keys -----------------------------------------------------------------------------------------------------
+
+    @host.cached_property
+    def options(self) -> remote.RemoteOptions:
+        """How requests are sent. Made by the first request."""
+        return self._options or remote.RemoteOptions()
+
+    @property
+    def naming(self) -> UrlNaming:
+        """How the keys of this cache are made. A root that has become usable, or was created again, has another secret."""
+        secret = self.store.root.id if self.store.keeps else _NO_ROOT
+        if self._naming.secret != secret:
+            self._naming = UrlNaming(secret, self.realm)
+            self._targets.clear()
+        return self._naming
+
+    def target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
+        """The target of a URL or path, or of a path of a filesystem object of fsspec or pyarrow. Raises `ConfigError`, `MissingExtra`."""
+        text = remote.as_text(url)
+        if not text:
+            raise errors.ConfigError("an empty URL names nothing", name="url", value="")
+        if filesystem is not None:
+            return self.target_on(remote.on_filesystem(filesystem, self.options), text)
+        naming = self.naming
+        if (known := self._targets.get(text)) is not None:
+            return known
+        target = self.target_by(text, naming, self._resolvers.of(text))
+        if len(self._targets) >= 10_000:
+            self._targets.clear()
+        self._targets[text] = target
+        return target
+
+    def target_by(self, url: str, naming: UrlNaming, resolve: Callable[[], Remote]) -> Target:
+        """The target of a URL, with a key made by ``naming``, and the remote that serves it. Raises `ConfigError`."""
+        key = remote.canonical(url, naming)
+        above = key if self.upstream is None else remote.canonical(url, naming._replace(secret=self.upstream.root.id))
+        return Target(url, key, remote.suffix_of_key(key), resolve, remote.local_path(url), above)
+
+    def target_on(self, filesystem: remote.FilesystemRemote, path: str) -> Target:
+        """The target of a path of a filesystem object."""
+        key = filesystem.key(path, self.naming)
+        above = key if self.upstream is None else filesystem.key(path, self.naming._replace(secret=self.upstream.root.id))
+        return Target(path, key, remote.suffix_of_key(key.rpartition("#")[0]), lambda: filesystem, None, above)
+
+    def hot_lookup(self) -> Hit:
+        """See `Store.hot_lookup`: of objects, by their URLs as the caller writes them."""
+        hit = self.store.hot_lookup(URLS)
+        if self.realm.is_usual:
+            return hit
+
+        def hit_in_realm(url: str, max_age: int) -> memoryview | None:
+            # Elsewhere in this process, and so in its memo, the same text may name what another realm fetched.
+            try:
+                return hit(self.target(url).key, max_age)
+            except errors.ForebayError:  # the call that goes on raises it
+                return None
+
+        return hit_in_realm
+
+    def alias(self, url: str, key: str) -> str:
+        """The name by which `hot_lookup` is to find an object, or the key itself."""
+        return url if self.realm.is_usual else key
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -225,17 +278,24 @@ class Origin(Targets):
     def is_fresh(self, entry: Entry, options: FetchOptions) -> bool:
         return self.store.validated(entry) >= options.since
 
+    def stat(self, target: Target, options: FetchOptions | None = None, known: str | None = None) -> ObjectInfo | None:
+        """Ask the remote for its description of an object; None if it still has the ``known`` version. Raises `RemoteError`."""
+        with self.reaching(options):
+            info = target.remote.stat(target.url, known=known)
+        self.count(Transfer(requests=1))
+        return info
+
     def validate(self, target: Target, options: FetchOptions, entry: Entry) -> ObjectInfo | None:
         """None if the remote still has the version of ``entry``, or cannot be reached; else a description of the version that it has."""
         began = self.store.now(exact=True)
         try:
-            with self.reaching(options):
-                info = target.remote.stat(target.url, known=entry.validator)
-            self.count(Transfer(requests=1))
+            info = self.stat(target, options, entry.validator)
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             self.warn_stale(target.key, "%s cannot be reached (%s): its copy from the cache is served", error)
-            if error.attempts:  # else its host was not even asked, and may answer the next request
-                self._postpone(entry, options)
+            # Calls that wait for this answer, or come in the next seconds, need no timeout of their own. But a host that was not even
+            # asked may answer the next request.
+            if error.attempts and options.since > 1:
+                self.store.set_validated([(entry, self.postponed(options))], self.store.now(exact=True))
             return None
         except errors.NotFound:
             self.store.invalidate([entry])
@@ -245,13 +305,8 @@ class Origin(Targets):
         self.store.set_validated([(entry, began)], began)
         return None
 
-    def _postpone(self, entry: Entry, options: FetchOptions) -> None:
-        """The remote cannot be reached: calls that wait for this answer, or come in the next seconds, need no time-out of their own."""
-        if options.since > 1:
-            self.store.set_validated([(entry, self.postponed(options))], self.store.now(exact=True))
-
     def postponed(self, options: FetchOptions) -> int:
-        """Until when an answer that could not be had is not asked for again."""
+        """Until when a remote that cannot be reached is not asked again."""
         return options.since + min(self.store.now() - options.since, POSTPONED)
 
     def upstream_copy(self, target: Target, options: FetchOptions) -> tuple[Remembered, int] | None:
@@ -263,9 +318,7 @@ class Origin(Targets):
         if options.offline or at >= options.since:
             return hit, at
         try:
-            self.count(Transfer(requests=1))
-            with self.reaching(options):
-                return (hit, began) if target.remote.stat(target.url, known=hit.entry.validator) is None else None
+            return (hit, began) if self.stat(target, options, hit.entry.validator) is None else None
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             self.warn_stale(target.key, "%s cannot be reached (%s): the upstream's copy is served", error)
             return hit, self.postponed(options)

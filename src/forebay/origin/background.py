@@ -1,4 +1,4 @@
-"""A thread that runs a pipeline while there are jobs: for coroutines, and beside what yields URLs slowly."""
+"""A thread that runs a pipeline while there are jobs: for coroutines, and for slow iterables of URLs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forebay.origin.job import Job
 
 AHEAD = 256
-"""Jobs that `run_beside` takes before their results have come."""
+"""Maximum number of jobs of `run_beside` without a result."""
 
 
 class Background:
@@ -57,7 +57,7 @@ class Background:
             self._fail(error)
 
     def stop(self) -> None:
-        """Give up what is under way, and wait a second for the thread, which releases its keys."""
+        """Give up all jobs, and wait up to a second for the thread, which releases its keys."""
         with self._lock:
             pipeline, thread = self._running or (None, None)
         if pipeline is not None and thread is not None and thread.ident is not None:
@@ -91,10 +91,10 @@ class Background:
 
 
 def run_beside(origin: Origin, jobs: Iterable[Job], settle: Callable[[Job], None], side_by_side: int | None) -> None:
-    """Run jobs in a thread, which calls ``settle`` with each result, while this thread reads ``jobs``: however long it waits for the next
-    one, what has arrived is published, and no other process waits for it.
+    """Run jobs in a thread, which calls ``settle`` with each result, while this thread iterates over ``jobs``. However long the next job
+    takes to come, the thread publishes what has arrived, and no other process waits for it.
 
-    Raises what ``jobs`` or ``settle`` raises; then, and after an interrupt, gives up what is under way."""
+    Raises what ``jobs`` or ``settle`` raises; then, and after an interrupt, gives up the other jobs."""
     background, context = Background(origin, "bulk", side_by_side), contextvars.copy_context()
     settled: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     busy: list[Job] = []

@@ -1,7 +1,8 @@
-"""Opening an object to be read by blocks: its version, and the file object, which reads ahead of a sequential reader."""
+"""Objects that are read by blocks: finds their version; the file object, which reads ahead of a sequential reader."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import threading
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from forebay import errors
 from forebay._engine.locks.lease import Lease
+from forebay._kernel import host
 from forebay._logs import logger
-from forebay._model import Entry, ObjectInfo, Transfer, noted
+from forebay._model import Entry, ObjectInfo, noted
 from forebay.origin.blocks import RUN, Blocks, index_meta, parse_block_size
 from forebay.origin.files import SeekableFile, opened
 from forebay.origin.flight import get_or_make
-from forebay.origin.request import FetchOptions, Target, is_expected, is_same_version
-from forebay.origin.spaces import URLS, index_key
+from forebay.origin.request import URLS, FetchOptions, Target, index_key, is_same_version
 
 if TYPE_CHECKING:
     from forebay.origin import Origin
@@ -26,13 +27,13 @@ log = logger("forebay.origin")
 WINDOW = 64 << 20
 """Bytes of a large read that are fetched at once, and kept in memory until the reader has a copy."""
 AHEAD = 64 << 20
-"""Bytes that are read ahead at most; of a small cache an eighth of the budget."""
+"""Maximum bytes to read ahead; at most an eighth of the budget."""
 SEQUENTIAL = 2
-"""Reads in a row that begin where the one before ended, before anything is read ahead: two neighbouring columns are two reads."""
+"""Consecutive reads, each from where the last one ended, before reading ahead starts. Fewer may be two neighbouring columns."""
 SHARE = 4
-"""One block is read ahead for so many that were read in a row: what a reader leaves unread is a quarter of what it has read."""
+"""One block is read ahead for this many that were read in a row, so at most a quarter of what was read is fetched in vain."""
 RECENT = 2
-"""Blocks that a file object refers to: where the cache has no room, a block is fetched once for many small reads."""
+"""Blocks that a file object keeps. If the cache has no room, many small reads then fetch a block once."""
 PEEK = 8 << 10
 
 
@@ -40,7 +41,7 @@ PEEK = 8 << 10
 
 
 def open_blocks(origin: Origin, target: Target, options: FetchOptions, block_size: int | str) -> BinaryIO:
-    """A file object that fetches the blocks of an object that are read, and keeps them. See `Cache.open`."""
+    """A file object that fetches and stores only the blocks that are read. See `Cache.open`."""
     size = parse_block_size(block_size)
     for name in ("sha256", "pin"):
         if value := getattr(options, name):
@@ -61,7 +62,7 @@ def is_divisible(info: ObjectInfo) -> bool:
 
 
 def _info_of(index: Entry, url: str) -> ObjectInfo | None:
-    """The version that an index describes; None if another program wrote it. Not ``strong`` where the server knows no ranges."""
+    """The version that an index describes; None if another program wrote it. Not ``strong`` if the server does not support ranges."""
     known = noted(index.meta, size=int, ranges=bool)
     return None if known is None else ObjectInfo(url, known["size"], index.validator, strong=known["ranges"])
 
@@ -77,44 +78,51 @@ class _Opening:
         self._is_stored = False  # whether the version that `_ask` returned is that of the index, or of the upstream root's
 
     def version(self) -> Lease | ObjectInfo:
-        """A lease on the whole object if it is cached, and is the remote's version; else a description of that version. The remote is
-        asked once per ``max_age`` for all processes, whether the whole object or parts of it are cached."""
+        """A lease on the whole object, if it is cached in the remote's version; else a description of that version. The remote is asked
+        once per ``max_age`` for all processes, whether the whole object or parts of it are cached."""
         timeout = self._options.timeout
         return get_or_make(self._origin, URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout)
 
-    def _entries(self) -> tuple[Lease | None, Entry | None]:
+    def _entries(self) -> tuple[Entry | None, Entry | None]:
         """The whole object and the index, as far as they exist and are of the version that the caller expects."""
-        whole, index = self._store.lease(URLS, self._target.key), self._store.entry(URLS, self._key)
-        if whole is not None and not is_expected(whole, self._options):
-            whole.close()
+        whole, index = self._store.entry(URLS, self._target.key), self._store.entry(URLS, self._key)
+        if whole is not None and not self._is_expected(whole.validator):
             whole = None
-        is_known = index is not None and _info_of(index, "") is not None and self._is_expected(index.validator)
-        return whole, index if is_known else None
+        if index is not None and (_info_of(index, "") is None or not self._is_expected(index.validator)):
+            index = None
+        return whole, index
 
     def _is_expected(self, validator: str | None) -> bool:
         return self._options.etag is None or is_same_version(validator, self._options.etag)
 
     def _look(self) -> Lease | ObjectInfo | None:
         whole, index = self._entries()
-        has_new = self._options.refresh and not self._is_validated_meanwhile(whole, index)
-        index_is_fresh = index is not None and not has_new and self._origin.is_fresh(index, self._options)
-        if whole is not None:
-            is_version = index is not None and index_is_fresh and index.validator == whole.entry.validator
-            if is_version or (not has_new and self._origin.is_fresh(whole.entry, self._options)):
-                self._store.count_hit(whole.entry.size)
-                return whole
-            whole.close()
-        if index is None or not index_is_fresh:
+        stamps = [self._store.stamp(entry) for entry in (whole, index) if entry is not None]
+        if self._first_stamps is None:
+            self._first_stamps = stamps
+        if self._options.refresh and stamps == self._first_stamps:  # no other call has validated it meanwhile
+            return None
+        index = index if index is not None and self._origin.is_fresh(index, self._options) else None
+        if whole is not None and (
+            (index is not None and index.validator == whole.validator) or self._origin.is_fresh(whole, self._options)
+        ):
+            lease = self._lease(whole)
+            if lease is not None:
+                return lease
+        if index is None:
             return None
         self._store.touch(index)
         return _info_of(index, self._target.url)
 
-    def _is_validated_meanwhile(self, whole: Lease | None, index: Entry | None) -> bool:
-        """Whether another call has validated the object since the first look of this one."""
-        stamps = [self._store.stamp(entry) for entry in (whole.entry if whole is not None else None, index) if entry is not None]
-        if self._first_stamps is None:
-            self._first_stamps = stamps
-        return stamps != self._first_stamps
+    def _lease(self, whole: Entry) -> Lease | None:
+        """A lease on the whole object; None if it is gone, or has been replaced."""
+        lease = self._store.lease(URLS, whole.key)
+        if lease is not None and lease.entry.validator != whole.validator:
+            lease.close()
+            return None
+        if lease is not None:
+            self._store.count_hit(whole.size)
+        return lease
 
     def _ask(self) -> Lease | ObjectInfo:
         """Ask the remote whether it still has the version that was validated last, else for its version."""
@@ -125,23 +133,20 @@ class _Opening:
         if options.offline:
             raise errors.Offline.of(target.key)
         self._began = self._store.now(exact=True)
-        try:
+        whole = index = info = None
+        with contextlib.suppress(errors.CacheFault):  # the first look has reported it
             whole, index = self._entries()
-        except errors.CacheFault:  # it was met before, and reported
-            whole, index = None, None
-        try:
-            known = max((whole.entry if whole is not None else None, index), key=self._validated)
-            info = self._stat() if known is None else origin.validate(target, options, known)
-            self._is_stored = info is None and known is index
-            if self._is_stored and index is not None:
-                info = _info_of(index, target.url)
-            elif info is None and whole is not None:
-                lease, whole = whole, None
-                self._store.count_hit(lease.entry.size)
-                return lease
-        finally:
-            if whole is not None:
-                whole.close()
+        known = max(filter(None, (whole, index)), key=self._store.validated, default=None)
+        if known is not None:
+            info = origin.validate(target, options, known)
+            if info is None and known is whole:
+                with contextlib.suppress(errors.CacheFault):
+                    if (lease := self._lease(whole)) is not None:
+                        return lease
+            elif info is None:
+                self._is_stored = True
+                info = _info_of(known, target.url)
+        info = info or origin.stat(target, options)
         assert info is not None, "without a known version the remote describes the one that it has"
         if not self._is_expected(info.validator):
             raise errors.ChecksumMismatch.of(target.key, options.etag or "", info.validator or "no ETag")
@@ -156,16 +161,6 @@ class _Opening:
         is_fresh = self._options.offline or self._origin.validated(upstream, index) >= self._options.since
         return _info_of(index, self._target.url) if is_fresh else None
 
-    def _validated(self, entry: Entry | None) -> int:
-        return -1 if entry is None else self._store.validated(entry)
-
-    def _stat(self) -> ObjectInfo:
-        with self._origin.reaching(self._options):
-            info = self._target.remote.stat(self._target.url)
-        self._origin.count(Transfer(requests=1))
-        assert info is not None, "no version was given as known"
-        return info
-
     def _keep(self, version: Lease | ObjectInfo) -> Lease | ObjectInfo:
         if isinstance(version, ObjectInfo) and is_divisible(version) and version.size is not None and not self._is_stored:
             note = index_meta(version.size)
@@ -177,11 +172,11 @@ class _Opening:
 
 
 class BlockFile(SeekableFile, io.BufferedIOBase):
-    """A read-only, seekable binary file over the blocks of one version of an object. Not for several threads at a time; after a fork parent
-    and child each have a position of their own.
+    """A read-only, seekable binary file over the blocks of one version of an object. For one thread at a time; after a fork, parent and
+    child each have their own position.
 
-    Reading raises `RemoteChanged` where a block is not cached and the remote has another version by now, and other errors as
-    `Blocks.obtain`. A server that turns out to know no ranges is asked for the whole object instead."""
+    Reading raises `RemoteChanged` if a block is not cached and the remote now has another version, and other errors as `Blocks.obtain`.
+    If the server turns out not to support ranges, the whole object is fetched instead."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks, self._ahead = blocks, ReadAhead(blocks)
@@ -226,7 +221,7 @@ class BlockFile(SeekableFile, io.BufferedIOBase):
         return self.readinto(memoryview(buffer).cast("B")[:left])
 
     def peek(self, size: int = 0, /) -> bytes:
-        """The next bytes, at least one but at the end, without moving."""
+        """The next bytes, at least one except at the end, without moving."""
         at = self._at
         try:
             return self.read1(PEEK)
@@ -298,13 +293,12 @@ class BlockFile(SeekableFile, io.BufferedIOBase):
 
 
 class ReadAhead:
-    """Fetches the blocks that a sequential reader comes to next, in a thread that lives while there are some to fetch.
+    """Fetches the next blocks for a sequential reader, in a thread that lives while there are blocks to fetch.
 
-    A forked child starts a thread of its own when it reads on."""
+    A forked child starts its own thread when it reads on."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._most: int | None = None
         self._is_closed = False
         self._begin()
 
@@ -316,12 +310,12 @@ class ReadAhead:
         self.is_running = False
 
     def extend(self, first: int, count: int) -> None:
-        """Have the next ``count`` blocks fetched, from ``first`` on, but for those that were requested before. Returns at once."""
+        """Fetch ``count`` blocks from ``first`` on, except those that were requested before. Returns at once."""
         if os.getpid() != self._pid:
             self._begin()  # another thread of the parent may have had the lock
         if not self._is_useful():
             return
-        end = min(first + min(count, self._limit()), self._blocks.count)
+        end = min(first + min(count, self._most), self._blocks.count)
         with self._lock:
             self._next = self._next if first <= self._next <= end else first
             self._end = end
@@ -336,22 +330,21 @@ class ReadAhead:
             self.is_running = False
 
     def has_fetched(self, numbers: Sequence[int]) -> bool:
-        """Whether one of these blocks was fetched for a reader that has not come to it yet."""
+        """Whether one of these blocks was fetched ahead, and not read yet."""
         return not self._fetched.isdisjoint(numbers)
 
     def close(self) -> None:
-        """Request nothing more. A request that was sent is not waited for: its blocks are kept."""
+        """Request nothing more. Does not wait for a request that was sent; its blocks are stored."""
         self._is_closed = True
 
     def _is_useful(self) -> bool:
-        """Whether the file is open, and the cache keeps what is fetched."""
+        """Whether the file is open, and the cache stores what is fetched."""
         return self._blocks.are_kept and not self._is_closed
 
-    def _limit(self) -> int:
-        """Blocks that are read ahead at most."""
-        if self._most is None:
-            self._most = min(AHEAD, self._blocks.origin.most() // 8) // self._blocks.size
-        return self._most
+    @host.cached_property
+    def _most(self) -> int:
+        """Maximum number of blocks to read ahead."""
+        return min(AHEAD, self._blocks.origin.most() // 8) // self._blocks.size
 
     def _take(self) -> range:
         with self._lock:
@@ -366,10 +359,10 @@ class ReadAhead:
             while numbers := self._take():
                 fetched = self._blocks.fetch_missing(numbers)
                 if not fetched:
-                    break  # the reader comes to blocks that are cached, or that another process fetches
+                    break  # the next blocks are cached, or another process fetches them
                 with self._lock:
                     self._fetched = self._fetched.union(fetched)
-        except Exception as error:  # noqa: BLE001 (the reader meets it too, if it reads on)
+        except Exception as error:  # noqa: BLE001 (the reader gets it too, if it reads on)
             log.debug("%s is not read ahead: %s", self._blocks.target.key, str(error))
         finally:
             with self._lock:

@@ -1,4 +1,4 @@
-"""Parts of large objects as entries: one version of an object, cut into blocks of one size, each fetched when it is touched."""
+"""Parts of large objects as entries: one version of an object, cut into blocks of one size, each fetched when it is read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import ObjectInfo, Span
 from forebay.origin.flight import get_or_make, get_or_make_free
-from forebay.origin.request import FetchOptions, Target
-from forebay.origin.spaces import URLS, block_key, index_key
+from forebay.origin.request import URLS, FetchOptions, Target, block_key, index_key
 
 if TYPE_CHECKING:
     from forebay._engine.flight import KeyHold
@@ -23,11 +22,11 @@ if TYPE_CHECKING:
 log = logger("forebay.origin")
 
 AUTO, LEAST, MOST = 8 << 20, 64_000, 64 << 20
-"""Bytes of a block: of ``block_size="auto"``, and the limits of others. A block is in memory while it is fetched."""
+"""Bytes of a block: for ``block_size="auto"``, and the limits of other sizes. A block is in memory while it is fetched."""
 RUN = 8 << 20
-"""Bytes of neighbouring blocks that one request asks for at most; larger blocks have a request each."""
+"""Maximum bytes of neighbouring blocks in one request; each larger block has its own request."""
 ANY_AGE = 1 << 62
-"""Nanoseconds. A block is of one version for ever, so it is served even if it was validated in 1970."""
+"""Nanoseconds. A block never changes its version, so it is served whatever its age."""
 
 
 def parse_block_size(value: int | str) -> int:
@@ -40,15 +39,15 @@ def parse_block_size(value: int | str) -> int:
 
 
 def index_meta(size: int, *, ranges: bool = True) -> str:
-    """What the index of an object notes: its size, and whether the server knows ranges."""
+    """The metadata of an index: the object's size, and whether the server supports ranges."""
     return json.dumps({"size": size, "ranges": ranges})
 
 
 class Blocks:
     """One version of one object, cut into blocks of ``size`` bytes, each of which is an entry. Callable from any thread and after a fork.
 
-    ``length``: bytes of the object. ``count``: of its blocks. ``are_kept``: False once a block could not be stored. ``misses``: blocks that
-    `obtain` did not find in the cache."""
+    ``length``: bytes of the object. ``count``: its number of blocks. ``are_kept``: False once a block could not be stored. ``misses``: the
+    number of blocks that `obtain` did not find in the cache."""
 
     def __init__(self, origin: Origin, target: Target, info: ObjectInfo, size: int, options: FetchOptions) -> None:
         assert info.size is not None, "the object is divisible"
@@ -66,10 +65,10 @@ class Blocks:
         return block_key(self.target.key, number, self.size, self.info.validator)
 
     def obtain(self, numbers: Sequence[int]) -> dict[int, memoryview]:
-        """The bytes of these blocks. Those that are missing are fetched side by side, each by one process of the node.
+        """The bytes of these blocks. Missing blocks are fetched in parallel, each by one process of the node.
 
-        Raises `RemoteChanged` if one is missing and the remote has another version by now; `Unsupported` if it cannot send a part of the
-        object; `Offline`, or another `RemoteError`."""
+        Raises `RemoteChanged` if a block is missing and the remote now has another version; `Unsupported` if the remote cannot send a part
+        of the object; `Offline`, or another `RemoteError`."""
         blocks = {number: data for number in numbers if (data := self._cached(number)) is not None}
         missing = [number for number in numbers if number not in blocks]
         self.misses += len(missing)
@@ -81,7 +80,7 @@ class Blocks:
         return blocks
 
     def fetch_missing(self, numbers: Sequence[int]) -> Collection[int]:
-        """Fetch those of these blocks that are missing, and that no other thread or process is fetching. Returns their numbers."""
+        """Fetch the missing blocks that no other thread or process is fetching. Returns their numbers."""
         missing = [number for number in numbers if self.origin.store.entry(URLS, self._key(number)) is None]
         return self._fetch_free(missing, ahead=True)
 
@@ -114,7 +113,7 @@ class Blocks:
         return data if data is not None and len(data) == self.span(number).length else None
 
     def _fetch_one(self, number: int) -> memoryview:
-        """A missing block: fetched, or as the process that is fetching it has stored it."""
+        """A missing block: fetched, or, if another process is fetching it, as that process stores it."""
         began = 0
 
         def make() -> memoryview:
@@ -132,8 +131,8 @@ class Blocks:
         )  # fmt: skip
 
     def _fetch_free(self, numbers: Sequence[int], *, ahead: bool = False) -> dict[int, memoryview]:
-        """The bytes of those blocks that no other call is fetching, by one request for each run of neighbours. ``ahead``: the blocks are
-        for later reads."""
+        """The bytes of the blocks that no other call is fetching, by one request for each run of neighbours. ``ahead``: the blocks are for
+        later reads."""
         keys = {self._key(number): number for number in numbers}
 
         def make(missing: Sequence[str], holds: Mapping[str, KeyHold]) -> dict[str, memoryview]:
@@ -163,7 +162,7 @@ class Blocks:
             yield run
 
     def _fetch_run(self, run: Sequence[int], holds: Mapping[str, KeyHold], blocks: dict[str, memoryview], ahead: bool) -> None:
-        """Fetch neighbours by one request, store them if their locks are held, and release these."""
+        """Fetch neighbouring blocks by one request; if their keys are held, store them and release the keys."""
         store, first, last = self.origin.store, self.span(run[0]), self.span(run[-1])
         store.count("misses", len(run))
         began = store.now(exact=True)
@@ -205,7 +204,7 @@ class Blocks:
         return memoryview(data)
 
     def _note_in_index(self, error: errors.RemoteError) -> None:
-        """The next call that opens the object asks the remote for its new version, or does not try to read parts of it."""
+        """Make the next call that opens the object ask the remote for its new version, or fetch the object whole."""
         store, key = self.origin.store, index_key(self.target.key)
         try:
             index = store.entry(URLS, key)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from forebay import errors
 from forebay._engine.files.layout import faults
 from forebay._engine.locks.lease import Lease
-from forebay._model import ObjectInfo, Remote, Span, Transfer
+from forebay._model import ObjectInfo, Span
 from forebay.origin.request import is_same_version
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class LeasedFile(io.FileIO):
 
 
 def opened(lease: Lease) -> BinaryIO:
-    """A buffered file object on a cached copy, which closes the lease. Raises `CacheFault` if it cannot be opened: on a dead disk, without
-    descriptors; and where locks exclude nobody it may be gone."""
+    """A buffered file object on a cached copy, which closes the lease. Raises `CacheFault` if the copy cannot be opened: the disk is dead,
+    there are no descriptors left, or it is gone because the file system's locks do not work."""
     try:
         with faults(lease.entry.name):
             return cast(BinaryIO, io.BufferedReader(LeasedFile(lease)))
@@ -86,10 +86,9 @@ class RangeFile(SeekableFile, io.RawIOBase):
 
     ``origin`` counts each request. Raises `RemoteChanged` once the remote has another version."""
 
-    def __init__(self, remote: Remote, url: str, key: str, info: ObjectInfo, origin: Origin) -> None:
+    def __init__(self, origin: Origin, target: Target, info: ObjectInfo) -> None:
         assert info.size is not None
-        self._remote, self._url, self._key, self._info, self._origin = remote, url, key, info, origin
-        self.size = info.size
+        self._origin, self._target, self._info, self.size = origin, target, info, info.size
 
     def readall(self) -> bytes:
         return b"".join(iter(lambda: self.read(RANGE) or b"", b""))  # the default asks for 8 KiB at a time
@@ -98,10 +97,10 @@ class RangeFile(SeekableFile, io.RawIOBase):
         size = min(len(buffer), self.size - self._at)
         if size <= 0:
             return 0
-        data = self._origin.receive(self._key, partial(self._remote.read, self._url, Span(self._at, size), info=self._info))
+        key, read = self._target.key, self._target.remote.read
+        data = self._origin.receive(key, partial(read, self._target.url, Span(self._at, size), info=self._info))
         if len(data) < size:
-            message = f"{self._key} is shorter than the {self.size:,} bytes that it had when it was opened"
-            raise errors.RemoteChanged(message, url=self._key)
+            raise errors.RemoteChanged(f"{key} is shorter than the {self.size:,} bytes that it had when it was opened", url=key)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -123,15 +122,13 @@ def open_object(origin: Origin, target: Target, options: FetchOptions) -> Binary
 
 
 def stream(origin: Origin, target: Target, options: FetchOptions) -> BinaryIO:
-    """A file object that reads ranges of the remote on demand, past the cache."""
+    """A file object that reads ranges of the remote on demand, bypassing the cache."""
     if options.sha256 is not None or (origin.upstream is not None and not options.bypass):
         return io.BytesIO(origin.direct(target, options))
     origin.refuse_offline(target, options)
-    with origin.reaching(options):
-        info = target.remote.stat(target.url)
-    origin.count(Transfer(requests=1))
+    info = origin.stat(target, options)
     if info is not None and options.etag is not None and not is_same_version(info.validator, options.etag):
         raise errors.ChecksumMismatch.of(target.key, options.etag, info.validator or "no ETag")
     if info is None or info.size is None:
         return io.BytesIO(origin.direct(target, options))
-    return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, target.key, info, origin), RANGE))
+    return cast(BinaryIO, io.BufferedReader(RangeFile(origin, target, info), RANGE))

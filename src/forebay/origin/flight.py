@@ -1,4 +1,4 @@
-"""Values that one process of the node makes at a time: those of `Cache.get_or_put`, tasks, samples, shards and blocks."""
+"""Runs a function in one process of the node at a time: for `Cache.get_or_put`, tasks, samples, shards and blocks."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def get_or_make_free(
     origin: Origin, space: str, keys: Sequence[str], look: Callable[[str], T | None],
     make: Callable[[list[str], Mapping[str, KeyHold]], dict[str, T]], *, label: str,
 ) -> dict[str, T]:  # fmt: skip
-    """The values of those of these keys that no other call is making: what ``look`` finds, else what one call of ``make`` makes and stores.
+    """The values of the keys that no other call is making: what ``look`` finds, else what one call of ``make`` makes and stores.
 
-    ``make`` gets the missing keys and their locks, which it may release one by one; no locks where the cache cannot help, so that nothing
-    can be stored. No lock is waited for while others are held: two calls for the same keys share the work, and cannot wait for each
+    ``make`` gets the missing keys and their locks, which it may release one by one; it gets no locks if the cache fails, and then nothing
+    can be stored. Never waits for a lock while it holds others: two calls for the same keys share the work, and cannot wait for each
     other. Raises what ``make`` raises."""
     with contextlib.ExitStack() as stack:
         found: dict[str, T] = {}
@@ -63,12 +63,12 @@ async def get_or_make_async(
     pack: Callable[[T, float], Buffer | None] | None = None, unpack: Callable[[Buffer], T | None] | None = None, codec: str = "",
     label: str = "", timeout: float | None = None, counts_miss: bool = False, looked: bool = False, wait: WaitFor = waits.wait_for_async,
 ) -> T:  # fmt: skip
-    """The result of ``look``; else that of ``make``, which one process of the node runs at a time, as ``keep`` stored it.
+    """The result of ``look``; else that of ``make``, as ``keep`` stored it. One process of the node runs ``make`` at a time.
 
-    Looks once before it takes the key's lock, and once under it: another process may have stored it meanwhile. ``keep`` returns None
-    where it cannot be stored: callers that waited get the bytes of ``pack``, through ``unpack``, if they have the same ``codec``; see
-    `Flight.note_unstored`. Where the cache cannot help, ``make`` runs once, and the caller gets its result through ``past``. ``looked``:
-    the caller has just looked. ``label``: its name in messages. Raises what ``make`` raises."""
+    Looks before it takes the key's lock, and again under it: another process may have stored the value in between. ``keep`` returns None
+    if the value cannot be stored: callers that waited then get the bytes of ``pack``, through ``unpack``, if they have the same ``codec``;
+    see `Flight.note_unstored`. If the cache fails, ``make`` runs once, and the caller gets its result through ``past``. ``looked``: the
+    caller has just looked. ``label``: the name of the value in messages. Raises what ``make`` raises."""
     values: list[T] = []
     has_failed, locks = False, origin.store.locks
 

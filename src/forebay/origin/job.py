@@ -12,8 +12,7 @@ from forebay import _model, errors
 from forebay._engine.locks.lease import Lease, in_place
 from forebay._kernel import waits
 from forebay._model import Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, Started, can_clone
-from forebay.origin.request import FetchOptions, Target, is_expected, is_same_version, sha256_of
-from forebay.origin.spaces import URLS
+from forebay.origin.request import URLS, FetchOptions, Target, is_expected, is_same_version, sha256_of
 
 if TYPE_CHECKING:
     from forebay._engine.files.stages import MemoryStage

@@ -1,4 +1,4 @@
-"""Opens a root; one that cannot be used yet is opened later."""
+"""The options of a cache, and how its root is opened."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
-from forebay import _config, errors
+from forebay import _config, errors, remote
 from forebay._engine.files.layout import faults
 from forebay._engine.store import Settings, Store
-from forebay._kernel import host, waits
+from forebay._kernel import host
 from forebay._kernel.below import LinkInTheWay
 from forebay._logs import logger
 
@@ -19,25 +19,14 @@ if TYPE_CHECKING:
     from forebay._engine.passthrough import PassThrough
 
 NO_LIMIT = 1 << 50
-"""A budget of so much means none."""
+"""A budget of at least this many bytes means none."""
 _REFUSALS = FileNotFoundError, NotADirectoryError, PermissionError, LinkInTheWay
 
 log = logger("forebay.cache")
 
 
-def is_network(path: Path) -> bool:
-    return not host.is_local(host.fs_kind(path))
-
-
-def no_store(why: str = "the cache is switched off") -> PassThrough:
-    """What stands for the store where there is none."""
-    from forebay._engine.passthrough import PassThrough  # imported late: most programs have a store
-
-    return PassThrough(why)
-
-
 def in_memory() -> int:
-    """The limit where there is no budget, in bytes: half of the machine's memory."""
+    """The limit in bytes if there is no budget: half of the machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
@@ -47,42 +36,58 @@ class CacheHandle(Protocol):
     def close(self) -> None: ...
 
 
-class RootOptions(NamedTuple):
-    """A root directory, and the options with which `Cache` opens it. ``budget``, ``min_free``: as the user wrote them. ``first_budget``:
-    for a root that has none yet."""
+class CacheOptions(NamedTuple):
+    """The arguments of `Cache`, as the user wrote them. None: the setting of the environment; see `resolved`. ``first_budget``: for a root
+    that has none yet."""
 
-    path: Path
+    root: str | os.PathLike[str] | None = None
     budget: int | str | None = None
+    shared: bool | None = None
+    read_only: bool = False
     min_free: int | str | None = None
     max_entries: int | None = None
-    max_rate: int | None = None
+    max_rate: int | str | None = None
     max_connections: int | None = None
-    shared: bool = False
-    read_only: bool = False
+    upstream: str | os.PathLike[str] | None = None
+    offline: bool | None = None
+    max_age: float | str | None = None
+    timeout: float | None = None
+    remote_options: remote.RemoteOptions | None = None
+    enabled: bool = True
     first_budget: _config.GivenSetting | None = None
 
-    @classmethod
-    def of(
-        cls, environment: _config.EnvironmentSettings, first_budget: _config.GivenSetting | None, root: str | os.PathLike[str] | None,
-        budget: int | str | None, min_free: int | str | None, max_entries: int | None, max_rate: int | str | None,
-        max_connections: int | None, shared: bool | None, read_only: bool,
-    ) -> Self:  # fmt: skip
-        """The caller's options; where they are None, those of the environment, whose budget is for a root that has none yet.
+    def resolved(self) -> Self:
+        """These options, checked; where they are None, those of the environment, whose budget is for a root that has none yet.
         Raises `ConfigError`."""
-        if root is not None and not os.fspath(root):
+        environment = _config.EnvironmentSettings.from_environment()
+        given, _ = _config.given_settings()
+        if self.root is not None and not os.fspath(self.root):
             raise errors.ConfigError("root must not be empty (use '.' for the current directory)", name="root", value="")
-        if max_entries is not None and max_entries < 0:
-            raise errors.ConfigError(f"max_entries={max_entries}: it must not be negative", name="max_entries", value=max_entries)
-        path = Path(root) if root is not None else environment.home or _config.default_root(is_network=is_network)
-        return cls(
-            path, budget, environment.min_free if min_free is None else min_free, max_entries,
-            environment.max_rate if max_rate is None else _config.parse_rate(max_rate),
-            environment.max_connections if max_connections is None else _config.parse_connections(max_connections),
-            environment.shared if shared is None else shared, read_only, first_budget if budget is None else None,
-        )  # fmt: skip
+        if self.max_entries is not None and self.max_entries < 0:
+            message = f"max_entries={self.max_entries}: it must not be negative"
+            raise errors.ConfigError(message, name="max_entries", value=self.max_entries)
+        unset = [
+            name for name in ("shared", "min_free", "max_rate", "max_connections", "offline", "max_age") if getattr(self, name) is None
+        ]
+        options = self._replace(**{name: getattr(environment, name) for name in unset})
+        names_remote = any(name.lower() in given for name in _config.REMOTE)
+        return options._replace(
+            root=self.root or environment.home or _config.default_root(is_network=lambda path: not host.is_local(host.fs_kind(path))),
+            max_rate=None if options.max_rate is None else _config.parse_rate(options.max_rate),
+            max_connections=None if options.max_connections is None else _config.parse_connections(options.max_connections),
+            max_age=None if options.max_age is None else _config.parse_age(options.max_age, name="max_age"),
+            timeout=_config.parse_timeout(self.timeout),
+            remote_options=self.remote_options or (remote.RemoteOptions.from_environment() if names_remote else None),
+            first_budget=given["budget"] if self.budget is None and environment.budget is not None else None,
+        )
+
+    @property
+    def path(self) -> Path:
+        """The root directory. Caller: has resolved the options."""
+        return Path(self.root or "")
 
     def open(self) -> Store:
-        """The store. Raises `RootRefused`, `NewerFormat`, `ConfigError`, and `CacheFault` where the root cannot be used for now."""
+        """The store. Raises `RootRefused`, `NewerFormat`, `ConfigError`, and `CacheFault` if the root cannot be used for now."""
         with faults(str(self.path)):
             try:
                 return self._open()
@@ -103,11 +108,11 @@ class RootOptions(NamedTuple):
             _config.parse_budget(self.budget, total=total) if self.budget is not None else None,
             _config.parse_size(self.min_free, total=total, name="min_free") if self.min_free is not None else None,
             self.max_entries,
-            self.max_rate,
+            _config.parse_rate(self.max_rate) if self.max_rate is not None else None,
             self.max_connections,
             first,
         )
-        store = Store.open(self.path, settings, shared=self.shared, read_only=self.read_only)
+        store = Store.open(self.path, settings, shared=bool(self.shared), read_only=self.read_only)
         if total is not None and settings.budget is not None and NO_LIMIT > settings.budget > total:
             _config.warn_once(_config.budget_beyond_disk(store.root.path, settings.budget, total))
         if self.first_budget is not None and not self.read_only:
@@ -117,37 +122,31 @@ class RootOptions(NamedTuple):
         return store
 
     def open_or_pass(self) -> Store | PassThrough:
-        """The store, or a `PassThrough` where the root cannot be used for now. Raises for a root that can never be used."""
+        """The store; a `PassThrough` if the cache is disabled, or if its root cannot be used for now. Raises for a root that can never be
+        used."""
+        why = "the cache is switched off"
+        if self.enabled:
+            try:
+                return self.open()
+            except errors.CacheFault as error:
+                why = str(error)  # the error itself would keep its frames
+                log.warning("the cache in %s cannot be used, reading past it: %s", self.path, why)
+        from forebay._engine.passthrough import PassThrough  # imported late: most programs have a store
+
+        return PassThrough(why)
+
+    def open_again(self) -> Store | None:
+        """The store; None if its root still cannot be used."""
         try:
-            return self.open()
-        except errors.CacheFault as error:
-            # as text: the error itself would keep its frames
-            log.warning("the cache in %s cannot be used, reading past it: %s", self.path, str(error))
-            return no_store(str(error))
-
-
-class Reopening:
-    """A root that could not be used when it was opened, because the disk was full or its catalog was busy: a later call opens it.
-
-    An attempt takes a fraction of a second. Callable from any thread and after a fork."""
-
-    def __init__(self, root: RootOptions) -> None:
-        self._root = root
-        self.others_may_write = root.shared or root.read_only  # whether they can is unknown until it is open
-        self._turn = waits.Turn()
-
-    def attempt(self) -> Store | None:
-        """The store, once it can be opened: returned only once."""
-        return self._turn.attempt(self._open)
-
-    def _open(self) -> Store | None:
-        try:
-            store = self._root.open()
+            store = self.open()
         except (errors.ForebayError, OSError) as error:  # whatever happened to the root: the cache worked without it until now
-            log.info("the cache in %s still cannot be used: %s", self._root.path, str(error))
+            log.info("the cache in %s still cannot be used: %s", self.path, str(error))
             return None
-        log.warning("the cache in %s can be used again", self._root.path)
+        log.warning("the cache in %s can be used again", self.path)
         return store
+
+
+NO_OPTIONS = CacheOptions()
 
 
 def others_can_write(store: Store) -> bool:

@@ -1,4 +1,4 @@
-"""What all sources share: provenance, names below a prefix, and access to remotes, with or without a cache."""
+"""For all sources: provenance, names below a prefix, and access to remotes, with or without a cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from forebay import errors, remote
 from forebay._engine.locks.lease import Lease
+from forebay._kernel import host
 from forebay._model import BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
 from forebay.origin import A, Origin
 from forebay.origin.opening import in_memory
-from forebay.origin.request import FetchOptions, Target
-from forebay.origin.spaces import URLS
+from forebay.origin.request import URLS, FetchOptions, Target
 from forebay.remote import RemoteOptions
 
 
@@ -95,29 +95,20 @@ class RemoteAccess:
 
     def __init__(self, filesystem: Any = None, options: RemoteOptions | None = None) -> None:
         self.filesystem, self._given = filesystem, options
-        self._forget()
-
-    def _forget(self) -> None:
+        self._realm = None if options is None else remote.Realm(options)
         self.origin: Origin | None = None
         self._bound_at = 0
-        self._options = self._given
-        self._own: remote.FilesystemRemote | None = None
-        self._given_realm: remote.Realm | None = None
+        self._known_filesystem: remote.FilesystemRemote | None = None
 
-    def __getstate__(self) -> tuple[Any, RemoteOptions | None]:
-        return self.filesystem, self._given
-
-    def __setstate__(self, state: tuple[Any, RemoteOptions | None]) -> None:
-        self.filesystem, self._given = state
-        self._forget()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteAccess, (self.filesystem, self._given)
 
     def bind(self, origin: Origin) -> None:
         """Use this cache's options and copies, and let it count the requests. The last cache that was bound applies."""
-        self.origin, self._bound_at = origin, origin.store.now(exact=True)
-        self._options, self._own = self._given or origin.options, None
+        self.origin, self._bound_at, self._known_filesystem = origin, origin.store.now(exact=True), None
 
     def kept(self, url: str, *, versioned: bool = False) -> Lease | None:
-        """A lease on the object where the cache has it, from `Cache.read` or a `pull`, and need not fetch it. ``versioned``: the caller
+        """A lease on the object, if the cache has it from `Cache.read` or a `pull`, in the remote's version. ``versioned``: the caller
         named the version of the dataset, so any copy validated since `bind` will do."""
         origin = self.origin
         if origin is None or origin.closed or self.is_local(url):
@@ -127,56 +118,48 @@ class RemoteAccess:
 
     def target(self, url: str) -> Target:
         """An object as the bound cache fetches it, and its key there. Raises `ConfigError`, `MissingExtra`."""
-        assert self.origin is not None
+        origin = self.origin
+        assert origin is not None
         if self.filesystem is not None:
-            return self.origin.target_on(self._filesystem(), url)
-        naming = self._naming
-        if self._given is None or naming is None:
-            return self.origin.target(url)
-        return self.origin.target_by(url, naming, partial(self.remote, url))
-
-    def _filesystem(self) -> remote.FilesystemRemote:
-        if self._own is None:
-            self._own = remote.on_filesystem(self.filesystem, self.options)
-        return self._own
+            return origin.target_on(self._on_filesystem, url)
+        return origin.target(url) if self._realm is None else origin.target_by(url, self._naming(origin), partial(self.remote, url))
 
     @property
-    def _realm(self) -> remote.Realm | None:
-        if self._given is not None and self._given_realm is None:
-            self._given_realm = remote.Realm(self._given)
-        return self._given_realm if self._given is not None or self.origin is None else self.origin.realm
+    def _on_filesystem(self) -> remote.FilesystemRemote:
+        if self._known_filesystem is None:
+            self._known_filesystem = remote.on_filesystem(self.filesystem, self.options)
+        return self._known_filesystem
 
-    @property
-    def _naming(self) -> remote.UrlNaming | None:
-        """How the bound cache names what is fetched with these options."""
-        if self.origin is None:
-            return None
-        return self.origin.naming if self._realm is None else self.origin.naming._replace(realm=self._realm)
+    def _naming(self, origin: Origin) -> remote.UrlNaming:
+        """How this cache names what is fetched with these options."""
+        return origin.naming if self._realm is None else origin.naming._replace(realm=self._realm)
 
     @property
     def options(self) -> RemoteOptions:
-        if self._options is None:
-            self._options = RemoteOptions.from_environment()
-        return self._options
+        return self._given or (self._environment if self.origin is None else self.origin.options)
+
+    @host.cached_property
+    def _environment(self) -> RemoteOptions:
+        return RemoteOptions.from_environment()
 
     def key(self, url: str) -> str:
         """The key under which the bound cache stores an object; without a cache, see `shown`. Raises `ConfigError`."""
-        return self._text(url, self._naming)
+        return self._text(url, None if self.origin is None else self._naming(self.origin))
 
     def shown(self, url: str) -> str:
         """The URL without secrets, the same for all its spellings. Raises `ConfigError`."""
         return self._text(url, None)
 
     def _text(self, url: str, naming: remote.UrlNaming | None) -> str:
-        return remote.canonical(url, naming) if self.filesystem is None else self._filesystem().key(url, naming)
+        return remote.canonical(url, naming) if self.filesystem is None else self._on_filesystem.key(url, naming)
 
     def remote(self, url: str) -> Remote:
         """The remote that serves this URL. Raises `ConfigError`, `MissingExtra`; `Offline` where the cache must not ask it."""
         if self.origin is not None and self.origin.offline and not self.is_local(url):
             raise errors.Offline.of(self.key(url))
         if self.filesystem is not None:
-            return self._filesystem()
-        return remote.resolve(url, self.options, self._realm)
+            return self._on_filesystem
+        return remote.resolve(url, self.options, self._realm or (None if self.origin is None else self.origin.realm))
 
     def is_local(self, url: str) -> bool:
         return self.filesystem is None and remote.local_path(url) is not None
@@ -201,7 +184,7 @@ class RemoteAccess:
         return bytes(sink.data)
 
     def bytes_of(self, lease: Lease) -> bytes | None:
-        """The bytes of a lease of `kept`; None where they are damaged."""
+        """The bytes of a lease of `kept`; None if they are damaged."""
         assert self.origin is not None
         try:
             with lease:
@@ -219,7 +202,7 @@ class RemoteAccess:
         return self._receive(url, partial(self.remote(url).read, url, span, info=info))
 
     def kept_part(self, url: str, span: Span, validator: str) -> bytes | None:
-        """Some bytes of an object, where the cache has the whole of it in this version; asks no remote."""
+        """Some bytes of an object, if the cache has all of it in this version; asks no remote."""
         origin = self.origin
         if origin is None or self.is_local(url):
             return None

@@ -1,4 +1,4 @@
-"""An object of a remote, and the options of one call for it."""
+"""An object of a remote: its space and keys, and the options of one call for it."""
 
 from __future__ import annotations
 
@@ -7,27 +7,34 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
 
-from forebay import _config, errors, remote
+from forebay import _config, errors
 from forebay._engine.index.memo import Remembered
-from forebay._kernel import host, waits
+from forebay._kernel import waits
 from forebay._model import Content, ObjectInfo, Remote, noted
-from forebay.origin.spaces import FOREVER, URLS
-from forebay.remote import UrlNaming, urls
+from forebay.remote import urls
 
 if TYPE_CHECKING:
     from forebay._engine.flight import OnWait
-    from forebay._engine.index.memo import Hit
     from forebay._engine.locks.lease import Lease
-    from forebay._engine.passthrough import PassThrough
-    from forebay._engine.store import Store
     from forebay.origin import Origin
 
+URLS, DIRECTORIES, LISTINGS = "urls", "directories", "listings"
+"""The spaces of entries that have a URL: objects, trees of links to objects, and listings of directories."""
+
+PARTS = "#block"
+"""What follows the key of an object in the keys of its index and of all of its blocks."""
+
+FOREVER = 1 << 60
+"""Nanoseconds: 36 years. An invalidated entry (validated in 1970) is older even than this."""
+
+POSTPONED = 30_000_000_000
+"""Nanoseconds until a remote that could not be reached is asked again whether an object has changed."""
+
 _REMOTE = ("http", "s3:")
-_NO_ROOT = int.from_bytes(os.urandom(8)) >> 2  # in place of the secret of a root: nothing is stored under these keys
 
 
 class Target(NamedTuple):
-    """A URL: where it is fetched from, and the space and key under which it is stored; ``above``: the key in the upstream root. Only
+    """A URL, the remote that serves it, and the space and key under which it is stored. ``above``: the key in the upstream root. Only
     ``url`` may contain secrets."""
 
     url: str
@@ -42,80 +49,6 @@ class Target(NamedTuple):
     def remote(self) -> Remote:
         """What serves the URL."""
         return self.resolve()
-
-
-class Targets:
-    """What URLs are to one cache: the base of `Origin`. Callable from any thread and after a fork."""
-
-    store: Store | PassThrough
-    upstream: Store | None
-
-    def __init__(self, options: remote.RemoteOptions | None) -> None:
-        self._options, self.realm = options, remote.Realm(options)
-        self._naming = UrlNaming(_NO_ROOT, self.realm)
-        self._targets: dict[str, Target] = {}
-        self._resolvers = remote.Resolvers(lambda: self.options, self.realm)
-
-    @host.cached_property
-    def options(self) -> remote.RemoteOptions:
-        """How requests are sent. Made by the first request."""
-        return self._options or remote.RemoteOptions()
-
-    @property
-    def naming(self) -> UrlNaming:
-        """How the keys of this cache are made: a root that could not be used until now, or was created anew, has another secret."""
-        secret = self.store.root.id if self.store.keeps else _NO_ROOT
-        if self._naming.secret != secret:
-            self._naming = UrlNaming(secret, self.realm)
-            self._targets.clear()
-        return self._naming
-
-    def target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
-        """The target of a URL or path, or of a path of a filesystem object of fsspec or pyarrow. Raises `ConfigError`, `MissingExtra`."""
-        text = remote.as_text(url)
-        if not text:
-            raise errors.ConfigError("an empty URL names nothing", name="url", value="")
-        if filesystem is not None:
-            return self.target_on(remote.on_filesystem(filesystem, self.options), text)
-        naming = self.naming
-        if (known := self._targets.get(text)) is not None:
-            return known
-        target = self.target_by(text, naming, self._resolvers.of(text))
-        if len(self._targets) >= 10_000:
-            self._targets.clear()
-        self._targets[text] = target
-        return target
-
-    def target_by(self, url: str, naming: UrlNaming, resolve: Callable[[], Remote]) -> Target:
-        """The target of a URL, with a key that is made so, and what serves it. Raises `ConfigError`."""
-        key = remote.canonical(url, naming)
-        above = key if self.upstream is None else remote.canonical(url, naming._replace(secret=self.upstream.root.id))
-        return Target(url, key, remote.suffix_of_key(key), resolve, remote.local_path(url), above)
-
-    def target_on(self, filesystem: remote.FilesystemRemote, path: str) -> Target:
-        """The target of a path of a filesystem object."""
-        key = filesystem.key(path, self.naming)
-        above = key if self.upstream is None else filesystem.key(path, self.naming._replace(secret=self.upstream.root.id))
-        return Target(path, key, remote.suffix_of_key(key.rpartition("#")[0]), lambda: filesystem, None, above)
-
-    def hot_lookup(self) -> Hit:
-        """See `Store.hot_lookup`: of objects, by their URLs as the caller writes them."""
-        hit = self.store.hot_lookup(URLS)
-        if self.realm.is_usual:
-            return hit
-
-        def hit_in_realm(url: str, max_age: int) -> memoryview | None:
-            # Elsewhere in this process, and so in its memo, the same text may name what another realm fetched.
-            try:
-                return hit(self.target(url).key, max_age)
-            except errors.ForebayError:  # the call that goes on raises it
-                return None
-
-        return hit_in_realm
-
-    def alias(self, url: str, key: str) -> str:
-        """The name by which `hot_lookup` is to find an object, or the key itself."""
-        return url if self.realm.is_usual else key
 
 
 class ReadOptions(TypedDict, total=False):
@@ -141,12 +74,11 @@ class ReadOptions(TypedDict, total=False):
 
 
 class FetchOptions(NamedTuple):
-    """The options of one call. ``since``: serve what was validated at or after this (nanoseconds of the store's clock; 1: ever;
-    -1: even if it was invalidated). ``refresh``: serve only what was validated since the call began, whatever the clock says.
-    ``timeout``: seconds to wait for another process. ``bypass``: neither look into the cache nor write to it. ``force``: keep a local
-    file in the cache too. ``wait``: how long its requests may wait for connections, all of one call together; None: without a limit.
-    ``listed``: how a listing that this call requested describes the object. ``ahead``: the bytes are for later calls. ``life``: of the
-    entry, unless ``pin``."""
+    """The options of one call. ``since``: the oldest acceptable validation time, in nanoseconds of the store's clock; 1 accepts any age,
+    -1 also invalidated entries. ``refresh``: serve only what was validated after the call began, whatever the clock says. ``timeout``:
+    seconds to wait for another process. ``bypass``: neither search the cache nor write to it. ``force``: store a local file too. ``wait``:
+    how long all requests of the call together may wait for connections; None: without a limit. ``listed``: how a listing that this call
+    requested describes the object. ``ahead``: the bytes are for later calls. ``life``: of the entry, unless ``pin``."""
 
     since: int = 1
     offline: bool = False
@@ -184,8 +116,8 @@ class FetchOptions(NamedTuple):
 
 
 def first_touch(origin: Origin, url: str | os.PathLike[str], *, force: bool) -> memoryview | None:
-    """The bytes of an object that was validated at most ``origin.max_age`` nanoseconds ago, if the index of keys leads to them: a hit of a
-    process that has not met the object, without a `Target`, a time limit or a lease. None: the long way tells. Raises `ConfigError`."""
+    """A fresh cached object that this process has not read before, found by the index of keys without a lock or a lease; else None.
+    None does not mean that it is not cached. Raises `ConfigError`."""
     text = url if type(url) is str else urls.as_text(url)
     for key in _possible_keys(origin, text, force=force):
         data = origin.store.first_touch(URLS, key, origin.max_age, origin.alias(text, key))
@@ -195,7 +127,7 @@ def first_touch(origin: Origin, url: str | os.PathLike[str], *, force: bool) -> 
 
 
 def is_there(origin: Origin, url: str | os.PathLike[str]) -> bool:
-    """Whether `first_touch` would find an object. It is touched, so that colder ones are evicted first. Raises `ConfigError`."""
+    """Whether `first_touch` would find an object. Touches it, so that colder objects are evicted first. Raises `ConfigError`."""
     store = origin.store
     if not store.keeps:
         return False
@@ -209,8 +141,7 @@ def _possible_keys(origin: Origin, text: str, *, force: bool) -> Iterator[str]:
     """The keys under which the cache may have a URL. Raises `ConfigError`."""
     if origin.closed or not text:
         return
-    # A key of this space has a `#`, or is what `canonical` returned, which is its own key: such a text need not be looked at more closely,
-    # unless the realm makes another key of it.
+    # A text of `canonical` without a `#` is its own key, unless the realm changes it. Parsing it would cost more than the look-up.
     is_likely_key = text.startswith(_REMOTE) and "#" not in text and not origin.realm(text.partition(":")[0])
     if is_likely_key:
         yield text
@@ -249,3 +180,14 @@ def folder_of(key: str) -> str:
     """The key of a directory, from the key of an object of the same name."""
     head, mark, tail = key.partition("?") if "?" in key else key.partition("#")
     return head.rstrip("/") + "/" + mark + tail
+
+
+def index_key(key: str) -> str:
+    """The key of the entry that describes the version of an object whose blocks are cached, from the key of the object. It has no bytes:
+    size and validator are in its row."""
+    return f"{key}{PARTS}s"
+
+
+def block_key(key: str, number: int, size: int, validator: str | None) -> str:
+    """The key of block ``number`` of ``size`` bytes of one version of an object."""
+    return f"{key}{PARTS}={number}&size={size}&version={validator}"

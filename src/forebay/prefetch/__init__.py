@@ -18,7 +18,7 @@ from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Buffer, Item_co
 from forebay.origin import Origin
-from forebay.origin.spaces import FOREVER, URLS
+from forebay.origin.request import FOREVER, URLS
 from forebay.prefetch.items import ItemReader, Items, Objects, SourceItems
 from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
 from forebay.prefetch.lazies import PassThrough as PassThrough

@@ -20,8 +20,7 @@ from forebay._kernel import host
 from forebay._model import Buffer
 from forebay.origin import Origin
 from forebay.origin.opening import in_memory
-from forebay.origin.request import FetchOptions
-from forebay.origin.spaces import FOREVER, URLS
+from forebay.origin.request import FOREVER, URLS, FetchOptions
 from forebay.prefetch.items import Objects
 from forebay.prefetch.loader import Loader, abandon
 from forebay.prefetch.loads import Load

@@ -16,8 +16,7 @@ from forebay._logs import logger
 from forebay._model import Buffer, Noted, ObjectInfo, Policy, Remote, Sink, Transfer, as_bytes, to_bytes
 from forebay.origin import Origin
 from forebay.origin.job import Job
-from forebay.origin.request import FetchOptions, Target
-from forebay.origin.spaces import URLS
+from forebay.origin.request import URLS, FetchOptions, Target
 from forebay.prefetch.loads import Load, LoadRef
 from forebay.sources import DecodedSource, Source, UrlSource
 

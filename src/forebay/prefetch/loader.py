@@ -19,7 +19,7 @@ from forebay._logs import logger
 from forebay._model import Buffer, Entry, Noted
 from forebay.origin.job import Job
 from forebay.origin.pipeline import GROUP, Pipeline
-from forebay.origin.spaces import URLS
+from forebay.origin.request import URLS
 from forebay.prefetch.items import Items, NotStored
 from forebay.prefetch.loads import Load, LoadRef, News, State, live
 from forebay.remote.base import CallAborted

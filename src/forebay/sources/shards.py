@@ -16,8 +16,7 @@ from forebay._model import ObjectInfo, Remote, Sink, Span, Transfer
 from forebay.origin import Origin
 from forebay.origin.flight import get_or_make
 from forebay.origin.prefix import RemoteAccess
-from forebay.origin.request import FetchOptions
-from forebay.origin.spaces import URLS
+from forebay.origin.request import URLS, FetchOptions
 from forebay.sources import tar_index
 from forebay.sources.tar_index import Index
 

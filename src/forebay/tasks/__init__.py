@@ -17,7 +17,7 @@ from forebay._logs import logger
 from forebay.codecs import Codec, default_codec
 from forebay.codecs import codec as codec_of
 from forebay.origin import Origin
-from forebay.origin.spaces import DIRECTORIES, LISTINGS, URLS
+from forebay.origin.request import DIRECTORIES, LISTINGS, URLS
 from forebay.tasks.config import Bypass, load, reads_cache
 from forebay.tasks.values import CacheInfo as CacheInfo
 from forebay.tasks.values import Values

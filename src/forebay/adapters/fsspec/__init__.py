@@ -23,8 +23,7 @@ from forebay.cache import Cache, origin_of
 from forebay.cache.entries import entries_below
 from forebay.origin import Origin
 from forebay.origin.blocks import parse_block_size
-from forebay.origin.request import first_touch
-from forebay.origin.spaces import URLS
+from forebay.origin.request import URLS, first_touch
 from forebay.remote.filesystems import is_in_process, protocols_of
 
 try:
