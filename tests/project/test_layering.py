@@ -363,7 +363,7 @@ def test_the_lint_lets_pass(line: str) -> None:
         ("_kernel.host", "from forebay._kernel.locks import LockFile"),
         ("_kernel.mappings", "import forebay._kernel.locks"),
         ("_engine.index.records", "from forebay._engine.catalog.connection import Catalog"),
-        ("_engine.locks.owners", "def f():\n    from forebay._engine.space.budget import Budget"),
+        ("_engine.locks.leases", "def f():\n    from forebay._engine.space.budget import Budget"),
         ("_engine.flight", "from forebay import remote"),
         ("remote.http", "from forebay._engine.store import Store"),
         ("remote", "from forebay import Cache"),

@@ -278,7 +278,7 @@ class Seeing:
 
     def leased_by(self, entry: Entry) -> list[str]:
         """The processes that hold a lease on an entry, as far as /proc shows them: those of other users it shows to root only."""
-        return [locks.describe_process(pid) for pid in locks.holders(self.engine.root.leases(entry.id % LEASE_FILES), entry.id)]
+        return [locks.describe_process(pid) for pid in locks.holders(self.engine.root.leases(entry.id), entry.id)]
 
     def _waiters(self) -> list[Waiter]:
         holder_of = self.engine.parts.owners.holder_of

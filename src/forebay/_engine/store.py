@@ -20,7 +20,6 @@ from forebay._engine.index import counters
 from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_hit
 from forebay._engine.index.records import EXPIRED
 from forebay._engine.index.settings import Settings as Settings
-from forebay._engine.locks.lease import Lease
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from forebay._engine.flight import Flight
     from forebay._engine.index.settings import NodeLimits
     from forebay._engine.loading import Prefetching
+    from forebay._engine.locks.leases import Lease
     from forebay._engine.seeing import Seeing
     from forebay._engine.spaces import Packs, Spaces
     from forebay._engine.write.publish import Label, Writing
@@ -468,7 +468,7 @@ class Store:
     def is_leased(self, entry: Entry) -> bool:
         """Whether any process holds a lease on an entry."""
         with faults(entry.key):
-            return self.engine.parts.leases.is_leased(entry.id)
+            return bool(self.engine.parts.leases.leased_among([entry.id]))
 
     def count_hit(self, size: int) -> None:
         """Count a hit of ``size`` bytes."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, Unpack, overload
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import Hit, no_hit
-from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
 from forebay._kernel import events, host, waits
 from forebay._logs import logger
@@ -22,6 +21,7 @@ from forebay.origin.request import FetchOptions, ReadOptions, Target, first_touc
 from forebay.remote.urls import Url
 
 if TYPE_CHECKING:
+    from forebay._engine.locks.leases import Lease
     from forebay._engine.passthrough import PassThrough
     from forebay.cache.aio import AsyncFetches, AsyncLocal
     from forebay.cache.entries import Entries, Name

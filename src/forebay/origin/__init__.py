@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
-from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
 from forebay._kernel import events, waits
 from forebay._logs import logger
@@ -25,6 +24,7 @@ from forebay.origin.request import FetchOptions, Target, Targets, folder_of, is_
 from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS, index_key
 
 if TYPE_CHECKING:
+    from forebay._engine.locks.leases import Lease
     from forebay._engine.passthrough import PassThrough
 
 log = logger("forebay.origin")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forebay import _model, errors
-from forebay._engine.locks.lease import Lease, in_place
+from forebay._engine.locks.leases import Lease, in_place
 from forebay._kernel import waits
 from forebay._model import Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, Started, can_clone
 from forebay.origin.request import FetchOptions, Target, is_expected, is_same_version, sha256_of

@@ -17,7 +17,7 @@ from forebay.remote import UrlNaming, urls
 if TYPE_CHECKING:
     from forebay._engine.flight import OnWait
     from forebay._engine.index.memo import Hit
-    from forebay._engine.locks.lease import Lease
+    from forebay._engine.locks.leases import Lease
     from forebay._engine.passthrough import PassThrough
     from forebay._engine.store import Store
     from forebay.origin import Origin

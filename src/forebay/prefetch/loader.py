@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from forebay import errors
-from forebay._engine.locks.lease import Lease
+from forebay._engine.locks.leases import Lease
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import host

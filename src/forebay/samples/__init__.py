@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, SupportsIndex
 
 from forebay import codecs, errors
-from forebay._engine.locks.lease import Lease
+from forebay._engine.locks.leases import Lease
 from forebay._engine.packs.pack import NoPack, Pack, Unencodable
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store

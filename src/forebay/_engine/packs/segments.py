@@ -24,8 +24,7 @@ from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.transactions import Rows, Txn
 from forebay._engine.files import pack_files
 from forebay._engine.files.layout import PAGE, Root, faults
-from forebay._engine.locks.lease import Lease
-from forebay._engine.locks.leases import Leases
+from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.space import eviction
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.free_space import NO_LIMIT, SpaceRequest
