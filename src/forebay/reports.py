@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from forebay._engine.flight import Waiting
-    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.null_store import NullStore
     from forebay._engine.store import Store
 
 
@@ -57,7 +57,7 @@ class Stats:
     leading: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, store: Store | PassThrough) -> Self:
+    def of(cls, store: Store | NullStore) -> Self:
         """The statistics of a root. Raises OSError."""
         usage = store.seeing.usage()
         return cls(
@@ -151,7 +151,7 @@ class HistoryPoint:
         return self.hits / calls if calls else None
 
 
-def history(store: Store | PassThrough, by: str) -> list[HistoryPoint]:
+def history(store: Store | NullStore, by: str) -> list[HistoryPoint]:
     """See `Cache.history`."""
     from forebay._engine.seeing import by_name
 

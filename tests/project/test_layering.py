@@ -33,10 +33,10 @@ ORDER = """
     _engine.engine < _engine.flight
     _engine.spaces < _engine.seeing
     _engine.spaces _engine.flight < _engine.loading
-    _engine.loading _engine.seeing < _engine.store _engine.passthrough
+    _engine.loading _engine.seeing < _engine.store _engine.null_store
     _config world remote < claims
-    _engine.store _engine.passthrough remote < origin < directories sources
-    _engine.store _engine.passthrough < reports
+    _engine.store _engine.null_store remote < origin < directories sources
+    _engine.store _engine.null_store < reports
     origin codecs < samples tasks
     sources codecs reports < prefetch
     claims directories samples tasks prefetch reports < cache < checkpoint < adapters

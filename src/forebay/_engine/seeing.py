@@ -259,7 +259,7 @@ class Seeing:
         ]
 
     @recover_and_retry
-    def now(self) -> Now:
+    def activity(self) -> Now:
         """What happens now, and what failed last."""
         catalog = self.engine.parts.catalog
         names = {row.id: row.name for row in spaces.every(catalog)}

@@ -46,7 +46,7 @@ class Store:
     need, and what happens and happened; the calls on entries are here."""
 
     keeps: Literal[True] = True
-    """Tells a `Store` from a `PassThrough`: ``if store.keeps`` narrows the union of both."""
+    """Tells a `Store` from a `NullStore`: ``if store.keeps`` narrows the union of both."""
 
     _opened: ClassVar[dict[str, Store]] = {}
     _opening: ClassVar[threading.RLock] = threading.RLock()  # guards _opened and every _users
@@ -270,7 +270,7 @@ class Store:
             try:
                 entry = self.engine.parts.writers.put(label, [data], validator=validator)
             except errors.NoSpace as error:
-                if self.spaces.limits(space).policy != Policy.WAIT or error.hopeless or isinstance(error, DiskFull):
+                if self.spaces.limits_of(space).policy != Policy.WAIT or error.hopeless or isinstance(error, DiskFull):
                     raise
                 self._wait_for_room(label, memoryview(data).nbytes, timeout, error)
                 continue

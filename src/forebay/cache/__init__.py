@@ -22,7 +22,7 @@ from forebay.remote.urls import Url
 
 if TYPE_CHECKING:
     from forebay._engine.locks.leases import Lease
-    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.null_store import NullStore
     from forebay.cache.aio import AsyncFetches, AsyncLocal
     from forebay.cache.entries import Entries, Name
     from forebay.cache.many import LocalFiles
@@ -66,7 +66,7 @@ class Cache(DictLike):
             max_connections=max_connections, upstream=upstream, offline=offline, max_age=max_age, timeout=timeout,
             remote_options=remote_options, enabled=enabled)  # fmt: skip
         self._max_age, self._values = self._origin.max_age, Space(self._origin, VALUES)
-        self._bound: Store | PassThrough | None = None
+        self._bound: Store | NullStore | None = None
         self._hit: Hit = no_hit
         self._check_open()
 
@@ -86,7 +86,7 @@ class Cache(DictLike):
         return self._origin.closed
 
     @property
-    def _store(self) -> Store | PassThrough:
+    def _store(self) -> Store | NullStore:
         self._check_open()
         return self._origin.store
 

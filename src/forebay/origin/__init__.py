@@ -25,7 +25,7 @@ from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS, index_key
 
 if TYPE_CHECKING:
     from forebay._engine.locks.leases import Lease
-    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.null_store import NullStore
 
 log = logger("forebay.origin")
 A = TypeVar("A", bytes, Transfer)
@@ -42,13 +42,13 @@ class Origin(Targets):
     closed = True  # until it has a store
 
     def __init__(
-        self, store: Store | PassThrough, options: remote.RemoteOptions | None = None, upstream: Store | None = None, *,
+        self, store: Store | NullStore, options: remote.RemoteOptions | None = None, upstream: Store | None = None, *,
         offline: bool = False, max_age: int = 300_000_000_000, timeout: float | None = None, reopening: Reopening | None = None,
         root: Path | None = None, init_kwargs: dict[str, Any] | None = None, warned: Iterable[str] = (),
     ) -> None:  # fmt: skip
         self.store, self.upstream = store, upstream
         self.offline, self.max_age, self.timeout = offline, max_age, timeout
-        self.reopening = reopening  # while ``store`` is a `PassThrough` that a later call may replace
+        self.reopening = reopening  # while ``store`` is a `NullStore` that a later call may replace
         self.root, self.init_kwargs = root or Path(), init_kwargs or {}  # of `for_root`, without the limits of the root
         self.warned = set(warned)  # the kinds of problem that were logged
         self.closed = False
@@ -146,7 +146,7 @@ class Origin(Targets):
         may = self.reopening is not None and self.reopening.others_may_write
         return may or any(others_can_write(store) for store in (self.store, self.upstream) if store is not None and store.keeps)
 
-    def current(self) -> Store | PassThrough:
+    def current(self) -> Store | NullStore:
         """The store; if it could not be used when it was opened, it is opened as soon as it can be. Raises `Closed`."""
         if self.closed:  # not by `check_open`: each hit of a value comes here
             raise errors.Closed.of("cache")
@@ -180,7 +180,7 @@ class Origin(Targets):
             self.unset_spaces[name] = limits
             self.current()  # another thread may have opened it before this was noted
 
-    def validated(self, store: Store | PassThrough, entry: Entry) -> int:
+    def validated(self, store: Store | NullStore, entry: Entry) -> int:
         """When an entry of this store, or of the upstream one, was validated, by the clock of this one; 0: ask the remote."""
         at = store.validated(entry)
         return at if store is self.store or at <= 1 else max(at - (store.now() - self.store.now()), 1)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from forebay._engine.files.stages import MemoryStage
     from forebay._engine.flight import KeyHold
     from forebay._engine.index.memo import Remembered
-    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.null_store import NullStore
     from forebay._engine.store import Store
     from forebay._engine.write.publish import Writing
     from forebay.origin import Origin
@@ -55,7 +55,7 @@ class Job:
     lease: Lease | None = None
     error: BaseException | None = None
 
-    store: Store | PassThrough = field(init=False)
+    store: Store | NullStore = field(init=False)
     stamp: tuple[int, int] | None = None  # of the entry that the first look saw
     has_entry: bool = False  # there is one, which must be validated or replaced
     has_partial: bool = True  # a fetch whose process died may have left one

@@ -16,7 +16,7 @@ from forebay._kernel.below import LinkInTheWay
 from forebay._logs import logger
 
 if TYPE_CHECKING:
-    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.null_store import NullStore
 
 NO_LIMIT = 1 << 50
 """A budget of so much means none."""
@@ -29,11 +29,11 @@ def is_network(path: Path) -> bool:
     return not host.is_local(host.fs_kind(path))
 
 
-def no_store(why: str = "the cache is switched off") -> PassThrough:
+def no_store(why: str = "the cache is switched off") -> NullStore:
     """What stands for the store where there is none."""
-    from forebay._engine.passthrough import PassThrough  # imported late: most programs have a store
+    from forebay._engine.null_store import NullStore  # imported late: most programs have a store
 
-    return PassThrough(why)
+    return NullStore(why)
 
 
 def in_memory() -> int:
@@ -116,8 +116,8 @@ class RootOptions(NamedTuple):
                 _config.warn_once(_config.unused_budget(self.first_budget, store.root.path, there))
         return store
 
-    def open_or_pass(self) -> Store | PassThrough:
-        """The store, or a `PassThrough` where the root cannot be used for now. Raises for a root that can never be used."""
+    def open_or_pass(self) -> Store | NullStore:
+        """The store, or a `NullStore` where the root cannot be used for now. Raises for a root that can never be used."""
         try:
             return self.open()
         except errors.CacheFault as error:

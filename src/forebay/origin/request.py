@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forebay._engine.flight import OnWait
     from forebay._engine.index.memo import Hit
     from forebay._engine.locks.leases import Lease
-    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.null_store import NullStore
     from forebay._engine.store import Store
     from forebay.origin import Origin
 
@@ -47,7 +47,7 @@ class Target(NamedTuple):
 class Targets:
     """What URLs are to one cache: the base of `Origin`. Callable from any thread and after a fork."""
 
-    store: Store | PassThrough
+    store: Store | NullStore
     upstream: Store | None
 
     def __init__(self, options: remote.RemoteOptions | None) -> None:

@@ -86,7 +86,7 @@ class Items:
         store = self.origin.store
         with contextlib.suppress(errors.CacheFault):
             if store.keeps and size <= self._largest():
-                return space != self.space or self._pool is None or store.spaces.limits(self._pool).policy == Policy.WAIT
+                return space != self.space or self._pool is None or store.spaces.limits_of(self._pool).policy == Policy.WAIT
         return False
 
     def report(self, ref: LoadRef, space: str, size: int, error: BaseException) -> None:

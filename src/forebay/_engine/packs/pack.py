@@ -371,61 +371,6 @@ class Pack:
             raise errors.Closed.of("array of samples")
 
 
-class NoPack:
-    """A pack that keeps nothing: its slots stay empty."""
-
-    frozen, admits = True, False
-
-    def __init__(self, length: int, id: int = 0) -> None:
-        self.length, self.id = length, id
-        self.closed = False
-
-    def find(self, slot: int, copy: bool = False) -> memoryview | None:
-        self.has(slot)
-        return None
-
-    def finder(self) -> Callable[..., memoryview | None]:
-        return self.find
-
-    def has(self, slot: int) -> bool:
-        if self.closed:
-            raise errors.Closed.of("array of samples")
-        if not 0 <= operator.index(slot) < self.length:
-            raise IndexError(f"sample {slot} is outside 0..{self.length - 1}")
-        return False
-
-    def is_damaged(self, slot: int) -> bool:
-        return False
-
-    def private(self, slot: int) -> memoryview:
-        raise IndexError(f"sample {slot} is empty")
-
-    def filled(self) -> list[int]:
-        self.has(0)
-        return []
-
-    def count(self) -> int:
-        return len(self.filled())
-
-    def peek(self, slot: int, copy: bool = False) -> memoryview | None:
-        return self.find(slot)
-
-    def put(self, slot: int, encode: Callable[[Any], Any], value: Any) -> bool:
-        return self.has(slot)
-
-    def freeze(self) -> None:
-        self.has(0)
-
-    def bad_slots(self) -> list[int]:
-        return self.filled()
-
-    def flush_counts(self) -> None:
-        """Nothing was counted."""
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def _flush_at_exit(pack: Pack) -> None:
     """Write the counts of a worker of `multiprocessing`, which ends without Python's own exit; and of the processes that it forks."""
     util = sys.modules.get("multiprocessing.util")
