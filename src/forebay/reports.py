@@ -153,12 +153,15 @@ class HistoryPoint:
 
 def history(store: Store | NullStore, by: str) -> list[HistoryPoint]:
     """See `Cache.history`."""
-    from forebay._engine.seeing import by_name
+    from forebay._engine.index.counters import NAMES
 
     if by not in ("minute", "hour"):
         raise ConfigError(f"by={by!r}: use 'minute' or 'hour'", name="by", value=by)
     periods = store.seeing.history(hours=by == "hour")
-    return [HistoryPoint(one.start, one.end, **by_name(one.counts), bytes_used=one.used, budget=one.budget) for one in periods]
+    return [
+        HistoryPoint(one.start, one.end, **dict(zip(NAMES, one.counts, strict=True)), bytes_used=one.used, budget=one.budget)
+        for one in periods
+    ]
 
 
 @dataclass(frozen=True, slots=True)
