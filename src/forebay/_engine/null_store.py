@@ -115,7 +115,7 @@ class NullStore:
     def _refuse(self, space: str, key: str, *_: object, need: int = 0, **__: object) -> NoReturn:
         raise errors.NoSpace(f"{key!r} cannot be stored: {self.why}", key=key, need=need, free=0, budget=0)
 
-    writing = single = try_hold = _refuse
+    writing = try_hold = _refuse
 
     async def make_once(self, space: str, key: str, *_: object, **__: object) -> NoReturn:
         self._refuse(space, key)
