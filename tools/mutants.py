@@ -165,7 +165,7 @@ MUTANTS = (
         "engine/locks/test_nesting.py::test_what_a_killed_waiter_noted_counts_for_nothing",
     ),
     Mutant(
-        3, "no process is ever found dead", "_engine.locks.owners:Owners.reap",
+        3, "no process is ever found dead", "_engine.locks.leases:Owners.reap",
         "id == self._id", "True",
         "crash/test_every_step.py::test_publish_through_a_writing",
     ),
@@ -242,8 +242,8 @@ MUTANTS = (
     ),
     Mutant(
         5, "eviction ignores leases", "_engine.locks.leases:Leases.try_evict",
-        "self._evicting[id % FILES].try_lock(id, exclusive=True)",
-        "self._evicting[id % FILES].try_lock(id, exclusive=True) or True",
+        "self._evicting[id % LEASE_FILES].try_lock(id, exclusive=True)",
+        "self._evicting[id % LEASE_FILES].try_lock(id, exclusive=True) or True",
         "engine/space/test_budget.py::test_a_lease_is_never_taken_on_a_version_that_was_replaced",
     ),
     Mutant(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forebay import errors as errors
 
 if TYPE_CHECKING:
-    from forebay._engine.locks.lease import Lease as Lease
+    from forebay._engine.locks.leases import Lease as Lease
     from forebay._kernel.events import Event as Event
     from forebay._model import Codec as Codec
     from forebay._model import Entry as Entry
@@ -61,7 +61,7 @@ _PLACES = {
     "ForebayError": "forebay.errors",
     "HistoryPoint": "forebay.reports",
     "Lazy": "forebay.prefetch.lazies",
-    "Lease": "forebay._engine.locks.lease",
+    "Lease": "forebay._engine.locks.leases",
     "LocalFiles": "forebay.cache.many",
     "Plan": "forebay.reports",
     "Prefetcher": "forebay.prefetch",

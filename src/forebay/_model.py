@@ -191,7 +191,7 @@ class Source(Protocol):
 
 
 class Sink(Protocol):
-    """Receives the bytes of one object from a remote. Made by the engine or by `PassThrough`; used by one fetch."""
+    """Receives the bytes of one object from a remote. Made by the engine or by `NullStore`; used by one fetch."""
 
     partial: Partial | None
     """Set if an earlier fetch left a part that can be resumed."""

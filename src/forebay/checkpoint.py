@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn, Self
 
 from forebay import errors, remote
-from forebay._engine.passthrough import PassThrough
+from forebay._engine.null_store import NullStore
 from forebay._kernel import host
 from forebay.cache import Cache, origin_of
 from forebay.directories import copying, trees, uploading
@@ -193,7 +193,7 @@ class Checkpoint(metaclass=_Kind):
     def _origin(self) -> Origin:
         """The origin of the cache; for a local directory without a cache, one that needs none."""
         if self._cache is None and self._is_local:
-            return Origin(PassThrough(), remote.RemoteOptions())
+            return Origin(NullStore(), remote.RemoteOptions())
         return origin_of(self.cache)
 
     def _location(self, include: Patterns = None, exclude: Patterns = None) -> RemoteDirectory:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from forebay._engine.flight import Waiting
-    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.null_store import NullStore
     from forebay._engine.store import Store
 
 
@@ -57,7 +57,7 @@ class Stats:
     leading: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, store: Store | PassThrough) -> Self:
+    def of(cls, store: Store | NullStore) -> Self:
         """The statistics of a root. Raises OSError."""
         usage = store.seeing.usage()
         return cls(
@@ -151,14 +151,17 @@ class HistoryPoint:
         return self.hits / calls if calls else None
 
 
-def history(store: Store | PassThrough, by: str) -> list[HistoryPoint]:
+def history(store: Store | NullStore, by: str) -> list[HistoryPoint]:
     """See `Cache.history`."""
-    from forebay._engine.seeing import by_name
+    from forebay._engine.index.counters import NAMES
 
     if by not in ("minute", "hour"):
         raise ConfigError(f"by={by!r}: use 'minute' or 'hour'", name="by", value=by)
     periods = store.seeing.history(hours=by == "hour")
-    return [HistoryPoint(one.start, one.end, **by_name(one.counts), bytes_used=one.used, budget=one.budget) for one in periods]
+    return [
+        HistoryPoint(one.start, one.end, **dict(zip(NAMES, one.counts, strict=True)), bytes_used=one.used, budget=one.budget)
+        for one in periods
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import forebay
 from forebay._engine.catalog.entries import session_of
-from forebay._engine.locks.lease import Lease
+from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._engine.write.publish import Writing
 from forebay._model import ObjectInfo

@@ -19,7 +19,7 @@ import pytest
 
 import forebay
 from forebay import Checkpoint, errors
-from forebay._engine.passthrough import PassThrough
+from forebay._engine.null_store import NullStore
 from forebay.directories import uploading
 from forebay.directories.location import RemoteDirectory, locate
 from forebay.directories.uploading import Uploaded, upload
@@ -82,7 +82,7 @@ def near(tmp_path: Path) -> Path:
     return write_files(tmp_path / "near")
 
 
-NO_CACHE = Origin(PassThrough(), RemoteOptions())
+NO_CACHE = Origin(NullStore(), RemoteOptions())
 
 
 @pytest.fixture

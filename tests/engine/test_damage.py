@@ -132,7 +132,7 @@ def use(place: Path, *, opens: bool = True) -> None:
             assert cache.put(key, data)
             assert cache.get(key) == data
         assert cache.budget == BUDGET
-        assert cache._store.spaces.limits("own").quota == QUOTA
+        assert cache._store.spaces.limits_of("own").quota == QUOTA
         if cache.repair():
             assert cache.put("new", b"value")
         assert cache.check(deep=True) == []
@@ -539,7 +539,7 @@ def test_what_others_set_is_in_force_at_the_next_call(place: Path) -> None:
         in_child(lower)
         assert store.spaces.root_limits()["budget"] == store.seeing.usage().budget == 2 * MiB
         assert store.engine.limits.in_force() == (1000, 0)
-        assert store.spaces.limits("own") == SpaceLimits(Policy.FREEZE, MiB)
+        assert store.spaces.limits_of("own") == SpaceLimits(Policy.FREEZE, MiB)
         with pytest.raises(errors.NoSpace):
             store.put("own", "large", bytes(MiB + 1))
 
@@ -597,7 +597,7 @@ def test_a_limit_that_is_no_limit_is_one_for_every_process(place: Path, limit: i
     def young() -> None:
         with opened(place) as store:
             assert store.seeing.usage().budget == min(limit, sys.maxsize)
-            assert store.spaces.limits("new\nline").quota == (None if without_file else min(limit, sys.maxsize))
+            assert store.spaces.limits_of("new\nline").quota == (None if without_file else min(limit, sys.maxsize))
             store.put("new\nline", "k", b"x")
 
     in_child(young)

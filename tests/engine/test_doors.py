@@ -56,7 +56,7 @@ def test_a_partial_that_cannot_be_taken_over_is_left_to_the_next(store: Store, m
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(stages.chunkmaps, "read", fail)
+        patch.setattr(stages, "read", fail)
         hold = store.locks.hold("v", "k")
         with pytest.raises(errors.CacheFault):
             begun(resume=True)
@@ -74,8 +74,8 @@ def test_what_was_replaced_but_is_still_held_is_not_counted_as_served(store: Sto
     store.put("values", "k", b"1" * 100_000)
     with store.lease("values", "k"):  # type: ignore[union-attr]
         store.put("values", "k", b"2" * 90_000)
-        assert store.spaces.usage("values") == (90_000, 1)
-    assert store.spaces.usage("nothing") == (0, 0)
+        assert store.spaces.used("values") == (90_000, 1)
+    assert store.spaces.used("nothing") == (0, 0)
 
 
 def test_many_values_that_need_room(tmp_path: Path) -> None:

@@ -33,10 +33,10 @@ ORDER = """
     _engine.engine < _engine.flight
     _engine.spaces < _engine.seeing
     _engine.spaces _engine.flight < _engine.loading
-    _engine.loading _engine.seeing < _engine.store _engine.passthrough
+    _engine.loading _engine.seeing < _engine.store _engine.null_store
     _config world remote < claims
-    _engine.store _engine.passthrough remote < origin < directories sources
-    _engine.store _engine.passthrough < reports
+    _engine.store _engine.null_store remote < origin < directories sources
+    _engine.store _engine.null_store < reports
     origin codecs < samples tasks
     sources codecs reports < prefetch
     claims directories samples tasks prefetch reports < cache < checkpoint < adapters
@@ -363,7 +363,7 @@ def test_the_lint_lets_pass(line: str) -> None:
         ("_kernel.host", "from forebay._kernel.locks import LockFile"),
         ("_kernel.mappings", "import forebay._kernel.locks"),
         ("_engine.index.records", "from forebay._engine.catalog.connection import Catalog"),
-        ("_engine.locks.owners", "def f():\n    from forebay._engine.space.budget import Budget"),
+        ("_engine.locks.leases", "def f():\n    from forebay._engine.space.budget import Budget"),
         ("_engine.flight", "from forebay import remote"),
         ("remote.http", "from forebay._engine.store import Store"),
         ("remote", "from forebay import Cache"),

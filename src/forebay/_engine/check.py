@@ -89,12 +89,9 @@ def _check_links(catalog: Catalog) -> Iterator[Problem]:
     ):  # fmt: skip
         for tree, name, member, both in page:
             if not both:
-                yield Problem("link", name, f"tree {_hex(tree)} or its file {_hex(member)} has no entry")
+                ids = [f"{id:x}" if isinstance(id, int) else repr(id) for id in (tree, member)]
+                yield Problem("link", name, f"tree {ids[0]} or its file {ids[1]} has no entry")
         after = page[-1][:2]
-
-
-def _hex(id: object) -> str:
-    return f"{id:x}" if isinstance(id, int) else repr(id)
 
 
 def _check_strays(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[Problem]:
@@ -134,12 +131,17 @@ def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
     for id, key, size in catalog.all("SELECT id, key, size FROM entries WHERE kind = 'pack'"):
         for number in [number for pack, number, _ in unnamed if pack == id]:
             yield Problem("segment", str(pack_files.segment_path(root, id, number)), "a segment that no row names", key)
-        try:
-            index = PAGE + root.files.lstat(root.pack(id) / "index").st_size
-        except FileNotFoundError:
-            continue  # it is lost, or on its way out
-        if size != index + charged.get(id, 0):
-            yield Problem("total", key, f"{size:,} bytes are noted, and its index and segments take {index + charged.get(id, 0):,}", key)
+        index = _index_size(root, id)
+        if index is not None and size != (total := index + charged.get(id, 0)):
+            yield Problem("total", key, f"{size:,} bytes are noted, and its index and segments take {total:,}", key)
+
+
+def _index_size(root: Root, id: int) -> int | None:
+    """The bytes that count for the index of a pack and its directory; None if the pack is lost, or being removed."""
+    try:
+        return PAGE + root.files.lstat(root.pack(id) / "index").st_size
+    except FileNotFoundError:
+        return None
 
 
 def _check_totals(catalog: Catalog) -> list[Problem]:
@@ -262,11 +264,8 @@ def _repair_segments(root: Root, catalog: Catalog) -> None:
     eviction.measure(root, catalog)
     with catalog.write() as txn:
         for id in segments.packs(txn):
-            try:
-                index = PAGE + root.files.lstat(root.pack(id) / "index").st_size
-            except FileNotFoundError:
-                continue
-            segments.recount(txn, id, index)
+            if (index := _index_size(root, id)) is not None:
+                segments.recount(txn, id, index)
 
 
 def remove_strays(root: Root, catalog: Catalog, index: EntryIndex, eviction: Eviction, keys: LockFile) -> int:

@@ -187,7 +187,7 @@ class Seeing:
         return [id for row in rows for id in self.engine.adaptive.first_to_go(row.id)]
 
     def index_use(self) -> IndexUse:
-        """How large and how full the index of keys is, and to how many entries of a sample it leads. Changes nothing."""
+        """The size and the fill of the index of keys, and to how many entries of a sample it leads. Changes nothing."""
         folder = self.engine.root.shared_dir
         files = self._in(folder)
         buckets, used = self.engine.index.fullness() or (0, 0)
@@ -247,8 +247,8 @@ class Seeing:
 
     @recover_and_retry
     def history(self, *, hours: bool = False) -> list[Period]:
-        """What was counted lately, by minutes of the last day or by ``hours`` of the last month, oldest first. A period in which no process
-        came is part of the next one. Where counters were lost, a period counts nothing."""
+        """Recent counts, by minutes of the last day or by ``hours`` of the last month, oldest first. A period in which no process used the
+        root is part of the next one. Where counters were lost, a period counts nothing."""
         clock = self.engine.index.head.clock
         totals = self.engine.history.read(HOURS if hours else MINUTES, clock.look())
         walls = clock.walls(one.time for one in totals)
@@ -259,8 +259,8 @@ class Seeing:
         ]
 
     @recover_and_retry
-    def now(self) -> Now:
-        """What happens now, and what failed last."""
+    def activity(self) -> Now:
+        """What happens now, and the latest failures."""
         catalog = self.engine.parts.catalog
         names = {row.id: row.name for row in spaces.every(catalog)}
         fetches = []
@@ -278,7 +278,7 @@ class Seeing:
 
     def leased_by(self, entry: Entry) -> list[str]:
         """The processes that hold a lease on an entry, as far as /proc shows them: those of other users it shows to root only."""
-        return [locks.describe_process(pid) for pid in locks.holders(self.engine.root.leases(entry.id % LEASE_FILES), entry.id)]
+        return [locks.describe_process(pid) for pid in locks.holders(self.engine.root.leases(entry.id), entry.id)]
 
     def _waiters(self) -> list[Waiter]:
         holder_of = self.engine.parts.owners.holder_of
@@ -286,7 +286,7 @@ class Seeing:
         return [Waiter(locks.describe_process(one.pid), one.key, holder_of(one.keyhash), one.since) for one in waits]
 
     def _is_written(self, one: Reservation) -> bool:
-        """Whether the process lives that it belongs to: it has its byte locked."""
+        """Whether the process that owns the reservation is alive: it has its byte locked."""
         root = self.engine.root
         fd = root.files.open(root.lock("owners"), os.O_RDONLY)
         try:
@@ -309,8 +309,3 @@ class Seeing:
             finally:
                 os.close(fd)
         return count
-
-
-def by_name(counts: tuple[int, ...]) -> dict[str, int]:
-    """Counts with their names."""
-    return dict(zip(NAMES, counts, strict=True))

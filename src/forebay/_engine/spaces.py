@@ -11,7 +11,7 @@ from forebay._engine.catalog.spaces import SpaceRow
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.layout import faults
 from forebay._engine.index.settings import RootLimits, SpaceLimits
-from forebay._engine.locks.lease import Lease
+from forebay._engine.locks.leases import Lease
 from forebay._engine.packs.pack import Pack
 from forebay._engine.packs.segments import Appender
 from forebay._engine.write.publish import Label
@@ -96,16 +96,16 @@ class Spaces:
             evicted = count_before - count_after
             log.warning("%s: %d entries of the space %s were evicted for its lower limit, %s", engine.root.path, evicted, space.name, freed)
 
-    def usage(self, name: str) -> tuple[int, int]:
+    def used(self, name: str) -> tuple[int, int]:
         """Bytes and number of the live entries of a space."""
         return rows.live(self.engine.parts.catalog, name)
 
-    def usage_below(self, name: str, prefix: str) -> tuple[int, int]:
+    def used_below(self, name: str, prefix: str) -> tuple[int, int]:
         """Bytes and number of the live entries of a space whose keys begin with ``prefix``."""
         return rows.live_below(self.engine.parts.catalog, self.lookup(name).id, prefix)
 
     @recover_and_retry
-    def limits(self, name: str) -> SpaceLimits:
+    def limits_of(self, name: str) -> SpaceLimits:
         """The limits of a space, and its policy, as they were set last by any process; None: only the budget of the root limits it."""
         limits = self.engine.settings.limits()
         return limits.of_space(name)._replace(policy=limits.policy_of(name))

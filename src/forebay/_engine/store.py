@@ -20,7 +20,6 @@ from forebay._engine.index import counters
 from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_hit
 from forebay._engine.index.records import EXPIRED
 from forebay._engine.index.settings import Settings as Settings
-from forebay._engine.locks.lease import Lease
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from forebay._engine.flight import Flight
     from forebay._engine.index.settings import NodeLimits
     from forebay._engine.loading import Prefetching
+    from forebay._engine.locks.leases import Lease
     from forebay._engine.seeing import Seeing
     from forebay._engine.spaces import Packs, Spaces
     from forebay._engine.write.publish import Label, Writing
@@ -46,7 +46,7 @@ class Store:
     need, and what happens and happened; the calls on entries are here."""
 
     keeps: Literal[True] = True
-    """Tells a `Store` from a `PassThrough`: ``if store.keeps`` narrows the union of both."""
+    """Tells a `Store` from a `NullStore`: ``if store.keeps`` narrows the union of both."""
 
     _opened: ClassVar[dict[str, Store]] = {}
     _opening: ClassVar[threading.RLock] = threading.RLock()  # guards _opened and every _users
@@ -270,7 +270,7 @@ class Store:
             try:
                 entry = self.engine.parts.writers.put(label, [data], validator=validator)
             except errors.NoSpace as error:
-                if self.spaces.limits(space).policy != Policy.WAIT or error.hopeless or isinstance(error, DiskFull):
+                if self.spaces.limits_of(space).policy != Policy.WAIT or error.hopeless or isinstance(error, DiskFull):
                     raise
                 self._wait_for_room(label, memoryview(data).nbytes, timeout, error)
                 continue
@@ -468,7 +468,7 @@ class Store:
     def is_leased(self, entry: Entry) -> bool:
         """Whether any process holds a lease on an entry."""
         with faults(entry.key):
-            return self.engine.parts.leases.is_leased(entry.id)
+            return bool(self.engine.parts.leases.leased_among([entry.id]))
 
     def count_hit(self, size: int) -> None:
         """Count a hit of ``size`` bytes."""

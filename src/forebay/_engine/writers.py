@@ -20,9 +20,7 @@ from forebay._engine.index.head import PAIRS
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.index.settings import SharedSettings
-from forebay._engine.locks.lease import Lease
-from forebay._engine.locks.leases import Leases
-from forebay._engine.locks.owners import Owners
+from forebay._engine.locks.leases import Lease, Leases, Owners
 from forebay._engine.packs.segments import Packing
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, Unpack, overload
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import Hit, no_hit
-from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
 from forebay._kernel import events, host, waits
 from forebay._logs import logger
@@ -23,7 +22,8 @@ from forebay.origin.request import FetchOptions, ReadOptions, Target, first_touc
 from forebay.remote.urls import Url
 
 if TYPE_CHECKING:
-    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.locks.leases import Lease
+    from forebay._engine.null_store import NullStore
     from forebay.cache.aio import AsyncFetches, AsyncLocal
     from forebay.cache.entries import Entries, Name
     from forebay.cache.many import LocalFiles
@@ -66,7 +66,7 @@ class Cache(DictLike):
             root, budget, shared, read_only, min_free, max_entries, max_rate, max_connections, upstream, offline, max_age, timeout,
             remote_options, enabled))  # fmt: skip
         self._max_age, self._values = self._origin.max_age, Space(self._origin, VALUES)
-        self._bound: Store | PassThrough | None = None
+        self._bound: Store | NullStore | None = None
         self._hit: Hit = no_hit
         self._check_open()
 
@@ -86,7 +86,7 @@ class Cache(DictLike):
         return self._origin.closed
 
     @property
-    def _store(self) -> Store | PassThrough:
+    def _store(self) -> Store | NullStore:
         self._check_open()
         return self._origin.store
 

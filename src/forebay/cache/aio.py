@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, TypeVar, cast
 
 from forebay import errors
-from forebay._engine.locks.lease import Lease
+from forebay._engine.locks.leases import Lease
 from forebay.origin import Origin
 from forebay.origin.background import Background
 from forebay.origin.files import opened, stream

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from forebay import errors, remote
 from forebay._engine.catalog.spill import Spill
-from forebay._engine.passthrough import PassThrough
+from forebay._engine.null_store import NullStore
 from forebay._engine.seeing import Facts
 from forebay._engine.store import Store
 from forebay._kernel import waits
@@ -72,7 +72,7 @@ class Entries(_Listing[Entry]):
     A sequence. Each iteration reads the cache in pages: in order of names by `by_name`, in any other order by `sorted_by`. Entries that are
     added or removed during an iteration may or may not be in it; no entry is in it twice. Callable from any thread."""
 
-    def __init__(self, store: Store | PassThrough, space: str | None = None, where: Callable[[Entry], bool] | None = None) -> None:
+    def __init__(self, store: Store | NullStore, space: str | None = None, where: Callable[[Entry], bool] | None = None) -> None:
         self._store, self._space, self._where = store, space, where
 
     def __iter__(self) -> Iterator[Entry]:
@@ -243,7 +243,7 @@ def blocks_of(origin: Origin, name: Name) -> list[Entry]:
     return [entry for key in dict.fromkeys(keys) if is_text(key) for entry in entries_below(origin.store, key + PARTS)]
 
 
-def entries_below(store: Store | PassThrough, prefix: str) -> Iterator[Entry]:
+def entries_below(store: Store | NullStore, prefix: str) -> Iterator[Entry]:
     """The entries of URLs whose keys begin with this, and are longer."""
     following = _paged(partial(store.seeing.page, URLS), attrgetter("key"), after=prefix)
     return takewhile(lambda entry: entry.key.startswith(prefix), following)

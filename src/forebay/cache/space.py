@@ -14,7 +14,7 @@ from forebay.origin import Origin
 from forebay.origin.flight import get_or_make, get_or_make_async
 
 if TYPE_CHECKING:
-    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.null_store import NullStore
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Space(DictLike):
         self._origin, self.name = origin, name
         self._bind(origin.current())
 
-    def _bind(self, store: Store | PassThrough) -> None:
+    def _bind(self, store: Store | NullStore) -> None:
         self._bound, self._quick = store, store.hot_lookup(self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -173,7 +173,7 @@ class Space(DictLike):
         """The number of keys."""
         return sum(space.entries for space in self._store().seeing.usage().spaces if space.name == self.name)
 
-    def _store(self) -> Store | PassThrough:
+    def _store(self) -> Store | NullStore:
         store = self._origin.current()
         if store is not self._bound:  # the root could not be used until now
             self._bind(store)

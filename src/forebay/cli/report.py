@@ -129,7 +129,7 @@ def activity(cache: Cache) -> Now:
     """What happens now, without secrets and control characters."""
     from forebay.cache import origin_of
 
-    now = origin_of(cache).store.seeing.now()
+    now = origin_of(cache).store.seeing.activity()
     return now._replace(
         fetches=tuple(one._replace(key=_name_shown(one.key), process=plain(one.process)) for one in now.fetches),
         waiters=tuple(one._replace(key=_name_shown(one.key), process=plain(one.process), holder=plain(one.holder)) for one in now.waiters),

@@ -32,7 +32,7 @@ from forebay.directories.manifests import File
 from forebay.origin.request import FetchOptions, is_same_version
 
 if TYPE_CHECKING:
-    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.null_store import NullStore
     from forebay._engine.store import Store
 
 PART = ".forebay-part"
@@ -66,7 +66,7 @@ def copy(location: RemoteDirectory, options: FetchOptions, path: str | os.PathLi
     return str(target)
 
 
-def _exclusive(store: Store | PassThrough, target: Path, options: FetchOptions) -> contextlib.AbstractContextManager[object]:
+def _exclusive(store: Store | NullStore, target: Path, options: FetchOptions) -> contextlib.AbstractContextManager[object]:
     if store.keeps and not store.root.read_only:
         return store.locks.named(f"copy to {target}", timeout=options.timeout, on_wait=options.on_wait)
     return locked(target)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
-from forebay._engine.locks.lease import Lease
 from forebay._engine.store import Store
 from forebay._kernel import events, host, waits
 from forebay._logs import logger
@@ -26,7 +25,8 @@ from forebay.remote import UrlNaming
 
 if TYPE_CHECKING:
     from forebay._engine.index.memo import Hit
-    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.locks.leases import Lease
+    from forebay._engine.null_store import NullStore
 
 log = logger("forebay.origin")
 A = TypeVar("A", bytes, Transfer)
@@ -46,7 +46,7 @@ class Origin:
     closed = True  # until it has a store
 
     def __init__(
-        self, store: Store | PassThrough, options: remote.RemoteOptions | None = None, upstream: Store | None = None, *,
+        self, store: Store | NullStore, options: remote.RemoteOptions | None = None, upstream: Store | None = None, *,
         opened: CacheOptions = NO_OPTIONS, init_kwargs: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """``opened``: the resolved options of the root. ``init_kwargs``: the arguments of `Cache`, without the limits of the root."""
@@ -55,7 +55,7 @@ class Origin:
         self._root = Path() if opened.root is None else opened.path.absolute()
         age = float(_config.DEFAULT_MAX_AGE if opened.max_age is None else opened.max_age)
         self.offline, self.max_age, self.timeout = bool(opened.offline), int(min(age * 1_000_000_000, FOREVER)), opened.timeout
-        # While ``store`` is a `PassThrough` that a later call may replace: the root was full, or its catalog busy.
+        # While ``store`` is a `NullStore` that a later call may replace: the root was full, or its catalog busy.
         self.reopening = waits.Turn() if opened.root is not None and opened.enabled and not store.keeps else None
         self.warned = set() if opened.enabled else {"NoSpace"}  # the kinds of problem that were logged, or that the user caused
         self.closed = False
@@ -136,7 +136,7 @@ class Origin:
         may = self.reopening is not None and (self._opened.shared or self._opened.read_only)  # unknown until it is open
         return may or any(others_can_write(store) for store in (self.store, self.upstream) if store is not None and store.keeps)
 
-    def current(self) -> Store | PassThrough:
+    def current(self) -> Store | NullStore:
         """The store; if it could not be used when it was opened, it is opened as soon as it can be. Raises `Closed`."""
         if self.closed:  # not by `check_open`: each hit of a value comes here
             raise errors.Closed.of("cache")
@@ -170,7 +170,7 @@ class Origin:
             self.unset_spaces[name] = limits
             self.current()  # another thread may have opened it before this was noted
 
-    def validated(self, store: Store | PassThrough, entry: Entry) -> int:
+    def validated(self, store: Store | NullStore, entry: Entry) -> int:
         """When an entry of this store, or of the upstream one, was validated, by the clock of this one; 0: ask the remote."""
         at = store.validated(entry)
         return at if store is self.store or at <= 1 else max(at - (store.now() - self.store.now()), 1)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forebay import _model, errors
-from forebay._engine.locks.lease import Lease, in_place
+from forebay._engine.locks.leases import Lease, in_place
 from forebay._kernel import waits
 from forebay._model import Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, Started, can_clone
 from forebay.origin.request import URLS, FetchOptions, Target, is_expected, is_same_version, sha256_of
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forebay._engine.files.stages import MemoryStage
     from forebay._engine.flight import KeyHold
     from forebay._engine.index.memo import Remembered
-    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.null_store import NullStore
     from forebay._engine.store import Store
     from forebay._engine.write.publish import Writing
     from forebay.origin import Origin
@@ -54,7 +54,7 @@ class Job:
     lease: Lease | None = None
     error: BaseException | None = None
 
-    store: Store | PassThrough = field(init=False)
+    store: Store | NullStore = field(init=False)
     stamp: tuple[int, int] | None = None  # of the entry that the first look saw
     has_entry: bool = False  # there is one, which must be validated or replaced
     has_partial: bool = True  # a fetch whose process died may have left one

@@ -16,7 +16,7 @@ from forebay._kernel.below import LinkInTheWay
 from forebay._logs import logger
 
 if TYPE_CHECKING:
-    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.null_store import NullStore
 
 NO_LIMIT = 1 << 50
 """A budget of at least this many bytes means none."""
@@ -121,8 +121,8 @@ class CacheOptions(NamedTuple):
                 _config.warn_once(_config.unused_budget(self.first_budget, store.root.path, there))
         return store
 
-    def open_or_pass(self) -> Store | PassThrough:
-        """The store; a `PassThrough` if the cache is disabled, or if its root cannot be used for now. Raises for a root that can never be
+    def open_or_pass(self) -> Store | NullStore:
+        """The store; a `NullStore` if the cache is disabled, or if its root cannot be used for now. Raises for a root that can never be
         used."""
         why = "the cache is switched off"
         if self.enabled:
@@ -131,9 +131,9 @@ class CacheOptions(NamedTuple):
             except errors.CacheFault as error:
                 why = str(error)  # the error itself would keep its frames
                 log.warning("the cache in %s cannot be used, reading past it: %s", self.path, why)
-        from forebay._engine.passthrough import PassThrough  # imported late: most programs have a store
+        from forebay._engine.null_store import NullStore  # imported late: most programs have a store
 
-        return PassThrough(why)
+        return NullStore(why)
 
     def open_again(self) -> Store | None:
         """The store; None if its root still cannot be used."""

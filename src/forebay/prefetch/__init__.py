@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from forebay import codecs, errors
-from forebay._engine.locks.lease import Lease
+from forebay._engine.locks.leases import Lease
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Buffer, Item_co
@@ -91,7 +91,7 @@ class Prefetcher(Pool[Item_co]):
 
     @property
     def _is_limited(self) -> bool:
-        space = self._store.spaces.limits(self.name)
+        space = self._store.spaces.limits_of(self.name)
         has_limit = space.quota is not None or (space.max_count is not None and space.max_count < MANY)
         return has_limit or self._options["policy"] == "freeze"
 
@@ -238,10 +238,10 @@ class Prefetcher(Pool[Item_co]):
         return self._usage()[1]
 
     def _usage(self) -> tuple[int, int]:
-        used, count = self._store.spaces.usage(self.name)
+        used, count = self._store.spaces.used(self.name)
         if self._objects is None:
             return used, count
-        below, objects = self._store.spaces.usage_below(URLS, self._objects.identity.partition("#")[0].partition("?")[0].rstrip("/") + "/")
+        below, objects = self._store.spaces.used_below(URLS, self._objects.identity.partition("#")[0].partition("?")[0].rstrip("/") + "/")
         return used + below, count + objects
 
     def set_limits(self, *, budget: int | None = None, max_count: int | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from forebay import errors
 from forebay._engine.catalog.entries import session_of
-from forebay._engine.locks.lease import Lease
+from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._logs import logger
 from forebay._model import Buffer, Noted, ObjectInfo, Policy, Remote, Sink, Transfer, as_bytes, to_bytes
@@ -85,7 +85,7 @@ class Items:
         store = self.origin.store
         with contextlib.suppress(errors.CacheFault):
             if store.keeps and size <= self._largest():
-                return space != self.space or self._pool is None or store.spaces.limits(self._pool).policy == Policy.WAIT
+                return space != self.space or self._pool is None or store.spaces.limits_of(self._pool).policy == Policy.WAIT
         return False
 
     def report(self, ref: LoadRef, space: str, size: int, error: BaseException) -> None:

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from forebay import errors
-from forebay._engine.locks.lease import Lease
-from forebay._engine.passthrough import PassThrough
+from forebay._engine.locks.leases import Lease
+from forebay._engine.null_store import NullStore
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._logs import logger
@@ -55,7 +55,7 @@ class Loader:
     source are never called under it. Callable from any thread. After a fork the child queues again what was not settled, and starts a
     thread of its own when it asks for something."""
 
-    def __init__(self, items: Items, store: Store | PassThrough, workers: int, *, in_turn: bool = False) -> None:
+    def __init__(self, items: Items, store: Store | NullStore, workers: int, *, in_turn: bool = False) -> None:
         """``in_turn``: callers take the loads in their order, so that what will never have room waits in memory too."""
         self._origin, self._items, self._store, self._workers, self._in_turn = items.origin, items, store, workers, in_turn
         self._readers = 0 if items.space == URLS or items.links else workers

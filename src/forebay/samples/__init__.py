@@ -17,9 +17,8 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, SupportsIndex
 
 from forebay import codecs, errors
-from forebay._engine.locks.lease import Lease
-from forebay._engine.packs.pack import NoPack, Pack, Unencodable
-from forebay._engine.passthrough import PassThrough
+from forebay._engine.locks.leases import Lease
+from forebay._engine.packs.pack import Pack, Unencodable
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
@@ -41,6 +40,78 @@ class _MovedFunction:
         raise AttributeError(f"this is a function of its own: {self._function}")
 
 
+class NoPack:
+    """A pack without records, for an array that cannot be opened.
+
+    ``find_pack``: opens the array in a later call of a handle, after a second, then with growing pauses; ``fingerprint``: of the array."""
+
+    frozen, admits = True, False
+
+    def __init__(
+        self, length: int, id: int = 0, find_pack: Callable[[], Pack | None] | None = None, fingerprint: str | bytes | None = None
+    ) -> None:
+        self.length, self.id, self.find_pack, self.fingerprint = length, id, find_pack, fingerprint
+        self.closed, self._turn = False, waits.Turn()
+        self.comes: list[weakref.WeakMethod[Callable[[Pack], None]]] = []  # of the handles that wait for the array
+
+    def has(self, slot: int) -> bool:
+        if self.closed:
+            raise errors.Closed.of("array of samples")
+        if not 0 <= operator.index(slot) < self.length:
+            raise IndexError(f"sample {slot} is outside 0..{self.length - 1}")
+        if self.find_pack is not None:
+            self._turn.attempt(self._open)
+        return False
+
+    def _open(self) -> NoPack | Pack | None:
+        assert self.find_pack is not None
+        try:
+            pack = self.find_pack()
+        except errors.ConfigError as error:  # another array now has this name: no `get` may fail because of it
+            log.warning("nothing is found in this array, and nothing is stored: %s", str(error))
+            return self
+        if pack is not None:
+            for come in self.comes:
+                if (attach := come()) is not None:
+                    attach(pack)
+        return pack
+
+    def find(self, slot: int, copy: bool = False) -> None:
+        self.has(slot)
+
+    peek = find
+
+    def finder(self) -> Callable[[int, bool], None]:
+        return self.find
+
+    def is_damaged(self, slot: int) -> bool:
+        return False
+
+    def private(self, slot: int) -> memoryview:
+        raise IndexError(f"sample {slot} is empty")
+
+    def filled(self) -> list[int]:
+        self.has(0)
+        return []
+
+    bad_slots = filled
+
+    def count(self) -> int:
+        return len(self.filled())
+
+    def put(self, slot: int, encode: Callable[[Any], Any], value: Any) -> bool:
+        return self.has(slot)
+
+    def freeze(self) -> None:
+        self.has(0)
+
+    def flush_counts(self) -> None:
+        """Nothing was counted."""
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class Samples(Generic[Item]):
     """An array of slots that any process fills and reads. Created by `Cache.samples`.
 
@@ -53,12 +124,12 @@ class Samples(Generic[Item]):
         self._creator = os.getpid()
         self.name = name
         self._attach(pack)
-        if isinstance(pack, _LatePack):
+        if isinstance(pack, NoPack):
             pack.comes.append(weakref.WeakMethod(self._attach))
 
     def _attach(self, pack: Pack | NoPack) -> None:
         self._pack, self._find = pack, pack.finder()
-        if self._codec.name == "raw" and not self._copy and not isinstance(pack, _LatePack):
+        if self._codec.name == "raw" and not self._copy and isinstance(pack, Pack):
             self.get = self._find  # type: ignore[method-assign, assignment]  # saves a call on the path that runs a million times a second
 
     def writable(self) -> Samples[Item]:
@@ -67,7 +138,7 @@ class Samples(Generic[Item]):
         return self if self._copy or self._codec.name == "raw" else Samples(self._origin, self._pack, self._codec, self.name, copy=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if isinstance(self._pack, _LatePack):
+        if isinstance(self._pack, NoPack) and self._pack.find_pack is not None:
             options: dict[str, Any] = {"codec": self._codec, "fingerprint": self._pack.fingerprint, "copy": self._copy}
             return functools.partial(open_samples, **options), (self._origin, self.name, len(self))
         return _unpickle, (self._origin, self._pack.id, len(self), self._codec, self.name, self._copy)
@@ -349,7 +420,7 @@ class Samples(Generic[Item]):
         self.close()
 
     def _store(self) -> Store:
-        """The store of a pack: a `PassThrough` has no packs."""
+        """The store of a pack: a `NullStore` has none."""
         assert self._origin.store.keeps
         return self._origin.store
 
@@ -388,14 +459,14 @@ def open_samples(
         raise errors.ConfigError(f"length={length!r} is invalid: it must be an int of at least 1", name="length", value=length)
     shape = _Shape(length or 0, chosen.name, _digest_of(fingerprint))
 
-    def find_pack() -> Pack | NoPack | None:
+    def find_pack() -> Pack | None:
         origin.current()
         try:
             pack = _find_or_make(origin, name, shape)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             origin.fall_back(error, f"samples:{name or ''}")
             return None
-        if isinstance(pack, Pack) and quota is not None:
+        if pack is not None and quota is not None:
             pack.set_quota(quota)
         return pack
 
@@ -403,46 +474,19 @@ def open_samples(
         pack = find_pack()
     if pack is None and not length:
         raise errors.NotCached.of(f"{SPACE}:{name}")
-    if not isinstance(pack, Pack) and (origin.store.keeps or origin.reopening is not None):
-        pack = _LatePack(shape.length, find_pack, fingerprint)
-    samples = Samples[Any](origin, pack or NoPack(shape.length), chosen, name, copy=copy)
+    may_come = origin.store.keeps or origin.reopening is not None
+    none = NoPack(shape.length, find_pack=find_pack if may_come else None, fingerprint=fingerprint)
+    samples = Samples[Any](origin, pack or none, chosen, name, copy=copy)
     origin.register(samples)
     return samples
 
 
-class _LatePack(NoPack):
-    """Stands for an array that cannot be opened now: a later call of its handle opens it, after a second, then with growing pauses."""
-
-    def __init__(self, length: int, find_pack: Callable[[], Pack | NoPack | None], fingerprint: str | bytes | None) -> None:
-        super().__init__(length)
-        self._find_pack, self.fingerprint, self._turn = find_pack, fingerprint, waits.Turn()
-        self.comes: list[weakref.WeakMethod[Callable[[Pack], None]]] = []  # of the handles that wait for it
-
-    def has(self, slot: int) -> bool:
-        super().has(slot)
-        self._turn.attempt(self._open)
-        return False
-
-    def _open(self) -> NoPack | Pack | None:
-        try:
-            pack = self._find_pack()
-        except errors.ConfigError as error:  # another array now has this name: no `get` may fail because of it
-            log.warning("nothing is found in this array, and nothing is stored: %s", str(error))
-            return self
-        if not isinstance(pack, Pack):
-            return None
-        for come in self.comes:
-            if (attach := come()) is not None:
-                attach(pack)
-        return pack
-
-
 def _unpickle(origin: Origin, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples[Any]:
     """Unpickle a handle from another process: of the same array, whatever its name is now."""
-    pack: Pack | NoPack | None = None
+    pack: Pack | None = None
     try:
-        for store in (origin.store, origin.upstream):
-            if pack is None and store is not None and (lease := store.packs.find_by_id(id)) is not None:
+        for store in _stores(origin):
+            if pack is None and (lease := store.packs.find_by_id(id)) is not None:
                 pack = store.packs.open(lease, length)
     except errors.CacheFault as error:
         origin.fall_back(error, f"samples:{name or ''}")
@@ -474,9 +518,17 @@ class _Shape:
         return json.dumps({"length": self.length, "codec": self.codec})
 
 
-def _find_or_make(origin: Origin, name: str | None, shape: _Shape) -> Pack | NoPack | None:
-    """The array of this name; created if there is none, or it has another fingerprint. Without a name, a new one."""
+def _stores(origin: Origin) -> list[Store]:
+    """The stores that may have arrays: its own, and the one upstream."""
+    return [store for store in (origin.store, origin.upstream) if store is not None and store.keeps]
+
+
+def _find_or_make(origin: Origin, name: str | None, shape: _Shape) -> Pack | None:
+    """The array of this name; created if there is none, or it has another fingerprint. Without a name, a new one. None where none can be
+    created."""
     store = origin.store
+    if not store.keeps:
+        return _find(origin, name, shape) if name is not None else None
     if name is None:
         key = f"~{secrets.token_hex(8)}"
         return store.packs.make(SPACE, key, shape.length, life="held", fingerprint=shape.fingerprint, meta=shape.meta())
@@ -496,9 +548,9 @@ def _find(origin: Origin, name: str, shape: _Shape) -> Pack | None:
     """The array of this name, here or in the root upstream; None if there is none, or it has another fingerprint.
 
     A length of 0 accepts any. Raises `ConfigError` where it has another length or codec."""
-    for store in (origin.store, origin.upstream):
-        lease = _leased(origin, store, name) if store is not None else None
-        if store is None or lease is None:
+    for store in _stores(origin):
+        lease = _leased(origin, store, name)
+        if lease is None:
             continue
         stored = _Shape.of(lease.entry)
         if stored is None:
@@ -523,7 +575,7 @@ def _find(origin: Origin, name: str, shape: _Shape) -> Pack | None:
     return None
 
 
-def _leased(origin: Origin, store: Store | PassThrough, name: str) -> Lease | None:
+def _leased(origin: Origin, store: Store, name: str) -> Lease | None:
     try:
         return store.packs.find(SPACE, name)
     except errors.CacheFault as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from forebay import errors
 from forebay._engine.index.memo import Remembered
-from forebay._engine.passthrough import PassThrough
+from forebay._engine.null_store import NullStore
 from forebay._engine.store import Store
 from forebay._kernel import host, mappings, waits
 from forebay._logs import logger
@@ -57,7 +57,7 @@ class Values:
         self.counted = dict.fromkeys(COUNTED, 0)
         host.at_fork(self)
 
-    def _bind(self, store: Store | PassThrough) -> None:
+    def _bind(self, store: Store | NullStore) -> None:
         self._bound, self._quick = store, store.finder(self.space)
 
     def after_fork_child(self) -> None:
@@ -118,7 +118,7 @@ class Values:
             return True
         return False
 
-    def _decoded(self, store: Store | PassThrough, key: str, hit: Remembered, label: str, copy: bool) -> tuple[Any] | None:
+    def _decoded(self, store: Store | NullStore, key: str, hit: Remembered, label: str, copy: bool) -> tuple[Any] | None:
         try:
             return (self._decode(hit.view, copy),)
         except (AttributeError, ImportError) as error:
@@ -140,7 +140,7 @@ class Values:
         own = memoryview(bytearray(data))
         return self.codec.decode(own if copy else own.toreadonly(), lambda: own)
 
-    def _drop_unreadable(self, store: Store | PassThrough, key: str, hit: Remembered, error: Exception) -> None:
+    def _drop_unreadable(self, store: Store | NullStore, key: str, hit: Remembered, error: Exception) -> None:
         self.counted["damaged"] += 1
         try:
             if store.is_intact(hit):  # else it has been set aside, and logged
@@ -307,13 +307,13 @@ class Values:
 
     def size(self) -> tuple[int, int]:
         """Stored size in bytes, and number, of the values."""
-        return self._store().spaces.usage(self.space)
+        return self._store().spaces.used(self.space)
 
     def budget(self) -> int | None:
         """Bytes that the values may have; None: limited by the cache only."""
-        return self._store().spaces.limits(self.space).quota
+        return self._store().spaces.limits_of(self.space).quota
 
-    def _store(self) -> Store | PassThrough:
+    def _store(self) -> Store | NullStore:
         store = self.origin.current()
         if store is not self._bound:  # a root that could not be used until now
             self._bind(store)

@@ -23,13 +23,13 @@ def test_a_write_names_its_process_while_it_lives(cache: forebay.Cache) -> None:
     assert isinstance(store, Store)
     with store.writing("urls", "k", resume=False) as writing:
         writing.begin(ObjectInfo("", 3 * MiB))
-        (fetch,) = store.seeing.now().fetches
+        (fetch,) = store.seeing.activity().fetches
         assert (fetch.key, fetch.total) == ("k", 3 * MiB)
         assert fetch.process.startswith(f"process {os.getpid()} on {socket.gethostname()} (")
         assert in_child(lambda: store.engine.parts.owners.me()) != store.engine.parts.owners.me()
         writing.write(0, bytes(3 * MiB))
         writing.publish()
-    assert store.seeing.now().fetches == ()
+    assert store.seeing.activity().fetches == ()
 
 
 def test_text_that_is_none_is_a_fault_of_the_cache(cache: forebay.Cache) -> None:

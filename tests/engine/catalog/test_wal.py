@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
-from forebay._engine.catalog import connection, entries
+from forebay._engine.catalog import connection, entries, transactions
 from forebay._engine.catalog.transactions import PART, Wal
 from forebay._engine.store import Settings, Store
 from tests.harness import KiB, MiB, bytes_of, opened
@@ -25,7 +25,7 @@ SETTINGS = Settings(budget=64 * MiB, min_free=0)
 def place(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A root whose log may have a megabyte, here and in forked children."""
     for name, value in (("KEEP", 0), ("SOFT", SOFT), ("STEP", STEP), ("FREE", FREE), ("WARN", WARN)):
-        monkeypatch.setattr(connection, name, value)
+        monkeypatch.setattr(transactions, name, value)
     return quick_path / "root"
 
 

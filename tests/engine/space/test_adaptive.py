@@ -94,7 +94,7 @@ def test_epochs_over_more_than_fits_hit_what_fits(store: Store, share: float) ->
             child.close()
     assert count >= 0.9 * best_of_permutation(sizes, quota)
     assert leader(store) == "bimodal"
-    assert store.spaces.usage("auto")[0] <= quota
+    assert store.spaces.used("auto")[0] <= quota
 
 
 @pytest.mark.rotates

@@ -350,7 +350,7 @@ def test_what_was_to_be_replaced_is_gone_by_now(tmp_path: Path) -> None:
         store.put("q", "third", bytes(60 * KiB), life="pinned")
         with pytest.raises(errors.NoSpace):
             store.engine.parts.writers.budget.reserve(asked)
-        assert store.spaces.usage("q") == (100 * KiB, 2)
+        assert store.spaces.used("q") == (100 * KiB, 2)
 
 
 MUCH = 1 << 40

@@ -23,15 +23,15 @@ from forebay._engine.files.layout import FULL, faults
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
 from forebay._engine.index.head import SharedHead
-from forebay._engine.locks.lease import Lease
-from forebay._engine.packs.segments import GONE, MANY_HITS, Appender, Finder, Mapped, Records, finder
+from forebay._engine.locks.leases import Lease
+from forebay._engine.packs.segments import GONE, MANY_HITS, Appender, Finder, Mapped, finder
 from forebay._kernel import host, mappings
 from forebay._model import Buffer
 
 MAPPED = 1 << 20
 """From this size on a private mapping costs less than a copy; pages are copied once they are written to."""
 ASK_AGAIN = 2.0
-"""Seconds after which a writer that got no space asks again, even if nothing was evicted meanwhile."""
+"""Seconds after which a writer that got no space asks again, even if nothing was evicted."""
 
 
 class Segments(Protocol):
@@ -90,8 +90,10 @@ class Pack:
         """`find` as a function that is faster to call, and keeps the pack alive."""
         function = self._finder() if self._finder is not None else None
         if function is None:
-            records = Records(self._cells, self._hints, self._hint_key, self._starts, self._ends, self._places)
-            function = finder(records, self._view, self._find_slowly, self.flush_counts)
+            function = finder(
+                self._cells, self._hints, self._hint_key, self._starts, self._ends, self._places, self._view,
+                slowly=self._find_slowly, flush=self.flush_counts,
+            )  # fmt: skip
             self._finder = weakref.ref(function)
             if self.closed:
                 function.shut()
@@ -156,7 +158,7 @@ class Pack:
         placed = self._mapped.where(number, offset)
         if placed is None:
             return False
-        if self._view is not self._mapped.view:  # it was enlarged; set before the words that point into it
+        if self._view is not self._mapped.view:  # enlarged: set before the words that point into it
             self._view = self._mapped.view
             self.finder().show(self._view)
         begin, length = placed
@@ -172,7 +174,7 @@ class Pack:
         return True
 
     def _note_length(self, slot: int, word: int, length: int) -> None:
-        """Let other processes find a record without a look at its header. Caller: has written it, or found it sound."""
+        """Let other processes find a record without reading its header. Caller: has written it, or found it sound."""
         if not self._root.read_only:
             self._hints[slot] = pack_files.length_hint(self._hint_key, word, length)
 
@@ -218,7 +220,7 @@ class Pack:
                     return self._append_locked(slot, parts, length)
 
     def _append_locked(self, slot: int, parts: Sequence[Buffer], length: int) -> bool:
-        self._check_open()  # another thread may have closed it meanwhile
+        self._check_open()  # another thread may have closed it
         need = pack_files.footprint(length)
         appender = self._appender
         if appender is None or appender.tail + need > appender.ready:
@@ -287,7 +289,7 @@ class Pack:
         return (not need or need >= refused) and words[index] == eviction and time.monotonic() < until
 
     def set_quota(self, quota: int) -> None:
-        """Limit the pack to so many bytes in all, for every writer."""
+        """Limit the pack to this total of bytes, for every writer."""
         if self._can_append():
             host.set_word(self._words, pack_files.QUOTA, quota)
 
@@ -297,14 +299,14 @@ class Pack:
         return self._read_only or bool(self._words[pack_files.FROZEN])
 
     def freeze(self) -> None:
-        """Take no more records from any process, ever again."""
+        """Refuse further records from any process, permanently."""
         self._check_open()
         if self._can_append():
             host.set_word(self._words, pack_files.FROZEN, 1)
         self._read_only = True
 
     def only_read(self) -> None:
-        """Take no records through this handle."""
+        """Refuse records through this handle."""
         self._read_only = True
 
     def is_damaged(self, slot: int) -> bool:
@@ -369,61 +371,6 @@ class Pack:
     def _check_open(self) -> None:
         if self.closed:
             raise errors.Closed.of("array of samples")
-
-
-class NoPack:
-    """A pack that keeps nothing: its slots stay empty."""
-
-    frozen, admits = True, False
-
-    def __init__(self, length: int, id: int = 0) -> None:
-        self.length, self.id = length, id
-        self.closed = False
-
-    def find(self, slot: int, copy: bool = False) -> memoryview | None:
-        self.has(slot)
-        return None
-
-    def finder(self) -> Callable[..., memoryview | None]:
-        return self.find
-
-    def has(self, slot: int) -> bool:
-        if self.closed:
-            raise errors.Closed.of("array of samples")
-        if not 0 <= operator.index(slot) < self.length:
-            raise IndexError(f"sample {slot} is outside 0..{self.length - 1}")
-        return False
-
-    def is_damaged(self, slot: int) -> bool:
-        return False
-
-    def private(self, slot: int) -> memoryview:
-        raise IndexError(f"sample {slot} is empty")
-
-    def filled(self) -> list[int]:
-        self.has(0)
-        return []
-
-    def count(self) -> int:
-        return len(self.filled())
-
-    def peek(self, slot: int, copy: bool = False) -> memoryview | None:
-        return self.find(slot)
-
-    def put(self, slot: int, encode: Callable[[Any], Any], value: Any) -> bool:
-        return self.has(slot)
-
-    def freeze(self) -> None:
-        self.has(0)
-
-    def bad_slots(self) -> list[int]:
-        return self.filled()
-
-    def flush_counts(self) -> None:
-        """Nothing was counted."""
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def _flush_at_exit(pack: Pack) -> None:

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 from forebay import errors
 from forebay._engine.catalog import entries, segments
@@ -24,8 +24,7 @@ from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.transactions import Rows, Txn
 from forebay._engine.files import pack_files
 from forebay._engine.files.layout import PAGE, Root, faults
-from forebay._engine.locks.lease import Lease
-from forebay._engine.locks.leases import Leases
+from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.space import eviction
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.free_space import NO_LIMIT, SpaceRequest
@@ -33,7 +32,6 @@ from forebay._engine.write.publish import Label, Publisher
 from forebay._kernel import host, locks, mappings
 
 NOTHING = memoryview(b"").cast("Q")
-Find = Callable[[int, bool], memoryview | None]
 
 
 class Finder(Protocol):
@@ -44,33 +42,24 @@ class Finder(Protocol):
     show: Callable[[memoryview], None]
     """Read from this larger view from now on; offsets stay the same."""
     shut: Callable[[], None]
-    """Find nothing any more: every call takes the slow path."""
+    """Make every call take the slow path."""
 
     def __call__(self, slot: int, copy: bool = False) -> memoryview | None: ...
 
 
 MANY_HITS = 1024
 """After so many hits, the first use of another slot adds them to the counters."""
-Places = dict[int, tuple[int, int]]
-"""Where segments, by their numbers, begin and end in the view."""
 
 
-class Records(NamedTuple):
-    """What is known of the records of a pack. ``cells``, ``hints``: of its index; ``key``: of the hints; ``starts``, ``ends``: of payloads
-    that this process has found before, in the view; ``places``: of the segments that it has mapped."""
-
-    cells: memoryview
-    hints: memoryview
-    key: int
-    starts: memoryview
-    ends: memoryview
-    places: Places
-
-
-def finder(records: Records, view: memoryview, slowly: Find, flush: Callable[[], None]) -> Finder:
+def finder(
+    cells: memoryview, hints: memoryview, key: int, starts: memoryview, ends: memoryview, places: dict[int, tuple[int, int]],
+    view: memoryview, *, slowly: Callable[[int, bool], memoryview | None], flush: Callable[[], None],
+) -> Finder:  # fmt: skip
     """A function that returns the payload of a slot, ``view[starts[slot]:ends[slot]]``. If its end is 0, the hint of its length tells
-    where it is; ``slowly`` is called where that proves nothing, and for a writable copy. ``flush`` takes the counts when they are many."""
-    cells, hints, key, starts, ends, places = records
+    where it is; ``slowly`` is called where that proves nothing, and for a writable copy. ``flush`` takes the counts when they are many.
+
+    ``cells``, ``hints``, ``key``: of the pack's index, of its hints, and the key of the hints. ``starts``, ``ends``: of the payloads that
+    this process has found before. ``places``: where the segments that it has mapped begin and end in the view, by their numbers."""
     hits = size = 0
     header, sixteenths, hinted, bits, proofs = (
         pack_files.HEADER, pack_files.SIXTEENTHS, pack_files.HINTED, pack_files.HINT_BITS, pack_files.PROOFS
@@ -144,7 +133,7 @@ class Mapped:
         self._mutex = threading.Lock()
 
     def close(self) -> None:
-        """Show nothing any more. Views that were handed out stay mapped until they are dropped."""
+        """Stop exposing segments. Views that were handed out stay mapped until they are dropped."""
         with self._mutex:
             self.view, self._placed = GONE, {}
             del self._window
@@ -206,9 +195,9 @@ SMALLEST, LARGEST = 1 << 20, 64 << 20
 count much empty space."""
 EASY = 16 << 20
 AHEAD = 1 << 20
-"""A segment's blocks are counted when it is taken, and allocated by and by: so much at once."""
+"""A segment's blocks are counted when it is taken, and allocated in steps of this size."""
 NEWEST = 32
-"""A writer looks for room in so many of the closed segments before it begins a new one."""
+"""A writer looks for room in this many closed segments before it creates a new one."""
 
 
 class Appender:
@@ -221,7 +210,7 @@ class Appender:
         self._file = locks.file_of(fd)
 
     def make_ready(self, need: int) -> None:
-        """Have the blocks for ``need`` bytes more, and some ahead. Raises what the disk raises; then it is as it was.
+        """Allocate the blocks for ``need`` bytes more, and some ahead. Raises what the disk raises; then nothing has changed.
 
         Looks, too, whether the descriptors are still open. Between two looks their high numbers protect the job's files: where the job
         closed one, a write fails."""
@@ -237,7 +226,7 @@ class Appender:
         return self.claims.is_open() and self.fd >= 0 and locks.file_of(self.fd) == self._file
 
     def close(self) -> None:
-        """Append no more; any process may. In a forked child, the segment stays the parent's."""
+        """Release the segment to any process. In a forked child, it stays the parent's."""
         fd, self.fd = self.fd, -1
         if fd >= 0 and locks.file_of(fd) == self._file:
             os.close(fd)
@@ -336,8 +325,8 @@ class Packing:
         return number
 
     def leave(self, pack: int, words: memoryview, appender: Appender) -> None:
-        """Give back the space behind the last record. Does nothing where the job closed the descriptors: another process may append by now,
-        and one that needs space gives back the rest. Caller: closes the appender."""
+        """Return the space behind the last record. Does nothing if the job closed the descriptors: another process may append by now, and
+        a process that needs space returns the rest. Caller: closes the appender."""
         if appender.is_open():
             with faults(f"pack {pack:x}"):
                 if appender.last is not None:

@@ -151,10 +151,15 @@ class Eviction:
         its row by now."""
         if entries.is_known(self._catalog, file[0]):
             return self._remove_beside(file)
-        with self._leases.evicting(file[0]) as free, self._catalog.writer():
-            # It may have been published since it was listed: look again, now that nobody else may touch it. A small file has its name
-            # before its row is committed, but only while the writer's lock is held.
-            return free and not entries.is_known(self._catalog, file[0]) and self._unlink(file)
+        if not self._leases.try_evict(file[0]):
+            return False
+        try:
+            with self._catalog.writer():
+                # It may have been published since it was listed: look again, now that nobody else may touch it. A small file has its
+                # name before its row is committed, but only while the writer's lock is held.
+                return not entries.is_known(self._catalog, file[0]) and self._unlink(file)
+        finally:
+            self._leases.evicted(file[0])
 
     def _remove_beside(self, file: FileName) -> bool:
         """Remove a file that has the id of an entry and is not its file; no process can have a lease on it."""

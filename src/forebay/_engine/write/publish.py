@@ -37,9 +37,7 @@ from forebay._engine.files.root import Root
 from forebay._engine.files.stages import MemoryStage, Stage
 from forebay._engine.index.adaptive import AdaptiveSpace, AdaptiveSpaces, Trial
 from forebay._engine.index.records import EntryIndex
-from forebay._engine.locks.lease import Lease
-from forebay._engine.locks.leases import Leases
-from forebay._engine.locks.owners import Owners
+from forebay._engine.locks.leases import Lease, Leases, Owners
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.free_space import SpaceRequest

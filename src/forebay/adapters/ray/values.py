@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.index.memo import Remembered
-from forebay._engine.passthrough import PassThrough
+from forebay._engine.null_store import NullStore
 from forebay._engine.store import Store
 from forebay._model import Buffer
 from forebay.codecs import Codec
@@ -123,7 +123,7 @@ class RemoteValues(Values):
             self.origin.fall_back(error, f"{self.space}:{key}")
         return None
 
-    def _fetched(self, store: Store | PassThrough, key: str, answer: HeadReply, label: str, copy: bool) -> tuple[Any] | None:
+    def _fetched(self, store: Store | NullStore, key: str, answer: HeadReply, label: str, copy: bool) -> tuple[Any] | None:
         payload = answer.payload or self._ask("send", key, answer.token, size=answer.size)
         if payload is None:
             return None  # the head has removed or replaced it since it answered
@@ -136,7 +136,7 @@ class RemoteValues(Values):
             self._say(label or key, "class", f"{label or key}: {key} cannot be read here: {type(error).__name__}: {error}")
             return None
 
-    def _copied(self, store: Store | PassThrough, key: str, pieces: Sequence[Buffer], meta: str) -> Remembered | None:
+    def _copied(self, store: Store | NullStore, key: str, pieces: Sequence[Buffer], meta: str) -> Remembered | None:
         """This node's own copy of the value; None if there is no space for one: the bytes suffice."""
         try:
             store.put_pieces(self.space, key, pieces, meta=meta)
