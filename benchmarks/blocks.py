@@ -34,7 +34,7 @@ print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu, table.n
 os._exit(0)  # pyarrow's threads may abort the end of a process that has just read a Python file, whichever it is
 """
 _CACHE = """
-import forebay.cache, forebay.origin.block_files, forebay.remote.http, sqlite3
+import forebay.cache, forebay.fetch.block_files, forebay.remote.http, sqlite3
 cache = forebay.Cache(place, budget="20GB", min_free=0)
 """
 _OURS = _READ.format(setup=_CACHE, opened="cache.open(source, block_size=size)")

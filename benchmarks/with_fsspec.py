@@ -84,7 +84,7 @@ def warm(folder: Path, quick: bool) -> list[Line]:
 
 _SETUP = """import fsspec, aiohttp, fsspec.implementations.cached, fsspec.implementations.http
 if {name!r} == "forebay":
-    import forebay.adapters.fsspec, forebay.origin.block_files, forebay.remote.http, sqlite3
+    import forebay.adapters.fsspec, forebay.fetch.block_files, forebay.remote.http, sqlite3
 options = {options!r}"""
 _COLD = """
 import fsspec, hashlib, json, sys

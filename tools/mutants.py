@@ -104,9 +104,9 @@ MUTANTS = (
         "engine/packs/test_pack.py::test_who_comes_second_between_the_look_and_the_store",
     ),
     Mutant(
-        1, "an open file takes a block of a newer version", "origin.blocks:Blocks._request",
+        1, "an open file takes a block of a newer version", "fetch.blocks:Blocks._request",
         "self.info", "None",
-        "origin/test_blocks.py::test_an_open_file_goes_on_with_its_version_and_mixes_none",
+        "fetch/test_blocks.py::test_an_open_file_goes_on_with_its_version_and_mixes_none",
     ),
     Mutant(
         1, "an upload is marked complete before its last file is sent", "directories.uploading:_Upload.run",
@@ -121,14 +121,14 @@ MUTANTS = (
         "tasks/test_cached.py::test_s06_processes_wait_for_one_run",
     ),
     Mutant(
-        2, "a pipeline fetches without a second look", "origin.pipeline:Pipeline._begin",
+        2, "a pipeline fetches without a second look", "fetch.pipeline:Pipeline._begin",
         "list(self._look(space, wanted))", "[]",
-        "origin/test_pipeline.py::test_what_was_fetched_between_the_look_and_the_lock_is_not_fetched_again",
+        "fetch/test_pipeline.py::test_what_was_fetched_between_the_look_and_the_lock_is_not_fetched_again",
     ),
     Mutant(
-        2, "a block is fetched while another process fetches it", "origin.flight:get_or_make_free",
+        2, "a block is fetched while another process fetches it", "fetch.flight:get_or_make_free",
         "list(holds)", "list(keys)",
-        "origin/test_blocks.py::test_processes_that_touch_the_same_blocks_fetch_each_once",
+        "fetch/test_blocks.py::test_processes_that_touch_the_same_blocks_fetch_each_once",
     ),
     Mutant(
         2, "a chunk is marked as present before it is written", "_engine.files.stages:Stage.write",
@@ -170,12 +170,12 @@ MUTANTS = (
         "crash/test_every_step.py::test_publish_through_a_writing",
     ),
     Mutant(
-        3, "a remote that did not answer validates blocks", "origin.block_files:_Opening._keep",
+        3, "a remote that did not answer validates blocks", "fetch.block_files:_Opening._keep",
         "not self._is_stored", "True",
-        "origin/test_blocks.py::test_a_remote_that_cannot_be_reached_validates_nothing",
+        "fetch/test_blocks.py::test_a_remote_that_cannot_be_reached_validates_nothing",
     ),
     Mutant(
-        3, "an object is as fresh as its last byte, not its request", "origin.job:Job._fetch",
+        3, "an object is as fresh as its last byte, not its request", "fetch.job:Job._fetch",
         "self.began or store.now(exact=True)", "None",
         "scenarios/test_s23_freshness.py::test_s23_refresh_does_not_take_what_was_asked_for_before",
     ),
@@ -283,7 +283,7 @@ MUTANTS = (
         "engine/test_faults.py::test_two_processes_go_on_after_harm[catalog.sqlite-scribble]",
     ),
     Mutant(
-        6, "a handle that bypasses the cache never tries again", "origin:Origin.current",
+        6, "a handle that bypasses the cache never tries again", "fetcher:Fetcher.current",
         "reopening.attempt(self._opened.open_again)", "None",
         "scenarios/test_reopening.py::test_every_front_uses_the_cache_once_it_can_be_used",
     ),
@@ -360,7 +360,7 @@ MUTANTS = (
     Mutant(
         8, "the first read of a process queries the catalog", "_engine.store:Store.first_touch",
         "self.engine.first_touch(space, key, max_age, alias or key, maps)", "None",
-        "origin/test_first_touch.py::test_the_first_read_of_a_process_asks_the_index_alone[read]",
+        "fetch/test_first_touch.py::test_the_first_read_of_a_process_asks_the_index_alone[read]",
     ),
     Mutant(
         8, "a hit makes a system call", "_engine.index.memo:Memo.hot_lookup.hit",
@@ -389,9 +389,9 @@ MUTANTS = (
         "engine/test_forks.py::test_a_fork_by_c_code_is_passed_by",
     ),
     Mutant(
-        9, "a child waits for its parent's read-ahead", "origin.block_files:ReadAhead.extend",
+        9, "a child waits for its parent's read-ahead", "fetch.block_files:ReadAhead.extend",
         "os.getpid() != self._pid", "False",
-        "origin/test_block_files.py::test_a_child_of_a_fork_reads_ahead_by_itself",
+        "fetch/test_block_files.py::test_a_child_of_a_fork_reads_ahead_by_itself",
     ),
     Mutant(
         9, "a child keeps its parent's connections open", "remote.http.loop:_Loop.leave_to_parent",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from forebay.claims import list_claims as list_claims
     from forebay.claims import prune_claims as prune_claims
     from forebay.errors import ForebayError as ForebayError
-    from forebay.origin.request import ReadOptions as ReadOptions
+    from forebay.fetch.request import ReadOptions as ReadOptions
     from forebay.prefetch import Prefetcher as Prefetcher
     from forebay.prefetch.lazies import Lazy as Lazy
     from forebay.remote import RemoteOptions as RemoteOptions
@@ -67,7 +67,7 @@ _PLACES = {
     "Prefetcher": "forebay.prefetch",
     "Problem": "forebay._model",
     "Progress": "forebay.reports",
-    "ReadOptions": "forebay.origin.request",
+    "ReadOptions": "forebay.fetch.request",
     "RemoteOptions": "forebay.remote",
     "Report": "forebay._model",
     "Samples": "forebay.samples",

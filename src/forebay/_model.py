@@ -178,7 +178,7 @@ class Source(Protocol):
     - ``lease(key)``: a `Lease` on the item's bytes if the cache has exactly these, from `Cache.read` or a `pull`; else None. The bytes
       then get a second name, and are not read.
     - ``fetch(key)``: as ``source[key]``, called for items for which ``lease`` returned None.
-    - ``bind(origin)``: called once with the cache's own `Origin`, before the first item is requested."""
+    - ``bind(fetcher)``: called once with the cache's own `Fetcher`, before the first item is requested."""
 
     @property
     def uri(self) -> str:

@@ -11,13 +11,13 @@ from typing import Any, NoReturn, Self
 from forebay import errors, remote
 from forebay._engine.null_store import NullStore
 from forebay._kernel import host
-from forebay.cache import Cache, origin_of
+from forebay.cache import Cache, fetcher_of
 from forebay.directories import copying, trees, uploading
 from forebay.directories import metadata as stored
 from forebay.directories.location import RemoteDirectory, check_either, locate
 from forebay.directories.manifests import Patterns
-from forebay.origin import Origin
-from forebay.origin.request import FetchOptions
+from forebay.fetch import Fetcher
+from forebay.fetch.request import FetchOptions
 from forebay.reports import OnProgress, Progress
 
 _STRIPPED = frozenset({"s3", "gs", "gcs", "http", "https"})
@@ -190,29 +190,29 @@ class Checkpoint(metaclass=_Kind):
         return (remote.local_path(url) if filesystem is None else remote.local_path_on(filesystem, url)) is not None
 
     @property
-    def _origin(self) -> Origin:
-        """The origin of the cache; for a local directory without a cache, one that needs none."""
+    def _fetcher(self) -> Fetcher:
+        """The fetcher of the cache; for a local directory without a cache, one that needs none."""
         if self._cache is None and self._is_local:
-            return Origin(NullStore(), remote.RemoteOptions())
-        return origin_of(self.cache)
+            return Fetcher(NullStore(), remote.RemoteOptions())
+        return fetcher_of(self.cache)
 
     def _location(self, include: Patterns = None, exclude: Patterns = None) -> RemoteDirectory:
-        return locate(self._origin, *self._source, include, exclude)
+        return locate(self._fetcher, *self._source, include, exclude)
 
     # -- its metadata ----------------------------------------------------------------------------------------------
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the metadata that the remote has for it now; ``{}`` if there is none. Raises `RemoteError`."""
-        return stored.read(self._origin, self._location())
+        return stored.read(self._fetcher, self._location())
 
     def set_metadata(self, metadata: dict[str, Any]) -> None:
         """Store this as its metadata, replacing what is there. Raises `RemoteError`, or `NotJson` (a ValueError and a TypeError)."""
-        stored.write(self._origin, self._location(), metadata)
+        stored.write(self._fetcher, self._location(), metadata)
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
         """Set these keys of its metadata. Concurrent updates on this node are never lost; nor are those of other nodes if the store
         supports conditional writes (S3). Raises as `set_metadata` does."""
-        stored.update(self._origin, self._location(), metadata)
+        stored.update(self._fetcher, self._location(), metadata)
 
     # -- uploads ---------------------------------------------------------------------------------------------------
 
@@ -235,8 +235,8 @@ class Checkpoint(metaclass=_Kind):
             if on_progress is not None:
                 on_progress(Progress(remote.shown(url), done, total, state))
 
-        origin = origin_of(checkpoint.cache) if keep else checkpoint._origin
-        done = uploading.push(origin, locate(origin, *checkpoint._source), directory, delete=delete, keep=keep, tell=tell)
+        fetcher = fetcher_of(checkpoint.cache) if keep else checkpoint._fetcher
+        done = uploading.push(fetcher, locate(fetcher, *checkpoint._source), directory, delete=delete, keep=keep, tell=tell)
         size = sum(file.size or 0 for file, _ in done.files)
         tell("done", size, size)
         return checkpoint

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay.cache import origin_of
+from forebay.cache import fetcher_of
 from forebay.sources import UrlSource
 from tests.processes import fork
 from tests.servers.nginx import Nginx, nginx
@@ -164,6 +164,6 @@ def test_a_plan_removes_what_eviction_would_take_first(server: Nginx, quick_path
         for url in urls:
             cache.read(url)
         with forebay.Cache(quick_path / "root") as same:
-            assert not origin_of(same).store.prefetching.dismiss("urls", [urls[15], urls[12]])
+            assert not fetcher_of(same).store.prefetching.dismiss("urls", [urls[15], urls[12]])
         planned = [victim.name for victim in cache.plan(cache.budget).victims]
     assert planned == [urls[15], urls[12], *(url for url in urls if url not in (urls[15], urls[12]))]

@@ -10,7 +10,7 @@ import pytest
 
 from forebay._engine.store import Store
 from forebay.codecs import codec
-from forebay.origin import Origin
+from forebay.fetch import Fetcher
 from forebay.remote import RemoteOptions
 from forebay.tasks.values import Values
 from tests.crash.conftest import Scene
@@ -24,7 +24,7 @@ DIGEST = "0" * 32
 
 
 def values_of(store: Store, which: str = "pickle") -> Values:
-    return Values(Origin(store, RemoteOptions()), "v", codec(which))
+    return Values(Fetcher(store, RemoteOptions()), "v", codec(which))
 
 
 def same(found: object, wanted: object) -> bool:

@@ -23,7 +23,7 @@ from forebay._engine.null_store import NullStore
 from forebay.directories import uploading
 from forebay.directories.location import RemoteDirectory, locate
 from forebay.directories.uploading import Uploaded, upload
-from forebay.origin import Origin
+from forebay.fetch import Fetcher
 from forebay.remote import RemoteOptions
 from forebay.testing import MemorySink, ScriptedServer
 from tests.items import until
@@ -82,7 +82,7 @@ def near(tmp_path: Path) -> Path:
     return write_files(tmp_path / "near")
 
 
-NO_CACHE = Origin(NullStore(), RemoteOptions())
+NO_CACHE = Fetcher(NullStore(), RemoteOptions())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forebay._engine.store import Store
-from forebay.origin.request import FOREVER
+from forebay.fetch.request import FOREVER
 from tests.harness import MiB, bytes_of, lose_cells, opened
 from tests.processes import fork, in_child
 

@@ -35,9 +35,9 @@ ORDER = """
     _engine.spaces _engine.flight < _engine.loading
     _engine.loading _engine.seeing < _engine.store _engine.null_store
     _config world remote < claims
-    _engine.store _engine.null_store remote < origin < directories sources
+    _engine.store _engine.null_store remote < fetch < directories sources
     _engine.store _engine.null_store < reports
-    origin codecs < samples tasks
+    fetch codecs < samples tasks
     sources codecs reports < prefetch
     claims directories samples tasks prefetch reports < cache < checkpoint < adapters
     testing < adapters
@@ -54,7 +54,7 @@ STREAMING = ("adapters.streaming", "adapters.streaming.shared", "adapters.stream
 # Packages that are not ours, and the rooms that may use them. At the head of a module only where LOADED_WITH says so.
 THIRD_PARTY = {
     "pycurl": ("remote.http.transfers", "remote.http.loop"),
-    "xxhash": ("_engine", "directories", "remote", "origin", "cache", "prefetch", "tasks"),
+    "xxhash": ("_engine", "directories", "remote", "fetch", "cache", "prefetch", "tasks"),
     "typing_extensions": ("_model",),  # for type checkers only
     "click": ("cli",),
     "rich": ("cli",),
@@ -75,7 +75,7 @@ THIRD_PARTY = {
     "joblib": ("adapters.joblib",),
 }
 LOADED_WITH = {
-    "xxhash": ("_engine", "directories", "remote", "origin", "cache", "prefetch", "tasks"),
+    "xxhash": ("_engine", "directories", "remote", "fetch", "cache", "prefetch", "tasks"),
     "click": ("cli",),
     "rich": ("cli",),
     "pycurl": ("remote.http.transfers", "remote.http.loop"),

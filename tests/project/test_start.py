@@ -21,7 +21,7 @@ NOT_NEEDED = {
     "forebay._engine.catalog", "forebay._engine.check", "forebay._engine.flight", "forebay._engine.locks.leases",
     "forebay._engine.packs", "forebay._engine.parts", "forebay._engine.null_store", "forebay._engine.reading",
     "forebay._engine.space.budget", "forebay._engine.spaces", "forebay._engine.seeing", "forebay._engine.write", "forebay._engine.writers",
-    "forebay.cache.entries", "forebay.claims", "forebay.codecs", "forebay.directories", "forebay.origin.files",
+    "forebay.cache.entries", "forebay.claims", "forebay.codecs", "forebay.directories", "forebay.fetch.files",
     "forebay.prefetch", "forebay.remote.base", "forebay.remote.filesystems", "forebay.remote.http", "forebay.remote.local",
     "forebay.remote.s3", "forebay.reports", "forebay.samples", "forebay.sources", "forebay.tasks", "forebay.world",
 }  # fmt: skip

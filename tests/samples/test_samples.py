@@ -596,7 +596,7 @@ def test_what_pfio_preserved(cache: forebay.Cache, tmp_path: Path, monkeypatch: 
     ours.close()
     again.close()
     if how == "default":
-        ours._origin.close()
+        ours._fetcher.close()
 
 
 def test_the_import_of_pfios_files_says_where_it_is_now(cache: forebay.Cache) -> None:

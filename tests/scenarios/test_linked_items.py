@@ -14,7 +14,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._engine.store import Store
-from forebay.cache import origin_of
+from forebay.cache import fetcher_of
 from forebay.sources import TarSource, UrlSource
 from forebay.testing import ScriptedServer
 from tests.items import until
@@ -205,7 +205,7 @@ def test_no_signature_is_logged_where_the_cache_cannot_be_looked_into(
         tar.addfile(member, io.BytesIO(b"data"))
     url = server.put("/shard.tar", packed.getvalue())
     source = TarSource(f"{url}?X-Amz-Signature=SIKRIT")
-    source.bind(origin_of(cache))
+    source.bind(fetcher_of(cache))
     view = Store.view
 
     def broken(self: Store, space: str, key: str) -> object:

@@ -11,7 +11,7 @@ import pytest
 
 import forebay
 from forebay._kernel import host, locks
-from forebay.origin import files
+from forebay.fetch import files
 from forebay.testing import ScriptedServer
 
 

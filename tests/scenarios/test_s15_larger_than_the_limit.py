@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay.origin.job import JobSink
+from forebay.fetch.job import JobSink
 from forebay.testing import ScriptedServer
 from tests.items import until
 

@@ -18,10 +18,10 @@ import forebay
 from forebay import errors
 from forebay.adapters.huggingface import snapshot_download
 from forebay.adapters.streaming import get_shm_prefix
-from forebay.cache import origin_of
+from forebay.cache import fetcher_of
 from forebay.claims.registry import VARIABLE, Registry
 from forebay.cli.checkup import check_up
-from forebay.origin.request import URLS
+from forebay.fetch.request import URLS
 from forebay.remote import RemoteOptions
 from forebay.sources import TarSource, UrlSource
 from forebay.testing import ScriptedServer
@@ -173,7 +173,7 @@ def test_a_partition_is_shared_by_who_names_it(private: str, tmp_path: Path, ser
     names = []
     for options in (RemoteOptions(), RemoteOptions(partition="one"), RemoteOptions(partition="two"), RemoteOptions(token="t")):
         with forebay.Cache(tmp_path / "root", remote_options=options) as cache:
-            names.append([origin_of(cache).target(url).key for url in ("s3://b/k", "hf://o/n@main/f", "memory://x")])
+            names.append([fetcher_of(cache).target(url).key for url in ("s3://b/k", "hf://o/n@main/f", "memory://x")])
     plain, one, two, token = names
     assert plain == token == ["s3://b/k", "hf://o/n@main/f", "memory://x"]  # by default it is for HTTP
     assert not set(plain) & set(one)
@@ -237,7 +237,7 @@ def test_a_snapshot_comes_from_the_hub_that_its_key_names(hubs: tuple[Hub, Hub],
 def test_the_public_hub_by_name_is_the_public_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://huggingface.co/")
     with forebay.Cache(tmp_path / "root") as cache:
-        assert origin_of(cache).target("hf://o/n@main/f").key == "hf://o/n@main/f"
+        assert fetcher_of(cache).target("hf://o/n@main/f").key == "hf://o/n@main/f"
 
 
 @pytest.fixture
@@ -297,7 +297,7 @@ def test_the_servers_are_those_that_are_named_when_the_first_url_is_met(
 ) -> None:
     """The cache is open by then, and the root has what the public ones sent."""
     with forebay.Cache(tmp_path / "root") as cache:
-        store = origin_of(cache).store
+        store = fetcher_of(cache).store
         store.put(URLS, url, b"public", validated=store.now())
         monkeypatch.setenv("AWS_ENDPOINT_URL", buckets[0].url)
         monkeypatch.setenv("HF_ENDPOINT", hubs[0].url)
@@ -358,13 +358,13 @@ def test_a_root_that_is_made_anew_has_other_keys(server: ScriptedServer, tmp_pat
             return [entry.key for entry in cache.entries()]
 
     with forebay.Cache(tmp_path / "root") as cache:
-        origin = origin_of(cache)
+        fetcher = fetcher_of(cache)
         (before,) = keys()
-        assert origin.target(url).key == before
+        assert fetcher.target(url).key == before
         shutil.rmtree(tmp_path / "root")
         (after,) = in_child(keys)
         cache.put("a", b"value")
-        assert origin.target(url).key == after != before
+        assert fetcher.target(url).key == after != before
         assert cache.read(url) == b"x" * 1000
 
 

@@ -16,12 +16,12 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._kernel.below import Below
-from forebay.cache import origin_of
+from forebay.cache import fetcher_of
 from forebay.cli.main import run
 from forebay.directories.copying import copy_tree
 from forebay.directories.listings import UploadMarker
 from forebay.directories.manifests import File, Manifest
-from forebay.origin.request import LISTINGS
+from forebay.fetch.request import LISTINGS
 from forebay.testing import ScriptedServer
 from tests import processes
 from tests.remote_directories import MARKER, marker_of
@@ -61,7 +61,7 @@ def fill(root: Path, url: str, **options: bool) -> None:
 def poison(root: Path, url: str, extra: File, **options: bool) -> None:
     """Add a file to the stored listing, and have the stored tree say that it is of that listing."""
     with forebay.Cache(root, **options) as cache:
-        store = origin_of(cache).store
+        store = fetcher_of(cache).store
         stored = store.view(LISTINGS, url)
         listing = Manifest(tuple(sorted([*Manifest.parse(url, stored.view).files, extra], key=lambda file: file.name)))
         store.put(LISTINGS, url, listing.encoded, validator=listing.version, validated=store.now(exact=True))
@@ -157,7 +157,7 @@ def test_a_row_that_forebay_never_wrote_has_the_listing_requested_again(tmp_path
     root = tmp_path / "root"
     fill(root, url)
     with forebay.Cache(root) as cache:
-        store = origin_of(cache).store
+        store = fetcher_of(cache).store
         rows = [*json.loads(bytes(store.view(LISTINGS, url).view)), row]
         store.put(LISTINGS, url, json.dumps(rows).encode(), validator="another", validated=store.now(exact=True))
     before = server.gets

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import forebay
 from forebay import errors
-from forebay.cache import origin_of
-from forebay.origin.prefix import Prefix
+from forebay.cache import fetcher_of
+from forebay.fetch.prefix import Prefix
 from forebay.remote import RemoteOptions
 from forebay.sources import DecodedSource, SourceInfo, TarSource, UrlSource, by_extension, name_of, source_of
 from forebay.testing import ScriptedServer
@@ -216,7 +216,7 @@ def test_a_filesystem_with_other_settings_is_another_source(tmp_path: Path) -> N
     sources = [UrlSource("x", filesystem=one), UrlSource("/x/", filesystem=one), UrlSource("x", filesystem=other)]
     with forebay.Cache(tmp_path / "root") as cache:
         for source in sources:
-            source.bind(origin_of(cache))
+            source.bind(fetcher_of(cache))
         first, same, another = (source.identity for source in sources)
     assert first == same != another
     assert {source.uri for source in sources} == {"dir://x#..."}

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 import forebay
 from forebay import errors
 from forebay._model import ObjectInfo, Span
-from forebay.cache import origin_of
-from forebay.origin.prefix import RemoteAccess
+from forebay.cache import fetcher_of
+from forebay.fetch.prefix import RemoteAccess
 from forebay.remote import RemoteOptions
 from forebay.sources import SourceInfo, TarSource, shards, tar_index
 from forebay.sources.tar_index import Index
@@ -667,7 +667,7 @@ def test_a_root_that_may_only_be_read_gives_its_indexes(server: ScriptedServer, 
     before = server.gets
     with forebay.Cache(cache.path, read_only=True) as reader:
         source = TarSource([kept, other])
-        source.bind(origin_of(reader))
+        source.bind(fetcher_of(reader))
         assert source.size("a.tar/000003.json") == 12
         assert server.gets == before
         assert source.size("b.tar/000002.json") == 12

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from forebay import codecs, errors
 from forebay._logs import logger
 from forebay._model import Noted
-from forebay.cache import Cache, origin_of
+from forebay.cache import Cache, fetcher_of
 
 try:
     from megatron.energon.cache import CachePool, Lazy
@@ -126,7 +126,7 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
         self.num_workers, self.method, self._given = num_workers, method, cache
         self._max_size, self._max_count = int(max_cache_size_gbytes * GIB), max_cache_count
         self._cache = cache or Cache(self.parent_cache_dir / "forebay" if self.parent_cache_dir is not None else None)
-        self._plain = method != "pickle" and origin_of(self._cache).others_can_write
+        self._plain = method != "pickle" and fetcher_of(self._cache).others_can_write
         self._stores = _Stores(method, self._plain)
         self._prefetcher = self._cache.prefetcher(
             self._stores, name=SPACE, workers=num_workers, budget=self._max_size, max_count=max_cache_count, policy="wait", keep=False

@@ -14,13 +14,13 @@ from urllib.parse import quote
 
 from forebay import errors, remote
 from forebay._engine.locks.leases import Lease
-from forebay.cache import Cache, origin_of
+from forebay.cache import Cache, fetcher_of
 from forebay.checkpoint import default_cache
 from forebay.directories import trees
 from forebay.directories.location import locate
 from forebay.directories.manifests import Patterns
-from forebay.origin import Origin
-from forebay.origin.request import FetchOptions
+from forebay.fetch import Fetcher
+from forebay.fetch.request import FetchOptions
 from forebay.remote.hub.names import KINDS, MAIN, is_offline, token_from
 from forebay.remote.urls import hub_endpoint
 
@@ -128,14 +128,14 @@ def _lease(
     cache: Cache, url: str, part: tuple[Patterns, Patterns], token: str | bool | None, headers: Mapping[str, str] | None,
     local_only: bool, refresh: bool,
 ) -> Lease:  # fmt: skip
-    origin = origin_of(cache)
-    location = locate(origin, url, None, *part)
-    location = replace(location, remote=remote.resolve(url, _options(origin, token, headers), origin.realm))
-    return trees.lease(location, FetchOptions.of(origin, refresh=refresh, offline=local_only or is_offline() or None))
+    fetcher = fetcher_of(cache)
+    location = locate(fetcher, url, None, *part)
+    location = replace(location, remote=remote.resolve(url, _options(fetcher, token, headers), fetcher.realm))
+    return trees.lease(location, FetchOptions.of(fetcher, refresh=refresh, offline=local_only or is_offline() or None))
 
 
-def _options(origin: Origin, token: str | bool | None, headers: Mapping[str, str] | None) -> remote.RemoteOptions:
-    options = origin.options
+def _options(fetcher: Fetcher, token: str | bool | None, headers: Mapping[str, str] | None) -> remote.RemoteOptions:
+    options = fetcher.options
     if token is True and not (options.token or token_from()):
         message = "token=True, but there is none: log in with `hf auth login`, or set HF_TOKEN"
         raise errors.ConfigError(message, name="token", value="True")

@@ -16,9 +16,9 @@ from forebay._kernel import events, host, waits
 from forebay._logs import logger
 from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays
 from forebay.cache.space import VALUES, DictLike, Space, T, checked_name
-from forebay.origin import Origin
-from forebay.origin.opening import CacheOptions
-from forebay.origin.request import FetchOptions, ReadOptions, Target, first_touch
+from forebay.fetch import Fetcher
+from forebay.fetch.opening import CacheOptions
+from forebay.fetch.request import FetchOptions, ReadOptions, Target, first_touch
 from forebay.remote.urls import Url
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ class Cache(DictLike):
         max_age: float | str | None = None, timeout: float | None = None, remote_options: remote.RemoteOptions | None = None,
         enabled: bool = True,
     ) -> None:  # fmt: skip
-        self._origin = Origin.for_root(CacheOptions(
+        self._fetcher = Fetcher.for_root(CacheOptions(
             root, budget, shared, read_only, min_free, max_entries, max_rate, max_connections, upstream, offline, max_age, timeout,
             remote_options, enabled))  # fmt: skip
-        self._max_age, self._values = self._origin.max_age, Space(self._origin, VALUES)
+        self._max_age, self._values = self._fetcher.max_age, Space(self._fetcher, VALUES)
         self._bound: Store | NullStore | None = None
         self._hit: Hit = no_hit
         self._check_open()
@@ -73,22 +73,22 @@ class Cache(DictLike):
     @property
     def path(self) -> Path:
         """The root directory."""
-        return self._origin.path
+        return self._fetcher.path
 
     @property
     def offline(self) -> bool:
         """Whether the cache never asks a remote."""
-        return self._origin.offline
+        return self._fetcher.offline
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._origin.closed
+        return self._fetcher.closed
 
     @property
     def _store(self) -> Store | NullStore:
         self._check_open()
-        return self._origin.store
+        return self._fetcher.store
 
     # -- objects of remotes ----------------------------------------------------------------------------------------
 
@@ -104,23 +104,23 @@ class Cache(DictLike):
         pyarrow filesystem; ``url`` is a path on it. Raises `RemoteError`. A hit takes no lock and no system call."""
         if max_age is None and not (refresh or sha256 or etag or bypass or pin or filesystem):
             view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
-            if view is not None or (view := first_touch(self._origin, url, force=force)) is not None:
+            if view is not None or (view := first_touch(self._fetcher, url, force=force)) is not None:
                 return view
-        return self._origin.read(self._target(url, filesystem), self._options(
+        return self._fetcher.read(self._target(url, filesystem), self._options(
             max_age=max_age, refresh=refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin))  # fmt: skip
 
     def open(self, url: Url, *, block_size: int | str | None = None, **options: Unpack[ReadOptions]) -> BinaryIO:
         """A binary file object on the cached copy; if there is no room, it reads ranges of the remote. See `read`. ``block_size``: fetch
         and store only the blocks that you read, all of one version: bytes, text such as ``"8MB"``, or ``"auto"`` (8 MiB), from 64 KB to 64
         MiB. Reading a missing block raises `RemoteChanged` if the remote now has another version."""
-        return self._origin.open(*self._request(url, options), block_size)
+        return self._fetcher.open(*self._request(url, options), block_size)
 
     def local(self, url: Url, **options: Unpack[ReadOptions]) -> Lease:
         """The cached copy as a local file: ``with cache.local(url) as path`` gives its path, a ``str``, valid until the block ends.
 
         Without a ``with``, keep the returned `Lease`: the file exists, unchanged, until the lease is closed or dropped. A local file is
         returned as its own path, unless ``force``. Raises `CacheFault` (`NoSpace` if there is no room), `WaitTimeout`, or `RemoteError`."""
-        return self._reopened_by(self._origin.lease(*self._request(url, options)), "local", url, options)
+        return self._reopened_by(self._fetcher.lease(*self._request(url, options)), "local", url, options)
 
     def directory(
         self, url: Url, *, include: str | Iterable[str] | None = None, exclude: str | Iterable[str] | None = None,
@@ -142,7 +142,7 @@ class Cache(DictLike):
         include, exclude = (each if each is None or isinstance(each, str) else tuple(each) for each in (include, exclude))
         given: ReadOptions = {"max_age": max_age, "refresh": refresh, "timeout": timeout, "offline": offline, "force": force, "pin": pin}
         options, reporter = self._reporting_options(remote.shown(url), on_progress, given)
-        tree = trees.lease(locate(self._origin, url, filesystem, include, exclude), options)
+        tree = trees.lease(locate(self._fetcher, url, filesystem, include, exclude), options)
         if on_progress is not None:
             size = sum(file.size for _, file in self._store.members(tree.entry))
             reporter.say("done", size, size)
@@ -166,7 +166,7 @@ class Cache(DictLike):
 
         given: ReadOptions = {"max_age": max_age, "refresh": refresh, "timeout": timeout, "offline": offline, "force": force}
         options, _ = self._reporting_options(remote.shown(url), on_progress, given)
-        return copy(locate(self._origin, url, filesystem, include, exclude), options, path, overwrite=overwrite)
+        return copy(locate(self._fetcher, url, filesystem, include, exclude), options, path, overwrite=overwrite)
 
     def _reporting_options(
         self, label: str, on_progress: OnProgress | None, options: ReadOptions
@@ -183,7 +183,7 @@ class Cache(DictLike):
         from forebay.cache import many
 
         target = self._target(url, options.get("filesystem"))
-        return many.pull(self._origin, target, *self._reporting_options(target.key, on_progress, {"force": True, **options}))
+        return many.pull(self._fetcher, target, *self._reporting_options(target.key, on_progress, {"force": True, **options}))
 
     def lookahead(
         self, urls: Iterable[Url], *, window: int | str | None = None, most: int | None = None, horizon: int | None = None,
@@ -192,7 +192,7 @@ class Cache(DictLike):
         prefetched, ``workers`` at a time. For ``window``, ``most`` and ``horizon`` see `Lookahead`. Raises `ConfigError`."""
         from forebay.prefetch.ahead import look_ahead
 
-        return look_ahead(self._origin, urls, self._size(window, "window"), most, horizon, workers, self.read_many)
+        return look_ahead(self._fetcher, urls, self._size(window, "window"), most, horizon, workers, self.read_many)
 
     def read_many(self, urls: Iterable[Url], *, return_exceptions: bool = False, **options: Unpack[ReadOptions]) -> list[memoryview]:
         """The bytes of many objects, in the order of ``urls``: hits at once, misses in parallel. An object named twice is fetched once.
@@ -202,7 +202,7 @@ class Cache(DictLike):
         from forebay.cache import many
 
         self._check_open()
-        return many.read_many(self._origin, urls, None if options else self._hit, options, return_exceptions=return_exceptions)
+        return many.read_many(self._fetcher, urls, None if options else self._hit, options, return_exceptions=return_exceptions)
 
     def local_many(self, urls: Iterable[Url], *, return_exceptions: bool = False, **options: Unpack[ReadOptions]) -> LocalFiles:
         """The cached copies of many objects: ``with cache.local_many(urls) as paths`` gives their paths, valid until the block ends.
@@ -212,7 +212,7 @@ class Cache(DictLike):
 
         self._check_open()
         return many.local_many(
-            self._origin, urls, options, lambda lease, url: self._reopened_by(lease, "local", url, options),
+            self._fetcher, urls, options, lambda lease, url: self._reopened_by(lease, "local", url, options),
             return_exceptions=return_exceptions)  # fmt: skip
 
     def warm(
@@ -225,7 +225,7 @@ class Cache(DictLike):
         def reporting(_: str, key: str) -> tuple[FetchOptions, ProgressReporter]:
             return self._reporting_options(key, on_progress, {"force": True, **options})
 
-        return many.warm(self._origin, urls, lambda url: self._target(url, options.get("filesystem")), reporting, jobs)
+        return many.warm(self._fetcher, urls, lambda url: self._target(url, options.get("filesystem")), reporting, jobs)
 
     # -- in an event loop ------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Cache(DictLike):
         fetch."""
         if not options:
             view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
-            if view is not None or (view := first_touch(self._origin, url, force=False)) is not None:
+            if view is not None or (view := first_touch(self._fetcher, url, force=False)) is not None:
                 return view
         return await self._fetches.read(*self._request(url, options))
 
@@ -259,11 +259,11 @@ class Cache(DictLike):
     def _fetches(self) -> AsyncFetches:
         from forebay.cache.aio import AsyncFetches
 
-        return AsyncFetches(self._origin)
+        return AsyncFetches(self._fetcher)
 
     def invalidate(self, url: Url) -> None:
         """Make the next call for this URL, in any process, ask the remote."""
-        self._origin.invalidate(self._target(url))
+        self._fetcher.invalidate(self._target(url))
 
     # -- values ----------------------------------------------------------------------------------------------------
 
@@ -284,8 +284,8 @@ class Cache(DictLike):
 
     def space(self, name: str, *, quota: int | str | None = None, policy: str | None = None) -> Space:
         """A named part of the cache, with its own quota (bytes) and a policy: ``auto``, ``lru``, ``freeze`` or ``wait``."""
-        self._origin.open_space(checked_name(name), policy=policy, quota=self._size(quota, "quota"))
-        return Space(self._origin, name)
+        self._fetcher.open_space(checked_name(name), policy=policy, quota=self._size(quota, "quota"))
+        return Space(self._fetcher, name)
 
     @overload
     def samples(
@@ -322,7 +322,7 @@ class Cache(DictLike):
         if policy != "freeze":
             raise errors.ConfigError(f"policy={policy!r}: samples support only 'freeze'", name="policy", value=policy)
         size = self._size(quota, "quota")
-        return open_samples(self._origin, name, length, codec=codec, fingerprint=fingerprint, quota=size, copy=copy)
+        return open_samples(self._fetcher, name, length, codec=codec, fingerprint=fingerprint, quota=size, copy=copy)
 
     @overload
     def prefetcher(
@@ -360,7 +360,7 @@ class Cache(DictLike):
         from forebay.prefetch import open_prefetcher  # imported late, with all kinds of sources: many programs never use it
 
         return open_prefetcher(
-            self._origin, source, decode=decode, name=checked_name(name), workers=workers, budget=self._size(budget, "budget"),
+            self._fetcher, source, decode=decode, name=checked_name(name), workers=workers, budget=self._size(budget, "budget"),
             max_count=max_count, policy=policy, store=store, codec=codec, keep=keep,
         )  # fmt: skip
 
@@ -376,7 +376,7 @@ class Cache(DictLike):
         `MissingExtra`."""
         from forebay.tasks import open_tasks  # imported late: many programs never use it
 
-        return open_tasks(self._origin, checked_name(name), codec, config, self._size(budget, "budget"), copy)
+        return open_tasks(self._fetcher, checked_name(name), codec, config, self._size(budget, "budget"), copy)
 
     def claim(
         self, dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], remotes: str | Sequence[str | None] | None = None,
@@ -413,7 +413,7 @@ class Cache(DictLike):
         lease = self._store.lease(*space_key) if space_key is not None else None
         if lease is None:
             raise not_cached(name)
-        return lease.reopened_by(_unpickle_lease, self._origin.init_args, "hold", name, {})
+        return lease.reopened_by(_unpickle_lease, self._fetcher.init_args, "hold", name, {})
 
     @property
     def budget(self) -> int:
@@ -430,7 +430,7 @@ class Cache(DictLike):
         except OSError as error:
             if store.keeps and store.root.read_only:
                 raise  # the caller opened the root to inspect it
-            self._origin.warn("stats", "the statistics of the cache cannot be read: %s", error)
+            self._fetcher.warn("stats", "the statistics of the cache cannot be read: %s", error)
             return Stats()
 
     def history(self, *, by: Literal["minute", "hour"] = "minute") -> list[HistoryPoint]:
@@ -451,7 +451,7 @@ class Cache(DictLike):
 
     def reset_stats(self) -> None:
         """Set the counters to zero, for all processes."""
-        with waits.time_limit(self._origin.timeout):
+        with waits.time_limit(self._fetcher.timeout):
             self._store.seeing.zero_counts()
 
     def check(self, *, deep: bool = False) -> list[Problem]:
@@ -480,7 +480,7 @@ class Cache(DictLike):
         from forebay.cache.entries import not_cached
 
         space_key = self._find(name)
-        with waits.time_limit(self._origin.timeout):
+        with waits.time_limit(self._fetcher.timeout):
             if space_key is None or not self._store.set_life(*space_key, life):
                 raise not_cached(name)
 
@@ -489,7 +489,7 @@ class Cache(DictLike):
         directory shares. Raises `NotCached`, or a `CacheFault`."""
         from forebay.cache import entries
 
-        return entries.evict(self._origin, name, self.entry(name))
+        return entries.evict(self._fetcher, name, self.entry(name))
 
     def plan(
         self, need: int | str | None = None, *, where: Callable[[Entry], bool] | None = None, space: str | None = None, all: bool = False
@@ -498,7 +498,7 @@ class Cache(DictLike):
         ``min_free``; or all entries that ``where``, ``space`` or ``all`` selects. Pinned entries stay. `Plan.execute` removes them."""
         from forebay.cache import entries
 
-        return entries.plan(self._origin, self._size(need, "need"), where, space, all=all)
+        return entries.plan(self._fetcher, self._size(need, "need"), where, space, all=all)
 
     def prune(self) -> Plan:
         """The entries over the budget or ``min_free`` now. `Plan.execute` removes them, unfinished work of dead processes, and files that
@@ -506,7 +506,7 @@ class Cache(DictLike):
         from forebay.cache import entries
 
         self._check_open()
-        return entries.prune(self._origin)
+        return entries.prune(self._fetcher)
 
     def clear(self, space: str | None = None) -> Plan:
         """A plan that removes everything in one space, or in all spaces."""
@@ -516,7 +516,7 @@ class Cache(DictLike):
 
     def close(self) -> None:
         """Release the root; the next `Cache` does this for a dropped one. What it returned stays valid; other calls raise `Closed`."""
-        self._origin.close()
+        self._fetcher.close()
         self._hit = no_hit
 
     def __enter__(self) -> Self:
@@ -527,7 +527,7 @@ class Cache(DictLike):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, self._origin.init_args
+        return _unpickle, self._fetcher.init_args
 
     def __forebay_content__(self) -> None:
         """Nothing: as an argument of a cached function, the cache in use does not change the result."""
@@ -539,16 +539,16 @@ class Cache(DictLike):
         return f"<p>{self!r}</p>" if self.closed else self.stats()._as_panel(str(self.path))
 
     def _check_open(self) -> None:
-        store = self._origin.current()
+        store = self._fetcher.current()
         if store is not self._bound:  # the root could not be used until now
-            self._bound, self._hit = store, self._origin.hot_lookup()
+            self._bound, self._hit = store, self._fetcher.hot_lookup()
 
     def _find(self, name: Name) -> tuple[str, str] | None:
         """The space and the key of the entry of this name; None if there is none. Raises `Ambiguous`."""
         from forebay.cache.entries import find
 
         self._check_open()
-        return find(self._origin, name)
+        return find(self._fetcher, name)
 
     def _size(self, size: int | str | None, name: str) -> int | None:
         """A size in bytes; percentages refer to the budget."""
@@ -559,14 +559,14 @@ class Cache(DictLike):
         """The lease, which unpickles by repeating this call on a cache with the same root, without asking the remote."""
         again = {**options, **others, "refresh": False, "max_age": "forever"}
         again.pop("on_wait", None)
-        return lease.reopened_by(_unpickle_lease, self._origin.init_args, method, url, again)
+        return lease.reopened_by(_unpickle_lease, self._fetcher.init_args, method, url, again)
 
     def _target(self, url: Url, filesystem: Any = None) -> Target:
         self._check_open()
-        return self._origin.target(url, filesystem)
+        return self._fetcher.target(url, filesystem)
 
     def _options(self, on_progress: Callable[[int, int | None], None] | None = None, **given: Unpack[ReadOptions]) -> FetchOptions:
-        options = FetchOptions.of(self._origin, on_progress=on_progress, **given)
+        options = FetchOptions.of(self._fetcher, on_progress=on_progress, **given)
         if "ipykernel" in sys.modules:
             from forebay.cache.notebook import with_bar
 
@@ -577,10 +577,10 @@ class Cache(DictLike):
         return self._target(url, options.get("filesystem")), self._options(**options)
 
 
-def origin_of(cache: Cache) -> Origin:
-    """The origin of a cache, for the packages above it. Raises `Closed`."""
+def fetcher_of(cache: Cache) -> Fetcher:
+    """The fetcher of a cache, for the packages above it. Raises `Closed`."""
     cache._check_open()
-    return cache._origin
+    return cache._fetcher
 
 
 def fault_of(cache: Cache) -> str | None:

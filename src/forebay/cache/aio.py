@@ -13,11 +13,11 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from forebay import errors
 from forebay._engine.locks.leases import Lease
-from forebay.origin import Origin
-from forebay.origin.background import Background
-from forebay.origin.files import opened, stream
-from forebay.origin.job import Job
-from forebay.origin.request import URLS, FetchOptions, Target
+from forebay.fetch import Fetcher
+from forebay.fetch.background import Background
+from forebay.fetch.files import opened, stream
+from forebay.fetch.job import Job
+from forebay.fetch.request import URLS, FetchOptions, Target
 
 T = TypeVar("T")
 LARGE = 8 << 20
@@ -29,8 +29,8 @@ class AsyncFetches:
 
     A coroutine that is cancelled gives up its result only: the object is fetched all the same, since others may wait for it."""
 
-    def __init__(self, origin: Origin) -> None:
-        self._origin, self._background = origin, Background(origin, "async")
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher, self._background = fetcher, Background(fetcher, "async")
 
     async def read(self, target: Target, options: FetchOptions) -> memoryview:
         """The bytes, read-only. Raises as `Cache.read`."""
@@ -47,22 +47,22 @@ class AsyncFetches:
     async def open(self, target: Target, options: FetchOptions, block_size: int | str | None = None) -> BinaryIO:
         """A file on the cached copy, or on the remote where there is no room. Raises as `Cache.open`."""
         if block_size is not None or (target.in_place is not None and not options.force) or options.bypass:
-            return await in_thread(self._origin.open, target, options, block_size)
+            return await in_thread(self._fetcher.open, target, options, block_size)
         try:
             return opened(await self.local(target, options))
         except (errors.CacheFault, errors.WaitTimeout) as error:
-            self._origin.fall_back(error, target.key)
-            return await in_thread(stream, self._origin, target, options)
+            self._fetcher.fall_back(error, target.key)
+            return await in_thread(stream, self._fetcher, target, options)
 
     async def fetch(self, target: Target, options: FetchOptions, *, leased: bool) -> Job:
         """Fetch an object; returns the job with its result, or raises its error. ``leased``: see `Job`."""
         until = None if options.timeout is None else time.monotonic() + options.timeout
-        job = Job(self._origin, target, options, leased=leased)
+        job = Job(self._fetcher, target, options, leased=leased)
         if job.skips_cache:
             await in_thread(job.run)
             return job
         with contextlib.suppress(errors.CacheFault):  # the pipeline reports it
-            entry = self._origin.store.entry(URLS, target.key)  # a hit does not wait behind objects under way
+            entry = self._fetcher.store.entry(URLS, target.key)  # a hit does not wait behind objects under way
             found = None if entry is None else await in_thread(job.look) if entry.size > LARGE else job.look()
             if found is not None:
                 return job
@@ -72,12 +72,12 @@ class AsyncFetches:
                 break
             left = None if until is None else max(until - time.monotonic(), 0.0)
             try:
-                hold = await self._origin.store.locks.hold_async(URLS, target.key, timeout=left)
+                hold = await self._fetcher.store.locks.hold_async(URLS, target.key, timeout=left)
             except (errors.CacheFault, errors.WaitTimeout) as error:
                 await in_thread(job.bypass, error)
                 break
             hold.release()  # the one that had it has fetched the object, or has failed
-            job = Job(self._origin, target, options, leased=leased, since=job.since, stamp=job.stamp)
+            job = Job(self._fetcher, target, options, leased=leased, since=job.since, stamp=job.stamp)
         if job.error is not None:
             raise job.error
         return job

@@ -18,8 +18,8 @@ from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._model import Entry, Report, Victim, is_text
 from forebay.cache.space import VALUES
-from forebay.origin import Origin
-from forebay.origin.request import DIRECTORIES, PARTS, URLS, folder_of, index_key
+from forebay.fetch import Fetcher
+from forebay.fetch.request import DIRECTORIES, PARTS, URLS, folder_of, index_key
 
 if TYPE_CHECKING:
     from forebay.reports import Plan
@@ -166,11 +166,11 @@ def planned(entries: Entries) -> Sequence[Victim]:
     return tuple(map(Victim.of, entries))
 
 
-def find(origin: Origin, name: Name) -> tuple[str, str] | None:
+def find(fetcher: Fetcher, name: Name) -> tuple[str, str] | None:
     """The space and the key of the entry of this name; None if there is none. Raises `Ambiguous`."""
     if isinstance(name, Entry):
         return name.space, name.key
-    text, store = remote.as_text(name), origin.store
+    text, store = remote.as_text(name), fetcher.store
     names = {space.name for space in store.seeing.usage().spaces}
 
     def is_kept(space_key: tuple[str, str]) -> bool:
@@ -179,11 +179,11 @@ def find(origin: Origin, name: Name) -> tuple[str, str] | None:
 
     space, colon, key = text.partition(":")
     if colon and space in (URLS, VALUES, DIRECTORIES):  # an explicit space resolves an ambiguous name
-        of_space = (space_key for space_key in (*_keys_of(origin, key), (space, key)) if space_key[0] == space)
+        of_space = (space_key for space_key in (*_keys_of(fetcher, key), (space, key)) if space_key[0] == space)
         qualified = next(filter(is_kept, of_space), None)
         if qualified is not None:
             return qualified
-    urls = _keys_of(origin, text)
+    urls = _keys_of(fetcher, text)
     matches = [space_key for space_key in ((space, key), next(filter(is_kept, urls), urls[-1]), (VALUES, text)) if is_kept(space_key)]
     if colon and matches and matches[0] == (space, key) and matches[-1] == (VALUES, text):
         matches.pop()  # its unambiguous name begins with `values:`; the other has only this one
@@ -192,10 +192,10 @@ def find(origin: Origin, name: Name) -> tuple[str, str] | None:
     return matches[0] if matches else None
 
 
-def _keys_of(origin: Origin, url: str) -> list[tuple[str, str]]:
+def _keys_of(fetcher: Fetcher, url: str) -> list[tuple[str, str]]:
     """The spaces and keys under which a URL may be stored: the name itself, if it came from a filesystem object; an object; a directory."""
     try:
-        key = remote.canonical(url, origin.naming)
+        key = remote.canonical(url, fetcher.naming)
     except (errors.ConfigError, UnicodeError):
         return [(URLS, url)]
     return [*([(URLS, url)] if "#" in url else []), (URLS, key), (DIRECTORIES, folder_of(key))]
@@ -214,33 +214,33 @@ def shown(name: Name) -> str:
 # -- what is removed ----------------------------------------------------------------------------------------------------
 
 
-def remove(origin: Origin, victims: Iterable[Victim]) -> Report:
+def remove(fetcher: Fetcher, victims: Iterable[Victim]) -> Report:
     """Remove entries, but for those in use, pinned, or part of a directory. Raises `WriterBusy`."""
-    with waits.time_limit(origin.timeout):
-        return origin.store.remove(victims)
+    with waits.time_limit(fetcher.timeout):
+        return fetcher.store.remove(victims)
 
 
-def evict(origin: Origin, name: Name, entry: Entry | None) -> Report:
+def evict(fetcher: Fetcher, name: Name, entry: Entry | None) -> Report:
     """See `Cache.evict`. ``entry``: of this name."""
-    files = [file for _, file in origin.store.members(entry)] if entry is not None and entry.kind == "tree" else []
-    named = ([] if entry is None else [entry]) + blocks_of(origin, name if entry is None else entry)
+    files = [file for _, file in fetcher.store.members(entry)] if entry is not None and entry.kind == "tree" else []
+    named = ([] if entry is None else [entry]) + blocks_of(fetcher, name if entry is None else entry)
     if not named:
         raise not_cached(name)
-    report = remove(origin, {one.id: Victim.of(one) for one in named}.values())
+    report = remove(fetcher, {one.id: Victim.of(one) for one in named}.values())
     if report.spared or not files:
         return report
-    with_it = remove(origin, map(Victim.of, files))
+    with_it = remove(fetcher, map(Victim.of, files))
     return Report(report.removed + with_it.removed, (), report.freed + with_it.freed)
 
 
-def blocks_of(origin: Origin, name: Name) -> list[Entry]:
+def blocks_of(fetcher: Fetcher, name: Name) -> list[Entry]:
     """The blocks of an object, of all versions and sizes, and their index. ``name``: of the object, or of the index."""
     if isinstance(name, Entry):
         keys = [name.key.removesuffix(index_key(""))] if name.space == URLS else []
     else:
         text = remote.as_text(name)
-        keys = [] if PARTS in text else [key for space, key in _keys_of(origin, text) if space == URLS]  # else a block is not cached
-    return [entry for key in dict.fromkeys(keys) if is_text(key) for entry in entries_below(origin.store, key + PARTS)]
+        keys = [] if PARTS in text else [key for space, key in _keys_of(fetcher, text) if space == URLS]  # else a block is not cached
+    return [entry for key in dict.fromkeys(keys) if is_text(key) for entry in entries_below(fetcher.store, key + PARTS)]
 
 
 def entries_below(store: Store | NullStore, prefix: str) -> Iterator[Entry]:
@@ -249,18 +249,18 @@ def entries_below(store: Store | NullStore, prefix: str) -> Iterator[Entry]:
     return takewhile(lambda entry: entry.key.startswith(prefix), following)
 
 
-def plan(origin: Origin, need: int | None, where: Callable[[Entry], bool] | None, space: str | None, *, all: bool) -> Plan:
+def plan(fetcher: Fetcher, need: int | None, where: Callable[[Entry], bool] | None, space: str | None, *, all: bool) -> Plan:
     """See `Cache.plan`. ``need``: in bytes."""
     from forebay.reports import Plan
 
-    execute = partial(remove, origin)
-    cold = Entries(origin.store, space, lambda e: e.life != "pinned" and (where is None or where(e)))
+    execute = partial(remove, fetcher)
+    cold = Entries(fetcher.store, space, lambda e: e.life != "pinned" and (where is None or where(e)))
     if need is None and (where is not None or space is not None or all):
         return Plan(planned(cold), execute)
-    lacking = origin.store.seeing.lacking(need or 0)
+    lacking = fetcher.store.seeing.lacking(need or 0)
     if lacking <= 0:
         return Plan((), execute, 0)
-    first = origin.store.seeing.first_to_go()
+    first = fetcher.store.seeing.first_to_go()
     turns = dict(zip(first, range(-len(first), 0), strict=True))  # before any time of use
     in_turn = cold.sorted_by(lambda entry: turns.get(entry.id, entry.used))
     victims, left = list[Victim](), lacking
@@ -270,15 +270,15 @@ def plan(origin: Origin, need: int | None, where: Callable[[Entry], bool] | None
     return Plan(tuple(victims), execute, lacking)
 
 
-def prune(origin: Origin) -> Plan:
+def prune(fetcher: Fetcher) -> Plan:
     """See `Cache.prune`."""
     from forebay.reports import Plan
 
     def execute(victims: Sequence[Victim]) -> Report:
-        report = remove(origin, victims)
-        with waits.time_limit(origin.timeout):
-            origin.store.make_room()
-            strays = origin.store.remove_strays()
+        report = remove(fetcher, victims)
+        with waits.time_limit(fetcher.timeout):
+            fetcher.store.make_room()
+            strays = fetcher.store.remove_strays()
             return report._replace(freed=report.freed + strays.bytes, stray_files=strays.files)
 
-    return Plan(plan(origin, None, None, None, all=False).victims, execute)
+    return Plan(plan(fetcher, None, None, None, all=False).victims, execute)

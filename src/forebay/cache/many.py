@@ -1,4 +1,4 @@
-"""Calls of `Cache` for many objects at once: see `forebay.origin.pipeline`."""
+"""Calls of `Cache` for many objects at once: see `forebay.fetch.pipeline`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from forebay._engine.index.memo import Hit
 from forebay._engine.locks.leases import Lease
 from forebay._logs import logger
 from forebay._model import Entry
-from forebay.origin import Origin
-from forebay.origin.background import run_beside
-from forebay.origin.job import Job
-from forebay.origin.pipeline import Pipeline
-from forebay.origin.request import FetchOptions, ReadOptions, Target, first_touch, is_there
+from forebay.fetch import Fetcher
+from forebay.fetch.background import run_beside
+from forebay.fetch.job import Job
+from forebay.fetch.pipeline import Pipeline
+from forebay.fetch.request import FetchOptions, ReadOptions, Target, first_touch, is_there
 from forebay.remote.urls import Url, as_text
 
 if TYPE_CHECKING:
@@ -79,20 +79,20 @@ def _several(urls: Iterable[Url], name: str) -> Iterable[Url]:
     return urls
 
 
-def read_many(origin: Origin, urls: Iterable[Url], hit: Hit | None, options: ReadOptions, *, return_exceptions: bool) -> list[Any]:
+def read_many(fetcher: Fetcher, urls: Iterable[Url], hit: Hit | None, options: ReadOptions, *, return_exceptions: bool) -> list[Any]:
     """See `Cache.read_many`. ``hit``: serves what the process remembers; None: the options do not allow it."""
     every = list(_several(urls, "read_many"))
     results: list[Any] = [None] * len(every)
-    later = [] if hit is None else _read_until_miss(origin, every, hit, results)
+    later = [] if hit is None else _read_until_miss(fetcher, every, hit, results)
 
     def read_later() -> None:
         for place in later:
-            results[place] = first_touch(origin, every[place], force=False)
+            results[place] = first_touch(fetcher, every[place], force=False)
 
     def fetch(missing: list[int], meanwhile: Callable[[], None] | None = None) -> None:
         if missing:
-            jobs = _jobs(origin, every, missing, options, results, leased=False)
-            for job in Pipeline(origin, meanwhile=meanwhile).run(list(jobs)):
+            jobs = _jobs(fetcher, every, missing, options, results, leased=False)
+            for job in Pipeline(fetcher, meanwhile=meanwhile).run(list(jobs)):
                 for place in jobs[job]:
                     results[place] = job.data if job.error is None else job.error
 
@@ -102,17 +102,17 @@ def read_many(origin: Origin, urls: Iterable[Url], hit: Hit | None, options: Rea
     return results if return_exceptions else _checked(results)
 
 
-def _read_until_miss(origin: Origin, urls: Sequence[Url], hit: Hit, results: list[Any]) -> list[int]:
+def _read_until_miss(fetcher: Fetcher, urls: Sequence[Url], hit: Hit, results: list[Any]) -> list[int]:
     """Read what the process remembers, and the others up to the first that has to be fetched. Returns the places of those behind it that
     the cache has: they are read while fetches are under way."""
-    max_age, later, reads = origin.max_age, list[int](), True
+    max_age, later, reads = fetcher.max_age, list[int](), True
     results[:] = [hit(url, max_age) for url in urls]  # type: ignore[arg-type]  # a path misses
     with contextlib.suppress(errors.ConfigError, errors.MissingExtra):  # `target` raises it too
         for place in _missing(results):
             if reads or len(later) >= MEANWHILE:
-                results[place] = first_touch(origin, urls[place], force=False)
+                results[place] = first_touch(fetcher, urls[place], force=False)
                 reads = reads and results[place] is not None
-            elif is_there(origin, urls[place]):
+            elif is_there(fetcher, urls[place]):
                 later.append(place)
     return later
 
@@ -122,14 +122,14 @@ def _missing(results: Sequence[object]) -> list[int]:
 
 
 def local_many(
-    origin: Origin, urls: Iterable[Url], options: ReadOptions, reopened: Callable[[Lease, Url], Lease], *, return_exceptions: bool
+    fetcher: Fetcher, urls: Iterable[Url], options: ReadOptions, reopened: Callable[[Lease, Url], Lease], *, return_exceptions: bool
 ) -> LocalFiles:  # fmt: skip
     """See `Cache.local_many`. ``reopened``: makes a lease one that can be pickled."""
     every = list(_several(urls, "local_many"))
     results: list[Any] = [None] * len(every)
-    jobs = _jobs(origin, every, range(len(every)), options, results, leased=True)
+    jobs = _jobs(fetcher, every, range(len(every)), options, results, leased=True)
     try:
-        for job in Pipeline(origin).run(list(jobs)):
+        for job in Pipeline(fetcher).run(list(jobs)):
             lease = job.lease and reopened(job.lease, every[jobs[job][0]])
             for place in jobs[job]:
                 results[place] = lease if job.error is None else job.error
@@ -140,22 +140,22 @@ def local_many(
 
 
 def _jobs(
-    origin: Origin, urls: Sequence[Url], places: Iterable[int], options: ReadOptions, results: list[Any], *, leased: bool
+    fetcher: Fetcher, urls: Sequence[Url], places: Iterable[int], options: ReadOptions, results: list[Any], *, leased: bool
 ) -> dict[Job, list[int]]:  # fmt: skip
     """A job for each object, with the places of its results: an object that is named several times is fetched once. Where a URL names
     nothing, the error is put into ``results``."""
-    fetch_options = FetchOptions.of(origin, **options)
+    fetch_options = FetchOptions.of(fetcher, **options)
     by_key: dict[tuple[str, str | None], Job] = {}
     jobs: dict[Job, list[int]] = {}
     for place in places:
         try:
-            target = origin.target(urls[place], options.get("filesystem"))
+            target = fetcher.target(urls[place], options.get("filesystem"))
         except errors.ForebayError as error:
             results[place] = error
             continue
         key = target.key, target.in_place
         if key not in by_key:
-            by_key[key] = Job(origin, target, fetch_options, leased=leased)
+            by_key[key] = Job(fetcher, target, fetch_options, leased=leased)
         jobs.setdefault(by_key[key], []).append(place)
     return jobs
 
@@ -183,8 +183,8 @@ Options = Callable[[str, str], tuple[FetchOptions, "ProgressReporter"]]
 class _Pulls:
     """The jobs of a call that fetches many objects into the cache, for one iteration. ``invalid``: URLs that name nothing."""
 
-    def __init__(self, origin: Origin, urls: Iterable[Url], target: Callable[[Url], Target], options: Options) -> None:
-        self._origin, self._urls, self._target, self._options = origin, urls, target, options
+    def __init__(self, fetcher: Fetcher, urls: Iterable[Url], target: Callable[[Url], Target], options: Options) -> None:
+        self._fetcher, self._urls, self._target, self._options = fetcher, urls, target, options
         self._under_way: dict[Job, tuple[str, ProgressReporter]] = {}
         self.invalid: list[Pulled] = []
 
@@ -199,7 +199,7 @@ class _Pulls:
                 continue
             own, reporter = self._options(text, target.key)
             wait = wait or own.wait
-            job = Job(self._origin, target, own._replace(wait=wait, ahead=True), leased=True)
+            job = Job(self._fetcher, target, own._replace(wait=wait, ahead=True), leased=True)
             self._under_way[job] = text, reporter
             yield job
 
@@ -208,7 +208,7 @@ class _Pulls:
         url, reporter = self._under_way.pop(job)
         lease, error = job.lease, cast(Exception | None, job.error)
         try:
-            with self._origin.store.locks.working():
+            with self._fetcher.store.locks.working():
                 if lease is not None:
                     reporter.say("done", lease.entry.size, lease.entry.size)
                 elif isinstance(error, errors.NoSpace):
@@ -225,10 +225,10 @@ def _report_no_space(target: Target, error: errors.NoSpace, reporter: ProgressRe
     reporter.say("direct", 0, None)
 
 
-def pull(origin: Origin, target: Target, options: FetchOptions, reporter: ProgressReporter) -> Entry | None:
+def pull(fetcher: Fetcher, target: Target, options: FetchOptions, reporter: ProgressReporter) -> Entry | None:
     """See `Cache.pull`."""
     try:
-        with (lease := origin.lease(target, options)):
+        with (lease := fetcher.lease(target, options)):
             reporter.say("done", lease.entry.size, lease.entry.size)
             return lease.entry
     except errors.NoSpace as error:
@@ -237,19 +237,19 @@ def pull(origin: Origin, target: Target, options: FetchOptions, reporter: Progre
 
 
 def pull_each(
-    origin: Origin, urls: Iterable[Url], target: Callable[[Url], Target], options: Options, jobs: int | None
+    fetcher: Fetcher, urls: Iterable[Url], target: Callable[[Url], Target], options: Options, jobs: int | None
 ) -> Generator[Pulled, None, None]:  # fmt: skip
     """Fetch many objects into the cache, ``jobs`` at a time, and yield each when it is there, or has failed. The caller closes the leases.
     Between two objects this call may hold the keys of others: the caller must not wait for a key meanwhile."""
-    pulls = _Pulls(origin, urls, target, options)
-    with contextlib.closing(Pipeline(origin, side_by_side=jobs).run(pulls)) as fetched:
+    pulls = _Pulls(fetcher, urls, target, options)
+    with contextlib.closing(Pipeline(fetcher, side_by_side=jobs).run(pulls)) as fetched:
         for job in fetched:
             yield pulls.result(job)
     yield from pulls.invalid
 
 
 def warm(
-    origin: Origin, urls: Iterable[Url], target: Callable[[Url], Target], options: Options, jobs: int | None
+    fetcher: Fetcher, urls: Iterable[Url], target: Callable[[Url], Target], options: Options, jobs: int | None
 ) -> WarmReport:  # fmt: skip
     """See `Cache.warm`."""
     from forebay.reports import WarmReport
@@ -267,12 +267,12 @@ def warm(
             raise pulled.error
 
     if isinstance(_several(urls, "warm"), Sized):
-        with contextlib.closing(pull_each(origin, urls, target, options, jobs)) as each:
+        with contextlib.closing(pull_each(fetcher, urls, target, options, jobs)) as each:
             for pulled in each:
                 settle(pulled)
     else:
-        pulls = _Pulls(origin, urls, target, options)
-        run_beside(origin, pulls, lambda job: settle(pulls.result(job)), jobs)
+        pulls = _Pulls(fetcher, urls, target, options)
+        run_beside(fetcher, pulls, lambda job: settle(pulls.result(job)), jobs)
         for pulled in pulls.invalid:
             settle(pulled)
     return WarmReport(tuple(done), tuple(failed))

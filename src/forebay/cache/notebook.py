@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from forebay._config import EnvironmentSettings, format_age, format_size
-from forebay.origin.request import FetchOptions
+from forebay.fetch.request import FetchOptions
 
 if TYPE_CHECKING:
     from forebay._engine.flight import Waiting

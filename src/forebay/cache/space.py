@@ -10,8 +10,8 @@ from forebay import errors
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._model import Buffer, Victim, as_bytes, is_text
-from forebay.origin import Origin
-from forebay.origin.flight import get_or_make, get_or_make_async
+from forebay.fetch import Fetcher
+from forebay.fetch.flight import get_or_make, get_or_make_async
 
 if TYPE_CHECKING:
     from forebay._engine.null_store import NullStore
@@ -56,15 +56,15 @@ class Space(DictLike):
     """Values of one space. Created by `Cache.space`; callable from any thread, usable in both processes after a fork, pickles with its
     cache."""
 
-    def __init__(self, origin: Origin, name: str) -> None:
-        self._origin, self.name = origin, name
-        self._bind(origin.current())
+    def __init__(self, fetcher: Fetcher, name: str) -> None:
+        self._fetcher, self.name = fetcher, name
+        self._bind(fetcher.current())
 
     def _bind(self, store: Store | NullStore) -> None:
         self._bound, self._quick = store, store.hot_lookup(self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Space, (self._origin, self.name)
+        return Space, (self._fetcher, self.name)
 
     def __repr__(self) -> str:
         return f"<forebay.Space {self.name!r}>"
@@ -79,10 +79,10 @@ class Space(DictLike):
         if data is not None:
             return data
         try:
-            with waits.time_limit(self._origin.timeout):
+            with waits.time_limit(self._fetcher.timeout):
                 data = self._look(key)
         except errors.CacheFault as error:
-            self._origin.fall_back(error, f"{self.name}:{key}")
+            self._fetcher.fall_back(error, f"{self.name}:{key}")
         if data is None:
             self._store().count("misses")
         return default if data is None else data
@@ -94,11 +94,11 @@ class Space(DictLike):
         checked(key)
         view = as_bytes(data)
         try:
-            with waits.time_limit(self._origin.timeout if timeout is None else timeout):
+            with waits.time_limit(self._fetcher.timeout if timeout is None else timeout):
                 store.put(self.name, key, view, timeout=timeout)
         except errors.CacheFault as error:
             store.count("store_failures")
-            self._origin.warn(f"put {type(error).__name__}", "%s is not stored: %s", f"{self.name}:{key}", error)
+            self._fetcher.warn(f"put {type(error).__name__}", "%s is not stored: %s", f"{self.name}:{key}", error)
             return False
         return True
 
@@ -109,10 +109,10 @@ class Space(DictLike):
             return data
         _drop_lost()
         look, keep = functools.partial(self._look, key), functools.partial(self._keep, key)
-        return get_or_make(self._origin, self.name, key, look, lambda: _copied(fn()), keep, **self._options(timeout))
+        return get_or_make(self._fetcher, self.name, key, look, lambda: _copied(fn()), keep, **self._options(timeout))
 
     def _options(self, timeout: float | None) -> dict[str, Any]:
-        store, timeout = self._bound, self._origin.timeout if timeout is None else timeout
+        store, timeout = self._bound, self._fetcher.timeout if timeout is None else timeout
         looked = store.keeps and not store.root.read_only  # else there is no look under a lock, in the catalog and upstream
         return {"timeout": timeout, "counts_miss": True, "looked": looked, "pack": _packed, "unpack": memoryview}
 
@@ -133,7 +133,7 @@ class Space(DictLike):
             return _copied(await _called(fn))
 
         look, keep = functools.partial(self._look, key), functools.partial(in_thread, self._keep, key)
-        return await _unharmed(get_or_make_async(self._origin, self.name, key, look, make, keep, **self._options(timeout)))
+        return await _unharmed(get_or_make_async(self._fetcher, self.name, key, look, make, keep, **self._options(timeout)))
 
     def _find(self, key: str) -> memoryview | None:
         """The bytes of a key that this process remembers, or that the index leads to: a hit, for which nothing is waited. None: `_look`
@@ -143,7 +143,7 @@ class Space(DictLike):
 
     def _look(self, key: str) -> memoryview | None:
         """The bytes of a key by the catalog, or in the upstream root; None if there are none. Raises `CacheFault`."""
-        store, above = self._store(), self._origin.upstream
+        store, above = self._store(), self._fetcher.upstream
         hit = store.view(self.name, key)
         if hit is not None:
             store.touch(hit.entry)
@@ -157,7 +157,7 @@ class Space(DictLike):
     def evict(self, key: str) -> bool:
         """Remove a key. Returns False if there is none, or it is in use."""
         store = self._store()
-        with waits.time_limit(self._origin.timeout):
+        with waits.time_limit(self._fetcher.timeout):
             entry = store.entry(self.name, key)
             return entry is not None and bool(store.remove([Victim.of(entry)]).removed)
 
@@ -174,7 +174,7 @@ class Space(DictLike):
         return sum(space.entries for space in self._store().seeing.usage().spaces if space.name == self.name)
 
     def _store(self) -> Store | NullStore:
-        store = self._origin.current()
+        store = self._fetcher.current()
         if store is not self._bound:  # the root could not be used until now
             self._bind(store)
         return store

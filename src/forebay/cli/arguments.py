@@ -258,9 +258,9 @@ def filled(root: Path | None) -> Cache:
 
 def store_of(cache: Cache) -> Store:
     """The store of a cache that is `opened`."""
-    from forebay.cache import origin_of
+    from forebay.cache import fetcher_of
 
-    store = origin_of(cache).store
+    store = fetcher_of(cache).store
     assert store.keeps  # else the cache could not be opened
     return store
 
@@ -277,12 +277,12 @@ def check_space(cache: Cache, name: str | None) -> None:
 def matching(cache: Cache, entries: Iterable[Entry], names: Sequence[str]) -> Iterator[Entry]:
     """Yield the entries whose names begin with one of ``names``, or whose key is one; all if ``names`` is empty."""
     from forebay import remote
-    from forebay.cache import origin_of
+    from forebay.cache import fetcher_of
 
     heads = list(names)
     for name in names:
         with suppress(ConfigError, UnicodeError):
-            heads.append(remote.canonical(name, origin_of(cache).naming))  # as it is stored: a query as its hash, a path as a URL
+            heads.append(remote.canonical(name, fetcher_of(cache).naming))  # as it is stored: a query as its hash, a path as a URL
     values = {f"values:{name}" for name in names}
     prefixes = tuple(heads)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from forebay._engine.locks.leases import Lease
     from forebay.cache import Cache
     from forebay.cli.bars import Bars
-    from forebay.origin.request import FetchOptions
+    from forebay.fetch.request import FetchOptions
     from forebay.reports import Progress, ProgressReporter
 
 log = logger("forebay.cli")
@@ -131,12 +131,12 @@ def fetch_each(
 ) -> Generator[tuple[Outcome, Lease | None], None, None]:
     """Fetch objects into the cache, ``jobs`` at a time, and pin them if ``pin``. Yields the outcome of each as it comes, with the lease
     on its copy, which the caller closes; a failure does not stop the rest. See `pull_each`."""
-    from forebay.cache import origin_of  # here, so that `forebay --help` need not load the engine
+    from forebay.cache import fetcher_of  # here, so that `forebay --help` need not load the engine
     from forebay.cache.many import pull_each
-    from forebay.origin.request import FetchOptions
+    from forebay.fetch.request import FetchOptions
     from forebay.reports import ProgressReporter
 
-    origin = origin_of(cache)
+    fetcher = fetcher_of(cache)
     watches: dict[str, tuple[_Watch, str]] = {}
     fetched: set[str] = set()  # keys: another spelling of such a URL was fetched, too
 
@@ -146,10 +146,10 @@ def fetch_each(
         watches[url] = watch, key
         reporter = ProgressReporter(url, watch)
         on_wait, on_progress = reporter.waiting, reporter.fetching
-        own = FetchOptions.of(origin, refresh=refresh, sha256=sha256, force=True, pin=pin, on_wait=on_wait, on_progress=on_progress)
+        own = FetchOptions.of(fetcher, refresh=refresh, sha256=sha256, force=True, pin=pin, on_wait=on_wait, on_progress=on_progress)
         return own, reporter
 
-    with contextlib.closing(pull_each(origin, urls, origin.target, options, jobs)) as pulled:
+    with contextlib.closing(pull_each(fetcher, urls, fetcher.target, options, jobs)) as pulled:
         for url, lease, error in pulled:
             watch, key = watches.pop(url, (_Watch(url, bars), url))  # it names nothing
             if watch.fetched:
@@ -293,19 +293,19 @@ def _show_what_would_be_fetched(sizes: Mapping[str, int | None], root: Path | No
 def _planned(cache: Cache, url: str, size: int | None, *, include: Any = None, exclude: Any = None, refresh: bool = False) -> Outcome:
     """What a fetch of this URL would do. With ``refresh``, asks the remote whether the stored version is still current. Raises the errors
     of the remote, and `Offline` where the cache must not ask it."""
-    from forebay.cache import origin_of
+    from forebay.cache import fetcher_of
     from forebay.directories import trees
     from forebay.directories.location import locate
-    from forebay.origin.request import FetchOptions
+    from forebay.fetch.request import FetchOptions
 
-    origin = origin_of(cache)
+    fetcher = fetcher_of(cache)
     if _is_directory(url):
-        location = locate(origin, url, None, include, exclude)
+        location = locate(fetcher, url, None, include, exclude)
         entry = cache.entry(f"directories:{location.tree_key}")
-        chosen = trees.chosen(location, FetchOptions.of(origin, refresh=refresh))
+        chosen = trees.chosen(location, FetchOptions.of(fetcher, refresh=refresh))
         is_kept = entry is not None and (not refresh or entry.validator == chosen.version)
         return Outcome(url, "kept" if is_kept else "fetch", chosen.size)
-    target = origin.target(url)
+    target = fetcher.target(url)
     entry = cache.entry(target.key)
     size = size if entry is None else entry.size
     if refresh or (entry is None and size is None):
@@ -323,7 +323,7 @@ def _pull_objects(
 ) -> dict[str, Callable[[], Outcome]]:  # fmt: skip
     """Fetch objects, and copy them to their targets. Returns, by URL, the calls that finish the others: copies that bypass the cache, and
     checks whether a directory was meant. They may wait for keys that ``fetching`` holds, so call them after this ends."""
-    from forebay.origin.files import opened  # here, so that `forebay --help` need not load it
+    from forebay.fetch.files import opened  # here, so that `forebay --help` need not load it
 
     later: dict[str, Callable[[], Outcome]] = {}
     with contextlib.closing(fetching) as fetched:
@@ -345,13 +345,13 @@ def _pull_objects(
 
 def _explained(cache: Cache, outcome: Outcome) -> Outcome:
     """The outcome of an object that does not exist. If there is a directory of this name, raises `NotFound` that says to add a slash."""
-    from forebay.cache import origin_of
+    from forebay.cache import fetcher_of
     from forebay.directories.location import locate
     from forebay.directories.manifests import MARK
 
     head, mark, query = outcome.url.partition("?")
     try:
-        location = locate(origin_of(cache), f"{head}/{mark}{query}")
+        location = locate(fetcher_of(cache), f"{head}/{mark}{query}")
         if location.key.startswith(("http://", "https://")):
             exists = location.remote.stat(location.object(MARK)) is not None
         else:
@@ -510,7 +510,7 @@ def _lines(file: Iterable[str]) -> list[tuple[str, None]]:
 @jobs_option(16)
 def push(directory: Path, url: str, delete: bool, keep: bool, jobs: int, dry_run: bool, root: Path | None, as_json: bool) -> None:
     """Upload a directory, such as a checkpoint: only missing files are sent, and readers never see an incomplete upload."""
-    from forebay.cache import origin_of
+    from forebay.cache import fetcher_of
     from forebay.cli.bars import Bars
     from forebay.directories import uploading
     from forebay.directories.location import locate
@@ -519,14 +519,14 @@ def push(directory: Path, url: str, delete: bool, keep: bool, jobs: int, dry_run
     began = time.monotonic()
     to_store = keep and not dry_run
     with filled(root) if to_store else looked_into(root, change=True) as cache, Bars(1, quiet=as_json) as bars:
-        origin = origin_of(cache)
+        fetcher = fetcher_of(cache)
 
         def tell(state: str, done: int, total: int) -> None:
             bars.update(Progress(url, done, total, state))
 
         try:
             done = uploading.push(
-                origin, locate(origin, url), directory, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell
+                fetcher, locate(fetcher, url), directory, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell
             )  # fmt: skip
         except KeyboardInterrupt:
             note("what was sent stays, invisible to readers: the same command resumes there")

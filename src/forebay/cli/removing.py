@@ -99,13 +99,13 @@ def rm(names: tuple[str, ...], filters: tuple[str, ...], dry_run: bool, yes: boo
 
 def _ids_of_blocks(cache: Cache, entries: list[Entry], missing: dict[str, NotCached]) -> set[int]:
     """The ids of the blocks of these objects. An object of which only blocks are cached is removed from ``missing``."""
-    from forebay.cache import origin_of
+    from forebay.cache import fetcher_of
     from forebay.cache.entries import blocks_of
 
-    origin = origin_of(cache)
-    blocks = [blocks_of(origin, entry) for entry in entries]
+    fetcher = fetcher_of(cache)
+    blocks = [blocks_of(fetcher, entry) for entry in entries]
     for name in list(missing):
-        if some := blocks_of(origin, name):
+        if some := blocks_of(fetcher, name):
             del missing[name]
             blocks.append(some)
     return {block.id for some in blocks for block in some}

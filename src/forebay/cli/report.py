@@ -127,9 +127,9 @@ def gather(cache: Cache) -> Content:
 
 def activity(cache: Cache) -> Now:
     """What happens now, without secrets and control characters."""
-    from forebay.cache import origin_of
+    from forebay.cache import fetcher_of
 
-    now = origin_of(cache).store.seeing.activity()
+    now = fetcher_of(cache).store.seeing.activity()
     return now._replace(
         fetches=tuple(one._replace(key=_name_shown(one.key), process=plain(one.process)) for one in now.fetches),
         waiters=tuple(one._replace(key=_name_shown(one.key), process=plain(one.process), holder=plain(one.holder)) for one in now.waiters),

@@ -29,7 +29,7 @@ from forebay._model import Buffer, ObjectInfo, Partial, Span
 from forebay.directories import trees
 from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import File
-from forebay.origin.request import FetchOptions, is_same_version
+from forebay.fetch.request import FetchOptions, is_same_version
 
 if TYPE_CHECKING:
     from forebay._engine.null_store import NullStore
@@ -54,7 +54,7 @@ def copy(location: RemoteDirectory, options: FetchOptions, path: str | os.PathLi
     Raises `Foreign`, `NoSpace` where the disk of the copy has no room, and the errors of `trees.lease` except faults of the cache."""
     if path is not None:
         target = target_of(path)
-        with _exclusive(location.origin.store, target, options):
+        with _exclusive(location.fetcher.store, target, options):
             _bring(location, options, target, overwrite=overwrite)
         return str(target)
     target = Path(tempfile.mkdtemp(prefix="forebay-checkpoint-"))
@@ -74,25 +74,25 @@ def _exclusive(store: Store | NullStore, target: Path, options: FetchOptions) ->
 
 def _bring(location: RemoteDirectory, options: FetchOptions, target: Path, *, overwrite: bool) -> None:
     """Copy the files of the cached tree; where the cache cannot store it, fetch them past the cache."""
-    origin = location.origin
+    fetcher = location.fetcher
     try:
         tree = trees.lease(location, options)
     except (errors.CacheFault, errors.WaitTimeout) as error:
         if options.offline:
             raise
-        origin.fall_back(error, location.key)
+        fetcher.fall_back(error, location.key)
     else:
         with tree:
             files = trees.files_of(location, tree, options)
-            within = origin.store.root.files if origin.store.keeps and not trees.is_in_place(location, options) else None
+            within = fetcher.store.root.files if fetcher.store.keeps and not trees.is_in_place(location, options) else None
             copy_tree(tree.path, files, target, within=within, overwrite=overwrite)
         return
 
     def fetch(file: File, sink: FileSink) -> None:
         ask = functools.partial(location.remote.fetch, location.object(file.name), sink)
-        origin.receive(location.target(file.name).key, ask, options)
+        fetcher.receive(location.target(file.name).key, ask, options)
 
-    files, budget = trees.chosen(location, options).files, origin.store.seeing.usage().budget
+    files, budget = trees.chosen(location, options).files, fetcher.store.seeing.usage().budget
     fetch_tree(files, target, fetch, overwrite=overwrite, budget=budget, on_progress=options.on_progress)
 
 

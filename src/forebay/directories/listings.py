@@ -14,7 +14,7 @@ from forebay._logs import logger
 from forebay._model import Buffer, BufferSink, ObjectInfo, Span, Transfer
 from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import MARK, File, Manifest, check_names
-from forebay.origin.request import LISTINGS, FetchOptions, is_same_version
+from forebay.fetch.request import LISTINGS, FetchOptions, is_same_version
 
 log = logger("forebay.directories")
 
@@ -30,7 +30,7 @@ class Listing:
 
 def stored(location: RemoteDirectory, since: int) -> Listing | None:
     """The stored listing, if the remote was asked at ``since`` or later."""
-    store = location.origin.store
+    store = location.fetcher.store
     try:
         hit = store.view(LISTINGS, location.key)
     except errors.CacheFault:
@@ -47,7 +47,7 @@ def stored(location: RemoteDirectory, since: int) -> Listing | None:
 
 def version(location: RemoteDirectory, since: int) -> str | None:
     """The version of the listing of `stored`, without reading it."""
-    store = location.origin.store
+    store = location.fetcher.store
     entry = store.entry(LISTINGS, location.key)
     return entry.validator if entry is not None and store.validated(entry) >= since else None
 
@@ -57,8 +57,8 @@ def ask(location: RemoteDirectory, options: FetchOptions) -> Listing:
     `Offline`, `RemoteError`."""
     if options.offline and location.local is None:
         raise errors.Offline.of(location.key)
-    at = location.origin.store.now(exact=True)
-    with location.origin.reaching(options):
+    at = location.fetcher.store.now(exact=True)
+    with location.fetcher.reaching(options):
         manifest = Manifest.of(location.key, _listed(location))
     if not manifest.files:
         postpone(location, 0)  # the stored listing is out of date
@@ -72,11 +72,11 @@ def ask(location: RemoteDirectory, options: FetchOptions) -> Listing:
 
 def keep(location: RemoteDirectory, files: Manifest) -> None:
     """Store the listing of a directory that this process has just written."""
-    _store(location, Listing(files, files.version, location.origin.store.now(exact=True)))
+    _store(location, Listing(files, files.version, location.fetcher.store.now(exact=True)))
 
 
 def _store(location: RemoteDirectory, listing: Listing) -> None:
-    store = location.origin.store
+    store = location.fetcher.store
     if not store.keeps or store.root.read_only:
         return
     try:
@@ -86,12 +86,12 @@ def _store(location: RemoteDirectory, listing: Listing) -> None:
         else:
             store.set_validated([(entry, listing.at)], listing.at)
     except errors.CacheFault as error:
-        location.origin.warn("listing", "the listing of %s is not stored, and is requested each time: %s", location.key, error)
+        location.fetcher.warn("listing", "the listing of %s is not stored, and is requested each time: %s", location.key, error)
 
 
 def postpone(location: RemoteDirectory, until: int) -> None:
     """Serve the stored listing without asking the remote until then; 0: have the remote asked."""
-    store = location.origin.store
+    store = location.fetcher.store
     try:
         entry = store.entry(LISTINGS, location.key)
     except errors.CacheFault:
@@ -109,7 +109,7 @@ def _listed(location: RemoteDirectory) -> Iterator[File]:
     if location.key.startswith(("http://", "https://")):
         yield from _listed_by_mark(location)
         return
-    location.origin.count(Transfer(requests=1))
+    location.fetcher.count(Transfer(requests=1))
     infos = dict(location.list())
     noted = _noted(location, set(infos)) if MARK in infos else {}
     for name, info in infos.items():
@@ -134,8 +134,8 @@ def _listed_by_mark(location: RemoteDirectory) -> Iterator[File]:
 def _noted(location: RemoteDirectory, present: set[str] | None) -> Mapping[str, MarkedFile]:
     """The files in the marker of an upload. ``present``: the names that are there, if known. Raises `Incomplete`."""
     where = f"{location.key}{MARK}"
-    sink = MarkSink(where, location.origin.most)
-    location.origin.count(location.remote.fetch(location.object(MARK), sink))
+    sink = MarkSink(where, location.fetcher.most)
+    location.fetcher.count(location.remote.fetch(location.object(MARK), sink))
     mark = UploadMarker.parse(where, sink.data)
     _check_complete(location, mark.complete, mark.files, present)
     return mark.files

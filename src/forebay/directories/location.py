@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from forebay import errors, remote
 from forebay._model import ObjectInfo, Remote
 from forebay.directories.manifests import Part, Patterns
-from forebay.origin import Origin
-from forebay.origin.prefix import Prefix
-from forebay.origin.request import Target, folder_of
+from forebay.fetch import Fetcher
+from forebay.fetch.prefix import Prefix
+from forebay.fetch.request import Target, folder_of
 
 if TYPE_CHECKING:
     from forebay.remote import FilesystemRemote
@@ -30,7 +30,7 @@ class RemoteDirectory:
     remote: Remote
     local: str | None
     prefix: Prefix
-    origin: Origin
+    fetcher: Fetcher
     part: Part
     filesystem: FilesystemRemote | None = None
 
@@ -48,8 +48,8 @@ class RemoteDirectory:
         """The file of this name, as a target to fetch."""
         url = self.object(name)
         if self.filesystem is not None:
-            return self.origin.target_on(self.filesystem, url)
-        target = self.origin.target_by(url, self.origin.naming, lambda: self.remote)
+            return self.fetcher.target_on(self.filesystem, url)
+        target = self.fetcher.target_by(url, self.fetcher.naming, lambda: self.remote)
         return target if self.local is None else target._replace(in_place=os.path.join(self.local, name))
 
     def list(self) -> Iterator[tuple[str, ObjectInfo]]:
@@ -82,7 +82,7 @@ def check_either(text: str, filesystem: Any) -> None:
 
 
 def locate(
-    origin: Origin, url: str | os.PathLike[str], filesystem: Any = None, include: Patterns = None, exclude: Patterns = None
+    fetcher: Fetcher, url: str | os.PathLike[str], filesystem: Any = None, include: Patterns = None, exclude: Patterns = None
 ) -> RemoteDirectory:  # fmt: skip
     """The directory of a URL or path, or of a path of a filesystem object of fsspec or pyarrow, or the part of it that patterns select.
 
@@ -92,8 +92,10 @@ def locate(
     if filesystem is None:
         prefix = Prefix(text)
         try:
-            key = folder_of(remote.canonical(prefix.folder, origin.naming))
-            return RemoteDirectory(prefix.url, key, remote.resolve(text, origin.options, origin.realm), prefix.local, prefix, origin, part)
+            key = folder_of(remote.canonical(prefix.folder, fetcher.naming))
+            return RemoteDirectory(
+                prefix.url, key, remote.resolve(text, fetcher.options, fetcher.realm), prefix.local, prefix, fetcher, part
+            )
         except errors.ConfigError:
             from forebay.remote.filesystems.clients import arrow_from_uri
 
@@ -103,8 +105,8 @@ def locate(
         filesystem, text = arrow
     local = remote.local_path_on(filesystem, text)
     if local is not None:
-        return locate(origin, local, None, include, exclude)
+        return locate(fetcher, local, None, include, exclude)
     prefix = Prefix(text, plain=True)
-    place = remote.on_filesystem(filesystem, origin.options)
-    key = folder_of(place.key(prefix.folder, origin.naming))
-    return RemoteDirectory(prefix.url, key, place, None, prefix, origin, part, place)
+    place = remote.on_filesystem(filesystem, fetcher.options)
+    key = folder_of(place.key(prefix.folder, fetcher.naming))
+    return RemoteDirectory(prefix.url, key, place, None, prefix, fetcher, part, place)

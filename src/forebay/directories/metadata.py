@@ -16,8 +16,8 @@ from forebay._model import BufferSink
 from forebay.directories import listings
 from forebay.directories.copying import locked
 from forebay.directories.location import RemoteDirectory
-from forebay.origin import Origin
-from forebay.origin.request import FetchOptions
+from forebay.fetch import Fetcher
+from forebay.fetch.request import FetchOptions
 
 log = logger("forebay.metadata")
 
@@ -26,30 +26,30 @@ ATTEMPTS = 50  # of an update, if there are concurrent updates
 PAUSE = 0.05  # seconds: the maximum of the first pause, doubled up to a second
 
 
-def read(origin: Origin, location: RemoteDirectory) -> dict[str, Any]:
+def read(fetcher: Fetcher, location: RemoteDirectory) -> dict[str, Any]:
     """The metadata that the remote has now; ``{}`` if there is none. Raises `RemoteError`; `Offline` where the cache must not ask it."""
-    if origin.offline and location.local is None:
-        return _parsed(location, bytes(origin.read(location.target(METADATA), FetchOptions(offline=True))))
-    return _stored(origin, location)[0]
+    if fetcher.offline and location.local is None:
+        return _parsed(location, bytes(fetcher.read(location.target(METADATA), FetchOptions(offline=True))))
+    return _stored(fetcher, location)[0]
 
 
-def write(origin: Origin, location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
+def write(fetcher: Fetcher, location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
     """Replace the metadata. Raises `NotJson` for values that JSON cannot represent, before anything is written; `RemoteError`."""
     data = _encoded(metadata)
-    with _exclusive(origin, location):
+    with _exclusive(fetcher, location):
         location.remote.write(location.object(METADATA), data)
-    forget(origin, location)
+    forget(fetcher, location)
 
 
-def update(origin: Origin, location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
+def update(fetcher: Fetcher, location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
     """Set these keys, and leave the others unchanged. Raises as `write` does.
 
     Of concurrent updates none is lost: also from several nodes where the store has conditional writes, as S3 does (network file systems:
     almost, see `LocalRemote.write`); elsewhere on one node, between processes that share a cache."""
     _encoded(metadata)
-    with _exclusive(origin, location):
+    with _exclusive(fetcher, location):
         for attempt in range(1, ATTEMPTS + 1):
-            stored, validator = _stored(origin, location)
+            stored, validator = _stored(fetcher, location)
             try:
                 _put(location, _encoded({**stored, **metadata}), validator)
                 break
@@ -57,10 +57,10 @@ def update(origin: Origin, location: RemoteDirectory, metadata: Mapping[str, Any
                 if attempt == ATTEMPTS:
                     raise
                 time.sleep(random.uniform(0, min(1.0, PAUSE * 2**attempt)))
-    forget(origin, location)
+    forget(fetcher, location)
 
 
-def forget(origin: Origin, location: RemoteDirectory) -> None:
+def forget(fetcher: Fetcher, location: RemoteDirectory) -> None:
     """Make the next reader of the directory in this cache ask the remote for its listing."""
     try:
         listings.postpone(location, 0)
@@ -68,11 +68,11 @@ def forget(origin: Origin, location: RemoteDirectory) -> None:
         log.debug("%s: its listing in the cache stays: %s", location.key, error)
 
 
-def _stored(origin: Origin, location: RemoteDirectory) -> tuple[dict[str, Any], str | None]:
+def _stored(fetcher: Fetcher, location: RemoteDirectory) -> tuple[dict[str, Any], str | None]:
     """The stored metadata, and its validator: "" if it has none, None if there is no metadata."""
-    sink = BufferSink(origin.most)
+    sink = BufferSink(fetcher.most)
     try:
-        origin.count(location.remote.fetch(location.object(METADATA), sink))
+        fetcher.count(location.remote.fetch(location.object(METADATA), sink))
     except errors.NotFound:
         return {}, None
     return _parsed(location, bytes(sink.data)), (sink.info.validator if sink.info else None) or ""
@@ -91,22 +91,22 @@ def _put(location: RemoteDirectory, data: bytes, validator: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _exclusive(origin: Origin, location: RemoteDirectory) -> Iterator[None]:
+def _exclusive(fetcher: Fetcher, location: RemoteDirectory) -> Iterator[None]:
     """A lock between the threads and processes of this host: on the directory itself if it is local, else in the cache."""
     with contextlib.ExitStack() as stack:
-        for lock in _locks(origin, location):
+        for lock in _locks(fetcher, location):
             try:
                 stack.enter_context(lock())
                 break
             except OSError as error:  # NFS cannot lock directories; some roots are read-only
                 log.debug("%s cannot be locked: %s", location.key, error)
         else:
-            origin.warn("metadata", "the metadata of %s is written under no lock", location.key)
+            fetcher.warn("metadata", "the metadata of %s is written under no lock", location.key)
         yield
 
 
-def _locks(origin: Origin, location: RemoteDirectory) -> Iterator[Callable[[], contextlib.AbstractContextManager[object]]]:
-    local, store = location.local, origin.store
+def _locks(fetcher: Fetcher, location: RemoteDirectory) -> Iterator[Callable[[], contextlib.AbstractContextManager[object]]]:
+    local, store = location.local, fetcher.store
     if local is not None:
         yield lambda: locked(Path(local, METADATA))
     if store.keeps:

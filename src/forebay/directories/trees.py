@@ -21,9 +21,9 @@ from forebay.directories import listings
 from forebay.directories.listings import Listing
 from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import File, Manifest
-from forebay.origin.job import Job
-from forebay.origin.pipeline import Pipeline
-from forebay.origin.request import DIRECTORIES, URLS, FetchOptions, Target, is_same_version
+from forebay.fetch.job import Job
+from forebay.fetch.pipeline import Pipeline
+from forebay.fetch.request import DIRECTORIES, URLS, FetchOptions, Target, is_same_version
 
 DISK_FULL = "the disk is full: free some of it, or lower min_free"
 LOOKS = 3
@@ -42,7 +42,7 @@ def lease(location: RemoteDirectory, options: FetchOptions) -> Lease:
         if tree.entry.kind != "directory":
             raise errors.NotADirectory(f"{location.local}: this is a file, not a directory", url=location.local)
         return tree
-    store = location.origin.store
+    store = location.fetcher.store
     if not store.keeps:
         raise errors.NoSpace(f"{location.key} cannot be stored: {store.why}", key=location.key, need=0, free=0, budget=0)
     with waits.time_limit(options.timeout):
@@ -63,7 +63,7 @@ def files_of(location: RemoteDirectory, tree: Lease, options: FetchOptions) -> S
     """The files of a tree that `lease` returned."""
     if is_in_place(location, options):
         return chosen(location, options).files
-    members = location.origin.store.members(tree.entry)
+    members = location.fetcher.store.members(tree.entry)
     listing = listings.stored(location, -1)
     now = location.part.choose(listing.manifest) if listing is not None else None
     if now is not None and now.version == tree.entry.validator and [file.name for file in now.files] == [name for name, _ in members]:
@@ -75,7 +75,7 @@ def keep(location: RemoteDirectory, files: Sequence[tuple[File, str]]) -> None:
     """Store local files (each with its path) that were just uploaded, as though fetched.
 
     ``files``: all of the directory, with the validators of the remote. Raises `CacheFault` where there is no room."""
-    store = location.origin.store
+    store = location.fetcher.store
     for file, path in files:
         target = location.target(file.name)
         there = store.entry(URLS, target.key)
@@ -105,7 +105,7 @@ class _Tree:
 
     def __init__(self, location: RemoteDirectory, store: Store, options: FetchOptions) -> None:
         self._location, self._store, self._options = location, store, options
-        self._origin, self._key = location.origin, location.tree_key
+        self._fetcher, self._key = location.fetcher, location.tree_key
         self._began = store.now(exact=True)
         self._came_unseen = False  # files of unknown version were fetched: they may be of different times
         self._unlike: set[str] = set()  # files whose validators in listings never match those of the file itself
@@ -190,9 +190,9 @@ class _Tree:
             if (tree := self._find()) is None:
                 raise
             if self._options.since > 1:  # calls in the next seconds need no time-out of their own
-                listings.postpone(self._location, self._origin.postponed(self._options))
+                listings.postpone(self._location, self._fetcher.postponed(self._options))
             message = "the current version of %s cannot be fetched (%s): its copy from the cache is served"
-            self._origin.warn(f"stale {self._key}", message, self._key, error)
+            self._fetcher.warn(f"stale {self._key}", message, self._key, error)
             return self._hit(tree)
         changed = 0
         for _ in range(CHANGES):
@@ -260,13 +260,13 @@ class _Tree:
                 self._options.on_progress(total, manifest.size)
 
         jobs = [
-            Job(self._origin, targets[file.name], self._options_of(file, at, done), number, leased=True)
+            Job(self._fetcher, targets[file.name], self._options_of(file, at, done), number, leased=True)
             for number, file in enumerate(missing)
         ]
         came: list[Lease] = []
         try:
             self._store.ensure_room(URLS, [(targets[file.name].key, file.size or 0) for file in missing])
-            with contextlib.closing(Pipeline(self._origin, on_turn=tell).run(jobs)) as fetched:
+            with contextlib.closing(Pipeline(self._fetcher, on_turn=tell).run(jobs)) as fetched:
                 for job in fetched:
                     file = missing[job.number]
                     leases[file.name] = stack.enter_context(contextlib.closing(self._listed_version(file, job)))

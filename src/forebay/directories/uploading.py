@@ -27,8 +27,8 @@ from forebay.directories.listings import MarkedFile, MarkSink, UploadMarker
 from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import MARK, File, LocalFile, check_names, files_below, is_folder
 from forebay.directories.metadata import METADATA, forget
-from forebay.origin import Origin
-from forebay.origin.request import is_same_version
+from forebay.fetch import Fetcher
+from forebay.fetch.request import is_same_version
 from forebay.remote.local import prune, sweep
 
 JOBS = 16
@@ -85,23 +85,23 @@ def upload(
 
 
 def push(
-    origin: Origin, location: RemoteDirectory, local: str | os.PathLike[str], *, delete: bool = False, keep: bool = False,
+    fetcher: Fetcher, location: RemoteDirectory, local: str | os.PathLike[str], *, delete: bool = False, keep: bool = False,
     dry_run: bool = False, jobs: int = JOBS, tell: Tell | None = None,
 ) -> Uploaded:  # fmt: skip
     """`upload`, and invalidate the listing in the cache; ``keep``: the files stay in the cache, as though fetched.
 
     Logs a warning if they cannot be stored. Raises `Offline` where the cache must not ask the remote."""
-    if origin.offline and location.local is None:
+    if fetcher.offline and location.local is None:
         raise errors.Offline.of(location.key)
     try:
         done = upload(location, local, delete=delete, dry_run=dry_run, jobs=jobs, tell=tell)
     finally:
-        forget(origin, location)
+        forget(fetcher, location)
     if keep and not dry_run and location.local is None:
         try:
             trees.keep(location, done.files)
         except errors.CacheFault as error:
-            origin.warn("keep", "%s is uploaded, but not stored in the cache: %s", location.key, error)
+            fetcher.warn("keep", "%s is uploaded, but not stored in the cache: %s", location.key, error)
     return done
 
 

@@ -17,8 +17,8 @@ from forebay._engine.locks.leases import Lease
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Buffer, Item_co
-from forebay.origin import Origin
-from forebay.origin.request import FOREVER, URLS
+from forebay.fetch import Fetcher
+from forebay.fetch.request import FOREVER, URLS
 from forebay.prefetch.items import ItemReader, Items, Objects, SourceItems
 from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
 from forebay.prefetch.lazies import PassThrough as PassThrough
@@ -48,36 +48,36 @@ class Prefetcher(Pool[Item_co]):
     Callable from any thread. Usable in both processes after a fork, even while loads are pending. Picklable if its source is. A context
     manager. Its threads end when the last reference to it is gone."""
 
-    def __init__(self, origin: Origin, source: Source, options: dict[str, Any]) -> None:
-        self._origin, self._options = origin, options
+    def __init__(self, fetcher: Fetcher, source: Source, options: dict[str, Any]) -> None:
+        self._fetcher, self._options = fetcher, options
         self.source = source
         self.name: str = options["name"]
-        assert origin.store.keeps
-        self._store = origin.store
+        assert fetcher.store.keeps
+        self._store = fetcher.store
         bind = getattr(source, "bind", None)
         if bind is not None:
-            bind(origin)
+            bind(fetcher)
         self._reader = ItemReader(source, options, self._store)
         self._open_loader()
         self.identity = f"{self.name}:{self._digest}"
 
     def _open_loader(self) -> None:
         items: Items
-        origin, source, name, keep = self._origin, self._reader.objects, self.name, self._options["keep"]
+        fetcher, source, name, keep = self._fetcher, self._reader.objects, self.name, self._options["keep"]
         self._objects = self._objects_of_urls()
         if self._objects is not None:
             self._digest = _digest([identity_of(self.source)])
-            self._space, self._max_age = URLS, FOREVER if origin.offline else origin.max_age
-            items = Objects(origin, self._objects.target, pool=name)
+            self._space, self._max_age = URLS, FOREVER if fetcher.offline else fetcher.max_age
+            items = Objects(fetcher, self._objects.target, pool=name)
         else:
             session = self._join()
             self._reader.takes_parts = not self._is_limited
             self._space, self._max_age = name, FOREVER
             if source is not None:
                 versioned = source.version is not None
-                items = Objects(origin, source.target, versioned=versioned, space=name, pool=name, keep=keep, session=session)
+                items = Objects(fetcher, source.target, versioned=versioned, space=name, pool=name, keep=keep, session=session)
             else:
-                items = SourceItems(origin, name, keep, self._reader, session)
+                items = SourceItems(fetcher, name, keep, self._reader, session)
         self._loader = Loader(items, self._store, self._options["workers"])
         self._hit = self._store.hot_lookup(self._space)
         # Weakly: an error that a caller keeps holds its frames, these hold a lazy, and a lazy holds this object.
@@ -111,7 +111,7 @@ class Prefetcher(Pool[Item_co]):
         return session
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(open_prefetcher, **self._options), (self._origin, self.source)
+        return partial(open_prefetcher, **self._options), (self._fetcher, self.source)
 
     def __repr__(self) -> str:
         return f"<forebay.Prefetcher {self.name!r} of {self.source.uri!r}{' closed' if self.closed else ''}>"
@@ -153,7 +153,7 @@ class Prefetcher(Pool[Item_co]):
             return ahead.get()
         key, name = ahead
         data: Buffer | None = None
-        if not self._origin.closed:
+        if not self._fetcher.closed:
             data = self._hit(name, self._max_age)
             with contextlib.suppress(errors.CacheFault):
                 data = self._store.first_touch(self._space, name, self._max_age) if data is None else data
@@ -171,11 +171,11 @@ class Prefetcher(Pool[Item_co]):
         If there is no room, the object stays in memory. Raises `Closed`, and any error from pickling it."""
         self._check_open()
         data = b"".join(_PICKLE.encode(obj))
-        seal = _seal(data) if self._origin.others_can_write else b""
+        seal = _seal(data) if self._fetcher.others_can_write else b""
         try:
             return Spilled(self, name, self._spill(name, data), seal=seal)
         except errors.CacheFault as error:
-            self._origin.fall_back(error, f"{self.name}: {name or 'an object'}")
+            self._fetcher.fall_back(error, f"{self.name}: {name or 'an object'}")
             return Spilled(self, name, None, obj)
 
     def _spill(self, name: str, data: bytes) -> Lease:
@@ -304,7 +304,7 @@ class Prefetcher(Pool[Item_co]):
 # -- making ------------------------------------------------------------------------------------------------------------
 
 
-def open_prefetcher(origin: Origin, source: Any, *, decode: Any = None, **options: Any) -> Prefetcher[Any] | PassThrough[Any]:
+def open_prefetcher(fetcher: Fetcher, source: Any, *, decode: Any = None, **options: Any) -> Prefetcher[Any] | PassThrough[Any]:
     """See `Cache.prefetcher`. ``budget`` in bytes."""
     if options["store"] not in STORES:
         raise errors.ConfigError(
@@ -320,25 +320,25 @@ def open_prefetcher(origin: Origin, source: Any, *, decode: Any = None, **option
         )
     source = wrapped(source_of(source), decode)
     chosen = options["codec"]
-    options["codec"] = codecs.codec(chosen) if chosen is not None else codecs.default_codec(others_can_write=origin.others_can_write)
-    store, reopen = origin.current(), partial(_open, origin, source, options)
-    may_come = not store.root.read_only if store.keeps else origin.reopening is not None
-    with waits.time_limit(origin.timeout):
+    options["codec"] = codecs.codec(chosen) if chosen is not None else codecs.default_codec(others_can_write=fetcher.others_can_write)
+    store, reopen = fetcher.current(), partial(_open, fetcher, source, options)
+    may_come = not store.root.read_only if store.keeps else fetcher.reopening is not None
+    with waits.time_limit(fetcher.timeout):
         pool = (reopen() if may_come else None) or PassThrough(source, reopen=reopen if may_come else None)
-    origin.register(pool)
+    fetcher.register(pool)
     return pool
 
 
-def _open(origin: Origin, source: Any, options: dict[str, Any], limits: Mapping[str, int] = _NONE) -> Prefetcher[Any] | None:
+def _open(fetcher: Fetcher, source: Any, options: dict[str, Any], limits: Mapping[str, int] = _NONE) -> Prefetcher[Any] | None:
     """The prefetcher, if the cache can be used by now."""
-    options, store = {**options, **limits}, origin.current()
+    options, store = {**options, **limits}, fetcher.current()
     if not store.keeps:
         return None
     try:
         store.spaces.ensure(options["name"], policy=options["policy"], quota=options["budget"], max_count=options["max_count"])
-        return Prefetcher(origin, source, options)
+        return Prefetcher(fetcher, source, options)
     except (errors.CacheFault, errors.WaitTimeout) as error:
-        origin.fall_back(error, f"the prefetcher {options['name']!r}")
+        fetcher.fall_back(error, f"the prefetcher {options['name']!r}")
         return None
 
 

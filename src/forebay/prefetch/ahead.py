@@ -18,9 +18,9 @@ from forebay._engine.index.orders import NEVER, Orders
 from forebay._engine.write.publish import INLINE
 from forebay._kernel import host
 from forebay._model import Buffer
-from forebay.origin import Origin
-from forebay.origin.opening import in_memory
-from forebay.origin.request import FOREVER, URLS, FetchOptions
+from forebay.fetch import Fetcher
+from forebay.fetch.opening import in_memory
+from forebay.fetch.request import FOREVER, URLS, FetchOptions
 from forebay.prefetch.items import Objects
 from forebay.prefetch.loader import Loader, abandon
 from forebay.prefetch.loads import Load
@@ -98,13 +98,13 @@ class Lookahead(Iterator[memoryview]):
     makes its own, since its order is its own. Nothing remains when the process ends."""
 
     def __init__(
-        self, origin: Origin, urls: Iterable[Url], *, window: int | None, most: int, horizon: int, workers: int,
+        self, fetcher: Fetcher, urls: Iterable[Url], *, window: int | None, most: int, horizon: int, workers: int,
         read_many: Callable[..., list[Any]],
     ) -> None:  # fmt: skip
         """``read_many``: that of the cache, for what was not looked ahead for."""
-        self._origin, self._urls, self._read_many = origin, iter(urls), read_many
+        self._fetcher, self._urls, self._read_many = fetcher, iter(urls), read_many
         self._total = len(urls) if isinstance(urls, Sequence) else None
-        self._max_age = FOREVER if origin.offline else origin.max_age
+        self._max_age = FOREVER if fetcher.offline else fetcher.max_age
         self._lock = threading.RLock()  # guards what follows
         self._drawn: deque[_Drawn] = deque()  # beyond the window
         self._ahead: deque[_Next] = deque()
@@ -122,15 +122,15 @@ class Lookahead(Iterator[memoryview]):
         self._lent: list[tuple[int, int, str, int]] = []  # a heap of what stays for others: until when, hash, name, size
         self._measure_at = 0.0
         self._workers, self._most = workers, most
-        self._objects = Objects(origin, origin.target)
+        self._objects = Objects(fetcher, fetcher.target)
         self._loader: Loader | None = None
-        store = origin.current()
+        store = fetcher.current()
         can_store = store.keeps and not store.root.read_only
-        if can_store or origin.upstream is None:
+        if can_store or fetcher.upstream is None:
             self._loader = Loader(self._objects, store, workers, in_turn=True)
             weakref.finalize(self, abandon, weakref.ref(self._loader)).atexit = False
         host.at_fork(self)  # behind that of the loader, whose lock is taken inside of this one
-        self._store, self._hit = store, origin.hot_lookup()
+        self._store, self._hit = store, fetcher.hot_lookup()
         self._window = min(WINDOW, (store.seeing.usage().budget or in_memory()) // _SHARE) if window is None else window
         self._narrows, self._is_full = window is None, False
         self._horizon = horizon if can_store else 0
@@ -211,7 +211,7 @@ class Lookahead(Iterator[memoryview]):
             data: Buffer = loader.take(load)
         else:
             hit = self._hit_at_once(following)
-            data = self._origin.read(self._origin.target(following.url), FetchOptions.of(self._origin)) if hit is None else hit
+            data = self._fetcher.read(self._fetcher.target(following.url), FetchOptions.of(self._fetcher)) if hit is None else hit
         self._note_read(following, len(data))
         return data if isinstance(data, memoryview) else memoryview(data)
 
@@ -230,11 +230,11 @@ class Lookahead(Iterator[memoryview]):
         self._dismiss()
 
     def _hit_at_once(self, following: _Next) -> memoryview | None:
-        if self._origin.closed:
+        if self._fetcher.closed:
             return None
         data = self._hit(following.url, self._max_age)
         if data is None:
-            alias = self._origin.alias(following.url, following.name)
+            alias = self._fetcher.alias(following.url, following.name)
             data = self._store.first_touch(URLS, following.name, self._max_age, alias)
         return data
 
@@ -257,7 +257,7 @@ class Lookahead(Iterator[memoryview]):
 
     def _name(self, url: str) -> str:
         try:
-            return self._origin.target(url).key
+            return self._fetcher.target(url).key
         except errors.ForebayError:
             return url  # reading it raises the error
 
@@ -369,7 +369,7 @@ class Lookahead(Iterator[memoryview]):
 
     def _is_local(self, url: str) -> bool:
         with contextlib.suppress(errors.ForebayError):
-            return self._origin.target(url).in_place is not None
+            return self._fetcher.target(url).in_place is not None
         return True
 
     # -- what the cache keeps --------------------------------------------------------------------------------------
@@ -533,7 +533,7 @@ def _charge(size: int) -> int:
 
 
 def look_ahead(
-    origin: Origin, urls: Iterable[Url], window: int | None, most: int | None, horizon: int | None, workers: int,
+    fetcher: Fetcher, urls: Iterable[Url], window: int | None, most: int | None, horizon: int | None, workers: int,
     read_many: Callable[..., list[Any]],
 ) -> Lookahead:  # fmt: skip
     """See `Cache.lookahead`. ``window`` in bytes."""
@@ -551,4 +551,4 @@ def look_ahead(
         message = f"horizon must be an integer from 0 to {MOST_KNOWN:,}, not {horizon!r}"
         raise errors.ConfigError(message, name="horizon", value=horizon)
     most = min(most or MOST, MOST)
-    return Lookahead(origin, urls, window=window, most=most, horizon=horizon, workers=workers, read_many=read_many)
+    return Lookahead(fetcher, urls, window=window, most=most, horizon=horizon, workers=workers, read_many=read_many)

@@ -14,9 +14,9 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._logs import logger
 from forebay._model import Buffer, Noted, ObjectInfo, Policy, Remote, Sink, Transfer, as_bytes, to_bytes
-from forebay.origin import Origin
-from forebay.origin.job import Job
-from forebay.origin.request import URLS, FetchOptions, Target
+from forebay.fetch import Fetcher
+from forebay.fetch.job import Job
+from forebay.fetch.request import URLS, FetchOptions, Target
 from forebay.prefetch.loads import Load, LoadRef
 from forebay.sources import DecodedSource, Source, UrlSource
 
@@ -37,9 +37,9 @@ class Items:
 
     links = False
 
-    def __init__(self, origin: Origin, space: str, pool: str | None, keep: bool, session: Lease | None) -> None:
+    def __init__(self, fetcher: Fetcher, space: str, pool: str | None, keep: bool, session: Lease | None) -> None:
         """``pool``: the space whose policy applies; None: an item without room waits."""
-        self.origin, self.space, self.keep, self._pool, self._session = origin, space, keep, pool, session
+        self.fetcher, self.space, self.keep, self._pool, self._session = fetcher, space, keep, pool, session
         self.on_read: Callable[[Load, Buffer], None] = lambda load, data: None
         self.full_until, self.closed, self._reported_too_large = 0.0, False, False
 
@@ -63,8 +63,8 @@ class Items:
         """The job that stores in ``space`` what ``bring`` gives to its sink."""
         remote = cast(Remote, FunctionRemote(bring))
         target = Target(ref.key, ref.name, "", lambda: remote, space=self.space)
-        fetch = FetchOptions(-1, timeout=self.origin.timeout, life="cached" if self.keep else "held")
-        return Job(self.origin, target, fetch, number, leased=True, in_memory=True, has_partial=False, **options)
+        fetch = FetchOptions(-1, timeout=self.fetcher.timeout, life="cached" if self.keep else "held")
+        return Job(self.fetcher, target, fetch, number, leased=True, in_memory=True, has_partial=False, **options)
 
     def stored_job(self, ref: LoadRef, number: int, data: Buffer) -> Job:
         """The job that stores these bytes of an item in ``space``."""
@@ -82,7 +82,7 @@ class Items:
 
     def may_wait(self, space: str, size: int) -> bool:
         """Whether an item of ``size`` bytes, for which ``space`` has no room, waits until there is some."""
-        store = self.origin.store
+        store = self.fetcher.store
         with contextlib.suppress(errors.CacheFault):
             if store.keeps and size <= self._largest():
                 return space != self.space or self._pool is None or store.spaces.limits_of(self._pool).policy == Policy.WAIT
@@ -102,10 +102,10 @@ class Items:
             if (now := time.monotonic()) >= self.full_until:  # else each refusal would lead to the next
                 self.full_until = now + FULL
         if isinstance(error, Exception):
-            self.origin.fall_back(error, ref.name)
+            self.fetcher.fall_back(error, ref.name)
 
     def _largest(self) -> int:
-        store = self.origin.store
+        store = self.fetcher.store
         with contextlib.suppress(errors.CacheFault):
             return store.spaces.largest(self.space) if store.keeps else 0
         return 0
@@ -113,7 +113,7 @@ class Items:
     def link(self, links: Sequence[tuple[LoadRef, Lease]]) -> list[Lease | errors.CacheFault]:
         """Give the files of objects second names in ``space``, in one transaction where there is room for all. Returns a lease on each, or
         why it has none."""
-        store, life = self.origin.store, "cached" if self.keep else "held"
+        store, life = self.fetcher.store, "cached" if self.keep else "held"
         assert store.keeps
         try:
             found = store.take_many(self.space, [ref.name for ref, _ in links])  # those that other processes have linked
@@ -141,36 +141,36 @@ class Objects(Items):
     """The objects of a source, as the bound cache fetches them into `urls`."""
 
     def __init__(
-        self, origin: Origin, target: Callable[[str], Target], *, versioned: bool = False, space: str = URLS, pool: str | None = None,
+        self, fetcher: Fetcher, target: Callable[[str], Target], *, versioned: bool = False, space: str = URLS, pool: str | None = None,
         keep: bool = True, session: Lease | None = None,
     ) -> None:  # fmt: skip
         """``target``: returns the object of a key; it may raise `ConfigError`. ``versioned``: the caller has named the version of all
         objects, so whatever is validated from now on has that version for ever. ``space``: where they get second names."""
-        super().__init__(origin, space, pool, keep, session)
+        super().__init__(fetcher, space, pool, keep, session)
         self.target, self.links = target, space != URLS
         self.for_others = False
         """Whether what is fetched is read by other processes."""
-        self._stores = origin.store.keeps and not origin.store.root.read_only
-        self._since = origin.store.now(exact=True) if versioned else None
+        self._stores = fetcher.store.keeps and not fetcher.store.root.read_only
+        self._since = fetcher.store.now(exact=True) if versioned else None
 
     def options(self) -> FetchOptions:
         """The options of a fetch that begins now."""
-        options = FetchOptions.of(self.origin)
+        options = FetchOptions.of(self.fetcher)
         return options if self._since is None or options.offline else options._replace(since=self._since)
 
     def job(self, load: Load, number: int = 0) -> Job:
         stores = self._stores and load.stores
         options = self.options()._replace(bypass=not self._stores, ahead=self.for_others)
         return Job(
-            self.origin, self.target(load.key), options, number, leased=stores, in_memory=True, stores=load.stores, since=load.busy_since
+            self.fetcher, self.target(load.key), options, number, leased=stores, in_memory=True, stores=load.stores, since=load.busy_since
         )  # fmt: skip
 
     def read(self, key: str) -> Buffer:
         """The bytes of an object, as `Cache.read` gets them; from the remote once the cache is closed. Raises as that."""
-        return self.direct(key) if self.origin.closed else self.origin.read(self.target(key), self.options())
+        return self.direct(key) if self.fetcher.closed else self.fetcher.read(self.target(key), self.options())
 
     def direct(self, key: str) -> Buffer:
-        return self.origin.direct(self.target(key), self.options())
+        return self.fetcher.direct(self.target(key), self.options())
 
 
 class NotStored(errors.CacheFault):
@@ -261,10 +261,10 @@ class ItemReader:
 class SourceItems(Items):
     """Items that a source makes, or that are made of its items: each is an entry of ``space``."""
 
-    def __init__(self, origin: Origin, space: str, keep: bool, reader: ItemReader, session: Lease | None) -> None:
-        super().__init__(origin, space, space, keep, session)
-        assert origin.store.keeps
-        self._store: Store = origin.store
+    def __init__(self, fetcher: Fetcher, space: str, keep: bool, reader: ItemReader, session: Lease | None) -> None:
+        super().__init__(fetcher, space, space, keep, session)
+        assert fetcher.store.keeps
+        self._store: Store = fetcher.store
         self._reader = reader
 
     def job(self, load: Load, number: int = 0) -> Job:
@@ -276,7 +276,7 @@ class SourceItems(Items):
 
     def direct(self, key: str) -> Buffer:
         data = self._reader.read(key)
-        self.origin.count(self._transfer(data))
+        self.fetcher.count(self._transfer(data))
         return data
 
     def is_kept(self, key: str) -> bool:

@@ -14,7 +14,7 @@ from forebay._engine.locks.leases import Lease
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Item_co
-from forebay.origin.prefix import info_of
+from forebay.fetch.prefix import info_of
 from forebay.prefetch.loads import Load
 from forebay.reports import OnProgress, WarmReport
 from forebay.sources import DecodedSource, Source, SourceInfo, source_of

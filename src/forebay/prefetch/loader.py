@@ -17,9 +17,9 @@ from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Noted
-from forebay.origin.job import Job
-from forebay.origin.pipeline import GROUP, Pipeline
-from forebay.origin.request import URLS
+from forebay.fetch.job import Job
+from forebay.fetch.pipeline import GROUP, Pipeline
+from forebay.fetch.request import URLS
 from forebay.prefetch.items import Items, NotStored
 from forebay.prefetch.loads import Load, LoadRef, News, State, live
 from forebay.remote.base import CallAborted
@@ -57,7 +57,7 @@ class Loader:
 
     def __init__(self, items: Items, store: Store | NullStore, workers: int, *, in_turn: bool = False) -> None:
         """``in_turn``: callers take the loads in their order, so that what will never have room waits in memory too."""
-        self._origin, self._items, self._store, self._workers, self._in_turn = items.origin, items, store, workers, in_turn
+        self._fetcher, self._items, self._store, self._workers, self._in_turn = items.fetcher, items, store, workers, in_turn
         self._readers = 0 if items.space == URLS or items.links else workers
         self.news = News()
         self.closed = False
@@ -112,7 +112,7 @@ class Loader:
 
     def take(self, load: Load) -> Buffer:
         """The bytes of an item: from the cache, from memory, or from the source in this very thread. Raises what the source raised."""
-        timeout = self._origin.timeout
+        timeout = self._fetcher.timeout
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             left = REPORT_AFTER if until is None else min(REPORT_AFTER, until - time.monotonic())
@@ -120,7 +120,7 @@ class Loader:
             if state is State.LOADING and (self._read_begun(load) or until is None or time.monotonic() < until):
                 continue
             if state is State.LOADING:
-                self._origin.fall_back(errors.WaitTimeout.of(load.key, timeout or 0.0, "this process"), load.name)
+                self._fetcher.fall_back(errors.WaitTimeout.of(load.key, timeout or 0.0, "this process"), load.name)
                 return self._items.direct(load.key)
             if state is State.QUEUED:
                 data = self._read_now(load)
@@ -179,7 +179,7 @@ class Loader:
         try:
             data = self._store.bytes_leased(lease)
         except errors.CacheFault as error:
-            self._origin.fall_back(error, load.name)
+            self._fetcher.fall_back(error, load.name)
         if data is None and not lease.closed:  # damaged; else the thread is done with that file, and it may be gone
             with self._lock:
                 self._set(load, State.DROPPED)
@@ -279,7 +279,7 @@ class Loader:
             except Exception as error:  # noqa: BLE001  # whatever it is: without this thread nothing would be loaded any more
                 # The callers of what was under way read it themselves.
                 if "interpreter shutdown" not in str(error):  # Python 3.12 and later refuse a thread before `sys.is_finalizing` is true
-                    self._origin.warn(type(error).__name__, "loading ahead failed: %s", error)
+                    self._fetcher.warn(type(error).__name__, "loading ahead failed: %s", error)
                 pause = WATCH
 
     def _turn(self) -> float | None:
@@ -305,7 +305,7 @@ class Loader:
     def _load(self) -> None:
         most = BEGUN_AHEAD * self._readers or self._workers
         pipeline = Pipeline(
-            self._origin, side_by_side=most, waits=False, on_turn=self._look_again, made=self._next_made, readers=self._readers,
+            self._fetcher, side_by_side=most, waits=False, on_turn=self._look_again, made=self._next_made, readers=self._readers,
             name="prefetch",
         )  # fmt: skip
         with self._lock:
@@ -517,7 +517,7 @@ class Loader:
                     self._set(load, State.DROPPED, data=data if load.waiters else None, error=error)
         lease.close()
         if not may_wait:
-            self._origin.fall_back(error, ref.name)
+            self._fetcher.fall_back(error, ref.name)
 
     # -- steps of a transition -------------------------------------------------------------------------------------
 

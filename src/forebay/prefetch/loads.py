@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from forebay._engine.locks.leases import Lease
 from forebay._model import Buffer, Entry
-from forebay.origin.job import Job
+from forebay.fetch.job import Job
 
 
 class State(enum.Enum):

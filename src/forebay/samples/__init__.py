@@ -23,8 +23,8 @@ from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Item, noted
-from forebay.origin import Origin
-from forebay.origin.flight import get_or_make, get_or_make_free
+from forebay.fetch import Fetcher
+from forebay.fetch.flight import get_or_make, get_or_make_free
 
 log = logger("forebay.samples")
 SPACE = "samples"
@@ -118,8 +118,8 @@ class Samples(Generic[Item]):
     Callable from any thread; usable in both processes after a fork; unpickled in another process, it is the same array. Returned items stay
     valid after `close` and after an eviction; any other call after `close` raises `Closed`."""
 
-    def __init__(self, origin: Origin, pack: Pack | NoPack, codec: codecs.Codec, name: str | None, *, copy: bool = False) -> None:
-        self._origin, self._codec, self._copy = origin, codec, copy
+    def __init__(self, fetcher: Fetcher, pack: Pack | NoPack, codec: codecs.Codec, name: str | None, *, copy: bool = False) -> None:
+        self._fetcher, self._codec, self._copy = fetcher, codec, copy
         self._warned: set[str] = set()
         self._creator = os.getpid()
         self.name = name
@@ -135,13 +135,13 @@ class Samples(Generic[Item]):
     def writable(self) -> Samples[Item]:
         """The same array, with items whose arrays are private to the caller and writable. Closing one handle closes both. With the codec
         ``raw``, whose items have no arrays, returns this handle."""
-        return self if self._copy or self._codec.name == "raw" else Samples(self._origin, self._pack, self._codec, self.name, copy=True)
+        return self if self._copy or self._codec.name == "raw" else Samples(self._fetcher, self._pack, self._codec, self.name, copy=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._pack, NoPack) and self._pack.find_pack is not None:
             options: dict[str, Any] = {"codec": self._codec, "fingerprint": self._pack.fingerprint, "copy": self._copy}
-            return functools.partial(open_samples, **options), (self._origin, self.name, len(self))
-        return _unpickle, (self._origin, self._pack.id, len(self), self._codec, self.name, self._copy)
+            return functools.partial(open_samples, **options), (self._fetcher, self.name, len(self))
+        return _unpickle, (self._fetcher, self._pack.id, len(self), self._codec, self.name, self._copy)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "frozen" if self.frozen else f"{self.filled:,} filled"
@@ -183,9 +183,9 @@ class Samples(Generic[Item]):
             return (fn(),)
 
         item: Item = get_or_make(
-            self._origin, SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, lambda value: self._store_and_read(i, value[0]),
+            self._fetcher, SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, lambda value: self._store_and_read(i, value[0]),
             past=lambda value: (self._as_read(value[0]),), label=f"sample {i} of {self._label}",
-            timeout=self._origin.timeout if timeout is None else timeout, looked=True,
+            timeout=self._fetcher.timeout if timeout is None else timeout, looked=True,
         )[0]  # fmt: skip
         return item
 
@@ -200,7 +200,7 @@ class Samples(Generic[Item]):
         slots makes the item itself. ``timeout``: total seconds to wait for others. Raises `ConfigError` as `get_or_put` does, and
         ValueError if ``fn`` returns another number of values."""
         slots = [operator.index(i) for i in indices]
-        timeout = self._origin.timeout if timeout is None else timeout
+        timeout = self._fetcher.timeout if timeout is None else timeout
         until = None if timeout is None else time.monotonic() + timeout
         items: dict[int, tuple[Item]] = {}
         missing = [i for i in dict.fromkeys(slots) if not _added(items, i, self._decoded(i, self._find(i, self._copy)))]
@@ -231,7 +231,7 @@ class Samples(Generic[Item]):
 
         if self._pack.admits:
             label = f"samples of {self._label}"
-            found = get_or_make_free(self._origin, SPACE, list(keys), lambda key: self._look(keys[key]), make, label=label)
+            found = get_or_make_free(self._fetcher, SPACE, list(keys), lambda key: self._look(keys[key]), make, label=label)
         else:
             found = make(list(keys), {})
         items |= {keys[key]: item for key, item in found.items()}
@@ -309,7 +309,7 @@ class Samples(Generic[Item]):
         If several calls fill one slot at once, one succeeds. Raises IndexError, `Closed`, and `ConfigError` if the codec rejects the value.
         """
         try:
-            with waits.time_limit(self._origin.timeout):
+            with waits.time_limit(self._fetcher.timeout):
                 return self._pack.put(i, self._codec.encode, value)
         except (errors.CacheFault, Unencodable) as error:
             self._tell(i, error)
@@ -318,8 +318,8 @@ class Samples(Generic[Item]):
     def _tell(self, i: int, error: Exception) -> None:
         """Count and warn that an item is not stored: one warning for each kind of error."""
         if isinstance(error, errors.NoSpace) and error.limit == "budget":  # as `freeze` intends: at the end of many a first epoch
-            self._origin.warn(f"samples {self._label}", "%s takes nothing more for now, and keeps what it has: %s", self._label, error)
-            self._origin.store.count("store_failures")
+            self._fetcher.warn(f"samples {self._label}", "%s takes nothing more for now, and keeps what it has: %s", self._label, error)
+            self._fetcher.store.count("store_failures")
         elif isinstance(error, errors.NoSpace):
             self._warn("full", f"{self._label} takes nothing more for now, and keeps what it has: {error}")
         elif isinstance(error, errors.CacheFault):
@@ -328,7 +328,7 @@ class Samples(Generic[Item]):
             self._warn("encode", f"sample {i} of {self._label} cannot be stored: {error}")
 
     def _warn(self, kind: str, message: str) -> None:
-        self._origin.store.count("store_failures")
+        self._fetcher.store.count("store_failures")
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(message, RuntimeWarning, stacklevel=4)
@@ -373,7 +373,7 @@ class Samples(Generic[Item]):
         self._pack.has(0)
         if self.frozen:
             return False
-        pack = _find(self._origin, _checked_name(name), _Shape(len(self), self._codec.name, None))
+        pack = _find(self._fetcher, _checked_name(name), _Shape(len(self), self._codec.name, None))
         if pack is None:
             return False
         self.close()
@@ -421,8 +421,8 @@ class Samples(Generic[Item]):
 
     def _store(self) -> Store:
         """The store of a pack: a `NullStore` has none."""
-        assert self._origin.store.keeps
-        return self._origin.store
+        assert self._fetcher.store.keeps
+        return self._fetcher.store
 
     @property
     def _label(self) -> str:
@@ -446,7 +446,7 @@ def _checked(values: Sequence[Item], count: int) -> Sequence[Item]:
 
 
 def open_samples(
-    origin: Origin, name: str | None, length: int | None, *, codec: Any, fingerprint: str | bytes | None, quota: int | None = None,
+    fetcher: Fetcher, name: str | None, length: int | None, *, codec: Any, fingerprint: str | bytes | None, quota: int | None = None,
     copy: bool = False,
 ) -> Samples[Any]:  # fmt: skip
     """See `Cache.samples`."""
@@ -460,39 +460,39 @@ def open_samples(
     shape = _Shape(length or 0, chosen.name, _digest_of(fingerprint))
 
     def find_pack() -> Pack | None:
-        origin.current()
+        fetcher.current()
         try:
-            pack = _find_or_make(origin, name, shape)
+            pack = _find_or_make(fetcher, name, shape)
         except (errors.CacheFault, errors.WaitTimeout) as error:
-            origin.fall_back(error, f"samples:{name or ''}")
+            fetcher.fall_back(error, f"samples:{name or ''}")
             return None
         if pack is not None and quota is not None:
             pack.set_quota(quota)
         return pack
 
-    with waits.time_limit(origin.timeout):
+    with waits.time_limit(fetcher.timeout):
         pack = find_pack()
     if pack is None and not length:
         raise errors.NotCached.of(f"{SPACE}:{name}")
-    may_come = origin.store.keeps or origin.reopening is not None
+    may_come = fetcher.store.keeps or fetcher.reopening is not None
     none = NoPack(shape.length, find_pack=find_pack if may_come else None, fingerprint=fingerprint)
-    samples = Samples[Any](origin, pack or none, chosen, name, copy=copy)
-    origin.register(samples)
+    samples = Samples[Any](fetcher, pack or none, chosen, name, copy=copy)
+    fetcher.register(samples)
     return samples
 
 
-def _unpickle(origin: Origin, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples[Any]:
+def _unpickle(fetcher: Fetcher, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples[Any]:
     """Unpickle a handle from another process: of the same array, whatever its name is now."""
     pack: Pack | None = None
     try:
-        for store in _stores(origin):
+        for store in _stores(fetcher):
             if pack is None and (lease := store.packs.find_by_id(id)) is not None:
                 pack = store.packs.open(lease, length)
     except errors.CacheFault as error:
-        origin.fall_back(error, f"samples:{name or ''}")
+        fetcher.fall_back(error, f"samples:{name or ''}")
     if pack is None:
         log.warning("the array of an unpickled handle is gone: the handle is empty, and stores nothing")
-    samples = Samples[Any](origin, pack or NoPack(length, id), codec, name, copy=copy)
+    samples = Samples[Any](fetcher, pack or NoPack(length, id), codec, name, copy=copy)
     samples._creator = 0
     return samples
 
@@ -518,38 +518,38 @@ class _Shape:
         return json.dumps({"length": self.length, "codec": self.codec})
 
 
-def _stores(origin: Origin) -> list[Store]:
+def _stores(fetcher: Fetcher) -> list[Store]:
     """The stores that may have arrays: its own, and the one upstream."""
-    return [store for store in (origin.store, origin.upstream) if store is not None and store.keeps]
+    return [store for store in (fetcher.store, fetcher.upstream) if store is not None and store.keeps]
 
 
-def _find_or_make(origin: Origin, name: str | None, shape: _Shape) -> Pack | None:
+def _find_or_make(fetcher: Fetcher, name: str | None, shape: _Shape) -> Pack | None:
     """The array of this name; created if there is none, or it has another fingerprint. Without a name, a new one. None where none can be
     created."""
-    store = origin.store
+    store = fetcher.store
     if not store.keeps:
-        return _find(origin, name, shape) if name is not None else None
+        return _find(fetcher, name, shape) if name is not None else None
     if name is None:
         key = f"~{secrets.token_hex(8)}"
         return store.packs.make(SPACE, key, shape.length, life="held", fingerprint=shape.fingerprint, meta=shape.meta())
-    pack = _find(origin, name, shape)
+    pack = _find(fetcher, name, shape)
     if pack is not None or not shape.length:
         return pack
     hold = store.locks.hold(SPACE, name)
     try:
         # P1 sees none / P2 sees none / P1 holds the key, creates it, releases / P2 holds the key: we are here.
-        pack = _find(origin, name, shape)
+        pack = _find(fetcher, name, shape)
         return pack or store.packs.make(SPACE, name, shape.length, fingerprint=shape.fingerprint, meta=shape.meta())
     finally:
         hold.release()
 
 
-def _find(origin: Origin, name: str, shape: _Shape) -> Pack | None:
+def _find(fetcher: Fetcher, name: str, shape: _Shape) -> Pack | None:
     """The array of this name, here or in the root upstream; None if there is none, or it has another fingerprint.
 
     A length of 0 accepts any. Raises `ConfigError` where it has another length or codec."""
-    for store in _stores(origin):
-        lease = _leased(origin, store, name)
+    for store in _stores(fetcher):
+        lease = _leased(fetcher, store, name)
         if lease is None:
             continue
         stored = _Shape.of(lease.entry)
@@ -569,19 +569,19 @@ def _find(origin: Origin, name: str, shape: _Shape) -> Pack | None:
             )  # fmt: skip
         pack = store.packs.open(lease, stored.length)
         if pack is not None:
-            if store is not origin.store:
+            if store is not fetcher.store:
                 pack.only_read()
             return pack
     return None
 
 
-def _leased(origin: Origin, store: Store, name: str) -> Lease | None:
+def _leased(fetcher: Fetcher, store: Store, name: str) -> Lease | None:
     try:
         return store.packs.find(SPACE, name)
     except errors.CacheFault as error:
-        if store is origin.store:
+        if store is fetcher.store:
             raise
-        origin.fall_back(error, f"the upstream's array {name!r}")
+        fetcher.fall_back(error, f"the upstream's array {name!r}")
         return None
 
 

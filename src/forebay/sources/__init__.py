@@ -14,9 +14,9 @@ from forebay._engine.locks.leases import Lease
 from forebay._logs import logger
 from forebay._model import Source as Source
 from forebay._model import SourceInfo as SourceInfo
-from forebay.origin import Origin
-from forebay.origin.prefix import Prefix, RemoteAccess, checked_name, info_of, is_name
-from forebay.origin.request import Target
+from forebay.fetch import Fetcher
+from forebay.fetch.prefix import Prefix, RemoteAccess, checked_name, info_of, is_name
+from forebay.fetch.request import Target
 from forebay.remote import RemoteOptions, redacted
 from forebay.sources.tar import TarSource as TarSource
 from forebay.sources.tar import is_tar
@@ -98,9 +98,9 @@ class UrlSource:
         """The provenance of an item."""
         return SourceInfo(self.uri, key, None, (key,))
 
-    def bind(self, origin: Origin) -> None:
+    def bind(self, fetcher: Fetcher) -> None:
         """Use this cache: its options and its counters. The prefetcher calls this."""
-        self._reach.bind(origin)
+        self._reach.bind(fetcher)
 
     def _url(self, key: str) -> str:
         return self._prefix.join(checked_name(key))

@@ -13,10 +13,10 @@ from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._logs import logger
 from forebay._model import ObjectInfo, Remote, Sink, Span, Transfer
-from forebay.origin import Origin
-from forebay.origin.flight import get_or_make
-from forebay.origin.prefix import RemoteAccess
-from forebay.origin.request import URLS, FetchOptions
+from forebay.fetch import Fetcher
+from forebay.fetch.flight import get_or_make
+from forebay.fetch.prefix import RemoteAccess
+from forebay.fetch.request import URLS, FetchOptions
 from forebay.sources import tar_index
 from forebay.sources.tar_index import Index
 
@@ -92,18 +92,18 @@ class ShardIndexes:
 
     def _known(self, url: str) -> ObjectInfo | None:
         """What was asked for in the period of the cache; without a cache, ever."""
-        known, origin = self._infos.get(url), self._reach.origin
+        known, fetcher = self._infos.get(url), self._reach.fetcher
         if known is None:
             return None
-        is_recent = origin is None or origin.offline or time.monotonic_ns() - known.at < origin.max_age
+        is_recent = fetcher is None or fetcher.offline or time.monotonic_ns() - known.at < fetcher.max_age
         return known.info if is_recent else None
 
     def _shared_info(self, url: str) -> ObjectInfo:
-        origin = self._reach.origin
-        if origin is None or origin.closed or self._reach.is_local(url):
+        fetcher = self._reach.fetcher
+        if fetcher is None or fetcher.closed or self._reach.is_local(url):
             return self._reach.stat(url)
         target, described_by = self._reach.target(url), _Descriptions(self._reach)
-        data = origin.read(target._replace(space=SPACE, resolve=lambda: cast(Remote, described_by)), FetchOptions.of(origin))
+        data = fetcher.read(target._replace(space=SPACE, resolve=lambda: cast(Remote, described_by)), FetchOptions.of(fetcher))
         info = None
         try:
             size, validator, modified = json.loads(bytes(data))
@@ -128,15 +128,15 @@ class ShardIndexes:
 
     def _expire(self, url: str, *, drops: bool = False) -> None:
         """Expire the version of a shard for all processes. ``drops``: without keeping it for the time when the remote cannot be reached."""
-        origin = self._reach.origin
-        if origin is None:
+        fetcher = self._reach.fetcher
+        if fetcher is None:
             return
         try:
-            store, entry = origin.store, origin.store.entry(SPACE, self._reach.key(url))
+            store, entry = fetcher.store, fetcher.store.entry(SPACE, self._reach.key(url))
             if entry is not None and store.keeps:
                 (store.drop if drops else store.invalidate)([entry])
         except PAST as error:
-            origin.fall_back(error, self._reach.key(url))
+            fetcher.fall_back(error, self._reach.key(url))
 
     # -- indexes ---------------------------------------------------------------------------------------------------
 
@@ -171,27 +171,27 @@ class ShardIndexes:
             indexed = self._indexes.get(url)
             if indexed is None or indexed.info.validator != info.validator:
                 indexed = Indexed(self._obtain(url, info), info)
-                if self._reach.origin is not None and len(self._indexes) >= MANY:
+                if self._reach.fetcher is not None and len(self._indexes) >= MANY:
                     self._indexes.clear()
                 self._indexes[url] = indexed
             return indexed
 
     def _obtain(self, url: str, info: ObjectInfo) -> Index:
         """The index from the cache; built, and stored there, if it is missing."""
-        origin = self._reach.origin
-        if origin is None or info.validator is None:
+        fetcher = self._reach.fetcher
+        if fetcher is None or info.validator is None:
             return Index(self._build(url, info))
         target = self._reach.target(url)
         key, above = (f"{name}&version={info.validator}" for name in (target.key, target.above))
 
         def keep(index: Index) -> Index:
             try:
-                origin.store.put(SPACE, key, index.data)
+                fetcher.store.put(SPACE, key, index.data)
             except PAST as error:
-                origin.fall_back(error, key)
+                fetcher.fall_back(error, key)
             return index
 
-        return get_or_make(origin, SPACE, key, lambda: _kept(origin, key, above), lambda: Index(self._build(url, info)), keep, label=key)
+        return get_or_make(fetcher, SPACE, key, lambda: _kept(fetcher, key, above), lambda: Index(self._build(url, info)), keep, label=key)
 
     def _build(self, url: str, info: ObjectInfo) -> bytes:
         def read(span: Span) -> bytes:
@@ -210,18 +210,18 @@ class ShardIndexes:
     def _kept_whole(self, url: str, info: ObjectInfo) -> Lease | Literal["large"] | None:
         """A lease on the whole shard, which is fetched into the cache, as `Cache.read` would, if reading its headers would read nearly all
         of it; or that its members are large. None: the cache does not have it in this version. Raises `RemoteError`."""
-        origin = self._reach.origin
-        if origin is None or self._reach.is_local(url) or not info.size or info.validator is None:
+        fetcher = self._reach.fetcher
+        if fetcher is None or self._reach.is_local(url) or not info.size or info.validator is None:
             return None
         try:
-            store = origin.store
+            store = fetcher.store
             if info.size > PROBED and store.view(URLS, self._reach.key(url)) is None:
                 start = self._reach.part(url, Span(0, PROBE), info)
                 if tar_index.typical_size(start, info.size) >= LARGE:
                     return "large"
             if not store.keeps or store.root.read_only or info.size > store.spaces.largest(URLS) // SHARE:
                 return None
-            lease = origin.lease(self._reach.target(url), FetchOptions.of(origin))
+            lease = fetcher.lease(self._reach.target(url), FetchOptions.of(fetcher))
         except PAST as error:
             log.debug("%s is not fetched whole: %s", self._reach.key(url), str(error))
             return None
@@ -231,9 +231,9 @@ class ShardIndexes:
         return lease
 
 
-def _kept(origin: Origin, key: str, above: str) -> Index | None:
+def _kept(fetcher: Fetcher, key: str, above: str) -> Index | None:
     """The index of this key in the cache, or of that ``above`` in the upstream root."""
-    for store, name in ((origin.store, key), (origin.upstream, above)):
+    for store, name in ((fetcher.store, key), (fetcher.upstream, above)):
         hit = store.view(SPACE, name) if store is not None else None
         if store is None or hit is None:
             continue
@@ -242,7 +242,7 @@ def _kept(origin: Origin, key: str, above: str) -> Index | None:
         except ValueError as error:
             log.warning("the index %s is rebuilt: %s", key, str(error))
             continue
-        if store is origin.store:
+        if store is fetcher.store:
             store.touch(hit.entry)
         return index
     return None

@@ -16,8 +16,8 @@ from forebay import errors
 from forebay._kernel.threads import Threads
 from forebay._logs import logger
 from forebay._model import SourceInfo
-from forebay.origin import Origin
-from forebay.origin.prefix import Prefix, RemoteAccess, is_name
+from forebay.fetch import Fetcher
+from forebay.fetch.prefix import Prefix, RemoteAccess, is_name
 from forebay.remote import RemoteOptions, as_text
 from forebay.sources.shards import Indexed, ShardIndexes
 
@@ -79,9 +79,9 @@ class TarSource:
         urls = [self._prefix.url] if self._prefix is not None else self._urls().values()
         return " ".join(map(self._reach.key, urls))
 
-    def bind(self, origin: Origin) -> None:
+    def bind(self, fetcher: Fetcher) -> None:
         """Use this cache: its options, its counters, and its storage for the indexes. The prefetcher calls this."""
-        self._reach.bind(origin)
+        self._reach.bind(fetcher)
 
     # -- items -----------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from forebay import errors
 from forebay._logs import logger
 from forebay.codecs import Codec, default_codec
 from forebay.codecs import codec as codec_of
-from forebay.origin import Origin
-from forebay.origin.request import DIRECTORIES, LISTINGS, URLS
+from forebay.fetch import Fetcher
+from forebay.fetch.request import DIRECTORIES, LISTINGS, URLS
 from forebay.tasks.config import Bypass, load, reads_cache
 from forebay.tasks.values import CacheInfo as CacheInfo
 from forebay.tasks.values import Values
@@ -69,14 +69,14 @@ class Tasks:
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = self._values
-        return _unpickle, (*values.origin.init_args, self.name, values.codec, self._bypass, self._copy)
+        return _unpickle, (*values.fetcher.init_args, self.name, values.codec, self._bypass, self._copy)
 
     def __forebay_content__(self) -> str:
         """As an argument it counts by its name: where a value is stored does not change what a function returns."""
         return self.name
 
     def __repr__(self) -> str:
-        return f"<forebay.Tasks {self.name!r} in {str(self._values.origin.path)!r}>"
+        return f"<forebay.Tasks {self.name!r} in {str(self._values.fetcher.path)!r}>"
 
     # -- values ----------------------------------------------------------------------------------------------------
 
@@ -201,14 +201,14 @@ class Tasks:
         self._bypass.set_condition(name, cond)
 
 
-def open_tasks(origin: Origin, name: str, codec: Any, config: Any, budget: int | None, copy: bool = False) -> Tasks:
+def open_tasks(fetcher: Fetcher, name: str, codec: Any, config: Any, budget: int | None, copy: bool = False) -> Tasks:
     """See `Cache.tasks`. ``budget`` in bytes."""
     if name in TAKEN:
         raise errors.ConfigError(f"the name {name!r} is taken by the cache itself: choose another one", name="name", value=name)
-    chosen = codec_of(codec) if codec is not None else default_codec(others_can_write=origin.others_can_write)
+    chosen = codec_of(codec) if codec is not None else default_codec(others_can_write=fetcher.others_can_write)
     bypass = Bypass(None if config is None else load(config))
-    origin.open_space(name, policy=None, quota=budget)
-    values = _open[str(origin.path), name, chosen.name] = Values(origin, name, chosen)
+    fetcher.open_space(name, policy=None, quota=budget)
+    values = _open[str(fetcher.path), name, chosen.name] = Values(fetcher, name, chosen)
     return Tasks(values, bypass, copy)
 
 
@@ -221,8 +221,8 @@ def _unpickle(root: str, init_kwargs: dict[str, Any], name: str, codec: Codec, b
     """A handle from another process. It uses what is open here already, if that is the same."""
     key = root, name, codec.name
     values = _open.get(key)
-    if values is None or values.origin.closed or values.origin.init_args != (root, init_kwargs):
-        values = _open[key] = _unpickled[key] = Values(Origin.reopen(root, init_kwargs), name, codec)
+    if values is None or values.fetcher.closed or values.fetcher.init_args != (root, init_kwargs):
+        values = _open[key] = _unpickled[key] = Values(Fetcher.reopen(root, init_kwargs), name, codec)
     return Tasks(values, bypass, copy)
 
 

@@ -17,8 +17,8 @@ from forebay._kernel import host, mappings, waits
 from forebay._logs import logger
 from forebay._model import Buffer
 from forebay.codecs import MAPPED_FROM, Codec
-from forebay.origin import Origin
-from forebay.origin.flight import get_or_make_async
+from forebay.fetch import Fetcher
+from forebay.fetch.flight import get_or_make_async
 
 if TYPE_CHECKING:
     from forebay._engine.flight import WaitFor
@@ -50,9 +50,9 @@ class Values:
     ``counted``: what this process did with this object, by the names in `COUNTED`. The metadata of an entry is the name of its codec and,
     if a function returned the value, the digest of its arguments."""
 
-    def __init__(self, origin: Origin, space: str, codec: Codec) -> None:
-        self.origin, self.space, self.codec = origin, space, codec
-        self._bind(origin.current())
+    def __init__(self, fetcher: Fetcher, space: str, codec: Codec) -> None:
+        self.fetcher, self.space, self.codec = fetcher, space, codec
+        self._bind(fetcher.current())
         self._reported: set[tuple[str, str]] = set()
         self.counted = dict.fromkeys(COUNTED, 0)
         host.at_fork(self)
@@ -73,7 +73,7 @@ class Values:
         hit = self._look(key, digest, label, copy)
         if hit is None:
             self.counted["misses"] += 1
-            self.origin.store.count("misses")
+            self.fetcher.store.count("misses")
         return hit
 
     def _look(self, key: str, digest: str | None, label: str, copy: bool) -> tuple[Any] | None:
@@ -87,12 +87,12 @@ class Values:
                     self.counted["hits"] += 1
                     return (value,)
             try:
-                with waits.time_limit(self.origin.timeout):
+                with waits.time_limit(self.fetcher.timeout):
                     hit = store.view(self.space, key)
-                if hit is None and (upstream := self.origin.upstream) is not None:
+                if hit is None and (upstream := self.fetcher.upstream) is not None:
                     store, hit = upstream, upstream.view(self.space, key)
             except errors.CacheFault as error:
-                self.origin.fall_back(error, f"{self.space}:{key}")
+                self.fetcher.fall_back(error, f"{self.space}:{key}")
             if hit is None:
                 return None
         if hit.entry.meta != wanted and not self._is_ours(key, hit.entry.meta, digest, label):
@@ -100,7 +100,7 @@ class Values:
         found = self._decoded(store, key, hit, label, copy)
         if found is not None:
             store.touch(hit.entry)
-            self.origin.store.count_hit(hit.size)
+            self.fetcher.store.count_hit(hit.size)
             self.counted["hits"] += 1
         return found
 
@@ -193,7 +193,7 @@ class Values:
         if pieces is None:
             return None
         try:
-            with waits.time_limit(self.origin.timeout):
+            with waits.time_limit(self.fetcher.timeout):
                 store.put_pieces(self.space, key, pieces, life="pinned" if pin else "cached", meta=meta)
         except errors.CacheFault as error:
             if store.keeps:  # else that was configured, or a warning was logged when the root could not be opened
@@ -219,15 +219,15 @@ class Values:
         """The stored value of a key in this root. Does not count as a use."""
         store = self._store()
         try:
-            with waits.time_limit(self.origin.timeout):
+            with waits.time_limit(self.fetcher.timeout):
                 return self._quick(key) or store.view(self.space, key)
         except errors.CacheFault as error:
-            self.origin.fall_back(error, f"{self.space}:{key}")
+            self.fetcher.fall_back(error, f"{self.space}:{key}")
             return None
 
     def _not_kept(self, key: str, label: str, why: str, error: Exception) -> None:
         self.counted["store_failures"] += 1
-        self.origin.store.count("store_failures")
+        self.fetcher.store.count("store_failures")
         kind = f"{type(error).__name__} {getattr(error, 'limit', '')}"
         self._say(label, kind, f"the output of {label} is not stored: {why}" if label else f"{self.space}:{key} is not stored: {why}")
 
@@ -263,14 +263,14 @@ class Values:
         Raises `ConfigError` for a value that the codec does not support."""
         hit = None if looked else self.look(key, digest, label=label, copy=copy)
         if hit is None:
-            hit = await _Call(self, key, digest, make, pin, label, copy, wait).run(self.origin.timeout if timeout is None else timeout)
+            hit = await _Call(self, key, digest, make, pin, label, copy, wait).run(self.fetcher.timeout if timeout is None else timeout)
         return hit[0]  # type: ignore[no-any-return]
 
     # -- names -----------------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
         """Whether there is a value under this key, of any codec. Does not count as a use."""
-        above = self.origin.upstream
+        above = self.fetcher.upstream
         return self._store().entry(self.space, key) is not None or (above is not None and above.entry(self.space, key) is not None)
 
     def has_any(self, prefix: str) -> bool:
@@ -278,7 +278,7 @@ class Values:
         try:
             return self._store().spaces.has_any(self.space, prefix)
         except errors.CacheFault as error:
-            self.origin.fall_back(error, f"{self.space}:{prefix}")
+            self.fetcher.fall_back(error, f"{self.space}:{prefix}")
             return False
 
     def evict(self, key: str) -> bool:
@@ -286,19 +286,19 @@ class Values:
         store = self._store()
         entry = store.entry(self.space, key)
         try:
-            with waits.time_limit(self.origin.timeout):
+            with waits.time_limit(self.fetcher.timeout):
                 return entry is not None and store.discard(entry)
         except errors.CacheFault as error:
-            self.origin.warn(f"evict {type(error).__name__}", "%s is not removed: %s", f"{self.space}:{key}", error)
+            self.fetcher.warn(f"evict {type(error).__name__}", "%s is not removed: %s", f"{self.space}:{key}", error)
             return False
 
     def flush(self) -> int:
         """Remove all values that are not pinned. Returns how many were removed."""
         try:
-            with waits.time_limit(self.origin.timeout):
+            with waits.time_limit(self.fetcher.timeout):
                 return self._store().spaces.clear(self.space)
         except errors.CacheFault as error:
-            self.origin.warn(f"flush {type(error).__name__}", "%s is not flushed: %s", self.space, error)
+            self.fetcher.warn(f"flush {type(error).__name__}", "%s is not flushed: %s", self.space, error)
             return 0
 
     def keys(self) -> list[str]:
@@ -314,7 +314,7 @@ class Values:
         return self._store().spaces.limits_of(self.space).quota
 
     def _store(self) -> Store | NullStore:
-        store = self.origin.current()
+        store = self.fetcher.current()
         if store is not self._bound:  # a root that could not be used until now
             self._bind(store)
         return store
@@ -340,7 +340,7 @@ class _Call:
         call = key if digest is None or key.endswith(digest) else f"{key} {digest}"
         try:
             return await get_or_make_async(
-                values.origin, values.space, call, self.look, self.made, self.store, pack=self.pack, unpack=self.unpack,
+                values.fetcher, values.space, call, self.look, self.made, self.store, pack=self.pack, unpack=self.unpack,
                 codec=values.codec.name, label=f"{values.space}:{key}", timeout=timeout, looked=True, wait=self.wait,
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001  # it is raised again

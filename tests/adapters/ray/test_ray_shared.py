@@ -42,7 +42,7 @@ def tasks(root: Path) -> Iterator[ray_tasks.RayTasks]:
     session.attach(1, ray_tasks._location(1, root, "MB", None, "read-through"))
     session._good_until = math.inf
     yield ray_tasks.RayTasks("a group's")
-    session.values().origin.store.close()  # type: ignore[union-attr]
+    session.values().fetcher.store.close()  # type: ignore[union-attr]
     session.stop()
 
 
@@ -73,7 +73,7 @@ def test_chias_names(root: Path, tmp_path: Path) -> None:
     plant(root, chia.SPACE, tmp_path / "executed")
     actor = chia._Cache(str(root), 1 << 20)
     look(actor.write, actor.read, tmp_path / "executed")
-    actor._tasks._values.origin.store.close()  # type: ignore[union-attr]
+    actor._tasks._values.fetcher.store.close()  # type: ignore[union-attr]
 
 
 def unreachable(method: str, *args: Any, size: int = 0) -> Any:
@@ -91,7 +91,7 @@ def test_a_node_whose_own_cache_is_a_groups_copies_no_pickles(
     assert own.codec == "pickle"
     monkeypatch.setenv("FOREBAY_HOME", os.fspath(root))
     away: Any = ray_sessions.open_values(dataclasses.replace(own, node="another", codec=codec), unreachable)
-    store = away.origin.store
+    store = away.fetcher.store
     assert (f"others can write to {root}: no values are copied to it" in caplog.text) == (codec == "pickle")
     assert isinstance(store, NullStore) == (codec == "pickle")
     store.close()

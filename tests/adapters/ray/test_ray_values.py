@@ -51,7 +51,7 @@ def caches(tmp_path: Path) -> Iterator[tuple[forebay.Cache, forebay.Cache]]:
 @pytest.fixture
 def head(caches: tuple[forebay.Cache, forebay.Cache]) -> Head:
     tasks = caches[0].tasks("ray", budget="16MiB")
-    return Head(HeadValues(tasks._values.origin, "ray", tasks._values.codec))
+    return Head(HeadValues(tasks._values.fetcher, "ray", tasks._values.codec))
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def away(caches: tuple[forebay.Cache, forebay.Cache], head: Head) -> RemoteValue
 
 def away_in(cache: forebay.Cache, head: Head) -> RemoteValues:
     plain = cache.tasks("copies")._values
-    return RemoteValues(plain.origin, "copies", plain.codec, head.ask)
+    return RemoteValues(plain.fetcher, "copies", plain.codec, head.ask)
 
 
 def test_small_values_come_with_the_answer_and_large_ones_once(head: Head, away: RemoteValues) -> None:
@@ -100,7 +100,7 @@ def test_another_call_s_output_is_not_taken(head: Head, away: RemoteValues, capl
 def test_nor_that_of_a_copy_which_another_process_just_made(head: Head, away: RemoteValues, caches: Any) -> None:
     """P1 gets the old value / P2 the new one, which it copies / P1 copies, and looks at what is there."""
     head.served.keep("tag", LARGE, digest="a" * 32)
-    store = away.origin.store
+    store = away.fetcher.store
     put = store.put_pieces
 
     def then_another(space: str, key: str, pieces: Any, **how: Any) -> Any:
@@ -187,10 +187,10 @@ def test_tokens_of_a_root_that_was_made_anew_are_others(tmp_path: Path) -> None:
     for name in ("one", "anew"):
         with forebay.Cache(tmp_path / name, budget=64 << 20, min_free=0) as cache:
             values = cache.tasks("ray")._values
-            served = HeadValues(values.origin, "ray", values.codec)
+            served = HeadValues(values.fetcher, "ray", values.codec)
             served.keep("a", 1)
             token = served.give("a", "pickle", False, "").token  # type: ignore[union-attr]
-            assert f"{values.origin.store.root.id:x}" not in token
+            assert f"{values.fetcher.store.root.id:x}" not in token
             tokens.add(token.partition("-")[0])
     assert len(tokens) == 2
 

@@ -19,11 +19,11 @@ from forebay._kernel import host
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay.adapters.fsspec.files import MappedFile, WrittenFile
-from forebay.cache import Cache, origin_of
+from forebay.cache import Cache, fetcher_of
 from forebay.cache.entries import entries_below
-from forebay.origin import Origin
-from forebay.origin.blocks import parse_block_size
-from forebay.origin.request import URLS, first_touch
+from forebay.fetch import Fetcher
+from forebay.fetch.blocks import parse_block_size
+from forebay.fetch.request import URLS, first_touch
 from forebay.remote.filesystems import is_in_process, protocols_of
 
 try:
@@ -142,8 +142,8 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         return self._given if self._given is not None else _opened(tuple(sorted(self._init_kwargs.items())))
 
     @host.cached_property
-    def _origin(self) -> Origin:
-        return origin_of(self.cache)
+    def _fetcher(self) -> Fetcher:
+        return fetcher_of(self.cache)
 
     def __repr__(self) -> str:
         return f"<forebay.adapters.fsspec.ForebayFileSystem of {self._inner!r}>"
@@ -166,7 +166,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
             filesystem = self.fs  # a name that would be no URL
         elif not {"file", "local"} & set(protocols_of(self._inner)):
             url = self._inner.unstrip_protocol(path)
-        target = self._origin.target(url or self.sep, filesystem)
+        target = self._fetcher.target(url or self.sep, filesystem)
         if len(self._sources) >= MOST_SOURCES:
             self._sources.clear()
         found = self._sources[path] = _Source(target.url, filesystem, target.key)
@@ -184,19 +184,19 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
 
     def _hit(self, path: str) -> memoryview | None:
         """The whole object, if this process knows it, or finds it in the index of keys, and it was validated lately."""
-        source, origin = self._sources.get(path) or self._source(path), self._origin
-        if origin.store is not self._bound:  # the root could not be used until now
-            self._bound, self._look = origin.store, origin.store.hot_lookup(URLS)
+        source, fetcher = self._sources.get(path) or self._source(path), self._fetcher
+        if fetcher.store is not self._bound:  # the root could not be used until now
+            self._bound, self._look = fetcher.store, fetcher.store.hot_lookup(URLS)
             self._sources.clear()  # their keys are made with a secret of the root
             source = self._source(path)
-        if origin.closed:
+        if fetcher.closed:
             raise errors.Closed.of("cache")
-        view = self._look(source.key, origin.max_age)
+        view = self._look(source.key, fetcher.max_age)
         if view is not None:
             return view
         if source.filesystem is not None:
-            return origin.store.first_touch(URLS, source.key, origin.max_age)
-        return first_touch(origin, source.url, force=self.force)
+            return fetcher.store.first_touch(URLS, source.key, fetcher.max_age)
+        return first_touch(fetcher, source.url, force=self.force)
 
     def _open_cached(self, path: str) -> BinaryIO:
         source = self._source(path)
@@ -298,7 +298,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
                 results[place] = error
 
         run_all(
-            [functools.partial(run, place) for place in range(len(calls))], self._origin.options.connections, name="fsspec", inline=True
+            [functools.partial(run, place) for place in range(len(calls))], self._fetcher.options.connections, name="fsspec", inline=True
         )
         return results
 
@@ -361,7 +361,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
             return self.fs.modified(_unchained(path))
         except NotImplementedError:  # of HTTP: DuckDB asks
             source = self._source(self._stripped(path))
-            known = self._origin.target(source.url, source.filesystem).remote.stat(source.url)
+            known = self._fetcher.target(source.url, source.filesystem).remote.stat(source.url)
             return datetime.datetime.fromtimestamp(known.modified or 0 if known is not None else 0, datetime.UTC)
 
     # -- writing: to the source ------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         if has_magic(path):
             path = path[: min(path.index(mark) for mark in "*?[" if mark in path)].rpartition(self.sep)[0]
         source = self._source(path)
-        _forget_below(self._origin, source.key if source.filesystem is None else source.key.rpartition("#")[0])
+        _forget_below(self._fetcher, source.key if source.filesystem is None else source.key.rpartition("#")[0])
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Drop the source's cached listings; with a path, make the next reader ask the source for everything at or below it."""
@@ -469,10 +469,10 @@ def _opened(init_kwargs: tuple[tuple[str, Any], ...]) -> Cache:
     return Cache(**dict(init_kwargs))
 
 
-def _forget_below(origin: Origin, key: str) -> None:
+def _forget_below(fetcher: Fetcher, key: str) -> None:
     """Make the next calls ask the remote for the object with this key, and for those below the directory of this name: also for those that
     are read through filesystem objects. Where the catalog cannot be read, entries are served until their ``max_age`` is over."""
-    name, store = key.rstrip("/"), origin.store
+    name, store = key.rstrip("/"), fetcher.store
     try:
         exact = (store.entry(URLS, each) for each in (name, f"{name}/"))
         below = (entries_below(store, f"{name}{mark}") for mark in "#/")
@@ -480,7 +480,7 @@ def _forget_below(origin: Origin, key: str) -> None:
         while some := list(islice(every, 1000)):
             store.invalidate(some)
     except errors.CacheFault as error:
-        origin.warn("fsspec", "%s was written to, which the cache cannot be told: %s", key, error)
+        fetcher.warn("fsspec", "%s was written to, which the cache cannot be told: %s", key, error)
 
 
 def _unchained(path: Any) -> Any:

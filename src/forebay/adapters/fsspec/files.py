@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from forebay.origin.files import SeekableFile
+from forebay.fetch.files import SeekableFile
 
 PEEK = 8 << 10
 

@@ -156,7 +156,7 @@ class Stored(Shared):
         """Read a source that another process pickled; its cache stays open until this object is collected."""
         self._source = source
         if isinstance(source, Samples):
-            weakref.finalize(self, source._origin.close).atexit = False
+            weakref.finalize(self, source._fetcher.close).atexit = False
 
     def _node_cache(self) -> NodeCache:
         """The cache of this node, opened once."""

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from forebay import errors
 from forebay._logs import logger
 from forebay.adapters.ray.values import HeadValues, RemoteValues, Unreachable
-from forebay.cache import Cache, origin_of
+from forebay.cache import Cache, fetcher_of
 from forebay.codecs import codec
 from forebay.tasks.config import Bypass
 from forebay.tasks.values import COUNTED, Values
@@ -63,7 +63,7 @@ class HeadActor:
     def __init__(self, location: CacheLocation) -> None:
         self._location = location
         plain = Cache(location.path).tasks(SPACE, budget=location.budget, codec=location.codec)._values
-        self._values = HeadValues(plain.origin, SPACE, plain.codec)
+        self._values = HeadValues(plain.fetcher, SPACE, plain.codec)
 
     def location(self) -> CacheLocation:
         """The location of the cache."""
@@ -99,7 +99,7 @@ class Session:
         self._mutex = threading.RLock()  # guards what follows
         self._actor: Any = None  # the id of the actor that sent `_location`
         self._location: CacheLocation | None = None
-        self._nothing = Values(origin_of(Cache(enabled=False)), SPACE, codec("pickle"))
+        self._nothing = Values(fetcher_of(Cache(enabled=False)), SPACE, codec("pickle"))
         self._nothing.counted = self.counted
         self._values: Values | None = None  # None: the actor does not answer
         self._good_until = 0.0
@@ -384,9 +384,9 @@ def open_values(location: CacheLocation, ask: Callable[..., Any]) -> Values:
     except errors.ForebayError as error:
         log.warning("this node has no cache of its own for copies: %s", str(error))
         cache = Cache(enabled=False)
-    if location.codec == "pickle" and origin_of(cache).others_can_write:
+    if location.codec == "pickle" and fetcher_of(cache).others_can_write:
         log.warning("others can write to %s: no values are copied to it, they come by Ray", cache.path)
         cache.close()
         cache = Cache(enabled=False)
     plain = cache.tasks(f"{SPACE}@{location.root:016x}", codec=location.codec)._values
-    return RemoteValues(plain.origin, plain.space, plain.codec, ask)
+    return RemoteValues(plain.fetcher, plain.space, plain.codec, ask)

@@ -38,7 +38,7 @@ try:
 except ModuleNotFoundError as error:
     raise errors.MissingExtra.of("forebay.adapters.ray.tasks", "ray") from error
 
-from forebay.cache import Cache, origin_of
+from forebay.cache import Cache, fetcher_of
 from forebay.codecs import default_codec
 
 __all__ = ["RayTasks", "Task", "active", "remote", "start", "stop"]
@@ -181,7 +181,7 @@ def _location(size: float, cache_dir: str | os.PathLike[str], units: str, config
     parsed = load(config) if config is not None else None
     with Cache(Path(cache_dir).absolute()) as cache:
         root = sessions.root_of(str(cache.path))
-        codec = default_codec(others_can_write=origin_of(cache).others_can_write).name
+        codec = default_codec(others_can_write=fetcher_of(cache).others_can_write).name
         return CacheLocation(str(cache.path), sessions.here(), root or 0, budget, os.getcwd(), parsed, mode, codec)
 
 

@@ -14,7 +14,7 @@ from forebay._engine.null_store import NullStore
 from forebay._engine.store import Store
 from forebay._model import Buffer
 from forebay.codecs import Codec
-from forebay.origin import Origin
+from forebay.fetch import Fetcher
 from forebay.tasks.values import Values
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class HeadValues(Values):
         store = self._store()
         stored = self._stored(key)
         if stored is None:
-            self.origin.store.count("misses")
+            self.fetcher.store.count("misses")
             return None
         own_token, own_meta = self._token(stored.id), stored.entry.meta
         if own_meta != meta and (digested or own_meta.rpartition(" ")[0] != meta):
@@ -96,8 +96,8 @@ class RemoteValues(Values):
     ``ask(method, *args, size=0)``: calls a method of the head's `HeadValues`. ``size``: bytes of the transfer. Raises `Unreachable`, or
     what the method raises."""
 
-    def __init__(self, origin: Origin, space: str, codec: Codec, ask: Callable[..., Any]) -> None:
-        super().__init__(origin, space, codec)
+    def __init__(self, fetcher: Fetcher, space: str, codec: Codec, ask: Callable[..., Any]) -> None:
+        super().__init__(fetcher, space, codec)
         self._ask = ask
 
     def _look(self, key: str, digest: str | None, label: str, copy: bool) -> tuple[Any] | None:
@@ -120,7 +120,7 @@ class RemoteValues(Values):
         except Unreachable:
             pass  # which was logged
         except errors.CacheFault as error:  # of the head
-            self.origin.fall_back(error, f"{self.space}:{key}")
+            self.fetcher.fall_back(error, f"{self.space}:{key}")
         return None
 
     def _fetched(self, store: Store | NullStore, key: str, answer: HeadReply, label: str, copy: bool) -> tuple[Any] | None:
@@ -144,7 +144,7 @@ class RemoteValues(Values):
             return local if local is not None and local.entry.meta == meta else None  # otherwise another process has stored its own
         except errors.CacheFault as error:
             if store.keeps:  # else that is logged already
-                self.origin.warn(f"copy {type(error).__name__}", "%s is not copied to this node: %s", f"{self.space}:{key}", error)
+                self.fetcher.warn(f"copy {type(error).__name__}", "%s is not copied to this node: %s", f"{self.space}:{key}", error)
             return None
 
     def _keep(self, key: str, value: Any, *, digest: str, pin: bool, label: str) -> tuple[Sequence[Buffer], str] | None:

@@ -18,7 +18,7 @@ from torch.futures import Future
 from forebay import errors, remote
 from forebay.adapters.torch.datasets import opened
 from forebay.cache import Cache
-from forebay.origin.prefix import Prefix
+from forebay.fetch.prefix import Prefix
 from forebay.remote.urls import Url, as_text
 
 

@@ -12,11 +12,11 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.cache import origin_of
-from forebay.origin import pipeline
-from forebay.origin.job import Job, publish
-from forebay.origin.pipeline import Pipeline
-from forebay.origin.request import FetchOptions
+from forebay.cache import fetcher_of
+from forebay.fetch import pipeline
+from forebay.fetch.job import Job, publish
+from forebay.fetch.pipeline import Pipeline
+from forebay.fetch.request import FetchOptions
 from forebay.remote.base import sent_together, wake_at_end
 from forebay.testing import ScriptedServer
 from tests.servers.counting import Shelf, content
@@ -44,7 +44,7 @@ def test_what_another_call_validated_after_the_first_look_of_a_refresh_is_not_va
     is_there: bool, cache: forebay.Cache, server: ScriptedServer
 ) -> None:
     """P2 refreshes many / P1 looks at them: they are P2's / P2 releases them / P1 looks again."""
-    store, urls, results = origin_of(cache).store, [server.put(f"/{number}", b"%d" % number) for number in range(3)], list[list[bytes]]()
+    store, urls, results = fetcher_of(cache).store, [server.put(f"/{number}", b"%d" % number) for number in range(3)], list[list[bytes]]()
     if is_there:
         cache.read_many(urls)
     holds = [store.locks.try_hold("urls", url) for url in urls]
@@ -53,7 +53,7 @@ def test_what_another_call_validated_after_the_first_look_of_a_refresh_is_not_va
     while cache.stats().waits == 0:  # for the first of them
         os.sched_yield()
     for url in urls:
-        job = Job(origin_of(cache), origin_of(cache).target(url), FetchOptions(), has_entry=is_there)
+        job = Job(fetcher_of(cache), fetcher_of(cache).target(url), FetchOptions(), has_entry=is_there)
         job.make()
         if job.writing is not None:
             list(publish([job]))
@@ -137,37 +137,37 @@ def test_a_call_that_fails_releases_what_it_held_back(cache: forebay.Cache, shel
 
 
 def test_a_key_that_others_hold_is_left_to_the_caller_that_does_not_wait(cache: forebay.Cache, server: ScriptedServer) -> None:
-    origin = origin_of(cache)
+    fetcher = fetcher_of(cache)
     urls = [server.put(f"/{number}", b"%d" % number) for number in range(3)]
-    hold = origin.store.locks.try_hold("urls", urls[1])
+    hold = fetcher.store.locks.try_hold("urls", urls[1])
     assert hold is not None
     with hold:
-        requests = [Job(origin, origin.target(url), FetchOptions.of(origin), number) for number, url in enumerate(urls)]
-        found = {request.number: request for request in Pipeline(origin, waits=False).run(requests)}
+        requests = [Job(fetcher, fetcher.target(url), FetchOptions.of(fetcher), number) for number, url in enumerate(urls)]
+        found = {request.number: request for request in Pipeline(fetcher, waits=False).run(requests)}
     assert [found[number].is_busy for number in range(3)] == [False, True, False]
     assert found[1].data is found[1].error is None
     assert found[2].data == b"2"
 
 
 def test_what_only_others_hold_comes_back_too(cache: forebay.Cache, server: ScriptedServer) -> None:
-    origin = origin_of(cache)
+    fetcher = fetcher_of(cache)
     url = server.put("/a", b"a")
-    hold = origin.store.locks.try_hold("urls", url)
+    hold = fetcher.store.locks.try_hold("urls", url)
     assert hold is not None
     with hold:
-        (request,) = Pipeline(origin, waits=False).run([Job(origin, origin.target(url), FetchOptions.of(origin))])
+        (request,) = Pipeline(fetcher, waits=False).run([Job(fetcher, fetcher.target(url), FetchOptions.of(fetcher))])
     assert request.is_busy
 
 
 def test_an_object_is_not_fetched_before_there_is_a_place_for_it(cache: forebay.Cache, server: ScriptedServer) -> None:
-    origin = origin_of(cache)
+    fetcher = fetcher_of(cache)
     urls = [server.put(f"/{number}", os.urandom(2000), stall_after=10, stalls=1) for number in range(40)]
     taken = []
 
     def requests() -> Any:
         for url in urls:
             taken.append(url)
-            yield Job(origin, origin.target(url), FetchOptions.of(origin))
+            yield Job(fetcher, fetcher.target(url), FetchOptions.of(fetcher))
 
     at_request = []
 
@@ -177,14 +177,14 @@ def test_an_object_is_not_fetched_before_there_is_a_place_for_it(cache: forebay.
             server.go.set()
 
     server.on_request = note
-    assert len(list(Pipeline(origin, side_by_side=4).run(requests()))) == 40
+    assert len(list(Pipeline(fetcher, side_by_side=4).run(requests()))) == 40
     assert max(at_request[:4]) == 4
 
 
 def test_the_last_requests_are_sent_before_what_has_come_is_published(
     cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    origin, start, publish = origin_of(cache), Pipeline._start, Pipeline._publish
+    fetcher, start, publish = fetcher_of(cache), Pipeline._start, Pipeline._publish
     urls = [server.put(f"/{number}", b"a" * 2_000, stall_after=None if number == 0 else 10) for number in range(5)]
     steps: list[str] = []
 
@@ -199,15 +199,15 @@ def test_the_last_requests_are_sent_before_what_has_come_is_published(
 
     monkeypatch.setattr(Pipeline, "_start", starts)
     monkeypatch.setattr(Pipeline, "_publish", publishes)
-    requests = [Job(origin, origin.target(url), FetchOptions.of(origin)) for url in urls]
-    assert len(list(Pipeline(origin, side_by_side=4).run(requests))) == 5
+    requests = [Job(fetcher, fetcher.target(url), FetchOptions.of(fetcher)) for url in urls]
+    assert len(list(Pipeline(fetcher, side_by_side=4).run(requests))) == 5
     assert steps.index("publish") == 5
 
 
 def test_responses_that_come_one_after_the_other_are_published_together(
     cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    origin, worked, publish, published = origin_of(cache), Pipeline._worked, Pipeline._publish, []
+    fetcher, worked, publish, published = fetcher_of(cache), Pipeline._worked, Pipeline._publish, []
     urls = [server.put(f"/{number}", b"a" * 2_000, stall_after=10 if number else None) for number in range(2)]
 
     def works(self: Pipeline, job: Any) -> Any:
@@ -223,8 +223,8 @@ def test_responses_that_come_one_after_the_other_are_published_together(
     monkeypatch.setattr(pipeline, "QUIET_PERIOD", 30.0)
     monkeypatch.setattr(Pipeline, "_worked", works)
     monkeypatch.setattr(Pipeline, "_publish", publishes)
-    requests = [Job(origin, origin.target(url), FetchOptions.of(origin)) for url in urls]
-    assert len(list(Pipeline(origin).run(requests))) == 2
+    requests = [Job(fetcher, fetcher.target(url), FetchOptions.of(fetcher)) for url in urls]
+    assert len(list(Pipeline(fetcher).run(requests))) == 2
     assert published == [2]
 
 
@@ -245,10 +245,10 @@ def test_what_is_sent_together_wakes_the_loop_once() -> None:
 
 
 def test_objects_that_stall_do_not_hold_up_the_others(cache: forebay.Cache, server: ScriptedServer) -> None:
-    origin = origin_of(cache)
+    fetcher = fetcher_of(cache)
     urls = [server.put(f"/{number}", os.urandom(2000), stall_after=10 if number < 10 else None) for number in range(40)]
     done = 0
-    for _ in Pipeline(origin, side_by_side=16).run(Job(origin, origin.target(url), FetchOptions.of(origin)) for url in urls):
+    for _ in Pipeline(fetcher, side_by_side=16).run(Job(fetcher, fetcher.target(url), FetchOptions.of(fetcher)) for url in urls):
         done += 1
         if done == 30:
             server.go.set()
@@ -256,7 +256,7 @@ def test_objects_that_stall_do_not_hold_up_the_others(cache: forebay.Cache, serv
 
 
 def test_a_signal_that_another_thread_gets_ends_the_wait(cache: forebay.Cache, server: ScriptedServer) -> None:
-    origin, interrupted, late = origin_of(cache), threading.Event(), []
+    fetcher, interrupted, late = fetcher_of(cache), threading.Event(), []
     url = server.put("/a", b"aa", stall_after=1)
 
     def interrupt() -> None:
@@ -269,7 +269,7 @@ def test_a_signal_that_another_thread_gets_ends_the_wait(cache: forebay.Cache, s
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        list(Pipeline(origin).run([Job(origin, origin.target(url), FetchOptions.of(origin))]))
+        list(Pipeline(fetcher).run([Job(fetcher, fetcher.target(url), FetchOptions.of(fetcher))]))
     interrupted.set()
     thread.join()
     assert not late
@@ -303,6 +303,6 @@ def test_what_the_caller_was_to_fetch_is_released_where_it_is_interrupted(
     url = server.put("/large", bytes(2 << 20))
     with pytest.raises(KeyboardInterrupt):
         cache.read_many([url])
-    hold = origin_of(cache).store.locks.try_hold("urls", url)
+    hold = fetcher_of(cache).store.locks.try_hold("urls", url)
     assert hold is not None
     hold.release()

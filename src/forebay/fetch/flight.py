@@ -13,13 +13,14 @@ from forebay._model import Buffer
 
 if TYPE_CHECKING:
     from forebay._engine.flight import KeyHold, WaitFor
-    from forebay.origin import Origin
+    from forebay.fetch import Fetcher
 
 T = TypeVar("T")
 
 
 def get_or_make(
-    origin: Origin, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], keep: Callable[[T], T | None], **options: Any
+    fetcher: Fetcher, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], keep: Callable[[T], T | None],
+    **options: Any,
 ) -> T:  # fmt: skip
     """See `get_or_make_async`."""
 
@@ -29,12 +30,12 @@ def get_or_make(
     async def kept(value: T) -> T | None:
         return keep(value)
 
-    value: T = waits.run(get_or_make_async(origin, space, key, look, made, kept, wait=waits.wait_here, **options))
+    value: T = waits.run(get_or_make_async(fetcher, space, key, look, made, kept, wait=waits.wait_here, **options))
     return value
 
 
 def get_or_make_free(
-    origin: Origin, space: str, keys: Sequence[str], look: Callable[[str], T | None],
+    fetcher: Fetcher, space: str, keys: Sequence[str], look: Callable[[str], T | None],
     make: Callable[[list[str], Mapping[str, KeyHold]], dict[str, T]], *, label: str,
 ) -> dict[str, T]:  # fmt: skip
     """The values of the keys that no other call is making: what ``look`` finds, else what one call of ``make`` makes and stores.
@@ -46,19 +47,19 @@ def get_or_make_free(
         found: dict[str, T] = {}
         holds: Mapping[str, KeyHold] = {}
         try:
-            holds = stack.enter_context(origin.store.locks.holding_free(space, keys))
+            holds = stack.enter_context(fetcher.store.locks.holding_free(space, keys))
             # P1 looks: absent / P2 makes, stores, unlocks / P1 locks: without this look it makes the value again.
             found = {key: value for key in holds if (value := look(key)) is not None}
             keys = list(holds)
         except (errors.CacheFault, errors.Closed) as error:
-            origin.fall_back(error, label)
+            fetcher.fall_back(error, label)
             holds = {}
         missing = [key for key in keys if key not in found]
         return found | (make(missing, holds) if missing else {})
 
 
 async def get_or_make_async(
-    origin: Origin, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]],
+    fetcher: Fetcher, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]],
     keep: Callable[[T], Awaitable[T | None]], *, past: Callable[[T], T] | None = None,
     pack: Callable[[T, float], Buffer | None] | None = None, unpack: Callable[[Buffer], T | None] | None = None, codec: str = "",
     label: str = "", timeout: float | None = None, counts_miss: bool = False, looked: bool = False, wait: WaitFor = waits.wait_for_async,
@@ -70,12 +71,12 @@ async def get_or_make_async(
     see `Flight.note_unstored`. If the cache fails, ``make`` runs once, and the caller gets its result through ``past``. ``looked``: the
     caller has just looked. ``label``: the name of the value in messages. Raises what ``make`` raises."""
     values: list[T] = []
-    has_failed, locks = False, origin.store.locks
+    has_failed, locks = False, fetcher.store.locks
 
     async def fill(_: KeyHold) -> T:
         nonlocal has_failed
         if counts_miss:
-            origin.store.count("misses")
+            fetcher.store.count("misses")
         try:
             with waits.time_limit(None, afresh=True):  # the time limit is for the cache, not for the function
                 values.append(await make())
@@ -102,7 +103,7 @@ async def get_or_make_async(
             data, error.data = error.data, None  # its frames hold it
             if (got := unpack(data)) is not None:
                 return got
-        if origin.store.keeps:  # else that was configured, or a warning was logged when the root could not be opened
-            origin.fall_back(error, label or f"{space}:{key}")
+        if fetcher.store.keeps:  # else that was configured, or a warning was logged when the root could not be opened
+            fetcher.fall_back(error, label or f"{space}:{key}")
     value = values[0] if values else await make()
     return value if past is None else past(value)

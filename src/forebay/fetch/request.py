@@ -16,7 +16,7 @@ from forebay.remote import urls
 if TYPE_CHECKING:
     from forebay._engine.flight import OnWait
     from forebay._engine.locks.leases import Lease
-    from forebay.origin import Origin
+    from forebay.fetch import Fetcher
 
 URLS, DIRECTORIES, LISTINGS = "urls", "directories", "listings"
 """The spaces of entries that have a URL: objects, trees of links to objects, and listings of directories."""
@@ -98,54 +98,54 @@ class FetchOptions(NamedTuple):
 
     @classmethod
     def of(
-        cls, origin: Origin, *, on_progress: Callable[[int, int | None], None] | None = None, max_age: float | str | None = None,
+        cls, fetcher: Fetcher, *, on_progress: Callable[[int, int | None], None] | None = None, max_age: float | str | None = None,
         refresh: bool = False, filesystem: Any = None, sha256: str | None = None, etag: str | None = None, timeout: float | None = None,
         bypass: bool = False, force: bool = False, pin: bool = False, offline: bool | None = None, on_wait: OnWait | None = None,
     ) -> Self:  # fmt: skip
         """The options of a call that begins now, with the defaults of the cache; ``filesystem`` is that of the target. See `ReadOptions`.
 
         Raises `ConfigError`."""
-        offline = origin.offline if offline is None else offline
-        age = origin.max_age if max_age is None else _config.parse_age(max_age, name="max_age") * 1_000_000_000
-        now = origin.store.now(exact=refresh)
+        offline = fetcher.offline if offline is None else offline
+        age = fetcher.max_age if max_age is None else _config.parse_age(max_age, name="max_age") * 1_000_000_000
+        now = fetcher.store.now(exact=refresh)
         since = -1 if offline else now if refresh else 1 if age >= FOREVER else max(1, now - int(age))
         sha256 = None if sha256 is None else _config.parse_sha256(sha256)
-        timeout = origin.timeout if timeout is None else _config.parse_timeout(timeout)
+        timeout = fetcher.timeout if timeout is None else _config.parse_timeout(timeout)
         wait = None if timeout is None else waits.SharedLimit(timeout)
         return cls(since, offline, sha256, etag, timeout, bypass, force, pin, on_wait, on_progress, refresh and not offline, wait)
 
 
-def first_touch(origin: Origin, url: str | os.PathLike[str], *, force: bool) -> memoryview | None:
+def first_touch(fetcher: Fetcher, url: str | os.PathLike[str], *, force: bool) -> memoryview | None:
     """A fresh cached object that this process has not read before, found by the index of keys without a lock or a lease; else None.
     None does not mean that it is not cached. Raises `ConfigError`."""
     text = url if type(url) is str else urls.as_text(url)
-    for key in _possible_keys(origin, text, force=force):
-        data = origin.store.first_touch(URLS, key, origin.max_age, origin.alias(text, key))
+    for key in _possible_keys(fetcher, text, force=force):
+        data = fetcher.store.first_touch(URLS, key, fetcher.max_age, fetcher.alias(text, key))
         if data is not None:
             return data
     return None
 
 
-def is_there(origin: Origin, url: str | os.PathLike[str]) -> bool:
+def is_there(fetcher: Fetcher, url: str | os.PathLike[str]) -> bool:
     """Whether `first_touch` would find an object. Touches it, so that colder objects are evicted first. Raises `ConfigError`."""
-    store = origin.store
+    store = fetcher.store
     if not store.keeps:
         return False
     with contextlib.suppress(errors.CacheFault):
-        keys = _possible_keys(origin, urls.as_text(url), force=False)
-        return any(store.prefetching.expect(URLS, key, origin.max_age) is not None for key in keys)
+        keys = _possible_keys(fetcher, urls.as_text(url), force=False)
+        return any(store.prefetching.expect(URLS, key, fetcher.max_age) is not None for key in keys)
     return False
 
 
-def _possible_keys(origin: Origin, text: str, *, force: bool) -> Iterator[str]:
+def _possible_keys(fetcher: Fetcher, text: str, *, force: bool) -> Iterator[str]:
     """The keys under which the cache may have a URL. Raises `ConfigError`."""
-    if origin.closed or not text:
+    if fetcher.closed or not text:
         return
     # A text of `canonical` without a `#` is its own key, unless the realm changes it. Parsing it would cost more than the look-up.
-    is_likely_key = text.startswith(_REMOTE) and "#" not in text and not origin.realm(text.partition(":")[0])
+    is_likely_key = text.startswith(_REMOTE) and "#" not in text and not fetcher.realm(text.partition(":")[0])
     if is_likely_key:
         yield text
-    key = urls.canonical(text, origin.naming) if origin.realm.is_usual else origin.target(text).key  # which `hot_lookup` has made
+    key = urls.canonical(text, fetcher.naming) if fetcher.realm.is_usual else fetcher.target(text).key  # which `hot_lookup` has made
     if not (is_likely_key and key == text) and (force or not key.startswith("file:")):  # a local file is its own copy
         yield key
 

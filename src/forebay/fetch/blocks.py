@@ -12,14 +12,14 @@ from forebay._kernel import waits
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import ObjectInfo, Span
-from forebay.origin.flight import get_or_make, get_or_make_free
-from forebay.origin.request import URLS, FetchOptions, Target, block_key, index_key
+from forebay.fetch.flight import get_or_make, get_or_make_free
+from forebay.fetch.request import URLS, FetchOptions, Target, block_key, index_key
 
 if TYPE_CHECKING:
     from forebay._engine.flight import KeyHold
-    from forebay.origin import Origin
+    from forebay.fetch import Fetcher
 
-log = logger("forebay.origin")
+log = logger("forebay.fetch")
 
 AUTO, LEAST, MOST = 8 << 20, 64_000, 64 << 20
 """Bytes of a block: for ``block_size="auto"``, and the limits of other sizes. A block is in memory while it is fetched."""
@@ -49,13 +49,13 @@ class Blocks:
     ``length``: bytes of the object. ``count``: its number of blocks. ``are_kept``: False once a block could not be stored. ``misses``: the
     number of blocks that `obtain` did not find in the cache."""
 
-    def __init__(self, origin: Origin, target: Target, info: ObjectInfo, size: int, options: FetchOptions) -> None:
+    def __init__(self, fetcher: Fetcher, target: Target, info: ObjectInfo, size: int, options: FetchOptions) -> None:
         assert info.size is not None, "the object is divisible"
-        self.origin, self.target, self.info, self.size = origin, target, info, size
+        self.fetcher, self.target, self.info, self.size = fetcher, target, info, size
         self.length, self.count = info.size, -(-info.size // size)
         self.are_kept, self.misses = True, 0
         self._offline, self._timeout = options.offline, options.timeout
-        self._hit = origin.store.hot_lookup(URLS)
+        self._hit = fetcher.store.hot_lookup(URLS)
 
     def span(self, number: int) -> Span:
         start = number * self.size
@@ -81,7 +81,7 @@ class Blocks:
 
     def fetch_missing(self, numbers: Sequence[int]) -> Collection[int]:
         """Fetch the missing blocks that no other thread or process is fetching. Returns their numbers."""
-        missing = [number for number in numbers if self.origin.store.entry(URLS, self._key(number)) is None]
+        missing = [number for number in numbers if self.fetcher.store.entry(URLS, self._key(number)) is None]
         return self._fetch_free(missing, ahead=True)
 
     def open_whole(self) -> BinaryIO:
@@ -89,12 +89,12 @@ class Blocks:
         wait = None if self._timeout is None else waits.SharedLimit(self._timeout)
         options = FetchOptions(-1, self._offline, etag=self.info.validator, timeout=self._timeout, force=True, wait=wait)
         try:
-            return self.origin.open(self.target, options)
+            return self.fetcher.open(self.target, options)
         except errors.ChecksumMismatch as error:
             raise errors.RemoteChanged(f"{self.target.key} has changed since it was opened", url=self.target.key) from error
 
     def _cached(self, number: int) -> memoryview | None:
-        key, store = self._key(number), self.origin.store
+        key, store = self._key(number), self.fetcher.store
         try:
             data = self._hit(key, ANY_AGE)
             if data is None:
@@ -103,7 +103,7 @@ class Blocks:
                 store.touch(remembered.entry)
                 store.count_hit(remembered.size)
                 data = memoryview(remembered.view)
-            upstream = self.origin.upstream
+            upstream = self.fetcher.upstream
             if data is None and upstream is not None:
                 above = upstream.view(URLS, block_key(self.target.above, number, self.size, self.info.validator))
                 data = None if above is None else memoryview(above.view)
@@ -118,7 +118,7 @@ class Blocks:
 
         def make() -> memoryview:
             nonlocal began
-            began = self.origin.store.now(exact=True)
+            began = self.fetcher.store.now(exact=True)
             return self._request(self.span(number))
 
         def keep(data: memoryview) -> memoryview:
@@ -127,7 +127,7 @@ class Blocks:
 
         look, key, label = partial(self._cached, number), self._key(number), self.target.key
         return get_or_make(
-            self.origin, URLS, key, look, make, keep, label=label, timeout=self._timeout, counts_miss=True, looked=True
+            self.fetcher, URLS, key, look, make, keep, label=label, timeout=self._timeout, counts_miss=True, looked=True
         )  # fmt: skip
 
     def _fetch_free(self, numbers: Sequence[int], *, ahead: bool = False) -> dict[int, memoryview]:
@@ -142,11 +142,11 @@ class Blocks:
                 if ahead:
                     return blocks
             fetches = [partial(self._fetch_run, run, holds, blocks, ahead) for run in self._runs([keys[key] for key in missing])]
-            run_all(fetches, self.origin.options.streams, name="blocks", inline=True)
+            run_all(fetches, self.fetcher.options.streams, name="blocks", inline=True)
             return blocks
 
         found = get_or_make_free(
-            self.origin, URLS, list(keys), lambda key: self._cached(keys[key]), make, label=self.target.key
+            self.fetcher, URLS, list(keys), lambda key: self._cached(keys[key]), make, label=self.target.key
         )  # fmt: skip
         return {keys[key]: data for key, data in found.items()}
 
@@ -163,7 +163,7 @@ class Blocks:
 
     def _fetch_run(self, run: Sequence[int], holds: Mapping[str, KeyHold], blocks: dict[str, memoryview], ahead: bool) -> None:
         """Fetch neighbouring blocks by one request; if their keys are held, store them and release the keys."""
-        store, first, last = self.origin.store, self.span(run[0]), self.span(run[-1])
+        store, first, last = self.fetcher.store, self.span(run[0]), self.span(run[-1])
         store.count("misses", len(run))
         began = store.now(exact=True)
         try:
@@ -183,19 +183,19 @@ class Blocks:
         try:
             self._put(came, began, ahead=ahead)
         except (errors.CacheFault, errors.Closed) as error:
-            self.origin.fall_back(error, self.target.key)
+            self.fetcher.fall_back(error, self.target.key)
         for key in came:
             holds[key].release()
 
     def _request(self, span: Span) -> memoryview:
         """Bytes of this version, from the remote."""
-        origin, target = self.origin, self.target
+        fetcher, target = self.fetcher, self.target
         if self._offline:
             raise errors.Offline.of(target.key)
         wait = None if self._timeout is None else waits.SharedLimit(self._timeout)
         try:
             ask = partial(target.remote.read, target.url, span, info=self.info, exact=True)
-            data = origin.receive(target.key, ask, FetchOptions(wait=wait))
+            data = fetcher.receive(target.key, ask, FetchOptions(wait=wait))
             if len(data) != span.length:
                 raise errors.RemoteChanged(f"{target.key} is shorter than the {self.length:,} bytes that it had", url=target.key)
         except (errors.RemoteChanged, errors.Unsupported) as error:
@@ -205,7 +205,7 @@ class Blocks:
 
     def _note_in_index(self, error: errors.RemoteError) -> None:
         """Make the next call that opens the object ask the remote for its new version, or fetch the object whole."""
-        store, key = self.origin.store, index_key(self.target.key)
+        store, key = self.fetcher.store, index_key(self.target.key)
         try:
             index = store.entry(URLS, key)
             if index is None or index.validator != self.info.validator:
@@ -219,7 +219,7 @@ class Blocks:
             log.debug("%s: %s", key, str(fault))
 
     def _put(self, blocks: Mapping[str, memoryview], began: int, *, ahead: bool = False) -> None:
-        store = self.origin.store
+        store = self.fetcher.store
         try:
             store.put_many(URLS, list(blocks.items()), validator=self.info.validator, validated=began, ahead=ahead)
         except (errors.CacheFault, errors.Closed):

@@ -21,11 +21,11 @@ from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._kernel.threads import Threads
 from forebay._model import can_start, is_near
-from forebay.origin.job import AT_ONCE, NO_ENTRY, SMALL, Job, publish_singly, publish_together
+from forebay.fetch.job import AT_ONCE, NO_ENTRY, SMALL, Job, publish_singly, publish_together
 from forebay.remote.base import CallAborted, sent_together
 
 if TYPE_CHECKING:
-    from forebay.origin import Origin
+    from forebay.fetch import Fetcher
 
 TURN = 0.1  # seconds
 QUIET_PERIOD = 0.002  # seconds
@@ -50,12 +50,12 @@ class Pipeline:
     ``name``: of the threads."""
 
     def __init__(
-        self, origin: Origin, *, side_by_side: int | None = None, waits: bool = True, on_turn: Callable[[], None] | None = None,
+        self, fetcher: Fetcher, *, side_by_side: int | None = None, waits: bool = True, on_turn: Callable[[], None] | None = None,
         meanwhile: Callable[[], None] | None = None, made: Callable[[], Iterable[Job]] = tuple, readers: int = 0, name: str = "bulk",
     ) -> None:  # fmt: skip
-        self._origin, self._store, self._waits, self._on_turn, self._meanwhile = origin, origin.store, waits, on_turn, meanwhile
+        self._fetcher, self._store, self._waits, self._on_turn, self._meanwhile = fetcher, fetcher.store, waits, on_turn, meanwhile
         self._made = made
-        self._most = origin.options.connections if side_by_side is None else max(side_by_side, 1)
+        self._most = fetcher.options.connections if side_by_side is None else max(side_by_side, 1)
         self._readers, self.most_in_memory = readers, 2 * readers
         self._threads = Threads(self._work_in_thread, readers + 1 if readers else self._most, name=name)
         self._together = max(readers // 2, 1) if readers else GROUP  # jobs that are published together
@@ -270,11 +270,11 @@ class Pipeline:
     def _start(self, job: Job) -> None:
         """Request an object: by the loop of transfers where one response may be enough, else by a thread."""
         target, options = job.target, job.options
-        if not job.has_entry and not options.offline and self._origin.upstream is None:
+        if not job.has_entry and not options.offline and self._fetcher.upstream is None:
             try:
                 remote = target.remote
                 if can_start(remote):
-                    with self._origin.reaching(options):
+                    with self._fetcher.reaching(options):
                         job.started = remote.start(target.url, partial(self._is_ready, job))
             except errors.ForebayError as error:
                 job.error = error
@@ -419,7 +419,7 @@ class Pipeline:
             job.error = error
             self._events.put(partial(self._end, job))
         else:
-            self._origin.fall_back(error, job.target.key)
+            self._fetcher.fall_back(error, job.target.key)
             self._give_to_thread(job)
 
     # -- publish ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the rooms above ask of `Origin`: local files as entries, files that are opened past the cache."""
+"""What the rooms above ask of `Fetcher`: local files as entries, files that are opened past the cache."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import forebay
 from forebay import errors
 from forebay._engine.flight import Flight
 from forebay._engine.store import Settings, Store
-from forebay.origin import Origin
-from forebay.origin.opening import CacheOptions
-from forebay.origin.request import FetchOptions
+from forebay.fetch import Fetcher
+from forebay.fetch.opening import CacheOptions
+from forebay.fetch.request import FetchOptions
 from forebay.remote import RemoteOptions
 from forebay.testing import ScriptedServer
 from tests.conftest import descriptors
 
 
 @pytest.fixture
-def origin(tmp_path: Path) -> Iterator[Origin]:
+def fetcher(tmp_path: Path) -> Iterator[Fetcher]:
     store = Store.open(tmp_path / "root", Settings(budget=8 << 20, min_free=0))
-    yield Origin(store, RemoteOptions(attempts=1))
+    yield Fetcher(store, RemoteOptions(attempts=1))
     assert store.check(deep=True) == []
     store.close()
 
@@ -36,7 +36,7 @@ def test_threads_that_close_a_cache_at_once_leave_the_other_caches_of_its_root_o
         def close(self) -> None:
             self.threads.wait(10)
 
-    other, closed = (Origin.for_root(CacheOptions(tmp_path / "root")) for _ in range(2))
+    other, closed = (Fetcher.for_root(CacheOptions(tmp_path / "root")) for _ in range(2))
     meeting = Meeting()
     closed.register(meeting)  # both threads have found the cache open when they leave it
     threads = [threading.Thread(target=closed.close) for _ in range(2)]
@@ -56,22 +56,22 @@ def test_a_cache_is_closed_while_a_thread_opens_files_of_it(tmp_path: Path) -> N
 
     def register() -> None:
         began.set()
-        while not origin.closed:
+        while not fetcher.closed:
             handles.append(Handle())
-            origin.register(handles[-1])
+            fetcher.register(handles[-1])
 
-    origin, handles, began = Origin.for_root(CacheOptions(tmp_path / "root")), [Handle() for _ in range(10_000)], threading.Event()
+    fetcher, handles, began = Fetcher.for_root(CacheOptions(tmp_path / "root")), [Handle() for _ in range(10_000)], threading.Event()
     for handle in handles:
-        origin.register(handle)
+        fetcher.register(handle)
     thread, interval = threading.Thread(target=register), sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         thread.start()
         began.wait()
-        origin.close()
+        fetcher.close()
     finally:
         sys.setswitchinterval(interval)
-        origin.closed = True
+        fetcher.closed = True
         thread.join()
 
 
@@ -109,48 +109,48 @@ def test_a_pyarrow_filesystem_is_a_source(tmp_path: Path) -> None:
         assert len(cache.entries()) == 1
 
 
-def test_a_local_file_that_is_not_there_is_not_found_by_open_too(origin: Origin, tmp_path: Path) -> None:
+def test_a_local_file_that_is_not_there_is_not_found_by_open_too(fetcher: Fetcher, tmp_path: Path) -> None:
     with pytest.raises(errors.NotFound, match="nowhere"):
-        origin.open(origin.target(tmp_path / "nowhere"), FetchOptions())
+        fetcher.open(fetcher.target(tmp_path / "nowhere"), FetchOptions())
 
 
-def test_offline_no_block_is_asked_for_though_the_cache_is_at_fault(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_no_block_is_asked_for_though_the_cache_is_at_fault(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(*args: object, **kwargs: object) -> object:
         raise errors.WaitTimeout.of("a key", 1.0, "somebody")
 
     with ScriptedServer() as server:
-        target = origin.target(server.put("/a", bytes(100_000)))
-        origin.open(target, FetchOptions(), 64_000).close()
+        target = fetcher.target(server.put("/a", bytes(100_000)))
+        fetcher.open(target, FetchOptions(), 64_000).close()
         monkeypatch.setattr(Flight, "make_once", busy)
-        with origin.open(target, FetchOptions(offline=True, since=-1), 64_000) as file, pytest.raises(errors.Offline):
+        with fetcher.open(target, FetchOptions(offline=True, since=-1), 64_000) as file, pytest.raises(errors.Offline):
             file.read(3)
         assert server.gets == 0
-        with origin.open(target, FetchOptions(), 64_000) as file:
+        with fetcher.open(target, FetchOptions(), 64_000) as file:
             assert file.read(3) == bytes(3)
-    assert origin.store.seeing.counts()["requests"] == 2
+    assert fetcher.store.seeing.counts()["requests"] == 2
 
 
-def test_an_object_that_is_gone_leases_nothing(origin: Origin) -> None:
+def test_an_object_that_is_gone_leases_nothing(fetcher: Fetcher) -> None:
     with ScriptedServer() as server:
         url = server.put("/a", b"12345")
-        target = origin.target(url)
-        origin.lease(target, FetchOptions()).close()
+        target = fetcher.target(url)
+        fetcher.lease(target, FetchOptions()).close()
         del server.objects["/a"]
         with pytest.raises(errors.NotFound) as kept:
-            origin.lease(target, FetchOptions(since=origin.store.now(), refresh=True))
-        entry = origin.store.entry("urls", target.key)
+            fetcher.lease(target, FetchOptions(since=fetcher.store.now(), refresh=True))
+        entry = fetcher.store.entry("urls", target.key)
         assert entry is not None
-        assert not origin.store.is_leased(entry), str(kept.value)
+        assert not fetcher.store.is_leased(entry), str(kept.value)
 
 
-def test_ranges_of_a_host_that_fell_silent_are_not_waited_for(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_of_a_host_that_fell_silent_are_not_waited_for(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
     with ScriptedServer() as server:
-        target = origin.target(server.put("/a", bytes(10 << 20)))
-        with origin.open(target, FetchOptions(bypass=True)) as file:
+        target = fetcher.target(server.put("/a", bytes(10 << 20)))
+        with fetcher.open(target, FetchOptions(bypass=True)) as file:
             file.read(10)
             asked = server.gets
             with monkeypatch.context() as silent:
-                silent.setattr(origin.store.hosts, "silent_since", lambda host, patience: 1.0)
+                silent.setattr(fetcher.store.hosts, "silent_since", lambda host, patience: 1.0)
                 with pytest.raises(errors.RemoteTimeout, match="gave no answer"):
                     file.read()
             assert server.gets == asked

@@ -13,7 +13,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.origin import background
+from forebay.fetch import background
 from forebay.testing import ScriptedServer
 from tests.processes import Line, in_child, talk_to
 

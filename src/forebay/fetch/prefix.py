@@ -12,9 +12,9 @@ from forebay import errors, remote
 from forebay._engine.locks.leases import Lease
 from forebay._kernel import host
 from forebay._model import BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
-from forebay.origin import A, Origin
-from forebay.origin.opening import in_memory
-from forebay.origin.request import URLS, FetchOptions, Target
+from forebay.fetch import A, Fetcher
+from forebay.fetch.opening import in_memory
+from forebay.fetch.request import URLS, FetchOptions, Target
 from forebay.remote import RemoteOptions
 
 
@@ -96,33 +96,33 @@ class RemoteAccess:
     def __init__(self, filesystem: Any = None, options: RemoteOptions | None = None) -> None:
         self.filesystem, self._given = filesystem, options
         self._realm = None if options is None else remote.Realm(options)
-        self.origin: Origin | None = None
+        self.fetcher: Fetcher | None = None
         self._bound_at = 0
         self._known_filesystem: remote.FilesystemRemote | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteAccess, (self.filesystem, self._given)
 
-    def bind(self, origin: Origin) -> None:
+    def bind(self, fetcher: Fetcher) -> None:
         """Use this cache's options and copies, and let it count the requests. The last cache that was bound applies."""
-        self.origin, self._bound_at, self._known_filesystem = origin, origin.store.now(exact=True), None
+        self.fetcher, self._bound_at, self._known_filesystem = fetcher, fetcher.store.now(exact=True), None
 
     def kept(self, url: str, *, versioned: bool = False) -> Lease | None:
         """A lease on the object, if the cache has it from `Cache.read` or a `pull`, in the remote's version. ``versioned``: the caller
         named the version of the dataset, so any copy validated since `bind` will do."""
-        origin = self.origin
-        if origin is None or origin.closed or self.is_local(url):
+        fetcher = self.fetcher
+        if fetcher is None or fetcher.closed or self.is_local(url):
             return None
-        options = FetchOptions.of(origin)
-        return origin.kept(self.target(url), options if origin.offline or not versioned else options._replace(since=self._bound_at))
+        options = FetchOptions.of(fetcher)
+        return fetcher.kept(self.target(url), options if fetcher.offline or not versioned else options._replace(since=self._bound_at))
 
     def target(self, url: str) -> Target:
         """An object as the bound cache fetches it, and its key there. Raises `ConfigError`, `MissingExtra`."""
-        origin = self.origin
-        assert origin is not None
+        fetcher = self.fetcher
+        assert fetcher is not None
         if self.filesystem is not None:
-            return origin.target_on(self._on_filesystem, url)
-        return origin.target(url) if self._realm is None else origin.target_by(url, self._naming(origin), partial(self.remote, url))
+            return fetcher.target_on(self._on_filesystem, url)
+        return fetcher.target(url) if self._realm is None else fetcher.target_by(url, self._naming(fetcher), partial(self.remote, url))
 
     @property
     def _on_filesystem(self) -> remote.FilesystemRemote:
@@ -130,13 +130,13 @@ class RemoteAccess:
             self._known_filesystem = remote.on_filesystem(self.filesystem, self.options)
         return self._known_filesystem
 
-    def _naming(self, origin: Origin) -> remote.UrlNaming:
+    def _naming(self, fetcher: Fetcher) -> remote.UrlNaming:
         """How this cache names what is fetched with these options."""
-        return origin.naming if self._realm is None else origin.naming._replace(realm=self._realm)
+        return fetcher.naming if self._realm is None else fetcher.naming._replace(realm=self._realm)
 
     @property
     def options(self) -> RemoteOptions:
-        return self._given or (self._environment if self.origin is None else self.origin.options)
+        return self._given or (self._environment if self.fetcher is None else self.fetcher.options)
 
     @host.cached_property
     def _environment(self) -> RemoteOptions:
@@ -144,7 +144,7 @@ class RemoteAccess:
 
     def key(self, url: str) -> str:
         """The key under which the bound cache stores an object; without a cache, see `shown`. Raises `ConfigError`."""
-        return self._text(url, None if self.origin is None else self._naming(self.origin))
+        return self._text(url, None if self.fetcher is None else self._naming(self.fetcher))
 
     def shown(self, url: str) -> str:
         """The URL without secrets, the same for all its spellings. Raises `ConfigError`."""
@@ -155,11 +155,11 @@ class RemoteAccess:
 
     def remote(self, url: str) -> Remote:
         """The remote that serves this URL. Raises `ConfigError`, `MissingExtra`; `Offline` where the cache must not ask it."""
-        if self.origin is not None and self.origin.offline and not self.is_local(url):
+        if self.fetcher is not None and self.fetcher.offline and not self.is_local(url):
             raise errors.Offline.of(self.key(url))
         if self.filesystem is not None:
             return self._on_filesystem
-        return remote.resolve(url, self.options, self._realm or (None if self.origin is None else self.origin.realm))
+        return remote.resolve(url, self.options, self._realm or (None if self.fetcher is None else self.fetcher.realm))
 
     def is_local(self, url: str) -> bool:
         return self.filesystem is None and remote.local_path(url) is not None
@@ -168,8 +168,8 @@ class RemoteAccess:
         """The remote's description of an object. Raises `RemoteError`."""
         with self._reaching():
             info = self.remote(url).stat(url)
-        if self.origin is not None and not self.is_local(url):
-            self.origin.count(Transfer(requests=1))
+        if self.fetcher is not None and not self.is_local(url):
+            self.fetcher.count(Transfer(requests=1))
         assert info is not None  # only a known version is answered with None
         return info
 
@@ -179,19 +179,19 @@ class RemoteAccess:
         if self.is_local(url):
             info = self.stat(url)
             return served_by.read(url, Span(0, info.size or 0), info=info)
-        sink = BufferSink(self.origin.most if self.origin is not None else in_memory)
+        sink = BufferSink(self.fetcher.most if self.fetcher is not None else in_memory)
         self._receive(url, partial(served_by.fetch, url, sink))
         return bytes(sink.data)
 
     def bytes_of(self, lease: Lease) -> bytes | None:
         """The bytes of a lease of `kept`; None if they are damaged."""
-        assert self.origin is not None
+        assert self.fetcher is not None
         try:
             with lease:
-                data = self.origin.store.bytes_leased(lease)
+                data = self.fetcher.store.bytes_leased(lease)
                 return None if data is None else bytes(data)
         except errors.CacheFault as error:
-            self.origin.fall_back(error, lease.entry.key)
+            self.fetcher.fall_back(error, lease.entry.key)
             return None
 
     def part(self, url: str, span: Span, info: ObjectInfo) -> bytes:
@@ -203,17 +203,17 @@ class RemoteAccess:
 
     def kept_part(self, url: str, span: Span, validator: str) -> bytes | None:
         """Some bytes of an object, if the cache has all of it in this version; asks no remote."""
-        origin = self.origin
-        if origin is None or self.is_local(url):
+        fetcher = self.fetcher
+        if fetcher is None or self.is_local(url):
             return None
         try:
-            hit = origin.store.view(URLS, self.key(url))
+            hit = fetcher.store.view(URLS, self.key(url))
         except errors.CacheFault as error:
-            origin.fall_back(error, self.key(url))
+            fetcher.fall_back(error, self.key(url))
             return None
         if hit is None or hit.entry.validator != validator or span.end > hit.size:
             return None
-        origin.store.touch(hit.entry)
+        fetcher.store.touch(hit.entry)
         return bytes(hit.view[span.start : span.end])
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
@@ -227,7 +227,7 @@ class RemoteAccess:
             yield info
 
     def _reaching(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.origin is None else self.origin.reaching()
+        return nullcontext() if self.fetcher is None else self.fetcher.reaching()
 
     def _receive(self, url: str, ask: Callable[[], A]) -> A:
-        return ask() if self.origin is None or self.is_local(url) else self.origin.receive(self.key(url), ask)
+        return ask() if self.fetcher is None or self.is_local(url) else self.fetcher.receive(self.key(url), ask)

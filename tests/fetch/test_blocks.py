@@ -15,9 +15,9 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._engine.flight import Flight
-from forebay.cache import origin_of
-from forebay.origin import blocks as blocks_module
-from forebay.origin.request import FetchOptions, block_key, index_key
+from forebay.cache import fetcher_of
+from forebay.fetch import blocks as blocks_module
+from forebay.fetch.request import FetchOptions, block_key, index_key
 from forebay.remote import RemoteOptions
 from forebay.testing import Request, ScriptedServer
 from tests.processes import Child, Gate, ProcessGroup, fork
@@ -129,8 +129,8 @@ def test_a_whole_object_of_the_version_of_the_blocks_needs_no_validation_of_its_
         assert (server.gets, server.heads) == (1, 1)  # what was read is validated
     entry = cache.entry(url)
     assert entry is not None
-    origin = origin_of(cache)
-    origin.store.invalidate([entry])
+    fetcher = fetcher_of(cache)
+    fetcher.store.invalidate([entry])
     with cache.open(url, block_size=SIZE) as file:
         assert piece(file, 1)
     assert (server.gets, server.heads) == (1, 2)
@@ -190,7 +190,7 @@ def test_an_open_file_goes_on_with_its_version_and_mixes_none(cache: forebay.Cac
 
 
 def test_the_index_is_as_old_as_the_question(cache: forebay.Cache, server: ScriptedServer, url: str) -> None:
-    store, when = origin_of(cache).store, list[int]()
+    store, when = fetcher_of(cache).store, list[int]()
     server.on_request = lambda request: when.append(store.now())
     with cache.open(url, block_size=SIZE) as file:
         assert piece(file, 0)
@@ -274,7 +274,7 @@ def test_a_remote_that_cannot_be_reached_validates_nothing(tmp_path: Path, serve
     options = RemoteOptions(attempts=1)
     with forebay.Cache(tmp_path / "root", budget=8 << 20, min_free=0, max_age=300, remote_options=options) as cache:
         cache.open(url, block_size=SIZE).close()
-        store = origin_of(cache).store
+        store = fetcher_of(cache).store
         index = store.entry("urls", index_key(url))
         assert index is not None
         store.set_validated([(index, store.now() - 1000 * 10**9)], store.now())
@@ -300,16 +300,16 @@ def test_an_object_that_is_gone_is_not_found(cache: forebay.Cache, server: Scrip
 def test_a_refresh_takes_what_another_call_validated_meanwhile(cache: forebay.Cache, server: ScriptedServer, url: str) -> None:
     with cache.open(url, block_size=SIZE):
         pass
-    origin = origin_of(cache)
-    hold = origin.store.locks.try_hold("urls", index_key(url))
+    fetcher = fetcher_of(cache)
+    hold = fetcher.store.locks.try_hold("urls", index_key(url))
     opened: list[BinaryIO] = []
     reader = threading.Thread(target=lambda: opened.append(cache.open(url, block_size=SIZE, refresh=True)))
     reader.start()
     while cache.stats().waits == 0:
         os.sched_yield()
-    index = origin.store.entry("urls", index_key(url))
+    index = fetcher.store.entry("urls", index_key(url))
     assert index is not None
-    assert origin.validate(origin.target(url), FetchOptions(), index) is None
+    assert fetcher.validate(fetcher.target(url), FetchOptions(), index) is None
     assert hold is not None
     hold.release()
     reader.join()
@@ -522,7 +522,7 @@ def test_a_damaged_block_is_fetched_again(cache: forebay.Cache, server: Scripted
 
 
 def test_an_index_that_another_program_wrote_is_replaced(cache: forebay.Cache, server: ScriptedServer, url: str) -> None:
-    origin_of(cache).store.put("urls", index_key(url), b"", meta="[1]", validator='"x"', validated=origin_of(cache).store.now())
+    fetcher_of(cache).store.put("urls", index_key(url), b"", meta="[1]", validator='"x"', validated=fetcher_of(cache).store.now())
     with cache.open(url, block_size=SIZE) as file:
         assert piece(file, 4)
     with cache.open(url, block_size=SIZE):

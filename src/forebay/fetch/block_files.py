@@ -14,15 +14,15 @@ from forebay._engine.locks.leases import Lease
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Entry, ObjectInfo, noted
-from forebay.origin.blocks import RUN, Blocks, index_meta, parse_block_size
-from forebay.origin.files import SeekableFile, opened
-from forebay.origin.flight import get_or_make
-from forebay.origin.request import URLS, FetchOptions, Target, index_key, is_same_version
+from forebay.fetch.blocks import RUN, Blocks, index_meta, parse_block_size
+from forebay.fetch.files import SeekableFile, opened
+from forebay.fetch.flight import get_or_make
+from forebay.fetch.request import URLS, FetchOptions, Target, index_key, is_same_version
 
 if TYPE_CHECKING:
-    from forebay.origin import Origin
+    from forebay.fetch import Fetcher
 
-log = logger("forebay.origin")
+log = logger("forebay.fetch")
 
 WINDOW = 64 << 20
 """Bytes of a large read that are fetched at once, and kept in memory until the reader has a copy."""
@@ -40,20 +40,20 @@ PEEK = 8 << 10
 # -- opening ------------------------------------------------------------------------------------------------------------
 
 
-def open_blocks(origin: Origin, target: Target, options: FetchOptions, block_size: int | str) -> BinaryIO:
+def open_blocks(fetcher: Fetcher, target: Target, options: FetchOptions, block_size: int | str) -> BinaryIO:
     """A file object that fetches and stores only the blocks that are read. See `Cache.open`."""
     size = parse_block_size(block_size)
     for name in ("sha256", "pin"):
         if value := getattr(options, name):
             raise errors.ConfigError(f"{name} needs the whole object: open it without block_size", name=name, value=value)
-    if options.bypass or (target.in_place and not options.force) or (origin.upstream and origin.upstream.entry(URLS, target.above)):
-        return origin.open(target, options)
-    version = _Opening(origin, target, options).version()
+    if options.bypass or (target.in_place and not options.force) or (fetcher.upstream and fetcher.upstream.entry(URLS, target.above)):
+        return fetcher.open(target, options)
+    version = _Opening(fetcher, target, options).version()
     if isinstance(version, Lease):
         return opened(version)
     if not is_divisible(version) or (version.size or 0) <= size:
-        return origin.open(target, options)
-    return cast(BinaryIO, BlockFile(Blocks(origin, target, version, size, options)))
+        return fetcher.open(target, options)
+    return cast(BinaryIO, BlockFile(Blocks(fetcher, target, version, size, options)))
 
 
 def is_divisible(info: ObjectInfo) -> bool:
@@ -70,8 +70,8 @@ def _info_of(index: Entry, url: str) -> ObjectInfo | None:
 class _Opening:
     """One call that opens an object: finds its version."""
 
-    def __init__(self, origin: Origin, target: Target, options: FetchOptions) -> None:
-        self._origin, self._target, self._options, self._store = origin, target, options, origin.store
+    def __init__(self, fetcher: Fetcher, target: Target, options: FetchOptions) -> None:
+        self._fetcher, self._target, self._options, self._store = fetcher, target, options, fetcher.store
         self._key = index_key(target.key)
         self._first_stamps: list[tuple[int, int]] | None = None  # of the entries that the first look saw
         self._began = 0
@@ -81,7 +81,7 @@ class _Opening:
         """A lease on the whole object, if it is cached in the remote's version; else a description of that version. The remote is asked
         once per ``max_age`` for all processes, whether the whole object or parts of it are cached."""
         timeout = self._options.timeout
-        return get_or_make(self._origin, URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout)
+        return get_or_make(self._fetcher, URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout)
 
     def _entries(self) -> tuple[Entry | None, Entry | None]:
         """The whole object and the index, as far as they exist and are of the version that the caller expects."""
@@ -102,9 +102,9 @@ class _Opening:
             self._first_stamps = stamps
         if self._options.refresh and stamps == self._first_stamps:  # no other call has validated it meanwhile
             return None
-        index = index if index is not None and self._origin.is_fresh(index, self._options) else None
+        index = index if index is not None and self._fetcher.is_fresh(index, self._options) else None
         if whole is not None and (
-            (index is not None and index.validator == whole.validator) or self._origin.is_fresh(whole, self._options)
+            (index is not None and index.validator == whole.validator) or self._fetcher.is_fresh(whole, self._options)
         ):
             lease = self._lease(whole)
             if lease is not None:
@@ -126,7 +126,7 @@ class _Opening:
 
     def _ask(self) -> Lease | ObjectInfo:
         """Ask the remote whether it still has the version that was validated last, else for its version."""
-        origin, target, options = self._origin, self._target, self._options
+        fetcher, target, options = self._fetcher, self._target, self._options
         if (above := self._above()) is not None:
             self._is_stored = True
             return above
@@ -138,7 +138,7 @@ class _Opening:
             whole, index = self._entries()
         known = max(filter(None, (whole, index)), key=self._store.validated, default=None)
         if known is not None:
-            info = origin.validate(target, options, known)
+            info = fetcher.validate(target, options, known)
             if info is None and known is whole:
                 with contextlib.suppress(errors.CacheFault):
                     if (lease := self._lease(whole)) is not None:
@@ -146,7 +146,7 @@ class _Opening:
             elif info is None:
                 self._is_stored = True
                 info = _info_of(known, target.url)
-        info = info or origin.stat(target, options)
+        info = info or fetcher.stat(target, options)
         assert info is not None, "without a known version the remote describes the one that it has"
         if not self._is_expected(info.validator):
             raise errors.ChecksumMismatch.of(target.key, options.etag or "", info.validator or "no ETag")
@@ -154,11 +154,11 @@ class _Opening:
 
     def _above(self) -> ObjectInfo | None:
         """The version of which the upstream root has blocks, if it was validated lately."""
-        upstream = self._origin.upstream
+        upstream = self._fetcher.upstream
         index = upstream.entry(URLS, index_key(self._target.above)) if upstream is not None else None
         if upstream is None or index is None or not self._is_expected(index.validator):
             return None
-        is_fresh = self._options.offline or self._origin.validated(upstream, index) >= self._options.since
+        is_fresh = self._options.offline or self._fetcher.validated(upstream, index) >= self._options.since
         return _info_of(index, self._target.url) if is_fresh else None
 
     def _keep(self, version: Lease | ObjectInfo) -> Lease | ObjectInfo:
@@ -344,11 +344,11 @@ class ReadAhead:
     @host.cached_property
     def _most(self) -> int:
         """Maximum number of blocks to read ahead."""
-        return min(AHEAD, self._blocks.origin.most() // 8) // self._blocks.size
+        return min(AHEAD, self._blocks.fetcher.most() // 8) // self._blocks.size
 
     def _take(self) -> range:
         with self._lock:
-            most = max(self._blocks.origin.options.streams * RUN // self._blocks.size, 1)
+            most = max(self._blocks.fetcher.options.streams * RUN // self._blocks.size, 1)
             numbers = range(self._next, min(self._next + most, self._end))
             self._next = numbers.stop
             self.is_running = bool(numbers) and self._is_useful()

@@ -31,7 +31,7 @@ def in_memory() -> int:
 
 
 class CacheHandle(Protocol):
-    """An object that a front returns, and closes with its origin."""
+    """An object that a front returns, and closes with its fetcher."""
 
     def close(self) -> None: ...
 

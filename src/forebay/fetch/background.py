@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from forebay import errors
 from forebay._kernel import host
 from forebay._kernel.threads import GRACE, TURN
-from forebay.origin.pipeline import Pipeline
+from forebay.fetch.pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from forebay.origin import Origin
-    from forebay.origin.job import Job
+    from forebay.fetch import Fetcher
+    from forebay.fetch.job import Job
 
 AHEAD = 256
 """Maximum number of jobs of `run_beside` without a result."""
@@ -28,8 +28,8 @@ class Background:
 
     A forked child starts without jobs. ``side_by_side``: see `Pipeline`. The thread is called ``forebay-<name>``."""
 
-    def __init__(self, origin: Origin, name: str, side_by_side: int | None = None) -> None:
-        self._origin, self._name, self._side_by_side = origin, f"forebay-{name}", side_by_side
+    def __init__(self, fetcher: Fetcher, name: str, side_by_side: int | None = None) -> None:
+        self._fetcher, self._name, self._side_by_side = fetcher, f"forebay-{name}", side_by_side
         self.after_fork_child()
         host.at_fork(self)
 
@@ -48,7 +48,7 @@ class Background:
             if self._running is not None:
                 self._running[0].wake()
                 return
-            pipeline = Pipeline(self._origin, waits=False, side_by_side=self._side_by_side)
+            pipeline = Pipeline(self._fetcher, waits=False, side_by_side=self._side_by_side)
             thread = threading.Thread(target=self._run, args=(pipeline,), daemon=True, name=self._name)
             self._running = pipeline, thread
         try:
@@ -90,12 +90,12 @@ class Background:
             done(job)
 
 
-def run_beside(origin: Origin, jobs: Iterable[Job], settle: Callable[[Job], None], side_by_side: int | None) -> None:
+def run_beside(fetcher: Fetcher, jobs: Iterable[Job], settle: Callable[[Job], None], side_by_side: int | None) -> None:
     """Run jobs in a thread, which calls ``settle`` with each result, while this thread iterates over ``jobs``. However long the next job
     takes to come, the thread publishes what has arrived, and no other process waits for it.
 
     Raises what ``jobs`` or ``settle`` raises; then, and after an interrupt, gives up the other jobs."""
-    background, context = Background(origin, "bulk", side_by_side), contextvars.copy_context()
+    background, context = Background(fetcher, "bulk", side_by_side), contextvars.copy_context()
     settled: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     busy: list[Job] = []
 
@@ -131,6 +131,6 @@ def run_beside(origin: Origin, jobs: Iterable[Job], settle: Callable[[Job], None
     except BaseException:
         background.stop()
         raise
-    with contextlib.closing(Pipeline(origin, side_by_side=side_by_side).run(busy)) as fetched:  # now that this call holds no key
+    with contextlib.closing(Pipeline(fetcher, side_by_side=side_by_side).run(busy)) as fetched:  # now that this call holds no key
         for job in fetched:
             settle(job)

@@ -13,11 +13,11 @@ from forebay import errors
 from forebay._engine.files.layout import faults
 from forebay._engine.locks.leases import Lease
 from forebay._model import ObjectInfo, Span
-from forebay.origin.request import is_same_version
+from forebay.fetch.request import is_same_version
 
 if TYPE_CHECKING:
-    from forebay.origin import Origin
-    from forebay.origin.request import FetchOptions, Target
+    from forebay.fetch import Fetcher
+    from forebay.fetch.request import FetchOptions, Target
 
 RANGE = 4 << 20
 """Bytes of one read ahead where an object is not cached."""
@@ -84,11 +84,11 @@ class SeekableFile(io.IOBase):
 class RangeFile(SeekableFile, io.RawIOBase):
     """An object that is not cached: each read requests a range from the remote, of the version that was opened.
 
-    ``origin`` counts each request. Raises `RemoteChanged` once the remote has another version."""
+    ``fetcher`` counts each request. Raises `RemoteChanged` once the remote has another version."""
 
-    def __init__(self, origin: Origin, target: Target, info: ObjectInfo) -> None:
+    def __init__(self, fetcher: Fetcher, target: Target, info: ObjectInfo) -> None:
         assert info.size is not None
-        self._origin, self._target, self._info, self.size = origin, target, info, info.size
+        self._fetcher, self._target, self._info, self.size = fetcher, target, info, info.size
 
     def readall(self) -> bytes:
         return b"".join(iter(lambda: self.read(RANGE) or b"", b""))  # the default asks for 8 KiB at a time
@@ -98,7 +98,7 @@ class RangeFile(SeekableFile, io.RawIOBase):
         if size <= 0:
             return 0
         key, read = self._target.key, self._target.remote.read
-        data = self._origin.receive(key, partial(read, self._target.url, Span(self._at, size), info=self._info))
+        data = self._fetcher.receive(key, partial(read, self._target.url, Span(self._at, size), info=self._info))
         if len(data) < size:
             raise errors.RemoteChanged(f"{key} is shorter than the {self.size:,} bytes that it had when it was opened", url=key)
         buffer[: len(data)] = data
@@ -106,29 +106,29 @@ class RangeFile(SeekableFile, io.RawIOBase):
         return len(data)
 
 
-def open_object(origin: Origin, target: Target, options: FetchOptions) -> BinaryIO:
-    """See `Origin.open`, without blocks."""
+def open_object(fetcher: Fetcher, target: Target, options: FetchOptions) -> BinaryIO:
+    """See `Fetcher.open`, without blocks."""
     if target.in_place and not options.force and not options.bypass:
         if not os.access(target.in_place, os.R_OK):
             target.remote.stat(target.url)  # raises as `read` does
         return open(target.in_place, "rb")
     if options.bypass:
-        return stream(origin, target, options)
+        return stream(fetcher, target, options)
     try:
-        return opened(origin.lease(target, options))
+        return opened(fetcher.lease(target, options))
     except (errors.CacheFault, errors.WaitTimeout) as error:
-        origin.fall_back(error, target.key)
-        return stream(origin, target, options)
+        fetcher.fall_back(error, target.key)
+        return stream(fetcher, target, options)
 
 
-def stream(origin: Origin, target: Target, options: FetchOptions) -> BinaryIO:
+def stream(fetcher: Fetcher, target: Target, options: FetchOptions) -> BinaryIO:
     """A file object that reads ranges of the remote on demand, bypassing the cache."""
-    if options.sha256 is not None or (origin.upstream is not None and not options.bypass):
-        return io.BytesIO(origin.direct(target, options))
-    origin.refuse_offline(target, options)
-    info = origin.stat(target, options)
+    if options.sha256 is not None or (fetcher.upstream is not None and not options.bypass):
+        return io.BytesIO(fetcher.direct(target, options))
+    fetcher.refuse_offline(target, options)
+    info = fetcher.stat(target, options)
     if info is not None and options.etag is not None and not is_same_version(info.validator, options.etag):
         raise errors.ChecksumMismatch.of(target.key, options.etag, info.validator or "no ETag")
     if info is None or info.size is None:
-        return io.BytesIO(origin.direct(target, options))
-    return cast(BinaryIO, io.BufferedReader(RangeFile(origin, target, info), RANGE))
+        return io.BytesIO(fetcher.direct(target, options))
+    return cast(BinaryIO, io.BufferedReader(RangeFile(fetcher, target, info), RANGE))

@@ -20,9 +20,9 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.origin import block_files
-from forebay.origin.block_files import SHARE, BlockFile, ReadAhead
-from forebay.origin.blocks import Blocks
+from forebay.fetch import block_files
+from forebay.fetch.block_files import SHARE, BlockFile, ReadAhead
+from forebay.fetch.blocks import Blocks
 from forebay.testing import ScriptedServer
 from tests.items import until
 from tests.processes import HANG, in_child

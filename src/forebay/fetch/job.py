@@ -12,7 +12,7 @@ from forebay import _model, errors
 from forebay._engine.locks.leases import Lease, in_place
 from forebay._kernel import waits
 from forebay._model import Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, Started, can_clone
-from forebay.origin.request import URLS, FetchOptions, Target, is_expected, is_same_version, sha256_of
+from forebay.fetch.request import URLS, FetchOptions, Target, is_expected, is_same_version, sha256_of
 
 if TYPE_CHECKING:
     from forebay._engine.files.stages import MemoryStage
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forebay._engine.null_store import NullStore
     from forebay._engine.store import Store
     from forebay._engine.write.publish import Writing
-    from forebay.origin import Origin
+    from forebay.fetch import Fetcher
 
 SMALL = 256 << 10
 """Bytes of an object that is collected in memory, and published with others."""
@@ -41,7 +41,7 @@ class Job:
     store an object that the cache does not have. ``is_busy``: another caller fetches it, and this job was not to wait; ``since``: the time
     since which it has waited, in nanoseconds of the monotonic clock."""
 
-    origin: Origin
+    fetcher: Fetcher
     target: Target
     options: FetchOptions
     number: int = 0
@@ -70,7 +70,7 @@ class Job:
     # Popped when the request was started, and when its response is ready: the second of them goes on.
 
     def __post_init__(self) -> None:
-        self.store = self.origin.store
+        self.store = self.fetcher.store
 
     @property
     def skips_cache(self) -> bool:
@@ -152,7 +152,7 @@ class Job:
         stamp = self.store.stamp(found.entry)
         is_old = self.options.refresh and self.stamp in (None, stamp)
         self.stamp = self.stamp or stamp
-        return not is_old and self.origin.is_fresh(found.entry, self.options) and is_expected(found, self.options)
+        return not is_old and self.fetcher.is_fresh(found.entry, self.options) and is_expected(found, self.options)
 
     def serve(self, found: Lease | Remembered) -> bool:
         """Make this entry the result. False if its bytes are damaged or gone."""
@@ -168,7 +168,7 @@ class Job:
             if mapped is None:
                 return False
             found = mapped
-        self.store.alias(target.space, self.origin.alias(target.url, target.key), found)
+        self.store.alias(target.space, self.fetcher.alias(target.url, target.key), found)
         self.data = memoryview(found.view)
         return True
 
@@ -209,7 +209,7 @@ class Job:
         try:
             if found is None or not is_expected(found, self.options):
                 return False
-            if self.origin.validate(self.target, self.options, found.entry) is not None:
+            if self.fetcher.validate(self.target, self.options, found.entry) is not None:
                 return False
             self.store.count_hit(found.entry.size)
             return self.serve(found)
@@ -218,8 +218,8 @@ class Job:
                 found.close()
 
     def _fetch(self) -> None:
-        origin, store, target, options = self.origin, self.store, self.target, self.options
-        copy = origin.upstream_copy(target, options)
+        fetcher, store, target, options = self.fetcher, self.store, self.target, self.options
+        copy = fetcher.upstream_copy(target, options)
         validated = copy[1] if copy is not None else self.began or store.now(exact=True)
         is_in_memory_anyway = self.leased and (target.space != URLS or not self.in_memory)
         with store.writing(
@@ -233,9 +233,9 @@ class Job:
                 sink.begin(ObjectInfo(target.key, copy[0].size, copy[0].entry.validator))
                 sink.write(0, copy[0].view)
             else:
-                origin.refuse_offline(target, options)
+                fetcher.refuse_offline(target, options)
                 store.count("misses")
-                origin.receive(target.key, self._ask(sink), options)
+                fetcher.receive(target.key, self._ask(sink), options)
             if sink.fault is not None:
                 self.data = self._checked(sink)
                 raise sink.take_fault()
@@ -271,7 +271,7 @@ class Job:
             if self.leased:
                 self.error = published
             else:
-                self.origin.fall_back(published, self.target.key)
+                self.fetcher.fall_back(published, self.target.key)
             return
         self._count_stored(published.entry if isinstance(published, Lease) else published)
         self.lease = published if isinstance(published, Lease) else None
@@ -292,22 +292,22 @@ class Job:
         if self.leased:
             self.error = error.with_traceback(None)
             return
-        self.origin.fall_back(error, self.target.key)
+        self.fetcher.fall_back(error, self.target.key)
         if self.data is None:
             self.data = self.direct()
 
     def direct(self) -> memoryview:
         """The whole object, in memory or over the mapping of the upstream root. Raises `RemoteError`, `ChecksumMismatch`, `Offline`."""
-        origin, target, options = self.origin, self.target, self.options
-        copy = origin.upstream_copy(target, options) if not options.bypass else None
+        fetcher, target, options = self.fetcher, self.target, self.options
+        copy = fetcher.upstream_copy(target, options) if not options.bypass else None
         if copy is not None and options.sha256 is None and options.etag is None:
             return memoryview(copy[0].view)
         sink = JobSink(self)
         if target.in_place is not None:
             self._ask(sink)()
         else:
-            origin.refuse_offline(target, options)
-            origin.receive(target.key, self._ask(sink), options)
+            fetcher.refuse_offline(target, options)
+            fetcher.receive(target.key, self._ask(sink), options)
         return self._checked(sink)
 
     def _checked(self, sink: JobSink) -> memoryview:
@@ -391,8 +391,8 @@ class JobSink:
         self._job, self._writing = job, writing
         self.partial: Partial | None = None if writing is None else writing.partial
         may_hold = writing is None or ((job.in_memory or not job.leased) and writing.partial is None)
-        self.most = job.origin.most if may_hold else None  # see `BufferSink`
-        self._memory = BufferSink(job.origin.most) if may_hold else None
+        self.most = job.fetcher.most if may_hold else None  # see `BufferSink`
+        self._memory = BufferSink(job.fetcher.most) if may_hold else None
         if writing is not None and may_hold:
             writing.spills = True
         self.info: ObjectInfo | None = None

@@ -19,8 +19,8 @@ from forebay._engine.store import Store
 from forebay._kernel import events, host, waits
 from forebay._logs import logger
 from forebay._model import Entry, ObjectInfo, Remote, Transfer
-from forebay.origin.opening import NO_OPTIONS, CacheHandle, CacheOptions, in_memory, others_can_write
-from forebay.origin.request import FOREVER, LISTINGS, POSTPONED, URLS, FetchOptions, Target, folder_of, index_key, is_same_version
+from forebay.fetch.opening import NO_OPTIONS, CacheHandle, CacheOptions, in_memory, others_can_write
+from forebay.fetch.request import FOREVER, LISTINGS, POSTPONED, URLS, FetchOptions, Target, folder_of, index_key, is_same_version
 from forebay.remote import UrlNaming
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from forebay._engine.locks.leases import Lease
     from forebay._engine.null_store import NullStore
 
-log = logger("forebay.origin")
+log = logger("forebay.fetch")
 A = TypeVar("A", bytes, Transfer)
 
 _NO_ROOT = int.from_bytes(os.urandom(8)) >> 2  # in place of the secret of a root: nothing is stored under these keys
 _LIMITS = "budget", "min_free", "max_entries", "max_rate", "max_connections"  # of the root, for all processes
 
 
-class Origin:
+class Fetcher:
     """The state that the fronts of one cache share: its store, its remotes, and the defaults of its calls. Reads objects through the store.
 
     ``offline``, ``max_age`` (nanoseconds), ``timeout`` (seconds that a call waits in total): the defaults of calls.
@@ -71,7 +71,7 @@ class Origin:
 
     @classmethod
     def for_root(cls, options: CacheOptions) -> Self:
-        """The origin of a cache that is created with these options. Raises `RootRefused`, `NewerFormat`, `ConfigError`."""
+        """The fetcher of a cache that is created with these options. Raises `RootRefused`, `NewerFormat`, `ConfigError`."""
         opened = options.resolved()
         init_kwargs = options._replace(shared=opened.shared)._asdict()
         for name in ("root", "first_budget", *_LIMITS):
@@ -83,8 +83,8 @@ class Origin:
         return cls(store, opened.remote_options, upstream, opened=opened, init_kwargs=init_kwargs)
 
     @classmethod
-    def reopen(cls, root: str, init_kwargs: dict[str, Any]) -> Origin:
-        """The origin that these `init_args` open. It sets no limits of the root, and ignores those in the environment of this process."""
+    def reopen(cls, root: str, init_kwargs: dict[str, Any]) -> Fetcher:
+        """The fetcher that these `init_args` open. It sets no limits of the root, and ignores those in the environment of this process."""
         return _config.without_limits(cls.for_root, CacheOptions(root, **init_kwargs))
 
     @property
@@ -93,7 +93,7 @@ class Origin:
         return str(self.path), self._init_kwargs
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Origin.reopen, self.init_args
+        return Fetcher.reopen, self.init_args
 
     def __forebay_content__(self) -> None:
         """Nothing: as part of an argument of a cached function, the cache in use does not change the result."""
@@ -242,7 +242,7 @@ class Origin:
 
     def read(self, target: Target, options: FetchOptions) -> memoryview:
         """The bytes, read-only: over the mapping where they are stored, else in memory."""
-        from forebay.origin.job import Job  # imported late: a hit needs none
+        from forebay.fetch.job import Job  # imported late: a hit needs none
 
         job = Job(self, target, options)
         job.run()
@@ -252,7 +252,7 @@ class Origin:
     def lease(self, target: Target, options: FetchOptions) -> Lease:
         """A lease on the cached copy, fetched if it is missing or not fresh; a local file is its own copy. Raises `CacheFault` where it
         cannot be stored."""
-        from forebay.origin.job import Job
+        from forebay.fetch.job import Job
 
         job = Job(self, target, options, leased=True)
         job.run()
@@ -262,16 +262,16 @@ class Origin:
     def open(self, target: Target, options: FetchOptions, block_size: int | str | None = None) -> BinaryIO:
         """A file object on the cached copy; one that reads ranges of the remote where there is none. ``block_size``: see `Cache.open`."""
         if block_size is not None:
-            from forebay.origin.block_files import open_blocks
+            from forebay.fetch.block_files import open_blocks
 
             return open_blocks(self, target, options, block_size)
-        from forebay.origin.files import open_object  # imported late: many programs never open a file
+        from forebay.fetch.files import open_object  # imported late: many programs never open a file
 
         return open_object(self, target, options)
 
     def direct(self, target: Target, options: FetchOptions) -> memoryview:
         """The whole object in memory, or over the upstream's mapping; nothing is stored."""
-        from forebay.origin.job import Job
+        from forebay.fetch.job import Job
 
         return Job(self, target, options).direct()
 
