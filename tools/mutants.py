@@ -314,8 +314,8 @@ MUTANTS = (
     ),
     # 7. kill -9 anywhere is fine
     Mutant(
-        7, "what a killed process began is not finished", "_engine.catalog.connection:Catalog._tidy",
-        "txn.leftovers", "False",
+        7, "what a killed process began is not finished", "_engine.parts:Parts._finish_intent",
+        "self.index.head.intent()", "False",
         "crash/test_every_step.py::test_replace[blob-blob]",
     ),
     Mutant(
