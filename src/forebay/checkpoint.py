@@ -203,16 +203,16 @@ class Checkpoint(metaclass=_Kind):
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the metadata that the remote has for it now; ``{}`` if there is none. Raises `RemoteError`."""
-        return stored.read(self._fetcher, self._location())
+        return stored.read(self._location())
 
     def set_metadata(self, metadata: dict[str, Any]) -> None:
         """Store this as its metadata, replacing what is there. Raises `RemoteError`, or `NotJson` (a ValueError and a TypeError)."""
-        stored.write(self._fetcher, self._location(), metadata)
+        stored.write(self._location(), metadata)
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
         """Set these keys of its metadata. Concurrent updates on this node are never lost; nor are those of other nodes if the store
         supports conditional writes (S3). Raises as `set_metadata` does."""
-        stored.update(self._fetcher, self._location(), metadata)
+        stored.update(self._location(), metadata)
 
     # -- uploads ---------------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Checkpoint(metaclass=_Kind):
                 on_progress(Progress(remote.shown(url), done, total, state))
 
         fetcher = fetcher_of(checkpoint.cache) if keep else checkpoint._fetcher
-        done = uploading.push(fetcher, locate(fetcher, *checkpoint._source), directory, delete=delete, keep=keep, tell=tell)
+        done = uploading.push(locate(fetcher, *checkpoint._source), directory, delete=delete, keep=keep, tell=tell)
         size = sum(file.size or 0 for file, _ in done.files)
         tell("done", size, size)
         return checkpoint

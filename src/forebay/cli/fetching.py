@@ -519,15 +519,13 @@ def push(directory: Path, url: str, delete: bool, keep: bool, jobs: int, dry_run
     began = time.monotonic()
     to_store = keep and not dry_run
     with filled(root) if to_store else looked_into(root, change=True) as cache, Bars(1, quiet=as_json) as bars:
-        fetcher = fetcher_of(cache)
 
         def tell(state: str, done: int, total: int) -> None:
             bars.update(Progress(url, done, total, state))
 
         try:
-            done = uploading.push(
-                fetcher, locate(fetcher, url), directory, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell
-            )  # fmt: skip
+            location = locate(fetcher_of(cache), url)
+            done = uploading.push(location, directory, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell)
         except KeyboardInterrupt:
             note("what was sent stays, invisible to readers: the same command resumes there")
             raise

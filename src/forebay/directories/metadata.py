@@ -16,7 +16,6 @@ from forebay._model import BufferSink
 from forebay.directories import listings
 from forebay.directories.copying import locked
 from forebay.directories.location import RemoteDirectory
-from forebay.fetch import Fetcher
 from forebay.fetch.request import FetchOptions
 
 log = logger("forebay.metadata")
@@ -26,30 +25,30 @@ ATTEMPTS = 50  # of an update, if there are concurrent updates
 PAUSE = 0.05  # seconds: the maximum of the first pause, doubled up to a second
 
 
-def read(fetcher: Fetcher, location: RemoteDirectory) -> dict[str, Any]:
+def read(location: RemoteDirectory) -> dict[str, Any]:
     """The metadata that the remote has now; ``{}`` if there is none. Raises `RemoteError`; `Offline` where the cache must not ask it."""
-    if fetcher.offline and location.local is None:
-        return _parsed(location, bytes(fetcher.read(location.target(METADATA), FetchOptions(offline=True))))
-    return _stored(fetcher, location)[0]
+    if location.fetcher.offline and location.local is None:
+        return _parsed(location, bytes(location.fetcher.read(location.target(METADATA), FetchOptions(offline=True))))
+    return _stored(location)[0]
 
 
-def write(fetcher: Fetcher, location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
+def write(location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
     """Replace the metadata. Raises `NotJson` for values that JSON cannot represent, before anything is written; `RemoteError`."""
     data = _encoded(metadata)
-    with _exclusive(fetcher, location):
+    with _exclusive(location):
         location.remote.write(location.object(METADATA), data)
-    forget(fetcher, location)
+    forget(location)
 
 
-def update(fetcher: Fetcher, location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
+def update(location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
     """Set these keys, and leave the others unchanged. Raises as `write` does.
 
     Of concurrent updates none is lost: also from several nodes where the store has conditional writes, as S3 does (network file systems:
     almost, see `LocalRemote.write`); elsewhere on one node, between processes that share a cache."""
     _encoded(metadata)
-    with _exclusive(fetcher, location):
+    with _exclusive(location):
         for attempt in range(1, ATTEMPTS + 1):
-            stored, validator = _stored(fetcher, location)
+            stored, validator = _stored(location)
             try:
                 _put(location, _encoded({**stored, **metadata}), validator)
                 break
@@ -57,10 +56,10 @@ def update(fetcher: Fetcher, location: RemoteDirectory, metadata: Mapping[str, A
                 if attempt == ATTEMPTS:
                     raise
                 time.sleep(random.uniform(0, min(1.0, PAUSE * 2**attempt)))
-    forget(fetcher, location)
+    forget(location)
 
 
-def forget(fetcher: Fetcher, location: RemoteDirectory) -> None:
+def forget(location: RemoteDirectory) -> None:
     """Make the next reader of the directory in this cache ask the remote for its listing."""
     try:
         listings.postpone(location, 0)
@@ -68,11 +67,11 @@ def forget(fetcher: Fetcher, location: RemoteDirectory) -> None:
         log.debug("%s: its listing in the cache stays: %s", location.key, error)
 
 
-def _stored(fetcher: Fetcher, location: RemoteDirectory) -> tuple[dict[str, Any], str | None]:
+def _stored(location: RemoteDirectory) -> tuple[dict[str, Any], str | None]:
     """The stored metadata, and its validator: "" if it has none, None if there is no metadata."""
-    sink = BufferSink(fetcher.most)
+    sink = BufferSink(location.fetcher.most)
     try:
-        fetcher.count(location.remote.fetch(location.object(METADATA), sink))
+        location.fetcher.count(location.remote.fetch(location.object(METADATA), sink))
     except errors.NotFound:
         return {}, None
     return _parsed(location, bytes(sink.data)), (sink.info.validator if sink.info else None) or ""
@@ -91,22 +90,22 @@ def _put(location: RemoteDirectory, data: bytes, validator: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _exclusive(fetcher: Fetcher, location: RemoteDirectory) -> Iterator[None]:
+def _exclusive(location: RemoteDirectory) -> Iterator[None]:
     """A lock between the threads and processes of this host: on the directory itself if it is local, else in the cache."""
     with contextlib.ExitStack() as stack:
-        for lock in _locks(fetcher, location):
+        for lock in _locks(location):
             try:
                 stack.enter_context(lock())
                 break
             except OSError as error:  # NFS cannot lock directories; some roots are read-only
                 log.debug("%s cannot be locked: %s", location.key, error)
         else:
-            fetcher.warn("metadata", "the metadata of %s is written under no lock", location.key)
+            location.fetcher.warn("metadata", "the metadata of %s is written under no lock", location.key)
         yield
 
 
-def _locks(fetcher: Fetcher, location: RemoteDirectory) -> Iterator[Callable[[], contextlib.AbstractContextManager[object]]]:
-    local, store = location.local, fetcher.store
+def _locks(location: RemoteDirectory) -> Iterator[Callable[[], contextlib.AbstractContextManager[object]]]:
+    local, store = location.local, location.fetcher.store
     if local is not None:
         yield lambda: locked(Path(local, METADATA))
     if store.keeps:

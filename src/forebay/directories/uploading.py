@@ -27,7 +27,6 @@ from forebay.directories.listings import MarkedFile, MarkSink, UploadMarker
 from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import MARK, File, LocalFile, check_names, files_below, is_folder
 from forebay.directories.metadata import METADATA, forget
-from forebay.fetch import Fetcher
 from forebay.fetch.request import is_same_version
 from forebay.remote.local import prune, sweep
 
@@ -85,23 +84,23 @@ def upload(
 
 
 def push(
-    fetcher: Fetcher, location: RemoteDirectory, local: str | os.PathLike[str], *, delete: bool = False, keep: bool = False,
+    location: RemoteDirectory, local: str | os.PathLike[str], *, delete: bool = False, keep: bool = False,
     dry_run: bool = False, jobs: int = JOBS, tell: Tell | None = None,
 ) -> Uploaded:  # fmt: skip
     """`upload`, and invalidate the listing in the cache; ``keep``: the files stay in the cache, as though fetched.
 
     Logs a warning if they cannot be stored. Raises `Offline` where the cache must not ask the remote."""
-    if fetcher.offline and location.local is None:
+    if location.fetcher.offline and location.local is None:
         raise errors.Offline.of(location.key)
     try:
         done = upload(location, local, delete=delete, dry_run=dry_run, jobs=jobs, tell=tell)
     finally:
-        forget(fetcher, location)
+        forget(location)
     if keep and not dry_run and location.local is None:
         try:
             trees.keep(location, done.files)
         except errors.CacheFault as error:
-            fetcher.warn("keep", "%s is uploaded, but not stored in the cache: %s", location.key, error)
+            location.fetcher.warn("keep", "%s is uploaded, but not stored in the cache: %s", location.key, error)
     return done
 
 
