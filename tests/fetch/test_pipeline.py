@@ -66,6 +66,17 @@ def test_what_another_call_validated_after_the_first_look_of_a_refresh_is_not_va
     assert len(server.requests) == asked
 
 
+def test_what_nobody_needs_by_then_is_not_published(cache: forebay.Cache, server: ScriptedServer) -> None:
+    fetcher, urls = fetcher_of(cache), [server.put(f"/{number}", b"%d" % number) for number in range(4)]
+    jobs = [Job(fetcher, fetcher.target(url), FetchOptions(), number) for number, url in enumerate(urls)]
+    ended = {job.number: job for job in Pipeline(fetcher, needed=lambda job: job.number % 2 == 1).run(jobs)}
+    assert {number: bytes(job.data) for number, job in ended.items() if job.data is not None} == {1: b"1", 3: b"3"}
+    assert sorted(ended) == [0, 1, 2, 3]
+    assert fetcher.store.entry("urls", urls[1]) is not None
+    assert fetcher.store.entry("urls", urls[2]) is None
+    assert cache.read(urls[2]) == b"2"  # its key is free
+
+
 def test_a_range_that_says_there_is_more_is_not_the_whole(cache: forebay.Cache, server: ScriptedServer) -> None:
     body = os.urandom(1000)
     url = server.put("/lie", body, content_range="bytes 0-999/5000")

@@ -36,7 +36,7 @@ GROUP = 16
 """Objects that are looked up together, and published together at most."""
 WINDOW = 2 * AT_ONCE
 """Bytes of larger collected objects under way at a time, where no network is waited for: more would come no sooner, and each into memory
-that was not used before, which costs as much as to copy the bytes."""
+that was not used before, which costs as much as to copy the bytes. With readers: of what is made and not published."""
 
 
 class Pipeline:
@@ -45,16 +45,17 @@ class Pipeline:
     ``side_by_side``: jobs under way at a time (default: as many as the process may have connections). ``waits``: for objects that other
     calls are fetching; else their jobs come back with ``is_busy``. ``on_turn`` is called about ten times a second, and at the end;
     ``meanwhile`` once, as soon as requests have been sent: what need not be done before. ``made`` returns jobs that other threads have
-    fetched, to be published here; `wake` has it called. ``readers``: all jobs are made by this many threads, which are to be kept busy:
-    jobs are begun before one of them is free, one more thread publishes, and `most_in_memory` jobs are made and not published at most.
-    ``name``: of the threads."""
+    fetched, to be published here; `wake` has it called. ``needed`` says, just before, whether to publish what was collected. ``readers``:
+    all jobs are made by this many threads, which are to be kept busy: jobs are begun before one of them is free, one more thread publishes,
+    and `most_in_memory` jobs are made and not published at most; of larger ones only one for each reader. ``name``: of the threads."""
 
     def __init__(
         self, fetcher: Fetcher, *, side_by_side: int | None = None, waits: bool = True, on_turn: Callable[[], None] | None = None,
-        meanwhile: Callable[[], None] | None = None, made: Callable[[], Iterable[Job]] = tuple, readers: int = 0, name: str = "bulk",
+        meanwhile: Callable[[], None] | None = None, made: Callable[[], Iterable[Job]] = tuple,
+        needed: Callable[[Job], bool] = lambda job: True, readers: int = 0, name: str = "bulk",
     ) -> None:  # fmt: skip
         self._fetcher, self._store, self._waits, self._on_turn, self._meanwhile = fetcher, fetcher.store, waits, on_turn, meanwhile
-        self._made = made
+        self._made, self._needed = made, needed
         self._most = fetcher.options.connections if side_by_side is None else max(side_by_side, 1)
         self._readers, self.most_in_memory = readers, 2 * readers
         self._threads = Threads(self._work_in_thread, readers + 1 if readers else self._most, name=name)
@@ -64,7 +65,7 @@ class Pipeline:
         self._events: queue.SimpleQueue[Callable[[], Iterable[Job]]] = queue.SimpleQueue()
         self._under_way: set[Job] = set()
         self._collected: list[Job] = []  # have arrived, and are to be published
-        self._collected_bytes = 0
+        self._collected_bytes = self._largest = 0
         self._held_back: deque[Job] = deque()  # until the window has room
         self._window = 0  # bytes; with readers, the number of those that are busy
         self._waiting: list[Job] = []  # for other processes
@@ -324,7 +325,8 @@ class Pipeline:
         if not self._readers or not share:
             return not share or not self._window or self._window + share <= WINDOW
         in_memory = self._window + len(self._collected) + len(self._publishing)
-        return self._window < self._readers and in_memory < self.most_in_memory
+        is_small = (in_memory + 1) * self._largest <= WINDOW
+        return self._window < self._readers and in_memory < (self.most_in_memory if is_small else min(self.most_in_memory, self._readers))
 
     def limit_memory(self, most: int) -> None:
         """Have at most so many jobs made and not published. Callable from any thread."""
@@ -407,6 +409,7 @@ class Pipeline:
             return self._end(job)
         self._collected.append(job)
         self._collected_bytes += job.collected.total
+        self._largest = max(self._largest, job.collected.total)
         if self._readers:
             self._leave_window(job)
         return ()
@@ -425,23 +428,31 @@ class Pipeline:
     # -- publish ---------------------------------------------------------------------------------------------------
 
     def _publish(self) -> Iterator[Job]:
-        group, self._collected, self._collected_bytes, self._is_quiet = self._collected, [], 0, False
+        collected, self._collected, self._collected_bytes, self._is_quiet = self._collected, [], 0, False
+        group = [job for job in collected if self._needed(job)]
+        for job in collected:
+            if job not in group:
+                job.writing = None
+                yield from self._end(job)
+        if not group:
+            return
         if self._readers and self._threads.submit(group):
             self._publishing = group
             return
         yield from self._published(_published(group))
 
     def _published(self, results: Sequence[tuple[Sequence[Job], errors.CacheFault | None]]) -> Iterator[Job]:
-        self._publishing = ()
         for jobs, fault in results:
             for job in publish_singly(jobs, fault):
                 yield from self._end(job)
+        self._publishing = ()
+        self._hand_out()
 
     def _end(self, job: Job) -> Iterator[Job]:
         self._under_way.discard(job)
         job.release()
-        self._leave_window(job)
         yield job
+        self._leave_window(job)  # only now: the bytes of one that was refused stay in memory
 
 
 def _published(group: Sequence[Job]) -> list[tuple[Sequence[Job], errors.CacheFault | None]]:

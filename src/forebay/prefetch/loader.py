@@ -305,8 +305,8 @@ class Loader:
     def _load(self) -> None:
         most = BEGUN_AHEAD * self._readers or self._workers
         pipeline = Pipeline(
-            self._fetcher, side_by_side=most, waits=False, on_turn=self._look_again, made=self._next_made, readers=self._readers,
-            name="prefetch",
+            self._fetcher, side_by_side=most, waits=False, on_turn=self._look_again, made=self._next_made, needed=self._is_needed,
+            readers=self._readers, name="prefetch",
         )  # fmt: skip
         with self._lock:
             self._pipeline = pipeline
@@ -368,6 +368,9 @@ class Loader:
             if made:
                 self._settled.notify_all()
         return [job for _, job in made]
+
+    def _is_needed(self, job: Job) -> bool:
+        return self._items.keep or job.target.space != self._items.space or self._under_way[job.number]() is not None
 
     def _enter(self, ref: LoadRef) -> int:
         self._number += 1
@@ -484,7 +487,8 @@ class Loader:
 
     def _limit_memory(self) -> None:
         if self._pipeline is not None and self._readers:
-            self._pipeline.limit_memory(max(2 * self._workers - len(self._stalled), 0))
+            most = self._workers if self._stalled else 2 * self._workers
+            self._pipeline.limit_memory(max(most - len(self._stalled), 0))
 
     # -- second names ----------------------------------------------------------------------------------------------
 
