@@ -44,7 +44,7 @@ class Cache(DictLike):
 
     ``root``: the directory (default: ``$FOREBAY_HOME``, else ``~/.cache/forebay``). ``budget``: bytes as int, ``"500GB"``, ``"500GiB"``, or
     ``"80%"`` of the disk; this argument sets it for every process that shares the root, ``$FOREBAY_BUDGET`` only for a new root.
-    ``min_free``: bytes of the disk to leave free, written and set like ``budget``. ``max_entries``: the maximum number of entries.
+    ``min_free``: bytes of the disk that all processes leave free, written like ``budget``. ``max_entries``: maximum number of entries.
     ``max_rate``: bytes per second from all remotes (``"1GB"``), for all processes that share the root; 0: no limit. ``max_connections``:
     connections to each host, for the same processes; 0: no limit. ``shared``: share the root with the group (default: ``$FOREBAY_SHARED``);
     otherwise a root that a group can write to is refused. ``read_only``: never write to the root. ``upstream``: a root to search second; it

@@ -26,7 +26,7 @@ FOREVER = 1 << 63
 class DictLike:
     """Values as those of a dict: ``cache[key]``, ``cache[key] = data``, ``key in cache``, ``len(cache)``, ``for key in cache``.
 
-    Only keys of `put` are meant: `Cache.entry` finds objects of URLs. A missing key is a `NotCached`, which is a KeyError."""
+    The keys are those of `put`; `Cache.entry` finds objects of URLs. A missing key raises `NotCached`, which is a KeyError."""
 
     _values: Space
 
