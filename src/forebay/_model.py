@@ -173,7 +173,7 @@ class Source(Protocol):
       ``version_of`` are stored no longer than the processes that use them.
     - ``version_of(key)``: str or None. The version of one item, if that is cheap to find out.
     - ``identity``: str. Used in place of ``uri`` to tell its items from those of other sources. It is stored as a hash, and not shown.
-    - ``size(key)``: int or None. The bytes of an item, used to reserve room before it is read.
+    - ``size(key)``: int or None. The bytes of an item; one that is larger than its space is not read ahead.
     - ``info(key)``: `SourceInfo`.
     - ``lease(key)``: a `Lease` on the item's bytes if the cache has exactly these, from `Cache.read` or a `pull`; else None. The bytes
       then get a second name, and are not read.

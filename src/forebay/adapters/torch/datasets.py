@@ -211,14 +211,16 @@ def _length(dataset: Any) -> int:
 
 
 class Lookahead(Sampler):  # type: ignore[misc]  # PyTorch is optional: to mypy it is Any
-    """A sampler, or batch sampler, that yields what ``sampler`` yields, and has the objects of the next indices fetched meanwhile:
+    """A sampler, or batch sampler, that yields what ``sampler`` yields, and prefetches the objects of the next indices:
     ``DataLoader(dataset, sampler=Lookahead(RandomSampler(dataset), dataset))``.
 
-    ``sampler``: yields indices of ``dataset``, or lists of them, in the process that runs the loader. ``dataset``: a `UrlDataset`.
-    ``window``, ``workers``: as for `Cache.lookahead`, whose fetches run in that process, as far ahead as the window reaches: workers find
-    the objects in the cache, or wait for those that are on their way. ``horizon``: so many indices are drawn in advance, at least, so that
-    the cache keeps what is used soonest: for a sampler that repeats indices. Each iteration has a look-ahead of its own, which ends with
-    it, with its process, or where the loader gives it up. ``set_epoch`` is that of the sampler. Raises `ConfigError`."""
+    ``sampler``: yields indices of ``dataset``, or lists of them. ``dataset``: a `UrlDataset`. ``window``, ``workers``: as for
+    `Cache.lookahead`. ``horizon``: the number of indices to draw in advance, so that the cache keeps the objects that are used soonest: for
+    a sampler that repeats indices.
+
+    The process that iterates over it fetches the objects; workers find them in the cache, or wait for those that are on their way. Each
+    iteration has its own look-ahead, which ends with the iteration or the process. ``set_epoch`` is that of the sampler. Raises
+    `ConfigError`."""
 
     def __init__(
         self, sampler: Iterable[Any], dataset: UrlDataset, *, window: int | str | None = None, horizon: int = 0, workers: int = 16
