@@ -182,10 +182,12 @@ def test_doctor_tells_that_there_is_no_index(run: Run, filled: Cache) -> None:
 
 
 def test_doctor_tells_that_the_index_is_damaged(run: Run, filled: Cache) -> None:
-    (filled.path / "shared" / "keys").unlink()
-    (filled.path / "shared" / "keys").write_bytes(bytes(8192))
+    keys = filled.path / "shared" / "keys"
+    keys.unlink()
+    keys.write_bytes(bytes(8192))
     finding = index_finding(run)
-    assert (finding["state"], "damaged" in finding["found"]) == ("slow", True)
+    assert finding["state"] == "slow"
+    assert finding["found"].startswith(f"{keys} is damaged")
 
 
 def test_doctor_tells_that_the_index_leads_nowhere(run: Run, filled: Cache) -> None:

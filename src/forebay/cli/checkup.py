@@ -359,7 +359,7 @@ def _content(path: Path) -> Iterator[Finding]:
     short = stats.budget - stats.bytes_used > disk.free
     todo = "the disk is full before the budget is: lower the budget, or make room" if short else ""
     yield _finding("content", facts, todo)
-    yield from _index(index, path / "index")
+    yield from _index(index, path / "shared" / "keys")
     yield from _policies(standings)
     if stats.fallbacks:
         calls = count(stats.fallbacks, "call", "calls")
@@ -375,7 +375,7 @@ def _content(path: Path) -> Iterator[Finding]:
             yield _finding(name, "; ".join(map(str, some[:3])), todo, "wrong")
 
 
-def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:
+def _index(use: IndexUse, path: Path) -> Iterator[Finding]:
     """The index of keys, by which a process reads an entry for the first time without the catalog."""
     from forebay._engine.seeing import SAMPLED
 
@@ -385,7 +385,7 @@ def _index(use: IndexUse, folder: Path) -> Iterator[Finding]:
         yield _finding(name, "there is none yet: each first read asks the catalog", todo)
         return
     if not use.buckets:
-        found = f"{folder / 'table'} is damaged, or another root's: each first read asks the catalog"
+        found = f"{path} is damaged, or another root's: each first read asks the catalog"
         yield _finding(name, found, "the next processes that store entries replace it")
         return
     full = use.used / use.buckets

@@ -292,7 +292,7 @@ def _show_what_would_be_fetched(sizes: Mapping[str, int | None], root: Path | No
 
 def _planned(cache: Cache, url: str, size: int | None, *, include: Any = None, exclude: Any = None, refresh: bool = False) -> Outcome:
     """What a fetch of this URL would do. With ``refresh``, asks the remote whether the stored version is still current. Raises the errors
-    of the remote, and `Offline` where the cache must not ask it."""
+    of the remote, and `Offline` if the cache must not contact it."""
     from forebay.cache import fetcher_of
     from forebay.directories import trees
     from forebay.directories.location import locate

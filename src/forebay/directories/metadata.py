@@ -26,7 +26,7 @@ PAUSE = 0.05  # seconds: the maximum of the first pause, doubled up to a second
 
 
 def read(location: RemoteDirectory) -> dict[str, Any]:
-    """The metadata that the remote has now; ``{}`` if there is none. Raises `RemoteError`; `Offline` where the cache must not ask it."""
+    """The metadata that the remote has now; ``{}`` if there is none. Raises `RemoteError`; `Offline` if the cache must not contact it."""
     if location.fetcher.offline and location.local is None:
         return _parsed(location, bytes(location.fetcher.read(location.target(METADATA), FetchOptions(offline=True))))
     return _stored(location)[0]

@@ -351,14 +351,9 @@ class Job:
         self.release()
 
 
-def publish(jobs: Sequence[Job]) -> Iterator[Job]:
-    """Publish in one transaction what these jobs of one space have collected; else one by one, where there may be room for some, or one may
-    be at fault. Yields each job as it is settled: a lease that the caller closes makes room for the next. Caller: holds their keys."""
-    yield from publish_singly(jobs, publish_together(jobs))
-
-
 def publish_together(jobs: Sequence[Job]) -> errors.CacheFault | None:
-    """Publish in one transaction, and settle the jobs. Returns why they are not published, if they are not."""
+    """Publish in one transaction what these jobs of one space have collected, and settle them. Returns why they are not published, if they
+    are not. Caller: holds their keys."""
     try:
         with waits.time_limit(jobs[0].options.timeout):
             writings = [job.writing for job in jobs if job.writing is not None]
@@ -371,10 +366,11 @@ def publish_together(jobs: Sequence[Job]) -> errors.CacheFault | None:
 
 
 def publish_singly(jobs: Sequence[Job], fault: errors.CacheFault | None) -> Iterator[Job]:
-    """The rest of `publish`, after `publish_together`."""
+    """After `publish_together`: publish one by one what this did not, where there may be room for some, or one may be at fault. Yields each
+    job as it is settled: a lease that the caller closes makes room for the next."""
     if fault is not None and len(jobs) > 1:
         for job in jobs:
-            yield from publish([job])
+            yield from publish_singly([job], publish_together([job]))
         return
     for job in jobs:
         if fault is not None:

@@ -36,7 +36,7 @@ GROUP = 16
 """Objects that are looked up together, and published together at most."""
 WINDOW = 2 * AT_ONCE
 """Bytes of larger collected objects under way at a time, where no network is waited for: more would come no sooner, and each into memory
-that was not used before, which costs as much as to copy the bytes. With readers: of what is made and not published."""
+that was not used before, which costs as much as to copy the bytes. With readers: half of what may be made and not published."""
 
 
 class Pipeline:
@@ -325,7 +325,7 @@ class Pipeline:
         if not self._readers or not share:
             return not share or not self._window or self._window + share <= WINDOW
         in_memory = self._window + len(self._collected) + len(self._publishing)
-        is_small = (in_memory + 1) * self._largest <= WINDOW
+        is_small = (in_memory + 1) * self._largest <= 2 * WINDOW
         return self._window < self._readers and in_memory < (self.most_in_memory if is_small else min(self.most_in_memory, self._readers))
 
     def limit_memory(self, most: int) -> None:

@@ -154,7 +154,7 @@ class RemoteAccess:
         return remote.canonical(url, naming) if self.filesystem is None else self._on_filesystem.key(url, naming)
 
     def remote(self, url: str) -> Remote:
-        """The remote that serves this URL. Raises `ConfigError`, `MissingExtra`; `Offline` where the cache must not ask it."""
+        """The remote that serves this URL. Raises `ConfigError`, `MissingExtra`; `Offline` if the cache must not contact it."""
         if self.fetcher is not None and self.fetcher.offline and not self.is_local(url):
             raise errors.Offline.of(self.key(url))
         if self.filesystem is not None:

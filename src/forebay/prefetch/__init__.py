@@ -213,7 +213,7 @@ class Prefetcher(Pool[Item_co]):
                     failed.append((key, error))
                     continue
                 with contextlib.suppress(errors.CacheFault):
-                    self._store.prefetching.expect(self._space, load.name, FOREVER)  # it is not on trial
+                    self._store.prefetching.expect(self._space, load.name, FOREVER)  # it is not on probation
                 done.append(key)
                 if on_progress is not None:
                     on_progress(Progress(key, state="done"))

@@ -419,7 +419,7 @@ class Lookahead(Iterator[memoryview]):
             return
         self._keep_for_all(drawn.hash, following.name, size)
         if following.load is not None and drawn.hash in retention:
-            self._expected(following.name)  # it is not on trial any more
+            self._expected(following.name)  # it is not on probation any more
 
     def _wanted(self, hash: int) -> int:
         """The position at which another look-ahead of the node uses an object, about, or `NEVER`."""

@@ -59,7 +59,7 @@ class Loader:
         """``in_turn``: callers take the loads in their order, so that what will never have room waits in memory too."""
         self._fetcher, self._items, self._store, self._workers, self._in_turn = items.fetcher, items, store, workers, in_turn
         self._readers = 0 if items.space == URLS or items.links else workers
-        self.news = News()
+        self.news, self.read = News(), items.read
         self.closed = False
         items.on_read = self._has_read
         self._reset()
@@ -133,10 +133,6 @@ class Loader:
                 data = self.read(load.key)
             if data is not None:
                 return data
-
-    def read(self, key: str) -> Buffer:
-        """The bytes of an item, as a call without a prefetcher gets them. Raises what the source raises."""
-        return self._items.read(key)
 
     def wait_until_stored(self, load: Load) -> errors.ForebayError | None:
         """Wait until an item is stored, or will not be. Returns why it is not."""

@@ -1,6 +1,6 @@
 """Transactions of the catalog: the writer lock, the write-ahead log, and the meaning of SQLite's errors.
 
-**The writer lock.** The writer lock: of all threads and processes that share a root, one changes the catalog at a time.
+**The writer lock.** Of all threads and processes that share a root, one changes the catalog at a time.
 
 A waiter tries again after some milliseconds, each time after twice as many, instead of being woken at each release. A process that goes
 on writing has its code and SQLite's pages in the caches, while one that slept has neither: its first put takes twice the CPU or more. So
@@ -12,7 +12,7 @@ A holder that is stopped (Ctrl-Z, a debugger, a frozen container) holds the lock
 `LONG` in vain does not wait again: it tries, and otherwise continues without the cache at once, until it gets the lock or sees that the
 holder has changed. A shorter wait in vain says nothing of the holder.
 
-**Files beside the catalog.** The files beside the catalog: its write-ahead log, its ballast, and foreign files.
+**Files beside the catalog:** its write-ahead log, its ballast, and foreign files.
 
 SQLite restarts its log once all of it is in the database and no reader needs it any more. A process that is stopped inside a SELECT needs
 it as long as it is stopped: the log grows meanwhile, and what it has above `FREE` counts against the budget."""

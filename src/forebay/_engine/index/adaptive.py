@@ -1,6 +1,6 @@
 """Spaces that choose their policy by what is used: for each of them a mapped file, which all processes of the node share.
 
-``shared/policy-N``   of the space N: a page of header, the words of its `ghosts`, then the entries that are on trial, and those dismissed
+``shared/policy-N``   of the space N: a page of header, the words of its `ghosts`, then the entries on probation, and those dismissed
 
 All of it is a hint, as the index of keys is. Any process stores to the ghosts without a lock. Trials and dismissed entries are rings that
 are changed under the writer lock only; what they say of an entry is believed while its record says the same. So what is torn, lost,
@@ -54,7 +54,7 @@ _PROBES = 16
 _LENGTH = _RECORDS + _PROBES
 _HASH, _SIZE = _HEADER, _HEADER + _LENGTH
 _AGES = _HEADER + 2 * _LENGTH, _HEADER + 3 * _LENGTH
-"""An age is `_YOUNGEST` less the time of the last use; of a key on trial, `_TRIAL` less the time of its insertion; 0: not in the ghost. So
+"""An age is `_YOUNGEST` less the time of the last use; of a key on probation, `_TRIAL` less that of its insertion; 0: not in the ghost. So
 the largest is the coldest, and words that were never stored are right."""
 WORDS = _HEADER + 4 * _LENGTH
 _YOUNGEST, _TRIAL = 1 << 63, (1 << 64) - 1
@@ -396,7 +396,7 @@ class _Ring:
 class Sample:
     """A key whose uses its space wants to know of."""
 
-    __index__ = ("_charge", "_ghosts", "_hash")
+    __slots__ = ("_charge", "_ghosts", "_hash")
 
     def __init__(self, ghosts: Ghosts, hash: int, charge: int) -> None:
         self._ghosts, self._hash, self._charge = ghosts, hash, charge
@@ -429,7 +429,7 @@ class AdaptiveSpace:
     # -- trials ----------------------------------------------------------------------------------------------------
 
     def wants_trial(self, used: int) -> bool:
-        """Whether an entry that is inserted now goes on trial. ``used``: bytes of the space."""
+        """Whether an entry that is inserted now goes on probation. ``used``: bytes of the space."""
         words = self._words
         words[_INSERTED] = words[_INSERTED] + 1 & 0xFFFF
         return bool(words[_INSERTED] % LOTTERY) and self.ghosts.is_full(used)

@@ -2,7 +2,7 @@
 
 ``shared/head``   a page of header with the words, then the pairs of the intent
 
-**The clock.** The clock of one root: it never goes back, for any process, whatever happens to the machine's clock.
+**The clock** of a root never goes back, for any process, whatever happens to the machine's clock.
 
 Times of use and of validation are nanoseconds of this clock. It is the later of two: the wall clock, and this clock continued by the
 kernel's monotonic clock. So it does not stand still while a wall clock that was set back catches up. The head stores how far it
@@ -80,7 +80,7 @@ class SharedHead:
         self._words = None
 
     def clock_words(self) -> tuple[memoryview, int]:
-        """See `clock.ClockTable`."""
+        """See `ClockTable`."""
         return self.words(), _CLOCK
 
     def evictions(self) -> tuple[memoryview, int]:
@@ -176,7 +176,7 @@ class SharedHead:
         return [word - 1 if word else None for word in noted] if is_sound else None
 
     def limit_words(self) -> tuple[memoryview, int]:
-        """``(words, index)``: two words that processes store to without a lock, see `limits.NodeLimits`."""
+        """``(words, index)``: two words that processes store to without a lock, see `settings.NodeLimits`."""
         return self.words(), _RATE
 
 

@@ -242,8 +242,3 @@ class Ranking:
                     count *= 2
                     rows = {row[0]: row for row in entries.victims(self._catalog, [trial.id for trial in trials])}
                     yield from (EvictionCandidate(trial.used, *rows[trial.id]) for trial in trials if trial.id in rows)
-
-    def give_back(self, scope: Scope, cold: EvictionCandidate) -> None:
-        """Return the last candidate that `coldest` yielded, which was not taken."""
-        with self._mutex:
-            self._of(scope).ready.appendleft(cold)

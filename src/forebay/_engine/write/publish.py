@@ -10,7 +10,7 @@ finish    the intent is empty
 All of this happens under the writer lock, so one intent is enough, and nobody can promise the files' bytes to another process before
 they are counted or gone. What is too large to be written while others wait is staged under a reservation first: see `writing`.
 
-**One write.** One write: bytes that come from a remote, or are too many to be written while others wait.
+**One write,** of bytes that come from a remote, or are too many to be written while others wait.
 
 reserve       a row counts the bytes                        a crash leaves a counted partial
 stage         the file grows under tmp/                     a crash leaves a counted partial, resumed where it can be
@@ -53,7 +53,7 @@ SMALL = 256 << 10
 class Label(NamedTuple):
     """The name and the properties of a new entry. ``life``: ``cached``, ``pinned`` or ``held``; a pin follows the name. ``validated``: when
     the bytes were seen to be the remote's version, in ns of the root's clock; None: when they are published. ``ahead``: it is fetched
-    before it is used, so it is not on trial, and was last used when it was validated: later times say that it was used indeed."""
+    before it is used, so it is not on probation, and was last used when it was validated: later times say that it was used indeed."""
 
     space: int
     space_name: str
@@ -160,7 +160,7 @@ class Publisher:
         return lease
 
     def _try(self, txn: Txn, adaptive: AdaptiveSpace, space: int, several: Sequence[Entry], now: int) -> None:
-        """Tell an adaptive space of its new entries, and put them on trial where bimodal insertion leads."""
+        """Tell an adaptive space of its new entries, and put them on probation where bimodal insertion leads."""
         used = [entry for entry in several if entry.life == "cached" and entry.kind in ("blob", "value")]
         if used and adaptive.ghosts.bimodal:
             row = spaces.by_id(txn, space)
