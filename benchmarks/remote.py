@@ -196,18 +196,21 @@ _MANY_URLLIB3 = (
     + """
 import urllib3
 from concurrent.futures import ThreadPoolExecutor
+keeps = False
 pool = urllib3.PoolManager(maxsize=16)
 def fetch(n):
     data = pool.request("GET", f"{url}/{n}").data
     assert len(data) == 100_000
     with open(f"{place}/{n}", "wb") as file:
         file.write(data)
+    return data if keeps else None
 began, cpu = time.perf_counter(), used()
 with ThreadPoolExecutor(16) as crew:
-    list(crew.map(fetch, range(count)))
+    kept = list(crew.map(fetch, range(count)))
 tell(began, cpu)
 """
 )
+_MANY_URLLIB3_KEPT = _MANY_URLLIB3.replace("keeps = False", "keeps = True")
 _MANY_AIOHTTP = (
     _CLOCK
     + """
@@ -251,7 +254,8 @@ def many(folder: Path, quick: bool) -> list[Line]:
         codes = {
             "Forebay": (OURS, _MANY_READ), "warm": (OURS, _MANY_WARM), "stream": (OURS, _MANY_STREAM),
             "pwrite + rename": (FLOOR, _MANY_WRITE),
-            "urllib3, 16 threads": (PEER, _MANY_URLLIB3), "aiohttp": (PEER, _MANY_AIOHTTP),
+            "urllib3, 16 threads": (PEER, _MANY_URLLIB3), "urllib3, which keeps the bytes": (PEER, _MANY_URLLIB3_KEPT),
+            "aiohttp": (PEER, _MANY_AIOHTTP),
         }  # fmt: skip
         timings, _ = in_turn(rounds, codes, folder, url, str(count))
         together = _four(folder, url, count, max(rounds // 2, 1))
@@ -262,7 +266,7 @@ def many(folder: Path, quick: bool) -> list[Line]:
         line = Line(f"{count:,} x 100 KB from nginx, {what}", must, timings | {"Forebay": mine})
         each = statistics.median(mine.cpu) / count
         line.note = f"{count / mine.median:.0f}/s, {each * 1e6:.0f} us CPU"
-        line.met = line.ratio("urllib3, 16 threads") >= 1.3 and each <= 800e-6
+        line.met = line.ratio("urllib3, which keeps the bytes" if what == "read_many" else "urllib3, 16 threads") >= 1.3 and each <= 800e-6
         lines.append(line)
     line = Line(f"{count:,} x 100 KB from nginx by each of 4 processes", ">= 1.3x four such urllib3 processes", together)
     line.met = line.ratio("urllib3, 16 threads") >= 1.3
@@ -273,7 +277,7 @@ def _four(folder: Path, url: str, count: int, rounds: int) -> dict[str, Timing]:
     """Four processes at once, each with a place of its own: until the last of them is done."""
     timings = {"Forebay": Timing(OURS), "urllib3, 16 threads": Timing(PEER)}
     for number in range(rounds):
-        for label, code in (("Forebay", _MANY_READ), ("urllib3, 16 threads", _MANY_URLLIB3)):
+        for label, code in (("Forebay", _MANY_READ), ("urllib3, 16 threads", _MANY_URLLIB3_KEPT)):
             places = [folder / f"four-{number}-{member}" for member in range(4)]
             for place in places:
                 place.mkdir()
