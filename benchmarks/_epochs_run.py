@@ -92,6 +92,7 @@ class Race:
     count: int
     share: float = 1.5
     step: float = 0.0
+    latency: float = LATENCY
     made: Path | None = None
     rounds: int = 3
     seconds: float = 240.0
@@ -118,7 +119,7 @@ class Race:
                     break
 
     def _server(self) -> Server:
-        return Server(0 if self.made else self.count, self.made)
+        return Server(0 if self.made else self.count, self.made, latency=self.latency)
 
     def _once(self, label: str, shared: Server | None) -> float:
         """One run; returns the seconds that it took."""

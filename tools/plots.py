@@ -36,6 +36,7 @@ TITLES = {
     "shards": "Tar shards, room for all of them",
     "half": "Objects, room for half of them",
     "steps": "Objects, 50 ms of work a batch",
+    "far": "Objects 100 ms away, 50 ms of work a batch",
 }
 
 
@@ -89,7 +90,7 @@ def contents(measured: Mapping[str, Mapping[str, Any] | None]) -> dict[tuple[str
 def places(measured: Mapping[str, Any] | None) -> dict[str, str]:
     """The content of each place by its name."""
     if measured is None:
-        return dict.fromkeys(("headline", "table", "plot", "steps", "half"), PENDING)
+        return dict.fromkeys(("headline", "table", "plot", "steps", "far", "half"), PENDING)
     rows = measured["rows"]
     versions: dict[str, str] = {}
     for lines in rows.values():
@@ -100,6 +101,7 @@ def places(measured: Mapping[str, Any] | None) -> dict[str, str]:
         "table": f"{table(dict(measured), list(rows))}\n\nVersions: {packages}.",
         "plot": "![Seconds for an epoch, by contestant](pictures/epochs.svg)",
         "steps": steps(rows["steps"]) if "steps" in rows else PENDING,
+        "far": steps(rows["far"]) if "far" in rows else PENDING,
         "half": half(rows["half"]) if "half" in rows else PENDING,
     }
 
