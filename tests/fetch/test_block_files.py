@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import io
 import json
@@ -23,6 +24,7 @@ from forebay import errors
 from forebay.fetch import block_files
 from forebay.fetch.block_files import SHARE, BlockFile, ReadAhead
 from forebay.fetch.blocks import Blocks
+from forebay.fetch.files import LeasedFile
 from forebay.testing import ScriptedServer
 from tests.items import until
 from tests.processes import HANG, in_child
@@ -90,6 +92,21 @@ def test_it_reads_as_a_file_in_memory(file: BinaryIO, steps: list[tuple[str, int
         else:
             assert getattr(file, call)(size) == getattr(plain, call)(size)
             assert file.tell() == plain.tell()
+
+
+def test_where_the_cached_whole_cannot_be_opened_it_reads_from_the_remote(
+    cache: forebay.Cache, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk failed after the entry was found."""
+    cache.read(url)
+
+    def fail(file: LeasedFile, lease: forebay.Lease) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(LeasedFile, "__init__", fail)
+    with cache.open(url, block_size=SIZE) as file:
+        assert file.read() == BODY
+    assert cache.stats().fallbacks == 1
 
 
 def test_it_says_what_it_can_do(file: BinaryIO) -> None:

@@ -15,7 +15,7 @@ from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Entry, ObjectInfo, noted
 from forebay.fetch.blocks import RUN, Blocks, index_meta, parse_block_size
-from forebay.fetch.files import SeekableFile, opened
+from forebay.fetch.files import SeekableFile, opened, stream
 from forebay.fetch.flight import get_or_make
 from forebay.fetch.request import URLS, FetchOptions, Target, index_key, is_same_version
 
@@ -50,7 +50,11 @@ def open_blocks(fetcher: Fetcher, target: Target, options: FetchOptions, block_s
         return fetcher.open(target, options)
     version = _Opening(fetcher, target, options).version()
     if isinstance(version, Lease):
-        return opened(version)
+        try:
+            return opened(version)
+        except errors.CacheFault as error:
+            fetcher.fall_back(error, target.key)
+            return stream(fetcher, target, options)
     if not is_divisible(version) or (version.size or 0) <= size:
         return fetcher.open(target, options)
     return cast(BinaryIO, BlockFile(Blocks(fetcher, target, version, size, options)))
