@@ -72,12 +72,12 @@ class Mutant:
 MUTANTS = (
     # 1. Atomic publish
     Mutant(
-        1, "an entry is committed before its file has its name", "_engine.write.publish:Publisher.enter",
+        1, "an entry is committed before its file has its name", "_engine.publish:Publisher.enter",
         "place(txn, id)", "txn.after_commit.append(partial(place, txn, id))",
         "crash/test_every_step.py::test_put[blob]",
     ),
     Mutant(
-        1, "the index leads to an entry before its commit", "_engine.write.publish:Publisher.enter",
+        1, "the index leads to an entry before its commit", "_engine.publish:Publisher.enter",
         "txn.after_commit.append(partial(store, space, entry, validated if label.ahead else now, validated))",
         "self._index.store(space, entry, now, now)\nself._index.note(space, entry)",
         "engine/index/test_records.py::test_nothing_is_led_to_before_its_commit[large]",
@@ -165,7 +165,7 @@ MUTANTS = (
         "engine/locks/test_nesting.py::test_what_a_killed_waiter_noted_counts_for_nothing",
     ),
     Mutant(
-        3, "no process is ever found dead", "_engine.locks.leases:Owners.reap",
+        3, "no process is ever found dead", "_engine.leases:Owners.reap",
         "id == self._id", "True",
         "crash/test_every_step.py::test_publish_through_a_writing",
     ),
@@ -201,7 +201,7 @@ MUTANTS = (
         "engine/space/test_budget.py::test_nobody_gets_the_room_of_files_that_are_yet_to_be_unlinked[evicts]",
     ),
     Mutant(
-        4, "a body of unknown length grows without a reservation", "_engine.write.publish:Writing._begin_on_disk",
+        4, "a body of unknown length grows without a reservation", "_engine.publish:Writing._begin_on_disk",
         "self._grow", "None",
         "crash/test_every_step.py::test_grow_of_unknown_length",
     ),
@@ -241,13 +241,13 @@ MUTANTS = (
         "cache/test_many.py::test_local_many_gives_paths_that_stay",
     ),
     Mutant(
-        5, "eviction ignores leases", "_engine.locks.leases:Leases.try_evict",
+        5, "eviction ignores leases", "_engine.leases:Leases.try_evict",
         "self._evicting[id % LEASE_FILES].try_lock(id, exclusive=True)",
         "self._evicting[id % LEASE_FILES].try_lock(id, exclusive=True) or True",
         "engine/space/test_budget.py::test_a_lease_is_never_taken_on_a_version_that_was_replaced",
     ),
     Mutant(
-        5, "a lease is taken without a second look", "_engine.locks.leases:Leases._try",
+        5, "a lease is taken without a second look", "_engine.leases:Leases._try",
         "self._index.id_of(entry.slot) != entry.id", "False",
         "engine/space/test_budget.py::test_a_lease_is_never_taken_on_a_version_that_was_replaced",
     ),

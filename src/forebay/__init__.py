@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forebay import errors as errors
 
 if TYPE_CHECKING:
-    from forebay._engine.locks.leases import Lease as Lease
+    from forebay._engine.leases import Lease as Lease
     from forebay._kernel.events import Event as Event
     from forebay._model import Codec as Codec
     from forebay._model import Entry as Entry
@@ -50,7 +50,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "forebay._engine.locks.leases": ("Lease",),
+    "forebay._engine.leases": ("Lease",),
     "forebay._kernel.events": ("Event",),
     "forebay._model": ("Codec", "Entry", "Problem", "Report", "Victim"),
     "forebay.cache": ("Cache",),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from forebay._engine.index.adaptive import BIMODAL
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._engine.space import budget, eviction
 from forebay._engine.store import Settings, Store
 from forebay._model import Entry, ObjectInfo

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import forebay
 from forebay._engine.catalog.entries import session_of
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
+from forebay._engine.publish import Writing
 from forebay._engine.store import Store
-from forebay._engine.write.publish import Writing
 from forebay._model import ObjectInfo
 from tests.crash.conftest import Scene
 from tests.harness import KiB, MiB, bytes_of

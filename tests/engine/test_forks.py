@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
+from forebay._engine import publish
 from forebay._engine.catalog import connection, transactions
 from forebay._engine.space import budget
 from forebay._engine.store import Store
-from forebay._engine.write import publish
 from forebay._kernel import host
 from forebay._model import ObjectInfo
 from tests.harness import KiB, MiB, assert_settled, bytes_of, opened

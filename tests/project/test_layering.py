@@ -24,9 +24,9 @@ ORDER = """
     _kernel.host < _kernel.below
     _model < codecs testing
     _kernel.waits _kernel.below _config < world remote
-    _kernel.waits _kernel.below _config < _engine.files < _engine.index < _engine.catalog < _engine.locks < _engine.space < _engine.write
-    _engine.write < _engine.packs
-    _engine.locks < _engine.reading
+    _kernel.waits _kernel.below _config < _engine.files < _engine.index < _engine.catalog < _engine.leases < _engine.space < _engine.publish
+    _engine.publish < _engine.packs
+    _engine.leases < _engine.reading
     _engine.space _engine.reading < _engine.check
     _engine.packs < _engine.writers
     _engine.writers _engine.check < _engine.parts < _engine.engine < _engine.spaces
@@ -363,7 +363,7 @@ def test_the_lint_lets_pass(line: str) -> None:
         ("_kernel.host", "from forebay._kernel.locks import LockFile"),
         ("_kernel.mappings", "import forebay._kernel.locks"),
         ("_engine.index.records", "from forebay._engine.catalog.connection import Catalog"),
-        ("_engine.locks.leases", "def f():\n    from forebay._engine.space.budget import Budget"),
+        ("_engine.leases", "def f():\n    from forebay._engine.space.budget import Budget"),
         ("_engine.flight", "from forebay import remote"),
         ("remote.http", "from forebay._engine.store import Store"),
         ("remote", "from forebay import Cache"),

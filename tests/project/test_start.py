@@ -18,9 +18,9 @@ NOT_NEEDED = {
     # of others
     "botocore", "click", "cloudpickle", "fsspec", "numpy", "pyarrow", "rich", "urllib3", "yaml",
     # our own
-    "forebay._engine.catalog", "forebay._engine.check", "forebay._engine.flight", "forebay._engine.locks.leases",
-    "forebay._engine.packs", "forebay._engine.parts", "forebay._engine.null_store", "forebay._engine.reading",
-    "forebay._engine.space.budget", "forebay._engine.spaces", "forebay._engine.seeing", "forebay._engine.write", "forebay._engine.writers",
+    "forebay._engine.catalog", "forebay._engine.check", "forebay._engine.flight", "forebay._engine.leases",
+    "forebay._engine.null_store", "forebay._engine.packs", "forebay._engine.parts", "forebay._engine.publish", "forebay._engine.reading",
+    "forebay._engine.space.budget", "forebay._engine.spaces", "forebay._engine.seeing", "forebay._engine.writers",
     "forebay.cache.entries", "forebay.claims", "forebay.codecs", "forebay.directories", "forebay.fetch.files",
     "forebay.prefetch", "forebay.remote.base", "forebay.remote.filesystems", "forebay.remote.http", "forebay.remote.local",
     "forebay.remote.s3", "forebay.reports", "forebay.samples", "forebay.sources", "forebay.tasks", "forebay.world",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim

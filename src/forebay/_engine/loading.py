@@ -10,9 +10,9 @@ from forebay._engine.files.layout import faults
 from forebay._engine.flight import Flight
 from forebay._engine.index.adaptive import Trial, charge_of
 from forebay._engine.index.records import ID, USED, VALIDATED
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
+from forebay._engine.publish import Label, Pending
 from forebay._engine.spaces import Spaces
-from forebay._engine.write.publish import Label, Pending
 from forebay._model import Entry
 
 DISMISS_SOON = 0.01

@@ -15,7 +15,7 @@ from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim
 
 if TYPE_CHECKING:
     from forebay._engine.index.settings import SpaceLimits
-    from forebay._engine.locks.leases import Lease
+    from forebay._engine.leases import Lease
     from forebay._engine.seeing import Facts, Now, Period, Usage
 
 T = TypeVar("T")

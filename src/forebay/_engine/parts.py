@@ -15,7 +15,7 @@ from forebay._engine.files.layout import CatalogBroken, DiskFull, faults
 from forebay._engine.index.head import NEXT, NUMBERS, SharedBroken
 from forebay._engine.index.memo import Hits
 from forebay._engine.index.settings import OF_TRANSFERS, RootLimits, differences, shown
-from forebay._engine.locks.leases import Leases, Owners
+from forebay._engine.leases import Leases, Owners
 from forebay._engine.reading import Reading
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger

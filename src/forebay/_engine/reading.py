@@ -15,7 +15,7 @@ from forebay._engine.index import counters
 from forebay._engine.index.counters import Counters
 from forebay._engine.index.memo import COPIED, Memo, Remembered
 from forebay._engine.index.records import EntryIndex
-from forebay._engine.locks.leases import Lease, Leases
+from forebay._engine.leases import Lease, Leases
 from forebay._kernel import events
 from forebay._kernel.below import LinkInTheWay
 from forebay._logs import logger

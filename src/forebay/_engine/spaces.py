@@ -11,10 +11,10 @@ from forebay._engine.catalog.spaces import SpaceRow
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.layout import faults
 from forebay._engine.index.settings import RootLimits, SpaceLimits
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._engine.packs.pack import Pack
 from forebay._engine.packs.segments import Appender
-from forebay._engine.write.publish import Label
+from forebay._engine.publish import Label
 from forebay._logs import logger
 from forebay._model import Policy
 

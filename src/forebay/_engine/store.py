@@ -27,11 +27,11 @@ from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victi
 if TYPE_CHECKING:
     from forebay._engine.flight import Flight
     from forebay._engine.index.settings import NodeLimits
+    from forebay._engine.leases import Lease
     from forebay._engine.loading import Prefetching
-    from forebay._engine.locks.leases import Lease
+    from forebay._engine.publish import Label, Writing
     from forebay._engine.seeing import Seeing
     from forebay._engine.spaces import Packs, Spaces
-    from forebay._engine.write.publish import Label, Writing
 
 log = logger("forebay.store")
 

@@ -20,12 +20,12 @@ from forebay._engine.index.head import PAIRS
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.index.settings import SharedSettings
-from forebay._engine.locks.leases import Lease, Leases, Owners
+from forebay._engine.leases import Lease, Leases, Owners
 from forebay._engine.packs.segments import Packing
+from forebay._engine.publish import INLINE, SMALL, Label, Pending, Published, Publisher, Writing
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.ranking import Ranking
-from forebay._engine.write.publish import INLINE, SMALL, Label, Pending, Published, Publisher, Writing
 from forebay._kernel import host, locks, waits
 from forebay._model import Buffer, Entry, ObjectInfo
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from forebay import errors, remote
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay.cache import Cache, fetcher_of
 from forebay.checkpoint import default_cache
 from forebay.directories import trees

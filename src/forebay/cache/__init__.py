@@ -22,7 +22,7 @@ from forebay.fetch.request import FetchOptions, ReadOptions, Target, first_touch
 from forebay.remote.urls import Url
 
 if TYPE_CHECKING:
-    from forebay._engine.locks.leases import Lease
+    from forebay._engine.leases import Lease
     from forebay._engine.null_store import NullStore
     from forebay.cache.aio import AsyncFetches, AsyncLocal
     from forebay.cache.entries import Entries, Name

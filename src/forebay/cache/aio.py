@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, TypeVar, cast
 
 from forebay import errors
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay.fetch import Fetcher
 from forebay.fetch.background import Background
 from forebay.fetch.files import opened, stream

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast, overload
 
 from forebay import errors
 from forebay._engine.index.memo import Hit
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._logs import logger
 from forebay._model import Entry
 from forebay.fetch import Fetcher

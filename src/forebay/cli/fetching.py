@@ -25,7 +25,7 @@ from forebay.cli.output import Output, copy_to_output, count, note, print_error,
 from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound, Offline, RemoteError
 
 if TYPE_CHECKING:
-    from forebay._engine.locks.leases import Lease
+    from forebay._engine.leases import Lease
     from forebay.cache import Cache
     from forebay.cli.bars import Bars
     from forebay.fetch.request import FetchOptions

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from forebay import errors, remote
-from forebay._engine.locks.leases import Lease, in_place
+from forebay._engine.leases import Lease, in_place
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._model import Entry, ObjectInfo, Victim, noted

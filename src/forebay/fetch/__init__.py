@@ -25,7 +25,7 @@ from forebay.remote import UrlNaming
 
 if TYPE_CHECKING:
     from forebay._engine.index.memo import Hit
-    from forebay._engine.locks.leases import Lease
+    from forebay._engine.leases import Lease
     from forebay._engine.null_store import NullStore
 
 log = logger("forebay.fetch")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from forebay import errors
 from forebay._engine.files.layout import faults
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._model import ObjectInfo, Span
 from forebay.fetch.request import is_same_version
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forebay import _model, errors
-from forebay._engine.locks.leases import Lease, in_place
+from forebay._engine.leases import Lease, in_place
 from forebay._kernel import waits
 from forebay._model import Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, Started, can_clone
 from forebay.fetch.request import URLS, FetchOptions, Target, is_expected, is_same_version, sha256_of
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from forebay._engine.flight import KeyHold
     from forebay._engine.index.memo import Remembered
     from forebay._engine.null_store import NullStore
+    from forebay._engine.publish import Writing
     from forebay._engine.store import Store
-    from forebay._engine.write.publish import Writing
     from forebay.fetch import Fetcher
 
 SMALL = 256 << 10

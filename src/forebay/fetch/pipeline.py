@@ -18,7 +18,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from forebay import errors
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._kernel.threads import Threads
 from forebay._model import can_start, is_near
 from forebay.fetch.job import AT_ONCE, NO_ENTRY, SMALL, Job, publish_singly, publish_together

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from forebay import errors, remote
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._kernel import host
 from forebay._model import BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
 from forebay.fetch import A, Fetcher

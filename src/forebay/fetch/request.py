@@ -15,7 +15,7 @@ from forebay.remote import urls
 
 if TYPE_CHECKING:
     from forebay._engine.flight import OnWait
-    from forebay._engine.locks.leases import Lease
+    from forebay._engine.leases import Lease
     from forebay.fetch import Fetcher
 
 URLS, DIRECTORIES, LISTINGS = "urls", "directories", "listings"

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from forebay import codecs, errors
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Buffer, Item_co

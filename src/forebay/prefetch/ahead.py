@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 from forebay import errors
 from forebay._engine.index.adaptive import charge_of, hash_of
 from forebay._engine.index.orders import NEVER, Orders
-from forebay._engine.write.publish import INLINE
+from forebay._engine.publish import INLINE
 from forebay._kernel import host
 from forebay._model import Buffer
 from forebay.fetch import Fetcher

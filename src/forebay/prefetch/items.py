@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from forebay import errors
 from forebay._engine.catalog.entries import session_of
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._engine.store import Store
 from forebay._logs import logger
 from forebay._model import Buffer, Noted, ObjectInfo, Policy, Remote, Sink, Transfer, as_bytes, to_bytes

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from forebay import errors
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Item_co

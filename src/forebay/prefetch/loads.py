@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._model import Buffer, Entry
 from forebay.fetch.job import Job
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, SupportsIndex
 
 from forebay import codecs, errors
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._engine.packs.pack import Pack, Unencodable
 from forebay._engine.store import Store
 from forebay._kernel import waits

@@ -10,7 +10,7 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 from forebay import errors
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._logs import logger
 from forebay._model import Source as Source
 from forebay._model import SourceInfo as SourceInfo

@@ -10,7 +10,7 @@ import time
 from typing import Any, Literal, NamedTuple, cast
 
 from forebay import errors
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._logs import logger
 from forebay._model import ObjectInfo, Remote, Sink, Span, Transfer
 from forebay.fetch import Fetcher

@@ -12,7 +12,7 @@ import pytest
 
 from forebay import errors
 from forebay._engine.catalog.entries import session_of
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._engine.space.ranking import Scope
 from forebay._engine.store import Store
 from forebay._model import ObjectInfo

@@ -23,7 +23,7 @@ from forebay._engine.files.layout import FULL, faults
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
 from forebay._engine.index.head import SharedHead
-from forebay._engine.locks.leases import Lease
+from forebay._engine.leases import Lease
 from forebay._engine.packs.segments import GONE, MANY_HITS, Appender, Finder, Mapped, finder
 from forebay._kernel import host, mappings
 from forebay._model import Buffer

@@ -24,11 +24,11 @@ from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.transactions import Rows, Txn
 from forebay._engine.files import pack_files
 from forebay._engine.files.layout import PAGE, Root, faults
-from forebay._engine.locks.leases import Lease, Leases
+from forebay._engine.leases import Lease, Leases
+from forebay._engine.publish import Label, Publisher
 from forebay._engine.space import eviction
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.free_space import NO_LIMIT, SpaceRequest
-from forebay._engine.write.publish import Label, Publisher
 from forebay._kernel import host, locks, mappings
 
 NOTHING = memoryview(b"").cast("Q")

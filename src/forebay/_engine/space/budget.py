@@ -26,7 +26,7 @@ from forebay._engine.files.root import Root
 from forebay._engine.index.counters import EVICTIONS, Counters
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.settings import SharedSettings
-from forebay._engine.locks.leases import Owners
+from forebay._engine.leases import Owners
 from forebay._engine.space import eviction
 from forebay._engine.space.eviction import SPACE_WORD, Eviction
 from forebay._engine.space.free_space import FreeSpace, SpaceDeficit, SpaceRequest

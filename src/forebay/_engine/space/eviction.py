@@ -29,7 +29,7 @@ from forebay._engine.files import blobs, pack_files
 from forebay._engine.files.layout import PAGE, DiskFull, faults, is_suffix
 from forebay._engine.files.root import Root
 from forebay._engine.index.records import EntryIndex
-from forebay._engine.locks.leases import Leases
+from forebay._engine.leases import Leases
 from forebay._engine.space.ranking import EvictionCandidate
 from forebay._kernel import waits
 from forebay._logs import logger

@@ -8,13 +8,13 @@ records   the entries can be found without the catalog
 finish    the intent is empty
 
 All of this happens under the writer lock, so one intent is enough, and nobody can promise the files' bytes to another process before
-they are counted or gone. What is too large to be written while others wait is staged under a reservation first: see `writing`.
+they are counted or gone. What is too large to be written while others wait is staged under a reservation first: see `Writing`.
 
 **One write,** of bytes that come from a remote, or are too many to be written while others wait.
 
 reserve       a row counts the bytes                        a crash leaves a counted partial
 stage         the file grows under tmp/                     a crash leaves a counted partial, resumed where it can be
-publish       see the module `publish`                      a crash leaves the reservation, which names both places
+publish       as above                                      a crash leaves the reservation, which names both places
 
 A small object is collected in memory, and written in the transaction that publishes it."""
 
@@ -37,7 +37,7 @@ from forebay._engine.files.root import Root
 from forebay._engine.files.stages import MemoryStage, Stage
 from forebay._engine.index.adaptive import AdaptiveSpace, AdaptiveSpaces, Trial
 from forebay._engine.index.records import EntryIndex
-from forebay._engine.locks.leases import Lease, Leases, Owners
+from forebay._engine.leases import Lease, Leases, Owners
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.free_space import SpaceRequest

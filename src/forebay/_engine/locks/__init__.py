@@ -1,1 +1,0 @@
-"""Leases on entries, the locks of keys, and which processes are alive."""

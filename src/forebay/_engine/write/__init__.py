@@ -1,1 +1,0 @@
-"""From bytes to entries, in one transaction."""
