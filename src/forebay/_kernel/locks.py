@@ -182,16 +182,13 @@ class LockFile:
             held[0] -= 1
             return
         del self._held[offset]
-        self._free_locked(offset)
-        if self._retired:
-            self._close_if_retired()
-
-    def _free_locked(self, offset: int) -> None:
         try:
             _set(self._fd, fcntl.F_UNLCK, offset)
         except OSError as error:
             if file_of(self._fd) == self._file:  # else the job closed our descriptor, and the lock went with it
                 log.warning("%s: byte %d stays locked until this process ends: %s", self._path, offset, str(error))
+        if self._retired:
+            self._close_if_retired()
 
     def unlock_soon(self, offset: int) -> None:
         """Release without blocking: for finalizers, which may run at any point, inside this object's own methods too."""

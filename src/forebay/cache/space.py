@@ -138,8 +138,10 @@ class Space(DictLike):
     def _find(self, key: str) -> memoryview | None:
         """The bytes of a key that this process remembers, or that the index leads to: a hit, for which nothing is waited. None: `_look`
         tells. Raises `Closed`, `ConfigError`."""
-        store, data = self._store(), self._quick(key, FOREVER)
-        return data if data is not None else store.first_touch(self.name, checked(key), FOREVER)
+        if self._fetcher.current() is not self._bound:
+            self._store()
+        data = self._quick(key, FOREVER)
+        return data if data is not None else self._bound.first_touch(self.name, checked(key), FOREVER)
 
     def _look(self, key: str) -> memoryview | None:
         """The bytes of a key by the catalog, or in the upstream root; None if there are none. Raises `CacheFault`."""
