@@ -392,8 +392,9 @@ class Loader:
     def _places(self) -> int:
         """How many items may be read now: few are in memory without being stored."""
         if self._readers and len(self._stalled) < self._workers:
-            return BEGUN_AHEAD * self._workers  # the pipeline counts
-        return self._workers - len(self._under_way) - len(self._stalled)
+            return BEGUN_AHEAD * self._workers
+        most = self._workers * (1 if self._stalled else 2)  # with what is to be published: the pipeline counts requests
+        return most - len(self._under_way) - len(self._stalled)
 
     def _came(self, ref: LoadRef, job: Job) -> None:
         """A job has its result."""
@@ -406,7 +407,6 @@ class Loader:
         is_fault = isinstance(error, errors.CacheFault | errors.WaitTimeout) and not isinstance(error, errors.RemoteError)
         load = ref()
         data = job.data if load is None or load.data is None else load.data
-        is_needless = isinstance(error, NotStored)
         has_no_room = isinstance(error, errors.NoSpace) and data is not None and job.stores
         may_wait = has_no_room and self._items.may_wait(job.target.space, len(data or b""))
         with self._lock:
@@ -435,7 +435,7 @@ class Loader:
                 self._set(load, State.DROPPED, data=data if load.waiters else None, error=error)
             else:
                 self._set(load, State.FAILED, error=error)
-        if error is not None and is_fault and not may_wait and not is_needless:
+        if error is not None and is_fault and not may_wait and not isinstance(error, NotStored):
             self._items.report(ref, job.target.space, len(data or b""), error)
 
     def _keep(self, ref: LoadRef, lease: Lease) -> None:
