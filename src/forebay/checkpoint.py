@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self
 from forebay import errors, remote
 from forebay._engine.null_store import NullStore
 from forebay._kernel import host
+from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay.cache import Cache, fetcher_of
 from forebay.directories import copying, trees, uploading
 from forebay.directories import metadata as stored
@@ -49,6 +50,7 @@ class _Kind(type):
         raise _gone(name) or AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
 
 
+@guarded_methods()
 class Checkpoint(metaclass=_Kind):
     """A directory on a remote or on this host: a checkpoint, a model, a folder of a dataset.
 
@@ -151,6 +153,7 @@ class Checkpoint(metaclass=_Kind):
     # -- its files -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
+    @guarded
     def as_directory(self, *, include: Patterns = None, exclude: Patterns = None, **arguments: Any) -> Iterator[str]:
         """Its files as a local directory, read-only and complete, for a ``with``: all threads and processes of the node share one copy.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay._config import format_size
+from forebay._kernel.interrupts import guarded
 from forebay._model import Report, Victim
 from forebay.errors import ConfigError, ForebayError
 
@@ -202,6 +203,7 @@ class Plan:
         """Bytes of disk that `execute` frees if no victim is in use by then."""
         return sum(victim.charge for victim in self.victims)
 
+    @guarded
     def execute(self) -> Report:
         """Remove the victims. Entries that are in use or pinned by then are spared; the report names them."""
         return self._remove(self.victims)

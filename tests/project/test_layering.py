@@ -18,8 +18,9 @@ PACKAGE = SRC / "forebay"
 ORDER = """
     _logs < errors < _model _config_file
     _config_file < _config
+    _kernel.interrupts < _kernel.host
     _model < _kernel.host < _kernel.locks _kernel.mappings < _kernel.waits
-    _model < _kernel.threads < remote
+    _model _kernel.interrupts < _kernel.threads < remote
     _model < _kernel.events < _engine.files
     _kernel.host < _kernel.below
     _model < codecs testing

@@ -9,6 +9,7 @@ import base64
 import contextlib
 import contextvars
 import math
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from forebay._engine.files.layout import CatalogBroken, faults, key_hash
 from forebay._engine.files.stages import progress_of
 from forebay._engine.files.table import Entered, KeyWaiter
 from forebay._engine.index.counters import WAIT_NS_LOCK, WAITS
-from forebay._kernel import events, locks, waits
+from forebay._kernel import events, interrupts, locks, waits
 from forebay._logs import logger
 from forebay._model import Buffer
 
@@ -76,23 +77,37 @@ class KeyWait:
 
 
 class KeyHold:
-    """The lock of one key, held. Any thread may release it; releasing it again does nothing."""
+    """The lock of one key. Any thread may release it; releasing it again does nothing, and it is released when the object is dropped."""
 
     def __init__(self, keys: locks.LockFile, words: waits.Words, keyhash: int) -> None:
-        self.keyhash = keyhash
-        self._held = [(keys, words)]  # a list, since `pop` is one step: of two threads that release, one does
+        self.keyhash, self._keys, self._words = keyhash, keys, words
+        self._held: list[None] = []  # one item while it is held: `pop` is one step, so of two threads that release, one does
+
+    def try_take(self) -> bool:
+        """Take the lock if it is free."""
+        got = self._keys.try_lock(self.keyhash, exclusive=True)
+        if got:
+            self._held.append(None)
+        return got
 
     def release(self) -> None:
         with contextlib.suppress(IndexError):
-            keys, words = self._held.pop()
-            keys.unlock(self.keyhash)
-            words.bump(_word_of(self.keyhash))
+            self._held.pop()
+            self._keys.unlock(self.keyhash)
+            self._words.bump(_word_of(self.keyhash))
 
     def handed_over(self) -> KeyHold:
         """The same lock, for another holder: this object releases it no more."""
-        other = KeyHold.__new__(KeyHold)
-        other.keyhash, other._held, self._held = self.keyhash, self._held, []
+        other = KeyHold(self._keys, self._words, self.keyhash)
+        other._held, self._held = self._held, []
         return other
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._held and not is_finalizing():
+            with interrupts.shielded():
+                self._held.clear()
+                self._keys.unlock_soon(self.keyhash)
+                self._words.bump(_word_of(self.keyhash))
 
     def __enter__(self) -> Self:
         return self
@@ -223,13 +238,13 @@ class Flight:
         """The lock of a key if it is free."""
         self.engine.check_usable(writing=True)
         parts, keyhash = self.engine.parts, key_hash(space, key)
-        keys = parts.writers.keys
+        hold = KeyHold(parts.writers.keys, parts.words, keyhash)
         try:
-            if not keys.try_lock(keyhash, exclusive=True):
+            if not hold.try_take():
                 return None
-            if keys.has_name():
-                return KeyHold(keys, parts.words, keyhash)
-            keys.unlock(keyhash)
+            if parts.writers.keys.has_name():
+                return hold
+            hold.release()
         except FileNotFoundError as error:  # at the first lock
             log.debug("%s", error)
         raise CatalogBroken(f"the root {self.engine.root.path} was deleted or replaced")
@@ -240,7 +255,8 @@ class Flight:
         keys, words, owners = parts.writers.keys, parts.words, parts.owners
 
         def attempt() -> KeyHold | None:
-            return KeyHold(keys, words, keyhash) if keys.try_lock(keyhash, exclusive=True) else None
+            hold = KeyHold(keys, words, keyhash)
+            return hold if hold.try_take() else None
 
         return attempt, words, _word_of(keyhash), lambda: (key, owners.holder_of(keyhash))
 

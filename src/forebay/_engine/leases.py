@@ -28,12 +28,14 @@ from forebay._engine.files.layout import LEASE_FILES
 from forebay._engine.files.root import Root
 from forebay._engine.index.records import EntryIndex
 from forebay._kernel import locks
+from forebay._kernel.interrupts import guarded_methods, shielded
 from forebay._model import Entry
 
 HEAL_WITHIN = LEAVE_WITHIN = 1.0
 """Seconds to wait for the catalog's writer lock."""
 
 
+@guarded_methods("closed", "reopened_by")
 class Lease:
     """A hold on one cached file or directory: while it is open, the path exists and the bytes do not change. Returned by `Cache.local`.
 
@@ -48,24 +50,16 @@ class Lease:
 
     def __init__(self, release: Callable[[int], None], entry: Entry, path: str) -> None:
         self.entry, self.path = entry, path
-        self._release = [release]  # a list, since `pop` is one step: of two threads that close, one does
+        self._held = _Held(release, entry.id)
 
     def close(self) -> None:
         """Release the lease. A second call does nothing."""
-        try:
-            release = self._release.pop()
-        except IndexError:
-            return
-        release(self.entry.id)
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # at exit the kernel releases it, whatever is left of the interpreter
-            self.close()
+        self._held.release()
 
     @property
     def closed(self) -> bool:
         """Whether this lease has been released."""
-        return not self._release
+        return not self._held
 
     def reopened_by(self, function: Callable[..., Lease], *args: Any) -> Self:
         """Make a pickled copy of this lease open with ``function(*args)``. Returns the lease itself."""
@@ -100,6 +94,23 @@ class Lease:
     def _check_open(self) -> None:
         if self.closed:
             raise errors.Closed.of(f"lease on {self.entry.name!r}")
+
+
+class _Held(list[Callable[[int], None]]):
+    """What releases a lease: its one item, until it is released. A list, since `pop` is one step: of two threads that close, one does."""
+
+    def __init__(self, release: Callable[[int], None], id: int) -> None:
+        super().__init__([release])
+        self._id = id
+
+    def release(self) -> None:
+        with contextlib.suppress(IndexError):
+            self.pop()(self._id)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self and not is_finalizing():  # at exit the kernel releases it, whatever is left of the interpreter
+            with shielded():
+                self.release()
 
 
 def in_place(path: str) -> Lease:

@@ -41,7 +41,7 @@ from forebay._engine.leases import Lease, Leases, Owners
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.free_space import SpaceRequest
-from forebay._kernel import host
+from forebay._kernel import host, interrupts
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Sink, Span
 
 INLINE = 16 << 10
@@ -204,8 +204,9 @@ class Publisher:
                 assert lease is not None
                 return lease
             except BaseException:
-                undo(reserved.id)
-                self.budget.cancel(reserved.id)
+                with interrupts.shielded():
+                    undo(reserved.id)
+                    self.budget.cancel(reserved.id)
                 raise
 
     def publish_tree(self, label: Label, members: Sequence[tuple[str, Entry]], validator: str | None = None) -> Lease:
@@ -340,6 +341,7 @@ class Writing:
 
     def write(self, offset: int, data: Buffer) -> None:
         """See `Sink.write`."""
+        interrupts.point()
         stage = self._small or self.stage
         with faults(self.label.key, len(data)):
             stage.write(offset, data)
@@ -438,7 +440,7 @@ class Writing:
         if self.is_published or self._reserved is None:
             return
         self._resumable &= not isinstance(value, errors.NoSpace | errors.ChecksumMismatch)  # no space for it now, or other bytes
-        with faults(self.label.key):
+        with interrupts.shielded(), faults(self.label.key):
             if self._stage is not None and self._resumable and self._stage.done:
                 self._stage.close()
                 self._give_up(self._reserved)

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from forebay._kernel import interrupts
 from forebay._logs import logger
 from forebay._model import Buffer
 
@@ -396,6 +397,7 @@ class _Fork(threading.local):
     """The fork that this thread is about: its listeners, alive until it is over. None: there is none that we know of."""
 
     listeners: list[Inherited] | None = None
+    shield: interrupts.shielded | None = None
 
 
 _fork = _Fork()
@@ -424,6 +426,8 @@ def notify(call: str, listeners: Iterable[Inherited]) -> None:
 
 
 def _before() -> None:
+    _fork.shield = interrupts.shielded()
+    _fork.shield.__enter__()
     collects = gc.isenabled()
     try:
         gc.disable()  # a collection in the middle of the copy may shorten the list, and CPython 3.11 then copies what is freed
@@ -457,14 +461,23 @@ def _end_imports() -> None:
 def _after_parent() -> None:
     prepared, _fork.listeners = _fork.listeners, None
     notify("after_fork_parent", prepared or ())
+    _end_shield()
 
 
 def _after_child() -> None:
     global _hooked_pid
     prepared, _fork.listeners = _fork.listeners, None
+    interrupts.after_fork_child()
     if prepared is not None:
         _hooked_pid = os.getpid()
         notify("after_fork_child", prepared)
+    _end_shield()
+
+
+def _end_shield() -> None:
+    shield, _fork.shield = _fork.shield, None
+    if shield is not None:
+        shield.__exit__(None, None, None)
 
 
 class cached_property(Generic[T]):

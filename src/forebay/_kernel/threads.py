@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+from forebay._kernel import interrupts
+
 T = TypeVar("T")
 
 TURN = 0.1  # seconds
@@ -58,8 +60,18 @@ def _join(run: _Run, threads: list[threading.Thread], on_turn: Callable[[], None
     for thread in threads:
         while thread.is_alive() and not run.errors:
             thread.join(TURN)
+            interrupts.point()
             if on_turn is not None and thread.is_alive():
                 on_turn()
+
+
+def join(thread: threading.Thread, seconds: float | None = None) -> bool:
+    """Wait for the end of a thread, at most so long, with points. Returns whether it has ended."""
+    for turn in interrupts.turns(seconds):
+        thread.join(turn)
+        if not thread.is_alive():
+            return True
+    return False
 
 
 class Threads(Generic[T]):
@@ -108,7 +120,7 @@ class Threads(Generic[T]):
     def join(self) -> None:
         """After `close`: wait for the threads, which are at work no more."""
         for thread in self._threads:
-            thread.join(GRACE)
+            join(thread, GRACE)
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:

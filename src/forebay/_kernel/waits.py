@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from forebay import errors
-from forebay._kernel import mappings
+from forebay._kernel import interrupts, mappings
 from forebay._kernel.host import libc
 from forebay._kernel.locks import Opener, open_plainly
 from forebay._logs import logger
@@ -214,6 +214,7 @@ class Wait:
     def turn(self, what: Callable[[], tuple[str, str]]) -> float:
         """Return how many seconds to sleep now. Logs the wait from time to time; raises `WaitTimeout` when the time is up. ``what``
         returns what is waited for, and a description of its holder."""
+        interrupts.point()
         waited = self.waited
         if waited >= self.timeout:
             time_limit.spend(waited)

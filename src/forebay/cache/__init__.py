@@ -13,6 +13,7 @@ from forebay import _config, errors, remote
 from forebay._engine.index.memo import Hit, no_hit
 from forebay._engine.store import Store
 from forebay._kernel import events, host, waits
+from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay._logs import logger
 from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays
 from forebay.cache.space import VALUES, DictLike, Space, T, checked_name
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 log = logger("forebay.cache")
 
 
+@guarded_methods("read", "get", "get_or_put", "path", "offline", "closed")
 class Cache(DictLike):
     """The local cache of this node: one directory, one byte budget, any number of processes.
 
@@ -104,10 +106,20 @@ class Cache(DictLike):
         pyarrow filesystem; ``url`` is a path on it. Raises `RemoteError`. A hit takes no lock and no system call."""
         if max_age is None and not (refresh or sha256 or etag or bypass or pin or filesystem):
             view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
-            if view is not None or (view := first_touch(self._fetcher, url, force=force)) is not None:
-                return view
-        return self._fetcher.read(self._target(url, filesystem), self._options(
-            max_age=max_age, refresh=refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin))  # fmt: skip
+            return view if view is not None else self._read(url, force, timeout)
+        return self._read_with(url, {
+            "max_age": max_age, "refresh": refresh, "sha256": sha256, "etag": etag, "timeout": timeout, "bypass": bypass, "force": force,
+            "pin": pin, "filesystem": filesystem})  # fmt: skip
+
+    @guarded
+    def _read(self, url: Url, force: bool, timeout: float | None) -> memoryview:
+        """`read` of what this process does not remember."""
+        view = first_touch(self._fetcher, url, force=force)
+        return view if view is not None else self._fetcher.read(self._target(url), self._options(force=force, timeout=timeout))
+
+    @guarded
+    def _read_with(self, url: Url, options: ReadOptions) -> memoryview:
+        return self._fetcher.read(*self._request(url, options))
 
     def open(self, url: Url, *, block_size: int | str | None = None, **options: Unpack[ReadOptions]) -> BinaryIO:
         """A binary file object on the cached copy; if there is no room, it reads ranges of the remote. See `read`. ``block_size``: fetch

@@ -13,6 +13,8 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from forebay import errors
 from forebay._engine.leases import Lease
+from forebay._kernel import interrupts
+from forebay._kernel.interrupts import guarded_methods
 from forebay.fetch import Fetcher
 from forebay.fetch.background import Background
 from forebay.fetch.files import opened, stream
@@ -130,6 +132,7 @@ async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
     return await future
 
 
+@guarded_methods()
 class AsyncLocal:
     """An awaitable local copy: ``async with`` gives its path, ``await`` its `Lease`. Returned by `Cache.alocal`."""
 
@@ -138,7 +141,7 @@ class AsyncLocal:
         self._lease: Lease | None = None
 
     def __await__(self) -> Generator[Any, None, Lease]:
-        return self._get().__await__()  # type: ignore[no-any-return]
+        return interrupts.Steps(self._get())
 
     async def __aenter__(self) -> str:
         self._lease = await self

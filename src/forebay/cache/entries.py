@@ -16,6 +16,7 @@ from forebay._engine.null_store import NullStore
 from forebay._engine.seeing import Facts
 from forebay._engine.store import Store
 from forebay._kernel import waits
+from forebay._kernel.interrupts import guarded_methods
 from forebay._model import Entry, Report, Victim, is_text
 from forebay.cache.space import VALUES
 from forebay.fetch import Fetcher
@@ -32,6 +33,7 @@ IN_MEMORY = 20_000
 _FIELDS = attrgetter(*Entry.__match_args__)
 
 
+@guarded_methods()
 class _Listing(Sequence[T]):
     """A sequence that each iteration reads again. Counting and indexing iterate, too. ``list(it)`` counts first, to allocate memory:
     ``list(iter(it))`` iterates once."""
@@ -66,6 +68,7 @@ class _Listing(Sequence[T]):
         return f"[{', '.join(shown[:10])}{', ...' if len(shown) > 10 else ''}]"
 
 
+@guarded_methods()
 class Entries(_Listing[Entry]):
     """The result of `Cache.entries`: the entries of a cache, or of one of its spaces, the least recently used first.
 
@@ -142,6 +145,7 @@ def _paged(page: Callable[[str | None], Sequence[T]], key_of: Callable[[T], str]
         after = key_of(rows[-1])
 
 
+@guarded_methods()
 class Victims(_Listing[Victim]):
     """The victims of a plan with more entries than should be in memory: those that are there during the iteration. ``len`` iterates, and
     ``list(victims)`` calls it first: ``list(iter(victims))`` is one pass."""

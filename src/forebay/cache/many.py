@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast, overload
 from forebay import errors
 from forebay._engine.index.memo import Hit
 from forebay._engine.leases import Lease
+from forebay._kernel.interrupts import guarded_methods, items_of_program
 from forebay._logs import logger
 from forebay._model import Entry
 from forebay.fetch import Fetcher
@@ -29,6 +30,7 @@ MEANWHILE = 64
 """The number of cached objects that are read while fetches are under way: other processes may wait for these fetches."""
 
 
+@guarded_methods("leases", "__getitem__", "__len__")
 class LocalFiles(Sequence[str]):
     """The paths of the cached copies of several objects, in the order of the call. Returned by `Cache.local_many`. They exist, unchanged,
     until `close`, the end of a ``with`` block, or until this object is dropped. With ``return_exceptions``, an error can take the place of
@@ -76,7 +78,7 @@ def _several(urls: Iterable[Url], name: str) -> Iterable[Url]:
     """The URLs of a call. Raises `ConfigError` for a single one."""
     if isinstance(urls, str | os.PathLike):
         raise errors.ConfigError(f"{name} takes several URLs: a list, even of one", name="urls", value=str(urls))
-    return urls
+    return items_of_program(urls)
 
 
 def read_many(fetcher: Fetcher, urls: Iterable[Url], hit: Hit | None, options: ReadOptions, *, return_exceptions: bool) -> list[Any]:
@@ -190,7 +192,7 @@ class _Pulls:
 
     def __iter__(self) -> Iterator[Job]:
         wait = None
-        for url in self._urls:
+        for url in items_of_program(self._urls):
             text = as_text(url)
             try:
                 target = self._target(url)
@@ -266,7 +268,8 @@ def warm(
         elif pulled.error is not None:
             raise pulled.error
 
-    if isinstance(_several(urls, "warm"), Sized):
+    _several(urls, "warm")
+    if isinstance(urls, Sized):
         with contextlib.closing(pull_each(fetcher, urls, target, options, jobs)) as each:
             for pulled in each:
                 settle(pulled)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from forebay import errors
 from forebay._engine.store import Store
 from forebay._kernel import waits
+from forebay._kernel.interrupts import guarded, guarded_methods, of_program, steps_of_program
 from forebay._model import Buffer, Victim, as_bytes, is_text
 from forebay.fetch import Fetcher
 from forebay.fetch.flight import get_or_make, get_or_make_async
@@ -23,6 +24,7 @@ VALUES = "values"
 FOREVER = 1 << 63
 
 
+@guarded_methods("__getitem__", "__bool__")
 class DictLike:
     """Values as those of a dict: ``cache[key]``, ``cache[key] = data``, ``key in cache``, ``len(cache)``, ``for key in cache``.
 
@@ -52,6 +54,7 @@ class DictLike:
         return True
 
 
+@guarded_methods("get", "get_or_put")
 class Space(DictLike):
     """Values of one space. Created by `Cache.space`; callable from any thread, usable in both processes after a fork, pickles with its
     cache."""
@@ -75,6 +78,11 @@ class Space(DictLike):
 
     def get(self, key: str, default: T | None = None) -> memoryview | T | None:
         """The bytes under this key, read-only; ``default`` if there are none. They stay valid after an eviction."""
+        hit = self._hit(key)
+        return hit if hit is not None else self._get(key, default)
+
+    @guarded
+    def _get(self, key: str, default: T | None) -> memoryview | T | None:
         data = self._find(key)
         if data is not None:
             return data
@@ -104,6 +112,11 @@ class Space(DictLike):
 
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
         """The bytes under this key; else the result of ``fn``, which is stored. One process runs it; see `Cache.get_or_put`."""
+        hit = self._hit(key)
+        return hit if hit is not None else self._get_or_put(key, of_program(fn), timeout)
+
+    @guarded
+    def _get_or_put(self, key: str, fn: Callable[[], Buffer], timeout: float | None) -> memoryview:
         data = self._find(key)
         if data is not None:
             return data
@@ -124,24 +137,27 @@ class Space(DictLike):
     ) -> memoryview:  # fmt: skip
         """`get_or_put` for a coroutine. Cancelling one call does not affect the others: ``fn`` runs to its end, and its result is stored.
         ``fn``: a coroutine function, or a function, which runs in a thread."""
-        data = self._find(key)
-        if data is not None:
+        data = self._hit(key)
+        if data is not None or (data := self._find(key)) is not None:
             return data
         from forebay.cache.aio import in_thread
 
+        @guarded
         async def make() -> memoryview:
             return _copied(await _called(fn))
 
         look, keep = functools.partial(self._look, key), functools.partial(in_thread, self._keep, key)
         return await _unharmed(get_or_make_async(self._fetcher, self.name, key, look, make, keep, **self._options(timeout)))
 
-    def _find(self, key: str) -> memoryview | None:
-        """The bytes of a key that this process remembers, or that the index leads to: a hit, for which nothing is waited. None: `_look`
-        tells. Raises `Closed`, `ConfigError`."""
+    def _hit(self, key: str) -> memoryview | None:
+        """The bytes of a key that this process remembers; None: `_find` tells. Raises `Closed`."""
         if self._fetcher.current() is not self._bound:
             self._store()
-        data = self._quick(key, FOREVER)
-        return data if data is not None else self._bound.first_touch(self.name, checked(key), FOREVER)
+        return self._quick(key, FOREVER)
+
+    def _find(self, key: str) -> memoryview | None:
+        """The bytes of a key to which the index leads, for which nothing is waited. None: `_look` tells. Raises `ConfigError`."""
+        return self._bound.first_touch(self.name, checked(key), FOREVER)
 
     def _look(self, key: str) -> memoryview | None:
         """The bytes of a key by the catalog, or in the upstream root; None if there are none. Raises `CacheFault`."""
@@ -195,8 +211,8 @@ async def _called(fn: Callable[[], Buffer | Awaitable[Buffer]]) -> Buffer:
 
     from forebay.cache.aio import in_thread
 
-    result = fn() if inspect.iscoroutinefunction(fn) else await in_thread(fn)
-    return await result if inspect.isawaitable(result) else result
+    result = of_program(fn)() if inspect.iscoroutinefunction(fn) else await in_thread(fn)
+    return await steps_of_program(result) if inspect.isawaitable(result) else result
 
 
 _tasks: set[Any] = set()  # the event loop itself refers to them weakly

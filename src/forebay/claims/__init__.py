@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from forebay import _config, errors
+from forebay._kernel.interrupts import guarded, guarded_methods, undone_by
 from forebay.claims import conflicts, records, shared
 from forebay.claims.barriers import Barrier
 from forebay.claims.conflicts import ClaimRequest
@@ -38,6 +39,7 @@ _counts: dict[tuple[Path, str, int], itertools.count[int]] = {}  # numbers of th
 _open: dict[tuple[str, str, int], Claim] = {}  # this process's claims; kept, since arrays made from one may be in use
 
 
+@undone_by(lambda made: made.close())
 def claim(
     dirs: PathLike | Sequence[PathLike], remotes: str | Sequence[str | None] | None = None, world: World | None = None,
     job: str | None = None, *, name: str | None = None, shared: bool = False, timeout: float | None = 60.0,
@@ -152,6 +154,7 @@ def _token(record: Record) -> str:
     return f"{record.pid} {record.start}"
 
 
+@guarded_methods("closed")
 class Claim:
     """What a job uses on this node: its directories, and shared memory, barriers and locks for its processes. Made by `claim`.
 
@@ -255,12 +258,14 @@ class ClaimInfo:
     command: str
 
 
+@guarded
 def list_claims() -> list[ClaimInfo]:
     """Return the claims of this node, of all users and jobs, live and dead, ordered by number. Raises `RootError`."""
     with _existing_registry() as registry:
         return [] if registry is None else [_info(state) for state in registry.states()]
 
 
+@guarded
 def prune_claims() -> list[ClaimInfo]:
     """Free what dead jobs of this user left, as the user's next claim would, and return the freed claims. Claims that a live process has
     are never touched. Raises `RootError`, `WaitTimeout`."""

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, SupportsIndex, cast
 
 from forebay import _config, errors
 from forebay._kernel import host, mappings, waits
+from forebay._kernel.interrupts import guarded_methods
 from forebay.claims.members import Identity, Member, Members
 from forebay.claims.shared import NamedLock, map_shared, name_hash, words_of
 
@@ -147,6 +148,7 @@ class MemberSnapshot:
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
+@guarded_methods()
 class Barrier:
     """A barrier of a claim, for processes and their threads: each call of `wait` is one arrival.
 

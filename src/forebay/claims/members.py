@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
 from forebay import errors
-from forebay._kernel import host, locks, mappings
+from forebay._kernel import host, interrupts, locks, mappings
 from forebay._logs import logger
 from forebay.claims import claim_files, processes, records
 from forebay.claims.claim_files import CLAIM, LEADER, SLOTS, TABLE, TABLE_BYTES, Gone
@@ -377,7 +377,7 @@ def _lock_slot(fd: int, directory: Path, table: MemberTable) -> int:
             raise Gone(f"{directory} was freed")
         if turn > 0 and table.is_full():
             break
-        time.sleep(_RETRY_PAUSE)  # another process has locked all bytes to see whether the claim can be freed
+        interrupts.sleep(_RETRY_PAUSE)  # another process has locked all bytes to see whether the claim can be freed
     raise errors.NoSpace(f"{directory}: all {SLOTS:,} slots of the claim are taken, one for each process", key=str(directory))
 
 

@@ -14,6 +14,7 @@ import math
 import operator
 import os
 import struct
+import sys
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, cast
 
 from forebay import _config, errors
 from forebay._kernel import host, locks, mappings, waits
+from forebay._kernel.interrupts import guarded_methods, shielded, undone_by
 from forebay._logs import logger
 from forebay.claims import claim_files
 from forebay.claims.claim_files import LOCKS, WORDS
@@ -45,80 +47,48 @@ _LONGEST = 180
 
 
 class _ClaimLocks:
-    """The locks of a claim in this process. A forked child holds none of its parent's.
-
-    A signal handler may run in the middle of a call here, and must not wait for what its own thread was about to release: it locks
-    through a description of its own."""
+    """The locks of a claim in this process. A forked child holds none of its parent's."""
 
     def __init__(self, directory: Path) -> None:
         self.file = locks.LockFile(directory / LOCKS, claim_files.open_write)
         self.words = waits.Words(directory / WORDS, claim_files.open_write)
         self.threads: dict[int, int] = {}  # offset -> the thread that holds it
-        self._path = directory / LOCKS
-        self._busy: set[int] = set()  # the threads in the middle of a call to `file`
-        self._by_handler: dict[int, locks.LockFile] = {}  # offset -> through what a signal handler locked it
-        self._retires = self._is_forking = False
         host.at_fork(self)
 
-    def try_lock(self, offset: int) -> Literal[True] | None:
-        me = threading.get_ident()
-        if me in self._busy:
-            own = locks.LockFile(self._path, claim_files.open_write)
-            if not own.try_lock(offset, exclusive=True):
-                return None
-            self._by_handler[offset] = own
-        elif not self._exclusive(lambda: self.file.try_lock(offset, exclusive=True)):
-            return None
-        self.threads[offset] = me
-        return True
-
-    def unlock(self, offset: int) -> None:
-        self.threads.pop(offset, None)
-        own = self._by_handler.pop(offset, None)
-        if own is not None:
-            own.close()
-        elif threading.get_ident() in self._busy:
-            self.file.unlock_soon(offset)
-        else:
-            self._exclusive(lambda: self.file.unlock(offset))
-        self.words.bump(offset % waits.COUNT)
-
-    def held(self, offset: int) -> bool:
-        return offset in self._by_handler or self.file.held(offset)
-
-    def retire(self) -> None:
-        """Close the file: now, or when the last held lock is released."""
-        self._retires = True
-        if threading.get_ident() not in self._busy:
-            self.file.retire()
-
-    def _exclusive(self, call: Callable[[], T]) -> T:
-        me = threading.get_ident()
-        self._busy.add(me)
-        try:
-            return call()
-        finally:
-            self._busy.discard(me)
-            if self._retires:
-                self.file.retire()
-
     def before_fork(self) -> None:
-        if threading.get_ident() not in self._busy:
-            self._busy.add(threading.get_ident())
-            self.file.before_fork()
-            self._is_forking = True
+        self.file.before_fork()
 
     def after_fork_parent(self) -> None:
-        if self._is_forking:
-            self._is_forking = False
-            self.file.after_fork_parent()
-            self._busy.discard(threading.get_ident())
+        self.file.after_fork_parent()
 
     def after_fork_child(self) -> None:
         self.file.after_fork_child()
-        for own in self._by_handler.values():
-            own.after_fork_child()
-        self._by_handler, self._busy, self.threads, self._is_forking = {}, set(), {}, False
+        self.threads = {}
+
+
+class _Held:
+    """A named lock that this process holds, from before it is taken until it is released, or this object is dropped."""
+
+    def __init__(self, claim_locks: _ClaimLocks, offset: int) -> None:
+        self._locks, self._offset, self._thread = claim_locks, offset, 0
+
+    def try_take(self) -> Literal[True] | None:
+        if not self._locks.file.try_lock(self._offset, exclusive=True):
+            return None
+        self._thread = self._locks.threads[self._offset] = threading.get_ident()
+        return True
+
+    def release(self, *, soon: bool = False) -> None:
+        if self._locks.threads.get(self._offset) == self._thread:  # else the parent of this forked child holds it
+            del self._locks.threads[self._offset]
+            (self._locks.file.unlock_soon if soon else self._locks.file.unlock)(self._offset)
+            self._locks.words.bump(self._offset % waits.COUNT)
+        self._thread = 0
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._thread and not is_finalizing():
+            with shielded():
+                self.release(soon=True)
 
 
 def _locks_of(members: Members) -> _ClaimLocks:
@@ -146,15 +116,18 @@ def close(members: Members) -> None:
     """Close the file of the locks: now, or when the last held lock is released."""
     claim_locks = members.parts.pop(_ClaimLocks, None)
     if claim_locks is not None:
-        claim_locks.retire()
+        claim_locks.file.retire()
 
 
+@guarded_methods("within")
 class NamedLock:
     """A lock shared by all processes of a claim, and by their threads: ``with claim.lock("index"): ...``.
 
     Entering waits at most ``timeout`` seconds, then raises `WaitTimeout`, which names the holder. A holder that dies releases the lock:
     the next one enters within 0.1 s. A forked child does not hold what its parent holds. Not reentrant: a thread that enters a second
     time gets a `ConfigError` at once. Callable from any thread; unpickling gives the same lock."""
+
+    _held: _Held | None = None
 
     def __init__(self, members: Members, name: str, timeout: float | None = None, *, kind: Kind = "lock") -> None:
         if not isinstance(name, str):
@@ -174,37 +147,33 @@ class NamedLock:
     def within(self, timeout: float | None) -> Self:
         """Return the same lock with another timeout."""
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, timeout=timeout)
+        other.__dict__.update(self.__dict__, timeout=timeout, _held=None)
         return other
 
+    @undone_by(lambda entered: entered.__exit__(None, None, None))
     def __enter__(self) -> Self:
         self._members.check()
-        claim_locks, offset, me = self._locks, self._offset, threading.get_ident()
-        if claim_locks.threads.get(offset) == me:
+        claim_locks, offset = self._locks, self._offset
+        if claim_locks.threads.get(offset) == threading.get_ident():
             raise errors.ConfigError(f"{self._label()} is already held by this thread, and is not reentrant")
-        try:
-            if self._take() is None:
-                waits.wait_for(self._try, claim_locks.words, offset % waits.COUNT, what=self._describe_holder, timeout=self.timeout)
-        except BaseException:
-            # Ctrl-C after the kernel gave the lock, and before that was noted: nothing would ever release it.
-            if claim_locks.held(offset) and claim_locks.threads.get(offset, me) == me:
-                claim_locks.unlock(offset)
-            raise
+        held = _Held(claim_locks, offset)
+
+        def attempt() -> Literal[True] | None:
+            self._members.check()
+            try:
+                return held.try_take()
+            except FileNotFoundError:
+                raise self._members.lost() from None
+
+        if attempt() is None:
+            waits.wait_for(attempt, claim_locks.words, offset % waits.COUNT, what=self._describe_holder, timeout=self.timeout)
+        self._held = held
         return self
 
-    def _try(self) -> Literal[True] | None:
-        self._members.check()
-        return self._take()
-
-    def _take(self) -> Literal[True] | None:
-        try:
-            return self._locks.try_lock(self._offset)
-        except FileNotFoundError:
-            raise self._members.lost() from None
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._locks.threads.get(self._offset) == threading.get_ident():  # else the parent of this forked child holds it
-            self._locks.unlock(self._offset)
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
 
     def _label(self) -> str:
         return f"the {self._kind} {self.name!r} of {self._members.name}"
@@ -241,6 +210,7 @@ def buffer(members: Members, name: str, size: int) -> memoryview:
     return map_shared(members, "buffer", name, _length(name, size))
 
 
+@guarded_methods()
 class Scalar:
     """A value that all processes of a claim share.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from forebay import errors
+from forebay._kernel import interrupts
 from forebay._logs import logger
 from forebay._model import BufferSink
 from forebay.directories import listings
@@ -55,7 +55,7 @@ def update(location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
             except errors.Conflict:  # another node was faster: keep its keys
                 if attempt == ATTEMPTS:
                     raise
-                time.sleep(random.uniform(0, min(1.0, PAUSE * 2**attempt)))
+                interrupts.sleep(random.uniform(0, min(1.0, PAUSE * 2**attempt)))
     forget(location)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from forebay import errors
-from forebay._kernel import host
-from forebay._kernel.threads import GRACE, TURN
+from forebay._kernel import host, interrupts
+from forebay._kernel.threads import GRACE, TURN, join
 from forebay.fetch.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Background:
             pipeline, thread = self._running or (None, None)
         if pipeline is not None and thread is not None and thread.ident is not None:
             pipeline.stop()
-            thread.join(GRACE)
+            join(thread, GRACE)
 
     def _run(self, pipeline: Pipeline) -> None:
         try:
@@ -115,6 +115,7 @@ def run_beside(fetcher: Fetcher, jobs: Iterable[Job], settle: Callable[[Job], No
             with contextlib.suppress(queue.Empty):  # in short turns: a signal just before a wait would not end it
                 error = settled.get(timeout=TURN)
                 break
+            interrupts.point()
         if error is not None:
             raise error
 

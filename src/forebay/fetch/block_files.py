@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from forebay import errors
 from forebay._engine.leases import Lease
 from forebay._kernel import host
+from forebay._kernel.interrupts import guarded_methods
 from forebay._logs import logger
 from forebay._model import Entry, ObjectInfo, noted
 from forebay.fetch.blocks import RUN, Blocks, index_meta, parse_block_size
@@ -175,6 +176,7 @@ class _Opening:
 # -- reading ------------------------------------------------------------------------------------------------------------
 
 
+@guarded_methods()
 class BlockFile(SeekableFile, io.BufferedIOBase):
     """A read-only, seekable binary file over the blocks of one version of an object. For one thread at a time; after a fork, parent and
     child each have their own position.

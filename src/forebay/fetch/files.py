@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from forebay import errors
 from forebay._engine.files.layout import faults
 from forebay._engine.leases import Lease
+from forebay._kernel.interrupts import guarded_methods
 from forebay._model import ObjectInfo, Span
 from forebay.fetch.request import is_same_version
 
@@ -23,6 +24,7 @@ RANGE = 4 << 20
 """Bytes of one read ahead where an object is not cached."""
 
 
+@guarded_methods()
 class LeasedFile(io.FileIO):
     """The cached copy, open; closing the file closes its lease."""
 
@@ -81,6 +83,7 @@ class SeekableFile(io.IOBase):
             raise ValueError("I/O operation on closed file")
 
 
+@guarded_methods()
 class RangeFile(SeekableFile, io.RawIOBase):
     """An object that is not cached: each read requests a range from the remote, of the version that was opened.
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from forebay import errors
 from forebay._engine.leases import Lease
+from forebay._kernel import interrupts
 from forebay._kernel.threads import Threads
 from forebay._model import can_start, is_near
 from forebay.fetch.job import AT_ONCE, NO_ENTRY, SMALL, Job, publish_singly, publish_together
@@ -167,8 +168,10 @@ class Pipeline:
                 if self._collected:
                     self._is_quiet = True
                     return ()
+                interrupts.point()
                 self._turn()
                 continue
+            interrupts.point()
             if time.monotonic() >= self._turn_at:
                 self._turn()
             return event()

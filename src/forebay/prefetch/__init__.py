@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from forebay import codecs, errors
 from forebay._engine.leases import Lease
 from forebay._kernel import waits
+from forebay._kernel.interrupts import guarded_methods, items_of_program, of_program
 from forebay._logs import logger
 from forebay._model import Buffer, Item_co
 from forebay.fetch import Fetcher
@@ -38,6 +39,7 @@ _NONE: Mapping[str, int] = MappingProxyType({})
 _PICKLE = codecs.codec("pickle")
 
 
+@guarded_methods("closed")
 class Prefetcher(Pool[Item_co]):
     """Loads the items of one source into the cache, in its own threads. Made by `Cache.prefetcher`.
 
@@ -122,7 +124,7 @@ class Prefetcher(Pool[Item_co]):
         """Start loading an item, and return at once. Raises `Closed` (a RuntimeError)."""
         return Lazy(self, key, self._loader.submit(key, *self._name_of(_checked_key(key))))
 
-    def _stream(self, keys: Iterable[str], ahead: int) -> Iterator[Item_co]:
+    def _stream(self, keys: Iterable[str], ahead: int) -> Generator[Item_co, None, None]:
         """What the cache has is read when its turn comes, in the thread of the caller, and without a lease: no caller holds these items.
         Notes of items are not read: see `Noted`."""
         if not self._options["keep"]:  # such an item lives as long as its lease
@@ -218,7 +220,7 @@ class Prefetcher(Pool[Item_co]):
                 if on_progress is not None:
                     on_progress(Progress(key, state="done"))
 
-        for key in keys:
+        for key in items_of_program(keys):
             self._check_open()
             window.append((key, self._loader.submit(key, *self._name_of(key), holds=False)))
             finish_all_but(4 * int(self._options["workers"]))
@@ -295,7 +297,7 @@ class Prefetcher(Pool[Item_co]):
 
     def _read(self, key: str) -> Any:
         self._check_open()
-        return self.source[key]
+        return of_program(self.source.__getitem__)(key)
 
     def _value_of(self, key: str, load: Load) -> Any:
         return self._reader.value(key, self._loader.take(load))

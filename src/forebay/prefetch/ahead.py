@@ -17,6 +17,7 @@ from forebay._engine.index.adaptive import charge_of, hash_of
 from forebay._engine.index.orders import NEVER, Orders
 from forebay._engine.publish import INLINE
 from forebay._kernel import host
+from forebay._kernel.interrupts import guarded_methods, items_of_program
 from forebay._model import Buffer
 from forebay.fetch import Fetcher
 from forebay.fetch.opening import in_memory
@@ -83,6 +84,7 @@ class _Next:
         return self.load is not None and not self.load.stores
 
 
+@guarded_methods()
 class Lookahead(Iterator[memoryview]):
     """An iterator over the bytes of objects in a known order; the next ones are prefetched. Made by `Cache.lookahead`.
 
@@ -102,7 +104,7 @@ class Lookahead(Iterator[memoryview]):
         read_many: Callable[..., list[Any]],
     ) -> None:  # fmt: skip
         """``read_many``: that of the cache, for what was not looked ahead for."""
-        self._fetcher, self._urls, self._read_many = fetcher, iter(urls), read_many
+        self._fetcher, self._urls, self._read_many = fetcher, items_of_program(urls), read_many
         self._total = len(urls) if isinstance(urls, Sequence) else None
         self._max_age = FOREVER if fetcher.offline else fetcher.max_age
         self._lock = threading.RLock()  # guards what follows
@@ -162,7 +164,7 @@ class Lookahead(Iterator[memoryview]):
     def read_many(self, urls: Iterable[Url], *, return_exceptions: bool = False) -> list[Any]:
         """The bytes of a batch, in order, as `Cache.read_many`: prefetched objects are there, or on their way; the others are fetched in
         parallel. Raises the first error, after all have been read; ``return_exceptions`` returns errors in the places of objects."""
-        every = [as_text(url) for url in urls]
+        every = [as_text(url) for url in items_of_program(urls)]
         taken = [self._take(url) for url in every]
         others = [following.url for following in taken if following.load is None]
         many = iter(self._read_many(others, return_exceptions=True))

@@ -12,6 +12,7 @@ from forebay import errors
 from forebay._engine.catalog.entries import session_of
 from forebay._engine.leases import Lease
 from forebay._engine.store import Store
+from forebay._kernel.interrupts import of_program
 from forebay._logs import logger
 from forebay._model import Buffer, Noted, ObjectInfo, Policy, Remote, Sink, Transfer, as_bytes, to_bytes
 from forebay.fetch import Fetcher
@@ -228,14 +229,14 @@ class ItemReader:
 
     def _ask(self, method: Callable[[str], T | None] | None, key: str) -> T | None:
         try:
-            return method(key) if method is not None else None
+            return of_program(method)(key) if method is not None else None
         except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
             log.debug("the source does not say where %s is, or how large: %s", key, str(error))
             return None
 
     def read(self, key: str) -> Buffer:
         """Read an item. Returns its bytes as they are stored."""
-        item = self._fetch(key)
+        item = of_program(self._fetch)(key)
         if not self.is_raw:
             return b"".join(self._codec.encode(item))
         if type(item) is bytes or isinstance(item, Noted):
@@ -254,7 +255,7 @@ class ItemReader:
             return self._codec.decode(view, lambda: memoryview(bytearray(view)))
         value: Any = to_bytes(data)
         for decode in self._decoders:
-            value = decode(key, value)
+            value = of_program(decode)(key, value)
         return value
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from forebay import errors
 from forebay._engine.leases import Lease
 from forebay._kernel import waits
+from forebay._kernel.interrupts import Steps, guarded, guarded_methods, items_of_program, of_program
 from forebay._logs import logger
 from forebay._model import Item_co
 from forebay.fetch.prefix import info_of
@@ -24,6 +25,7 @@ T = TypeVar("T")
 AHEAD = 64
 
 
+@guarded_methods("get", "done", "source")
 class Lazy(Generic[Item_co]):
     """An item that is loaded or loading: ``Lazy[bytes]``, or of the type that ``decode`` returns. Returned by `Prefetcher.get_lazy`. Its
     ``key`` is its key in the source.
@@ -45,14 +47,19 @@ class Lazy(Generic[Item_co]):
 
         Its provenance is added to ``sample``: a dict, under ``"__sources__"``, or an object with such an attribute. The value is the
         caller's own; the item in the cache is released. Raises, at each call, what the source or the decoder raised."""
-        load = self._load
         if not self._values:
-            self._values.append(self._pool._value_of(self.key, load))
-        self._load = None  # only now: a thread that sees None relies on the value
+            self._load_value()
         if sample is not None:
             add_source(sample, self.source)
         item: Item_co = self._values[0]
         return item
+
+    @guarded
+    def _load_value(self) -> None:
+        load = self._load
+        if not self._values:
+            self._values.append(self._pool._value_of(self.key, load))
+        self._load = None  # only now: a thread that sees None relies on the value
 
     @property
     def done(self) -> bool:
@@ -78,6 +85,7 @@ class Lazy(Generic[Item_co]):
         return operator.methodcaller("get_lazy", self.key), (self._pool,)
 
 
+@guarded_methods("done", "source")
 class Spilled(Lazy[Item_co]):
     """An object that `Prefetcher.put` spilled to disk. Equal only to itself; its pickle contains the object."""
 
@@ -140,6 +148,7 @@ def add_source(sample: Any, info: SourceInfo) -> None:
         sample.__sources__ = (*(sample.__sources__ or ()), info)
 
 
+@guarded_methods()
 class Pool(Generic[Item_co]):
     """The calls that a prefetcher and `PassThrough` build from their other calls."""
 
@@ -174,9 +183,9 @@ class Pool(Generic[Item_co]):
         at that item. Dropping the iterator releases prefetched items. Raises `ConfigError` for a negative ``ahead``."""
         if ahead < 0:
             raise errors.ConfigError(f"ahead must not be negative: {ahead}", name="ahead", value=ahead)
-        return self._stream(keys, ahead)
+        return Steps(self._stream(items_of_program(keys), ahead))
 
-    def _stream(self, keys: Iterable[str], ahead: int) -> Iterator[Item_co]:
+    def _stream(self, keys: Iterable[str], ahead: int) -> Generator[Item_co, None, None]:
         window: deque[Lazy[Item_co]] = deque()
         for key in keys:
             window.append(self.get_lazy(key))
@@ -195,6 +204,7 @@ class Pool(Generic[Item_co]):
         self.close()
 
 
+@guarded_methods()
 class PassThrough(Pool[Item_co]):
     """The same interface without a cache: nothing is prefetched, and an item is read when its lazy is asked for it. The baseline for
     benchmarks. Callable from any thread.
@@ -279,7 +289,7 @@ class PassThrough(Pool[Item_co]):
         return self._opened
 
     def _read(self, key: str) -> Any:
-        return self.source[key]
+        return of_program(self.source.__getitem__)(key)
 
     def close(self) -> None:
         """Close it: from now on `get_lazy` raises `Closed`."""

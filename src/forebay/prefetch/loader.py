@@ -14,7 +14,8 @@ from forebay import errors
 from forebay._engine.leases import Lease
 from forebay._engine.null_store import NullStore
 from forebay._engine.store import Store
-from forebay._kernel import host
+from forebay._kernel import host, interrupts
+from forebay._kernel.threads import join
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Noted
 from forebay.fetch.job import Job
@@ -138,7 +139,7 @@ class Loader:
         """Wait until an item is stored, or will not be. Returns why it is not."""
         with self._lock, self._awaited(load):
             while not load.is_settled or (load.state is State.LOADED and load.error is None):
-                if not self._settled.wait(REPORT_AFTER):
+                if not any(map(self._settled.wait, interrupts.turns(REPORT_AFTER))):
                     log.warning("waiting for %s to be stored", load.key)
         error = None if isinstance(load.error, NotStored) else load.error
         may_be_there = load.state is State.DROPPED and (error is None or isinstance(error, errors.NoSpace))
@@ -162,6 +163,7 @@ class Loader:
         with self._lock:
             with self._awaited(load):
                 while load.state is State.LOADING and not (load.job and load.job.turn) and (left := until - time.monotonic()) > 0:
+                    interrupts.point()
                     if not self._settled.wait(min(left, WATCH)) and left < WATCH < seconds:  # a turn comes without a word
                         log.warning("waiting for %s, which this process is reading", load.key)
             state = load.state
@@ -246,7 +248,8 @@ class Loader:
         until = time.monotonic() + STORE_WAIT
         with self._lock:
             while len(self._made) >= 2 * self._workers and not self.closed and (left := until - time.monotonic()) > 0:
-                self._settled.wait(left)
+                interrupts.point()
+                self._settled.wait(min(left, interrupts.TURN))
             data = job.collected.data if load.data is None else load.data
             is_behind = self.closed or len(self._made) >= 2 * self._workers
             self._set(load, State.DROPPED if is_behind else State.LOADED, data=data)
@@ -559,7 +562,7 @@ class Loader:
         if threading.current_thread().name.startswith("forebay-prefetch"):  # a source that closes: others wait for what this thread reads
             return
         if thread is not None:
-            thread.join(timeout)
+            join(thread, timeout)
         self._items.close()
 
     # -- forks -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 from forebay import _config, errors
-from forebay._kernel import host
+from forebay._kernel import host, interrupts
 from forebay._kernel.threads import run_all
 from forebay._kernel.waits import SharedLimit, time_limit
 from forebay._logs import logger
@@ -392,7 +392,7 @@ class Call:
                     self.check()
                     if wait.is_over():
                         raise NoPermit(limits, host, wait.waited())
-                    self._aborted.wait(LOOK)
+                    self._pause_for(LOOK)
             finally:
                 wait.end(has_one=permit is not None)
                 request.cancel()
@@ -410,7 +410,7 @@ class Call:
         limits.count(received)
         while (delay := limits.delay()) > 0:
             self.check()
-            self._aborted.wait(min(delay, LONGEST_DELAY))
+            self._pause_for(min(delay, LONGEST_DELAY))
 
     # -- counters, responses, attempts -----------------------------------------------------------------------------
 
@@ -448,8 +448,12 @@ class Call:
                 announce = log.warning if pause > WARN_ABOVE else log.debug
                 announce("%s: %s; attempt %d in %.2f s", self.url, failed.reason, number + 1, pause)
             self.count(retries=1)
-            self._aborted.wait(pause)
+            self._pause_for(pause)
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _pause_for(self, seconds: float) -> None:
+        """Wait so long, or until `abort`."""
+        any(map(self._aborted.wait, interrupts.turns(seconds)))
 
     def _pause(self, failed: AttemptFailed, number: int) -> float | None:
         """Seconds until the next attempt; None if there is none."""

@@ -21,6 +21,7 @@ from forebay._engine.leases import Lease
 from forebay._engine.packs.pack import Pack, Unencodable
 from forebay._engine.store import Store
 from forebay._kernel import waits
+from forebay._kernel.interrupts import guarded, guarded_methods, items_of_program, of_program
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Item, noted
 from forebay.fetch import Fetcher
@@ -112,6 +113,7 @@ class NoPack:
         self.closed = True
 
 
+@guarded_methods("get", "closed", "__len__")
 class Samples(Generic[Item]):
     """An array of slots that any process fills and reads. Created by `Cache.samples`.
 
@@ -164,7 +166,7 @@ class Samples(Generic[Item]):
     def get_many(self, indices: Iterable[int]) -> list[Item | None]:
         """The items of these slots, as `get` returns them."""
         get = self.get
-        items = [get(i) for i in indices]
+        items = [get(i) for i in items_of_program(indices)]
         self._pack.flush_counts()
         return items
 
@@ -177,10 +179,10 @@ class Samples(Generic[Item]):
         if decoded is not None:
             return decoded[0]
         if not self._pack.admits:
-            return self._store_and_read(i, fn())[0]
+            return self._store_and_read(i, of_program(fn)())[0]
 
         def make() -> tuple[Any]:
-            return (fn(),)
+            return (of_program(fn)(),)
 
         item: Item = get_or_make(
             self._fetcher, SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, lambda value: self._store_and_read(i, value[0]),
@@ -199,7 +201,7 @@ class Samples(Generic[Item]):
         ``fn([slot])`` here. An error of ``fn`` is raised here, and nothing of its call is stored; a process that waits for one of these
         slots makes the item itself. ``timeout``: total seconds to wait for others. Raises `ConfigError` as `get_or_put` does, and
         ValueError if ``fn`` returns another number of values."""
-        slots = [operator.index(i) for i in indices]
+        slots = [operator.index(i) for i in items_of_program(indices)]
         timeout = self._fetcher.timeout if timeout is None else timeout
         until = None if timeout is None else time.monotonic() + timeout
         items: dict[int, tuple[Item]] = {}
@@ -224,7 +226,7 @@ class Samples(Generic[Item]):
         def make(missing: Sequence[str], holds: Mapping[str, object]) -> dict[str, tuple[Item]]:
             free = [keys[key] for key in missing]
             with waits.time_limit(None, afresh=True):  # the time limit is for the cache, not for the function
-                values = _checked(fn(free), len(free))
+                values = _checked(of_program(fn)(free), len(free))
             is_stored = holds or not self._pack.admits
             pairs = zip(missing, free, values, strict=True)
             return {key: self._store_and_read(i, value) if is_stored else (self._as_read(value),) for key, i, value in pairs}
@@ -247,7 +249,7 @@ class Samples(Generic[Item]):
         try:
             return (self._codec.decode(data, lambda: self._private(i, data) if data.readonly else data),)
         except Exception:
-            if self._pack.is_damaged(i):
+            if guarded(self._pack.is_damaged)(i):
                 return None
             raise  # the error of the codec itself
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from forebay import errors
 from forebay._engine.leases import Lease
+from forebay._kernel.interrupts import guarded_methods
 from forebay._logs import logger
 from forebay._model import Source as Source
 from forebay._model import SourceInfo as SourceInfo
@@ -26,6 +27,7 @@ log = logger("forebay.sources")
 Decode: TypeAlias = Callable[[str, Any], Any]
 
 
+@guarded_methods("identity", "target")
 class UrlSource:
     """The objects below a prefix: ``UrlSource("s3://bucket/photos")["2024/a b.jpg"]``.
 

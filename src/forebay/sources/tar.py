@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from forebay import errors
+from forebay._kernel.interrupts import guarded_methods
 from forebay._kernel.threads import Threads
 from forebay._logs import logger
 from forebay._model import SourceInfo
@@ -40,6 +41,7 @@ class _Indexing(NamedTuple):
     built: Future[Indexed]
 
 
+@guarded_methods("identity")
 class TarSource:
     """The members of tar shards, such as webdataset's: ``TarSource("s3://bucket/train")["shard-000017.tar/000123.jpg"]``.
 

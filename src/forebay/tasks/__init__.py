@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from forebay import errors
+from forebay._kernel.interrupts import guarded_methods
 from forebay._logs import logger
 from forebay.codecs import Codec, default_codec
 from forebay.codecs import codec as codec_of
@@ -54,6 +55,7 @@ class TaskStats:
     damaged: int
 
 
+@guarded_methods("cached", "from_cache", "if_cached", "set_provider", "set_condition")
 class Tasks:
     """Values by tag, and functions whose outputs are stored. Made by `Cache.tasks`.
 

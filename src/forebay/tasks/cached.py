@@ -11,6 +11,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from forebay import errors
 from forebay._kernel import waits
+from forebay._kernel.interrupts import guarded, guarded_methods, of_program, steps_of_program
 from forebay.tasks.config import Bypass
 from forebay.tasks.naming import Naming, TagRule
 from forebay.tasks.values import CacheInfo, Values
@@ -61,6 +62,7 @@ class Decorator(Protocol):
     def __call__(self, fn: classmethod[Any, Any, Any] | staticmethod[Any, Any], /) -> Any: ...
 
 
+@guarded_methods("tag_of", "call_uncached")
 class Cached(Generic[P, R_co]):
     """A function whose output is stored: a call returns what the same arguments gave before, and runs the function if there is nothing.
 
@@ -134,7 +136,7 @@ class Cached(Generic[P, R_co]):
         if call is not None and config is not None and not config.caches(name, tag):
             call = None  # its output is not stored
         if replay is not None:
-            value = await self._result(replay(*args, **kwargs))
+            value = await self._result(of_program(replay)(*args, **kwargs))
             self._values.counted["replays"] += 1
             if call is not None and not replay.is_from_cache:
                 stored = self._values.kept(call.tag.key, value, digest=call.digest, pin=pin, label=label, copy=self._copy)
@@ -161,8 +163,7 @@ class Cached(Generic[P, R_co]):
     def call_uncached(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Run the function, whatever is stored, and store nothing."""
         self._values.counted["runs"] += 1
-        value: R_co = self.__wrapped__(*args, **kwargs)
-        return value
+        return of_program(self.__wrapped__)(*args, **kwargs)  # type: ignore[no-any-return]
 
     def tag_of(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
         """The key under which the output of this call is stored, for `Tasks.read`. Raises `ConfigError` if there is none."""
@@ -211,18 +212,22 @@ class AsyncCached(Cached[P, R_co]):
             mark(self)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        return self._call(args, kwargs)  # type: ignore[return-value]  # R_co is a coroutine
+        return self._call_guarded(args, kwargs)  # type: ignore[return-value]  # R_co is a coroutine
+
+    @guarded
+    async def _call_guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return await self._call(args, kwargs)
 
     def _as_function(self) -> Callable[..., Any]:
         async def method(*args: Any, **kwargs: Any) -> Any:
-            return await self._call(args, kwargs)
+            return await self._call_guarded(args, kwargs)
 
         return method
 
     _wait = staticmethod(waits.wait_for_async)
 
     async def _result(self, returned: Any) -> Any:
-        return await returned if inspect.isawaitable(returned) else returned
+        return await steps_of_program(returned) if inspect.isawaitable(returned) else returned
 
 
 class Bound:

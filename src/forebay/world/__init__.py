@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any, Self
 
+from forebay._kernel.interrupts import guarded
 from forebay.errors import ConfigError
 from forebay.world.launchers import ranks
 from forebay.world.launchers import worker as dataloader_worker
@@ -48,6 +49,7 @@ class World:
         self.is_local_leader = self.worker_of_node == 0
 
     @classmethod
+    @guarded
     def detect(cls) -> Self:
         """Return the world according to this process's launcher: torch.distributed if initialised, Ray Train, torchrun, MPI, SLURM; a
         single rank if there is none. In a DataLoader worker, return that worker's world.

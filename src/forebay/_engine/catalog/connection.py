@@ -22,7 +22,7 @@ from forebay._engine.catalog.transactions import Ballast, Holding, Txn, Unreadab
 from forebay._engine.files.layout import PAGE, CatalogBroken, DiskFull
 from forebay._engine.files.root import Root
 from forebay._engine.index.head import CHANGED, NEXT, SharedHead
-from forebay._kernel import host, locks, waits
+from forebay._kernel import host, interrupts, locks, waits
 from forebay._logs import logger
 
 log = logger("forebay.catalog")
@@ -277,6 +277,7 @@ class Catalog:
 
     def all(self, sql: str, *values: Any) -> list[Any]:
         """The rows of one statement, fetched to the end: a reader that stays open would let the log grow."""
+        interrupts.point()
         try:
             for _ in range(TRIES):
                 rows = self._try_all(sql, values)
@@ -359,13 +360,15 @@ class Catalog:
     @contextlib.contextmanager
     def write(self, timeout: float | None = None) -> Iterator[Txn]:
         """One transaction under the writer lock. Leaves by an exception: nothing of it is kept. ``timeout``: see `WriterLock.holding`."""
+        interrupts.point()
         try:
             with self._writer.holding(timeout):
                 self.check_same()
                 self._recover()
                 txn = Txn(self._ids, self._unreadable, self._renew_locked)
                 try:
-                    with self._mutex, translated():
+                    # A handler may use the cache, whose statements would be a part of this transaction.
+                    with interrupts.shielded(), self._mutex, translated():
                         try:
                             self._begin_locked(txn)
                             yield txn
@@ -400,7 +403,7 @@ class Catalog:
     def again(self, work: Callable[[Txn], object]) -> None:
         """One more transaction, of a caller that holds the writer lock and is in none; nothing follows its commit."""
         txn = Txn(self._ids, self._unreadable, self._renew_locked)
-        with self._mutex, translated():
+        with interrupts.shielded(), self._mutex, translated():
             try:
                 self._begin_locked(txn)
                 work(txn)

@@ -35,7 +35,7 @@ from forebay._engine.files.layout import PAGE, CatalogBroken, DiskFull
 from forebay._engine.files.root import Root
 from forebay._engine.index.head import NUMBERS as NUMBERS
 from forebay._engine.index.head import SLOTS as SLOTS
-from forebay._kernel import host, locks, waits
+from forebay._kernel import host, interrupts, locks, waits
 from forebay._kernel.below import Below
 from forebay._logs import logger
 from forebay.errors import WriterBusy as WriterBusy
@@ -459,7 +459,7 @@ class WriterLock:
 
     def _wait_for_thread(self, timeout: float) -> None:
         began = time.monotonic()
-        got = self._turn.acquire(timeout=timeout)
+        got = any(self._turn.acquire(timeout=turn) for turn in interrupts.turns(timeout))
         waited = time.monotonic() - began
         waits.time_limit.spend(waited)
         if not got:
@@ -482,6 +482,7 @@ class WriterLock:
         pause = PAUSE
         while time.monotonic() < until:
             time.sleep(random.uniform(pause / 2, pause))
+            interrupts.point()
             if self._try():
                 waits.time_limit.spend(time.monotonic() - began)
                 return

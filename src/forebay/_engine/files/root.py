@@ -29,7 +29,7 @@ from forebay._engine.files.layout import (
     parse_directory_name,
     parse_tmp_name,
 )
-from forebay._kernel import host, locks
+from forebay._kernel import host, interrupts, locks
 from forebay._logs import logger
 from forebay.errors import NewerFormat, RootRefused
 
@@ -142,7 +142,7 @@ def _empty_older(root: Root) -> None:
         while not lock.try_lock(0, exclusive=True):  # another process may be doing the same
             if time.monotonic() > until:
                 _refuse(root.path, f"a root of format {VERSION}", "an older one that processes have open", "end them")
-            time.sleep(0.05)
+            interrupts.sleep(0.05)
         if root.is_same():
             return
         for folder in ("slots", "index"):

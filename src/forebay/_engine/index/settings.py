@@ -33,7 +33,7 @@ import xxhash
 from forebay import errors
 from forebay._engine.files.layout import Root
 from forebay._engine.index.head import LARGEST_LIMIT, SETTINGS, SharedHead
-from forebay._kernel import host, locks
+from forebay._kernel import host, interrupts, locks
 from forebay._logs import logger
 from forebay._model import Policy
 from forebay.errors import CacheFault
@@ -212,7 +212,7 @@ class SharedSettings:
             if time.monotonic() > until:
                 holder = locks.describe_holders(self._root.path / "FORMAT", _LOCK)
                 raise errors.WriterBusy(f"{self._root.settings} is being changed by {holder}", waited=PATIENCE, holder=holder)
-            time.sleep(0.002)
+            interrupts.sleep(0.002)
         try:
             yield
         finally:

@@ -25,7 +25,7 @@ from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HIT
 from forebay._engine.index.head import SharedHead
 from forebay._engine.leases import Lease
 from forebay._engine.packs.segments import GONE, MANY_HITS, Appender, Finder, Mapped, finder
-from forebay._kernel import host, mappings
+from forebay._kernel import host, interrupts, mappings
 from forebay._model import Buffer
 
 MAPPED = 1 << 20
@@ -105,6 +105,7 @@ class Pack:
         Raises IndexError, and `Closed`."""
         return self.finder()(slot, copy)
 
+    @interrupts.guarded
     def _find_slowly(self, slot: int, copy: bool) -> memoryview | None:
         slot = self._checked(slot)
         if not self._ends[slot] and not self._locate(slot):

@@ -31,7 +31,7 @@ from forebay._engine.space import eviction
 from forebay._engine.space.eviction import SPACE_WORD, Eviction
 from forebay._engine.space.free_space import FreeSpace, SpaceDeficit, SpaceRequest
 from forebay._engine.space.ranking import EvictionCandidate, Ranking, Scope
-from forebay._kernel import events, locks, waits
+from forebay._kernel import events, interrupts, locks, waits
 from forebay._logs import logger
 
 log = logger("forebay.budget")
@@ -194,7 +194,8 @@ class Budget:
                 search.is_stuck = False
                 search.picks.clear()  # entries that others published are new, and files that a swept tree linked can be evicted now
         except BaseException:
-            self._give_up(search)
+            with interrupts.shielded():
+                self._give_up(search)
             raise
         if request is not None:
             self._in_vain[request.space] = time.monotonic() + IN_VAIN, self.room.charge_of(request)
@@ -217,6 +218,7 @@ class Budget:
         if not contended or time.monotonic() >= wait_until:
             return False
         self._words.sleep(SPACE_WORD, 0.02)
+        interrupts.point()
         return True
 
     def grant(self, txn: Txn, request: SpaceRequest, search: Search) -> Reservation:

@@ -18,6 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from forebay import errors
+from forebay._kernel import interrupts
 from forebay._logs import logger
 from forebay.adapters.ray.values import HeadValues, RemoteValues, Unreachable
 from forebay.cache import Cache, fetcher_of
@@ -203,7 +204,7 @@ class Session:
         ray.kill(handle)
         until = time.monotonic() + ANSWER_TIMEOUT
         while self.handle() is not None and time.monotonic() < until:
-            time.sleep(0.02)
+            interrupts.sleep(0.02)
 
     # -- the location of the cache ---------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from forebay import errors
-from forebay._kernel import host, locks, mappings
+from forebay._kernel import host, interrupts, locks, mappings
 from forebay.claims import members
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ def _size_of(fd: int, name: str) -> int:
     while not (size := os.fstat(fd).st_size):
         if time.monotonic() >= until:
             raise ValueError(f"the shared memory {name!r} is empty: its creator did not finish it")
-        time.sleep(_PAUSE)
+        interrupts.sleep(_PAUSE)
     return size
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pycurl
 
+from forebay._kernel import interrupts
 from forebay._kernel.waits import SharedLimit
 from forebay.errors import RemoteProtocolError, RemoteTimeout
 from forebay.remote.base import AttemptFailed, CallAborted, Limits, Permit
@@ -32,7 +33,6 @@ _SUPPRESS_CONNECT_HEADERS, _E_WEIRD_SERVER_REPLY, _E_PROXY, _E_TOO_LARGE = 265, 
 _STOP = -1  # what a callback returns to end its transfer
 LAST_MOMENT = 0.2  # seconds
 _NOBODY = 1 << 62  # bytes that no thread waits for: to notify none takes as long as to take a piece
-_LOOK = 1.0  # seconds of one wait: a signal that comes just before the kernel begins to wait is handled when the wait ends
 
 
 class Headers(Mapping[str, str]):
@@ -234,7 +234,8 @@ class HttpTransfer:
         with self._lock:
             while not (self._ended or (self._has_head and self._size >= wanted)):
                 self._wanted = wanted
-                self._changed.wait(_LOOK)
+                interrupts.point()
+                self._changed.wait(interrupts.TURN)
             self._wanted = _NOBODY
 
     def read(self, size: int, at_least: int = 1) -> bytes:

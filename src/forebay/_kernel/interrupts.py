@@ -1,0 +1,443 @@
+"""Signals wait while a public call runs, and are delivered at named points.
+
+A handler of Python's `signal` runs between any two instructions of the main thread, and what it raises (KeyboardInterrupt, a time limit)
+may strike just after a lock was taken and before the block that releases it is entered: on Python 3.14 even between ``with lock`` and its
+body. Locks cannot be made safe against that one by one. So the outermost public call replaces each handler by one that only notes the
+signal (`guarded`). The handlers run where nothing is half done: at each `point`, in the turns of all waits and loops, where what they raise
+is an ordinary exception, or at the end of the call. After a handler has raised, no other one runs until the call has ended.
+
+Only the main thread runs handlers, so in every other thread all of this does nothing. A signal that comes again a second after it was noted
+is delivered at once: a call that hangs can be stopped."""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # `signal` makes enumerations of all numbers, which takes thrice as long
+import ctypes
+import functools
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
+from itertools import compress
+from threading import get_ident
+from types import FrameType, FunctionType, TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+T = TypeVar("T")
+
+PATIENCE = 1.0
+"""Seconds after which a signal that comes again is delivered at once."""
+TURN = 0.1
+"""The longest time, in seconds, between two points."""
+LATER = 0.001
+"""Seconds after which a signal is sent again that came during a finalizer or a fork: Python ignores what these raise."""
+_SIGNALS = tuple(range(1, 32))
+_SPECIAL = frozenset((
+    "__aenter__", "__aexit__", "__anext__", "__call__", "__contains__", "__del__", "__delitem__", "__enter__", "__exit__", "__getitem__",
+    "__init__", "__iter__", "__len__", "__next__", "__setitem__"))  # fmt: skip
+
+_sigaction = ctypes.PyDLL(None).sigaction
+_sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+_action = ctypes.create_string_buffer(256)  # a struct sigaction; its first word is the address of the handler
+_action_at = ctypes.addressof(_action)
+_GENERATOR, _COROUTINE = 0x20, 0x80  # flags of code, as `inspect` names them
+_END = object()
+_ADDRESS = slice(ctypes.sizeof(ctypes.c_void_p))
+
+_main = threading.main_thread().ident
+_inside = False
+"""Whether a guarded call runs in the main thread, and no function of the program's own inside it."""
+_raised = False
+"""Whether a handler has raised in this call."""
+_shields = 0
+"""How many blocks are entered in which no handler may run."""
+_saved: dict[int, tuple[Any, bytes]] = {}
+"""By signal, the handler that `_note` replaces, and the action of the system if it has other flags than `signal.signal` sets."""
+_noted: dict[int, float] = {}
+"""The signals to be delivered, in order of arrival, and when they came."""
+_plain = b""
+"""The action that `signal.signal` sets: a function of Python's own, and flags."""
+
+
+class Delivered(BaseException):
+    """Carries what a handler raised at a point to the end of the call, which raises that. A time limit may raise an OSError, which the code
+    in between would take for a fault of the disk."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+# -- handlers ----------------------------------------------------------------------------------------------------------
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """The handler of all signals during a guarded call."""
+    now = time.monotonic()
+    if now - _noted.setdefault(number, now) >= PATIENCE and number in _saved:
+        _noted.pop(number, None)
+        _saved[number][0](number, frame)
+
+
+def _begin() -> None:
+    """Replace all handlers by `_note`. Caller: calls `_end` in any event."""
+    global _inside, _main
+    _inside = True
+    for number in compress(_SIGNALS, map(callable, map(_signal.getsignal, _SIGNALS))):
+        handler = _signal.getsignal(number)
+        if handler is _note:
+            continue
+        _sigaction(number, None, _action_at)
+        action = _action.raw
+        if action != _plain and action[_ADDRESS] != _plain_action(number, handler, action)[_ADDRESS]:
+            continue  # C code has put a function of its own in front of Python's
+        action = b"" if action == _plain else action
+        _saved[number] = handler, action
+        try:
+            _signal.signal(number, _note)
+        except ValueError:  # in a subinterpreter no thread runs handlers
+            _main = None
+            return
+        if action:
+            _sigaction(number, action, None)
+
+
+def _plain_action(number: int, handler: Any, action: bytes) -> bytes:
+    global _plain
+    if not _plain:
+        _signal.signal(number, handler)
+        _sigaction(number, None, _action_at)
+        _plain = _action.raw
+        _sigaction(number, action, None)
+    return _plain
+
+
+def _put_back() -> None:
+    """Restore the handlers, except where the program has set others meanwhile. Can be interrupted, and repeated."""
+    for number, (handler, action) in tuple(_saved.items()):
+        if _signal.getsignal(number) is _note:
+            _signal.signal(number, handler)
+            if action:
+                _sigaction(number, action, None)
+        _saved.pop(number, None)
+
+
+def _end(*, later: bool = False) -> None:
+    """Restore the handlers, and run those of the signals that were noted, or have these sent again ``later``."""
+    global _inside, _raised, _shields
+    _inside = False  # first: if handlers raise between the next lines, the end of the next call does what is left
+    try:
+        _put_back()
+    finally:
+        if _saved:
+            _put_back()
+        _raised, _shields = False, 0
+    if _noted and later:
+        _send_again()
+    elif _noted:
+        _run_handlers()
+
+
+def _run_handlers() -> None:
+    while _noted:
+        number = next(iter(_noted))
+        _noted.pop(number, None)
+        handler = _signal.getsignal(number)
+        try:
+            if callable(handler):
+                handler(number, sys._getframe())
+            elif handler == signal.SIG_DFL:
+                _signal.raise_signal(number)
+        except BaseException:
+            if _noted:
+                _run_handlers()
+            raise
+
+
+def _send_again() -> None:
+    """Send what was noted to the main thread a moment later, when it is out of the finalizer or the hook that runs now."""
+    numbers = tuple(_noted)
+    _noted.clear()
+
+    def send() -> None:
+        time.sleep(LATER)
+        for number in numbers:
+            signal.pthread_kill(_main or 0, number)
+
+    threading.Thread(target=send, name="forebay-signals", daemon=True).start()
+
+
+# -- inside a call -----------------------------------------------------------------------------------------------------
+
+
+def point() -> None:
+    """Deliver the signals that were noted. Caller: holds nothing that an exception would leave behind."""
+    if _noted and _inside and not _raised and not _shields and get_ident() == _main:
+        with outside():
+            pass
+
+
+def turns(seconds: float | None = None) -> Iterator[float]:
+    """Split a wait of so many seconds (None: without an end) into waits of at most `TURN`, with a point after each."""
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    left = math.inf if seconds is None else max(seconds, 0.0)
+    while True:
+        yield min(left, TURN)
+        point()
+        left = until - time.monotonic()
+        if left <= 0:
+            return
+
+
+def sleep(seconds: float) -> None:
+    """`time.sleep`, in `turns`."""
+    for turn in turns(seconds):
+        time.sleep(turn)
+
+
+class outside:
+    """Around a function of the program's own that makes a value: the program's handlers are in place."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = (_raised, _shields) if _inside and get_ident() == _main else None
+        if self._before is not None:
+            try:
+                _end()
+            except BaseException as error:  # noqa: BLE001 (raised at the end of the call)
+                _resume(True, self._before[1])
+                raise Delivered(error) from None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._before is not None:
+            raised, shields = self._before
+            _resume(raised or (kind is not None and not issubclass(kind, Exception)), shields)
+
+
+def _resume(raised: bool, shields: int) -> None:
+    """Go on with a guarded call."""
+    global _raised, _shields
+    try:
+        _begin()
+    except BaseException as error:  # noqa: BLE001 (raised at the end of the call)
+        _begin()
+        _raised, _shields = True, shields
+        raise Delivered(error) from None
+    _raised, _shields = raised, shields
+
+
+class shielded:
+    """Around a cleanup that must be done, a finalizer, or a fork: no handler runs. If no guarded call runs, signals that come are sent
+    again later, since Python ignores what a finalizer raises."""
+
+    __slots__ = ("_is_inside", "_is_main")
+
+    def __enter__(self) -> None:
+        global _shields
+        self._is_main, self._is_inside = get_ident() == _main, _inside
+        if self._is_main and not self._is_inside:
+            try:
+                _begin()
+            except BaseException:
+                _end()
+                raise
+        if self._is_main:
+            _shields += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        global _shields
+        if self._is_main and self._is_inside:
+            _shields -= 1
+        elif self._is_main:
+            _end(later=True)
+
+
+def after_fork_child() -> None:
+    """In a child, which has one thread: that runs the handlers from now on. What was noted is the parent's."""
+    global _main
+    _noted.clear()
+    if get_ident() != _main:
+        _main = get_ident()
+        _end()
+
+
+# -- public calls ------------------------------------------------------------------------------------------------------
+
+
+def guarded(function: Callable[P, R]) -> Callable[P, R]:
+    """Have signals wait while ``function`` runs, unless a guarded call runs already. Of a function that returns a generator or a coroutine,
+    each step is guarded. What a call returns is dropped if a handler raises at the end of the call: see `undone_by`."""
+    flags = function.__code__.co_flags if isinstance(function, FunctionType) else 0
+    if flags & _GENERATOR:
+        return functools.wraps(function)(lambda *args, **kwargs: Steps(function(*args, **kwargs)))  # type: ignore[arg-type, return-value]
+    if flags & _COROUTINE:
+
+        @functools.wraps(function)
+        async def awaited(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return await _Awaitable(function(*args, **kwargs), Steps)
+
+        return awaited  # type: ignore[return-value]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _inside or get_ident() != _main:
+            return function(*args, **kwargs)
+        try:
+            try:
+                _begin()
+                return function(*args, **kwargs)
+            except Delivered as delivered:
+                error = delivered.error
+        finally:
+            _end()
+        raise error
+
+    return call
+
+
+def undone_by(undo: Callable[[Any], object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """`guarded`, for a function whose result does not end when it is dropped: ``undo`` ends it."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        undo_guarded = guarded(undo)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            done: list[R] = []
+            try:
+                guarded(lambda: done.append(function(*args, **kwargs)))()
+                return done[0]
+            except BaseException:
+                if done:
+                    undo_guarded(done[0])
+                raise
+
+        return call
+
+    return decorate
+
+
+def finalizer(function: Callable[P, R]) -> Callable[P, R]:
+    """Have signals wait while a finalizer runs, wherever it does."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with shielded():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def guarded_methods(*but: str) -> Callable[[C], C]:
+    """Guard the public methods and properties that a class defines, its special methods and its finalizer, except those in ``but``."""
+
+    def decorate(cls: C) -> C:
+        for name, member in tuple(vars(cls).items()):
+            is_public = name in _SPECIAL or not name.startswith("_")
+            if name in but or not is_public or hasattr(member, "__wrapped__"):  # such as what is guarded already
+                continue
+            if isinstance(member, FunctionType):
+                setattr(cls, name, finalizer(member) if name == "__del__" else guarded(member))
+            elif isinstance(member, (classmethod, staticmethod)):
+                setattr(cls, name, type(member)(guarded(member.__func__)))
+            elif isinstance(member, property):
+                getter, setter = member.fget and guarded(member.fget), member.fset and guarded(member.fset)
+                setattr(cls, name, property(getter, setter, member.fdel, member.__doc__))
+        return cls
+
+    return decorate
+
+
+def of_program(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, of the program's own, whose calls run `outside`."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with outside():
+            return function(*args, **kwargs)
+
+    return call
+
+
+async def steps_of_program(awaitable: Awaitable[T]) -> T:
+    """The result of what the program's own function returned, each step of which runs `outside`."""
+    return await _Awaitable(awaitable, _StepsOutside)  # type: ignore[no-any-return]
+
+
+def items_of_program(iterable: Iterable[T]) -> Iterator[T]:
+    """The items of an iterable of the program's own, which may be slow: its code runs `outside`."""
+    if isinstance(iterable, (list, tuple, dict)):
+        yield from iterable
+        return
+    with outside():
+        items = iter(iterable)
+    while True:
+        with outside():
+            item = next(items, _END)
+        if item is _END:
+            return
+        yield item  # type: ignore[misc]
+
+
+class Steps(Generator[Any, Any, Any]):
+    """A generator or a coroutine of which each step is guarded."""
+
+    def __init__(self, steps: Generator[Any, Any, Any] | Coroutine[Any, Any, Any]) -> None:
+        self._steps = steps
+
+    @guarded
+    def __next__(self) -> Any:
+        return self._steps.send(None)
+
+    @guarded
+    def send(self, value: Any) -> Any:
+        return self._steps.send(value)
+
+    @guarded
+    def throw(self, *error: Any) -> Any:
+        return self._steps.throw(*error)
+
+    @guarded
+    def close(self) -> None:
+        self._steps.close()
+
+    @finalizer
+    def __del__(self) -> None:
+        self._steps.close()
+
+
+class _StepsOutside(Generator[Any, Any, Any]):
+    """A coroutine of the program's own, of which each step runs `outside`."""
+
+    def __init__(self, steps: Any) -> None:
+        with outside():
+            self._steps = steps.__await__()
+
+    def __next__(self) -> Any:
+        with outside():
+            return next(self._steps)
+
+    def send(self, value: Any) -> Any:
+        with outside():
+            return self._steps.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        with outside():
+            return self._steps.throw(*error)
+
+    def close(self) -> None:
+        with outside():
+            self._steps.close()
+
+
+class _Awaitable:
+    def __init__(self, coroutine: Any, steps: Callable[[Any], Generator[Any, Any, Any]]) -> None:
+        self._coroutine, self._steps = coroutine, steps
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._steps(self._coroutine)

@@ -1,0 +1,180 @@
+"""A signal at any line of a call: afterwards nothing is locked, and everything works, here and in another process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import forebay
+import forebay.claims
+from forebay._kernel import interrupts
+from forebay.testing import ScriptedServer
+from tests import parts
+from tests.harness import MiB
+from tests.interrupts.every_line import Interrupt, Moments, held_locks
+from tests.items import until
+from tests.processes import ProcessGroup
+
+STRIDE = 3 * parts.PARTS
+"""`make test` sends a signal at one line in so many, `make test-all` at each."""
+
+
+class Place:
+    """A cache, a server and what the calls below use, made before anything is interrupted."""
+
+    def __init__(self, folder: Path, server: ScriptedServer) -> None:
+        self.cache = forebay.Cache(folder / "root", budget=64 * MiB)
+        self.server, self.folder, self.number = server, folder, 0
+        self.samples = self.cache.samples("s", 100_000)
+        self.pool = self.cache.prefetcher(server.url + "/pool", name="pool", workers=2, budget=32 * MiB)
+        self.function = self.cache.tasks("t").cached(_square)
+        self.claim = forebay.claim([], world=forebay.World(1, 1, 1, 0), job=f"interrupts {os.getpid()}")
+        self.lock = self.claim.lock("lock")
+        self.files = fsspec.filesystem("memory")
+
+    def url(self, size: int = 100_000) -> str:
+        self.number += 1
+        return self.server.put(f"/{self.number}.bin", bytes([self.number % 256]) * size)
+
+    def slot(self) -> int:
+        self.number += 1
+        return self.number
+
+    def new(self) -> str:
+        self.number += 1
+        return f"k{self.number}"
+
+
+def _square(x: int) -> int:
+    return x * x
+
+
+def _read_lazy(place: Place) -> Any:
+    place.server.put(f"/pool/{(name := place.new())}", b"p" * 30_000)
+    return lambda: place.pool.get_lazy(name).get()
+
+
+def _stream(place: Place) -> Any:
+    names = [place.new() for _ in range(3)]
+    for name in names:
+        place.server.put(f"/pool/{name}", b"p" * 30_000)
+    return lambda: list(place.pool.stream(names))
+
+
+def _with_lock(place: Place) -> Callable[[], None]:
+    def call() -> None:
+        with place.claim.lock("lock"):
+            pass
+
+    return call
+
+
+def _closed(make: Callable[[Any], Any], argument: Any) -> None:
+    make(argument).close()
+
+
+def _directory(place: Place) -> Any:
+    folder = f"/runs/{place.new()}"
+    for name in "ab":
+        place.files.pipe(f"{folder}/{name}", name.encode() * 30_000)
+    return lambda: place.cache.directory(folder, filesystem=place.files).close()
+
+
+def _read_blocks(place: Place, url: str) -> None:
+    with place.cache.open(url, block_size="64KiB") as file:
+        file.read()
+
+
+def _claimed(place: Place, name: str) -> None:
+    with forebay.claim([], world=forebay.World(1, 1, 1, 0), job=place.claim.job, name=name):
+        pass
+
+
+def _evict(place: Place) -> Callable[[], Any]:
+    place.cache.put("gone", b"g" * 30_000)
+    return lambda: place.cache.evict("values:gone")
+
+
+def _pin(place: Place) -> Callable[[], Any]:
+    place.cache.put("pinned", b"g" * 30_000)
+    return lambda: place.cache.pin("values:pinned")
+
+
+CALLS: dict[str, Callable[[Place], Callable[[], Any]]] = {
+    "put a value": lambda place: partial(place.cache.put, place.new(), b"v" * 1000),
+    "put a file": lambda place: partial(place.cache.put, place.new(), b"f" * 100_000),
+    "put a large file": lambda place: partial(place.cache.put, place.new(), b"f" * 3 * MiB),
+    "replace": lambda place: partial(place.cache.put, "same", os.urandom(40_000)),
+    "get_or_put": lambda place: partial(place.cache.get_or_put, place.new(), lambda: b"m" * 30_000),
+    "read": lambda place: partial(place.cache.read, place.url()),
+    "read a large object": lambda place: partial(place.cache.read, place.url(2 * MiB)),
+    "read_many": lambda place: partial(place.cache.read_many, [place.url() for _ in range(3)]),
+    "local": lambda place: partial(_closed, place.cache.local, place.url()),
+    "local_many": lambda place: partial(_closed, place.cache.local_many, [place.url() for _ in range(2)]),
+    "directory": _directory,
+    "open by blocks": lambda place: partial(_read_blocks, place, place.url(MiB)),
+    "samples": lambda place: partial(place.samples.put, place.slot(), b"s" * 1000),
+    "samples.get_or_put": lambda place: partial(place.samples.get_or_put, place.slot(), lambda: b"s" * 900),
+    "a lazy": _read_lazy,
+    "a stream": _stream,
+    "a cached call": lambda place: partial(place.function, place.slot()),
+    "a claim": lambda place: partial(_claimed, place, place.new()),
+    "a lock": _with_lock,
+    "evict": _evict,
+    "pin": _pin,
+}
+
+
+def interrupt(*_: object) -> None:
+    raise Interrupt
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("FOREBAY_CLAIMS", str(tmp_path / "claims"))
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with ScriptedServer() as server:
+            made = Place(tmp_path, server)
+            yield made
+            made.claim.close()
+            made.samples.close()
+            made.cache.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_signal_at_any_line(place: Place, name: str, children: ProcessGroup) -> None:
+    moments, make = Moments(), CALLS[name]
+    for _ in range(3):  # what is opened once
+        moments.run(make(place))
+    held, at, raised = {*held_locks()}, 1, 0
+    while True:
+        if parts.takes(at, STRIDE):
+            call = make(place)
+            raised += moments.run(call, at)
+            if not moments.where:
+                break
+            where = f"a signal at line {at}: {moments.where}"
+            gc.collect()
+            for claim in [*forebay.claims._open.values()]:  # one that was interrupted before it was closed stays open
+                if claim is not place.claim:
+                    claim.close()
+            assert not interrupts._saved, where
+            assert signal.getsignal(signal.SIGUSR1) is interrupt, where
+            assert place.cache.put("after", where.encode()), where
+            until(lambda: {*held_locks()} <= held, where)  # a thread that loads ahead goes on
+        at += 1
+    assert raised > at // STRIDE // 2, f"the handler raised in {raised} of about {at // STRIDE} calls"
+    root = place.folder / "root"
+    assert children(lambda: forebay.Cache(root).put("from another process", b"x" * 30_000)).result()
+    assert place.cache.check() == []
