@@ -6,6 +6,7 @@ import io
 import re
 import signal
 import socket
+import sys
 import tarfile
 import tempfile
 from contextlib import closing
@@ -16,6 +17,7 @@ import pytest
 from forebay.cli.demo import DemoFailed, Workers, pack, pack_objects
 from forebay.testing import ScriptedServer
 from tests import pages
+from tests.processes import in_child
 
 from .conftest import Run, Terminal
 
@@ -58,6 +60,22 @@ def test_objects_differ_and_have_the_size_that_was_asked_for() -> None:
     contents = set(pack_objects(count=200, size=20_480).values())
     assert {len(content) for content in contents} == {20_480}
     assert len(contents) == 200
+
+
+def test_shards_and_objects_contain_no_file_of_this_machine() -> None:
+    """Which may be a symbolic link, a FIFO, or unreadable: distributions have such in the library of Python."""
+
+    def opened() -> list[object]:
+        found = list[object]()
+        sys.addaudithook(lambda event, given: found.append(given[0]) if event in ("open", "os.listdir", "os.scandir") else None)
+        shards = pack(total=100_000, count=2)
+        assert pack_objects(count=2, size=1000)
+        for data in shards.values():
+            with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+                assert all(member.isreg() for member in tar)
+        return found
+
+    assert in_child(opened) == []
 
 
 @pytest.mark.processes
