@@ -1,7 +1,7 @@
 # A fresh machine needs Python >= 3.11 and make; everything else goes into VENV.
-# Another interpreter gets an environment of its own: `make test PYTHON=python3.13` uses .venv-python3.13.
+# Another interpreter gets an environment of its own: PYTHON=python3.13 uses .venv-python3.13, /usr/bin/python3 .venv-usr-bin-python3.
 PYTHON ?= python3
-VENV   ?= .venv$(addprefix -,$(filter-out python3,$(notdir $(PYTHON))))
+VENV   ?= .venv$(addprefix -,$(subst /,-,$(patsubst /%,%,$(filter-out python3,$(PYTHON)))))
 PYTEST_ARGS ?=
 # Tests wait as much as they compute: three at once keep two cores busy.
 TEST_JOBS ?= 3
@@ -20,7 +20,7 @@ help:            ## this list
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed: make PYTHON=/path/to/python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; } # Debian without python3-venv leaves half an environment
 
 # The package alone: enough for the demo.
 $(VENV)/.core: pyproject.toml | $(VENV)/bin/python
