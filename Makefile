@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example example-flow example-claims quick test test-all retest quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-fsspec bench-epochs bench-policies plots screenshots deps docs clean
+.PHONY: help demo example example-flow example-claims quick test test-all quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-fsspec bench-epochs bench-policies plots screenshots deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -70,9 +70,6 @@ test: $(VENV)/.dev deps ## about 15 minutes: the suite, with the part of today o
 
 test-all: $(VENV)/.dev deps ## an hour: every test, crash point and mutant, on the disk of TMPDIR
 	@failed=0; $(MAKE) mutants || failed=1; ($(call RUN_TESTS,--part all --on-disk --timeout 1800)) || failed=1; exit $$failed
-
-retest: $(VENV)/.dev ## what failed, once more, one after the other
-	$(PY) -m pytest --last-failed --last-failed-no-failures=none
 
 quality: $(VENV)/.dev ## linters, types and layers: judges, changes nothing
 	$(BIN)/ruff check .
