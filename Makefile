@@ -84,7 +84,7 @@ style: $(VENV)/.dev ## puts right what can be put right by machine
 stress: $(VENV)/.dev deps ## half an hour of random load, kills, faults and power cuts
 	@$(call RUN_TESTS,-m stress --part all --timeout 1800)
 
-structure: $(VENV)/.dev ## the size of the library and of one call: fails when a number exceeds its ceiling
+structure: $(VENV)/.dev ## the size of the library and of one call: fails when a structural rule exceeds its ceiling
 	$(PY) tools/structure.py
 
 mutants: $(VENV)/.dev deps ## each deliberate breach of the code must turn its test red
