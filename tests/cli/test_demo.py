@@ -43,6 +43,19 @@ def test_the_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(tmp_path.glob("forebay-demo-*")) == []
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGHUP, 128 + signal.SIGHUP)]
+)
+def test_a_demo_that_is_ended_leaves_nothing(tmp_path: Path, sent: signal.Signals, code: int) -> None:
+    with Terminal("demo", "--size", "4MB", "--rate", "100kB", TMPDIR=str(tmp_path)) as terminal:
+        terminal.read("epoch 1")
+        assert len(list(tmp_path.glob("forebay-demo-*"))) == 1
+        terminal.process.send_signal(sent)
+        assert terminal.end() == code
+    assert list(tmp_path.glob("forebay-demo-*")) == []
+
+
 @pytest.mark.parametrize("options", [("--size", "1kB"), ("--rate", "1"), ("--workers", "0")])
 def test_a_demo_that_makes_no_sense(run: Run, options: tuple[str, ...]) -> None:
     assert run("demo", *options).code == 2
