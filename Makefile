@@ -1,7 +1,7 @@
 # A fresh machine needs Python >= 3.11 and make; everything else goes into VENV.
-# Another interpreter gets an environment of its own: `make test PYTHON=python3.13` uses .venv-python3.13.
+# Another interpreter gets an environment of its own: PYTHON=python3.13 uses .venv-python3.13, /usr/bin/python3 .venv-usr-bin-python3.
 PYTHON ?= python3
-VENV   ?= .venv$(addprefix -,$(filter-out python3,$(notdir $(PYTHON))))
+VENV   ?= .venv$(addprefix -,$(subst /,-,$(patsubst /%,%,$(filter-out python3,$(PYTHON)))))
 PYTEST_ARGS ?=
 # Tests wait as much as they compute: three at once keep two cores busy.
 TEST_JOBS ?= 3
@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example example-flow example-claims quick test test-all retest quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-fsspec bench-epochs bench-policies plots screenshots deps docs clean
+.PHONY: help demo example example-flow example-claims quick test test-all quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale bench-start bench-touch bench-blocks bench-fsspec bench-epochs bench-policies plots screenshots deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -20,7 +20,7 @@ help:            ## this list
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed: make PYTHON=/path/to/python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; } # Debian without python3-venv leaves half an environment
 
 # The package alone: enough for the demo.
 $(VENV)/.core: pyproject.toml | $(VENV)/bin/python
@@ -71,9 +71,6 @@ test: $(VENV)/.dev deps ## about 15 minutes: the suite, with the part of today o
 test-all: $(VENV)/.dev deps ## an hour: every test, crash point and mutant, on the disk of TMPDIR
 	@failed=0; $(MAKE) mutants || failed=1; ($(call RUN_TESTS,--part all --on-disk --timeout 1800)) || failed=1; exit $$failed
 
-retest: $(VENV)/.dev ## what failed, once more, one after the other
-	$(PY) -m pytest --last-failed --last-failed-no-failures=none
-
 quality: $(VENV)/.dev ## linters, types and layers: judges, changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -87,7 +84,7 @@ style: $(VENV)/.dev ## puts right what can be put right by machine
 stress: $(VENV)/.dev deps ## half an hour of random load, kills, faults and power cuts
 	@$(call RUN_TESTS,-m stress --part all --timeout 1800)
 
-structure: $(VENV)/.dev ## the size of the library and of one call: fails when a number exceeds its ceiling
+structure: $(VENV)/.dev ## the size of the library and of one call: fails when a structural rule exceeds its ceiling
 	$(PY) tools/structure.py
 
 mutants: $(VENV)/.dev deps ## each deliberate breach of the code must turn its test red

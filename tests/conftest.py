@@ -26,7 +26,7 @@ from tests import parts
 from tests.processes import COMMON_GROUP, USERS, ProcessGroup
 from tests.starts import refuse, starts
 
-pytest_plugins = ["tests.remote_directories"]  # remote directories, and servers that count
+pytest_plugins = ["tests.known_flaky", "tests.remote_directories"]
 
 SRC = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join([SRC, *filter(None, [os.environ.get("PYTHONPATH")])])  # for interpreters that tests start

@@ -677,7 +677,7 @@ def copy_tree(place: Path) -> None:
 def run(place: Path, tests: Sequence[str], limit: float) -> tuple[int, float, str]:
     """pytest's exit status in the copy, seconds, and its output. A test that takes more than ``limit`` seconds has failed."""
     began = time.monotonic()
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "--timeout", f"{limit:.0f}"]
+    options = ["-x", "-q", "--runxfail", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "--timeout", f"{limit:.0f}"]
     command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
     with tempfile.TemporaryFile() as output:  # no pipe: a child that outlives its test would keep it open

@@ -6,6 +6,7 @@ import io
 import re
 import signal
 import socket
+import sys
 import tarfile
 import tempfile
 from contextlib import closing
@@ -16,6 +17,7 @@ import pytest
 from forebay.cli.demo import DemoFailed, Workers, pack, pack_objects
 from forebay.testing import ScriptedServer
 from tests import pages
+from tests.processes import in_child
 
 from .conftest import Run, Terminal
 
@@ -41,6 +43,19 @@ def test_the_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(tmp_path.glob("forebay-demo-*")) == []
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGHUP, 128 + signal.SIGHUP)]
+)
+def test_a_demo_that_is_ended_leaves_nothing(tmp_path: Path, sent: signal.Signals, code: int) -> None:
+    with Terminal("demo", "--size", "4MB", "--rate", "100kB", TMPDIR=str(tmp_path)) as terminal:
+        terminal.read("epoch 1")
+        assert len(list(tmp_path.glob("forebay-demo-*"))) == 1
+        terminal.process.send_signal(sent)
+        assert terminal.end() == code
+    assert list(tmp_path.glob("forebay-demo-*")) == []
+
+
 @pytest.mark.parametrize("options", [("--size", "1kB"), ("--rate", "1"), ("--workers", "0")])
 def test_a_demo_that_makes_no_sense(run: Run, options: tuple[str, ...]) -> None:
     assert run("demo", *options).code == 2
@@ -58,6 +73,22 @@ def test_objects_differ_and_have_the_size_that_was_asked_for() -> None:
     contents = set(pack_objects(count=200, size=20_480).values())
     assert {len(content) for content in contents} == {20_480}
     assert len(contents) == 200
+
+
+def test_shards_and_objects_contain_no_file_of_this_machine() -> None:
+    """Which may be a symbolic link, a FIFO, or unreadable: distributions have such in the library of Python."""
+
+    def opened() -> list[object]:
+        found = list[object]()
+        sys.addaudithook(lambda event, given: found.append(given[0]) if event in ("open", "os.listdir", "os.scandir") else None)
+        shards = pack(total=100_000, count=2)
+        assert pack_objects(count=2, size=1000)
+        for data in shards.values():
+            with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+                assert all(member.isreg() for member in tar)
+        return found
+
+    assert in_child(opened) == []
 
 
 @pytest.mark.processes

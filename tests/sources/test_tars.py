@@ -150,6 +150,35 @@ def test_what_gnu_tar_writes(tmp_path: Path) -> None:
         assert members_of(data, index_of(data)) == wanted, kind
 
 
+@every_format
+def test_what_is_no_file_of_a_directory_is_left_out(tmp_path: Path, kind: str) -> None:
+    """As `tarfile` packs a directory of a machine; a link leads to nothing if its target is missing, or was left out by whoever packed."""
+    place = tmp_path / "in"
+    place.mkdir()
+    Path(os.fsdecode(bytes(place) + b"/\xff")).write_bytes(b"no UTF-8")
+    (place / "outside").write_bytes(b"outside")
+    os.link(place / "outside", place / "a link to a file outside")
+    os.link(place / os.fsdecode(b"\xff"), place / "hard")
+    (place / "secret").write_bytes(b"secret")
+    (place / "secret").chmod(0)
+    os.mkfifo(place / "fifo")
+    (place / "dangling").symlink_to("/nonexistent")
+    (place / "soft").symlink_to("hard")
+    with tarfile.open(tmp_path / "x.tar", "w", format=FORMATS[kind]) as tar:
+        for path in sorted(place.iterdir(), reverse=True):  # hard links before what they are links to, too
+            if path.name == "outside":
+                tar.gettarinfo(path)  # as if it was in another shard: its links lead to nothing here
+            elif os.access(path, os.R_OK, follow_symlinks=False) or path.is_symlink():
+                tar.add(path, arcname=path.name)
+    source = TarSource(str(tmp_path / "x.tar"))
+    assert {key: source[key] for key in list(source.keys())} == {
+        "x.tar/\udcff": b"no UTF-8", "x.tar/hard": b"no UTF-8", **({"x.tar/secret": b"secret"} if os.geteuid() == 0 else {}),
+    }  # fmt: skip
+    for name in ("dangling", "soft", "fifo", "a link to a file outside"):
+        with pytest.raises(errors.NotFound, match="has no member"):
+            source[f"x.tar/{name}"]
+
+
 @pytest.mark.parametrize("kind", ["gnu", "posix", "oldgnu"])
 def test_a_file_with_holes_is_left_out_and_told(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     program = shutil.which("tar")

@@ -1,16 +1,13 @@
-"""`forebay demo`: worker processes read library files of this Python, packed into tar shards as training data is, from a slow server
-through one cache; one of them is killed with -9."""
+"""`forebay demo`: worker processes read tar shards of samples from a slow server through one cache; one of them is killed with -9."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import multiprocessing
 import os
 import random
 import signal
-import sysconfig
 import tarfile
 import tempfile
 import threading
@@ -39,11 +36,11 @@ if TYPE_CHECKING:
 SHARDS = 32
 SERVED = 10  # shards of --serve
 OBJECTS, OBJECT_SIZE = 200, 20_480  # a multiple of a disk block
+SAMPLE_SIZES = 1_000, 32_000  # smallest and largest
 LATENCY = 0.05  # seconds before each answer
 AHEAD = 2  # shards that are loaded while a worker reads one
 PAUSE = 0.25  # seconds between two measurements
 TIMEOUT = 120.0  # seconds without a message of any worker
-SKIPPED = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "ensurepip", "lib-dynload"})
 
 
 class DemoFailed(ForebayError, RuntimeError):
@@ -73,10 +70,10 @@ class Epoch:
 @click.option("--serve", is_flag=True, help="Only serve the data, on this machine, until Ctrl-C: a remote to try the cache on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8930, show_default=True, help="Where --serve listens.")
 def demo(size: str, rate: str, workers: int, serve: bool, port: int, as_json: bool) -> None:
-    """Show the cache at work: offline, in about half a minute. Worker processes read real data over HTTP twice, loading ahead; one is
+    """Show the cache at work: offline, in about half a minute. Worker processes read shards over HTTP twice, loading ahead; one is
     killed. Then three epochs over objects of which half fit.
 
-    The data are the library files of this Python, packed into shards. The cache is in a temporary folder that is removed at the end.
+    The data are random bytes, packed into tar shards as samples. The cache is in a temporary folder that is removed at the end.
     """
     total, per_second = parse_size(size, name="--size"), parse_size(rate, name="--rate")
     if total < 1_000_000 or per_second < 100_000:
@@ -86,11 +83,29 @@ def demo(size: str, rate: str, workers: int, serve: bool, port: int, as_json: bo
             raise click.UsageError("--json and --serve exclude each other")
         _serve(total, per_second, port)
         return
-    result, output = _play(total, per_second, workers, quiet=as_json), Output(as_json)
+    with _exiting_at_signals():
+        result, output = _play(total, per_second, workers, quiet=as_json), Output(as_json)
     output.document(result)
     _show(result, output)
     if result["damaged"] or not result["budget_held"]:
         raise click.exceptions.Exit(FAILED)
+
+
+@contextlib.contextmanager
+def _exiting_at_signals() -> Iterator[None]:
+    """Let signals that would end this process leave the block first, as Ctrl-C does: its temporary folder is removed."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ending:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _serve(total: int, rate: int, port: int) -> None:
@@ -114,36 +129,26 @@ def _serve(total: int, rate: int, port: int) -> None:
 
 
 def pack(total: int, count: int) -> dict[str, bytes]:
-    """Return ``count`` tar shards by name, of about ``total`` bytes together; files are repeated if there are not enough."""
-    files, shards = _library_files(), {}
+    """Return ``count`` tar shards by name, of about ``total`` bytes together. Their samples are random bytes, the same in each call."""
+    shards = {}
     for number in range(count):
-        data = io.BytesIO()
+        chance, data = random.Random(number), io.BytesIO()
         with tarfile.open(fileobj=data, mode="w") as tar:
             while tar.offset < total / count:
-                turn, file = next(files)
-                tar.add(file, arcname=f"{turn}/{file.name}", recursive=False)
+                sample = tarfile.TarInfo(f"{number:03d}-{len(tar.getmembers()):06d}.bin")
+                sample.size = chance.randint(*SAMPLE_SIZES)
+                tar.addfile(sample, io.BytesIO(chance.randbytes(sample.size)))
         shards[f"shard-{number:03d}.tar"] = data.getvalue()
     return shards
 
 
 def pack_objects(count: int, size: int) -> dict[str, bytes]:
     """Return ``count`` different objects of ``size`` bytes by name."""
-    text = b"".join(file.read_bytes() for _, file in itertools.islice(_library_files(), 50))
-    text *= size // len(text) + 2
-    return {f"object-{n:03d}": text[(start := n * 997 % (len(text) - size)) : start + size] for n in range(count)}
-
-
-def _library_files() -> Iterator[tuple[int, Path]]:
-    """Yield the library files of this Python again and again, with the number of the turn."""
-    library = Path(sysconfig.get_path("stdlib"))
-    files = sorted(path for path in library.rglob("*.py") if not SKIPPED & set(path.relative_to(library).parts) and path.is_file())
-    if not files:
-        raise FileNotFoundError(f"no library files below {library}: this Python has none to pack")
-    return ((turn, file) for turn in itertools.count() for file in files)
+    return {f"object-{number:03d}": random.Random(number).randbytes(size) for number in range(count)}
 
 
 def work(root: Path, url: str, pipe: Connection) -> None:
-    """Run a worker. It receives lists of shards below ``url``, and reads their files as a data loader does, while a prefetcher loads the
+    """Run a worker. It receives lists of shards below ``url``, and reads their samples as a data loader does, while a prefetcher loads the
     next shards. It sends None once it is ready, a name when its load begins, and name, size and checksum of each shard that it has read."""
     from forebay import Cache
     from forebay.sources import UrlSource
@@ -167,8 +172,8 @@ def work(root: Path, url: str, pipe: Connection) -> None:
             names = pipe.recv()
             for name, data in zip(names, pool.stream(announced(names), ahead=AHEAD), strict=True):
                 with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-                    for file in filter(None, map(tar.extractfile, tar)):
-                        file.read()
+                    for sample in filter(None, map(tar.extractfile, tar)):
+                        sample.read()
                 pipe.send((name, len(data), zlib.crc32(data)))
 
 
@@ -260,7 +265,7 @@ def _play(size: int, rate: int, count: int, *, quiet: bool) -> dict[str, Any]:
         TextColumn("{task.fields[about]}"), console=screen, disable=quiet or not wants_bars(), transient=True,
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="forebay-demo-") as folder, ScriptedServer() as server, progress:
-        screen.print(f"packing library files of this Python into {SHARDS} shards")
+        screen.print(f"packing samples of random bytes into {SHARDS} shards")
         shards, objects, root = pack(size, SHARDS), pack_objects(OBJECTS, OBJECT_SIZE), Path(folder) / "cache"
         server.rate = rate
         for name, content in (shards | objects).items():

@@ -52,7 +52,7 @@ class TarSource:
 
     Reads only the bytes of members. It builds an index of a shard from its headers on first use: once per node, stored in the cache, if the
     source is bound to one; else once per process. A shard that changes later is indexed again. Supports uncompressed tars of all formats.
-    If members share a name, the last one counts. Symbolic links and directories are omitted.
+    If members share a name, the last one counts. Omits what is neither a regular file nor a hard link to an earlier one.
 
     Callable from any thread and after a fork; picklable if the filesystem is. Raises `ConfigError`, `MissingExtra`."""
 
