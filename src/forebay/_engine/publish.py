@@ -393,7 +393,7 @@ class Writing:
         if self._small is not None:
             return hashlib.sha256(self._small.data).hexdigest()
         with open(self._publisher.root.files.open(self.stage.path), "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return interrupts.digest(file, hashlib.sha256())
 
     def set_meta(self, meta: str) -> None:
         """Set the small text that the entry will carry."""

@@ -12,6 +12,7 @@ is delivered at once: a call that hangs can be stopped."""
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` makes enumerations of all numbers, which takes thrice as long
+import contextlib
 import ctypes
 import functools
 import math
@@ -23,7 +24,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable,
 from itertools import compress
 from threading import get_ident
 from types import FrameType, FunctionType, TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,7 +38,7 @@ TURN = 0.1
 LATER = 0.001
 """Seconds after which a signal is sent again that came during a finalizer or a fork: Python ignores what these raise."""
 _SIGNALS = tuple(range(1, 32))
-_SPECIAL = frozenset((
+SPECIAL = frozenset((
     "__aenter__", "__aexit__", "__anext__", "__call__", "__contains__", "__del__", "__delitem__", "__enter__", "__exit__", "__getitem__",
     "__init__", "__iter__", "__len__", "__next__", "__setitem__"))  # fmt: skip
 
@@ -200,6 +201,15 @@ def sleep(seconds: float) -> None:
         time.sleep(turn)
 
 
+def digest(file: BinaryIO, digest: Any) -> str:
+    """What `hashlib.file_digest` returns in hex, with points. ``digest``: an object of `hashlib`."""
+    buffer = bytearray(1 << 20)
+    while size := file.readinto(buffer):  # type: ignore[attr-defined]  # of any file that is open in binary mode
+        digest.update(memoryview(buffer)[:size])
+        point()
+    return digest.hexdigest()  # type: ignore[no-any-return]
+
+
 class outside:
     """Around a function of the program's own that makes a value: the program's handlers are in place."""
 
@@ -275,14 +285,19 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
     each step is guarded. What a call returns is dropped if a handler raises at the end of the call: see `undone_by`."""
     flags = function.__code__.co_flags if isinstance(function, FunctionType) else 0
     if flags & _GENERATOR:
-        return functools.wraps(function)(lambda *args, **kwargs: Steps(function(*args, **kwargs)))  # type: ignore[arg-type, return-value]
+
+        @functools.wraps(function)
+        def steps(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return Steps(function(*args, **kwargs))  # type: ignore[arg-type]
+
+        return _marked(steps)  # type: ignore[no-any-return]
     if flags & _COROUTINE:
 
         @functools.wraps(function)
         async def awaited(*args: P.args, **kwargs: P.kwargs) -> Any:
             return await _Awaitable(function(*args, **kwargs), Steps)
 
-        return awaited  # type: ignore[return-value]
+        return _marked(awaited)  # type: ignore[no-any-return]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -298,7 +313,13 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
             _end()
         raise error
 
-    return call
+    return _marked(call)  # type: ignore[no-any-return]
+
+
+def _marked(function: Any) -> Any:
+    """A test looks for what is not guarded."""
+    function.__forebay_guarded__ = True
+    return function
 
 
 def undone_by(undo: Callable[[Any], object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -318,7 +339,7 @@ def undone_by(undo: Callable[[Any], object]) -> Callable[[Callable[P, R]], Calla
                     undo_guarded(done[0])
                 raise
 
-        return call
+        return _marked(call)  # type: ignore[no-any-return]
 
     return decorate
 
@@ -339,9 +360,11 @@ def guarded_methods(*but: str) -> Callable[[C], C]:
 
     def decorate(cls: C) -> C:
         for name, member in tuple(vars(cls).items()):
-            is_public = name in _SPECIAL or not name.startswith("_")
-            if name in but or not is_public or hasattr(member, "__wrapped__"):  # such as what is guarded already
+            is_public = name in SPECIAL or not name.startswith("_")
+            if name in but or not is_public or hasattr(member, "__forebay_guarded__"):
                 continue
+            if isinstance(member, FunctionType) and member.__code__.co_filename == contextlib.__file__:
+                continue  # makes a context manager of a generator, which is guarded itself
             if isinstance(member, FunctionType):
                 setattr(cls, name, finalizer(member) if name == "__del__" else guarded(member))
             elif isinstance(member, (classmethod, staticmethod)):

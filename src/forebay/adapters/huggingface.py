@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from forebay import errors, remote
 from forebay._engine.leases import Lease
+from forebay._kernel.interrupts import guarded
 from forebay.cache import Cache, fetcher_of
 from forebay.checkpoint import default_cache
 from forebay.directories import trees
@@ -70,6 +71,7 @@ class Snapshot(str):
         return str, (str(self),)
 
 
+@guarded
 def snapshot_download(
     repo_id: str, *, repo_type: str | None = None, revision: str | None = None, allow_patterns: str | Iterable[str] | None = None,
     ignore_patterns: str | Iterable[str] | None = None, token: str | bool | None = None, local_files_only: bool = False,
@@ -93,6 +95,7 @@ def snapshot_download(
     return Snapshot.of(_lease(cache or default_cache(), url, select, token, headers, local_files_only, force_download))
 
 
+@guarded
 def hf_hub_download(
     repo_id: str, filename: str, *, subfolder: str | None = None, repo_type: str | None = None, revision: str | None = None,
     token: str | bool | None = None, local_files_only: bool = False, force_download: bool = False,

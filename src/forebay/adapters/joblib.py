@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forebay import errors
+from forebay._kernel.interrupts import guarded_methods
 from forebay._model import Entry
 from forebay.cache import Cache
 
@@ -38,6 +39,7 @@ def register() -> None:
     joblib.register_store_backend("forebay", StoreBackend)
 
 
+@guarded_methods()
 class StoreBackend(StoreBackendMixin, StoreBackendBase):  # type: ignore[misc]  # joblib is optional: to mypy it is Any
     """A store of ``joblib.Memory`` in a Forebay root. Created by joblib; ``cache`` is the open `Cache`.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
 
 from forebay import _config, errors
 from forebay._engine.index.memo import Remembered
-from forebay._kernel import waits
+from forebay._kernel import interrupts, waits
 from forebay._model import Content, ObjectInfo, Remote, noted
 from forebay.remote import urls
 
@@ -173,7 +173,7 @@ def sha256_of(content: Content) -> str:
     if isinstance(content, (bytes, bytearray, memoryview)):
         return hashlib.sha256(content).hexdigest()
     with open(content, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return interrupts.digest(file, hashlib.sha256())
 
 
 def folder_of(key: str) -> str:

@@ -339,6 +339,7 @@ class Call:
     def check(self) -> float:
         """Return the seconds until the deadline; infinite without one. Raises `CallAborted` after `abort`, and `RemoteTimeout` after the
         deadline."""
+        interrupts.point()
         if self._aborted.is_set():
             raise CallAborted
         if self.until is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from forebay import errors
-from forebay._kernel import host, locks
+from forebay._kernel import host, interrupts, locks
 from forebay._logs import logger
 from forebay._model import Buffer, Content, ObjectInfo, Sink, Span, Transfer, can_clone
 from forebay.remote.urls import canonical, local_path, redacted
@@ -134,6 +134,7 @@ class LocalRemote:
             with staged(path) as (part, fd):
                 at = size if source_fd is not None and host.clone(source_fd, fd) else 0
                 while block := block_at(at):
+                    interrupts.point()
                     host.pwrite(fd, block, at)
                     at += len(block)
                     if on_sent is not None:

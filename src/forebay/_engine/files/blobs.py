@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from forebay._engine.files.layout import FANS, Root, parse_blob_below
-from forebay._kernel import host, mappings
+from forebay._kernel import host, interrupts, mappings
 from forebay._kernel.below import Below, LinkInTheWay, NoPlainFile, why_not_below
 from forebay._model import Buffer, Entry
 from forebay.errors import Damaged
@@ -148,10 +148,12 @@ def checksum_of(source: Buffer | int) -> bytes:
     whole = xxhash.xxh3_128()
     if isinstance(source, int):
         for start in range(0, os.fstat(source).st_size, CHUNK):
+            interrupts.point()
             whole.update(digest_of_chunk(source, start))
     else:
         data = memoryview(source).cast("B")
         for start in range(0, len(data), CHUNK):
+            interrupts.point()
             whole.update(xxhash.xxh3_128_digest(data[start : start + CHUNK]))
     return whole.digest()
 

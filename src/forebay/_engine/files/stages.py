@@ -25,7 +25,7 @@ import xxhash
 
 from forebay._engine.files.blobs import CHUNK, checksum_of, digest_of_chunk, seal
 from forebay._engine.files.layout import SCARCE, Root
-from forebay._kernel import host, mappings
+from forebay._kernel import host, interrupts, mappings
 from forebay._kernel.below import NoPlainFile
 from forebay._logs import logger
 from forebay._model import Buffer, Partial, Span, is_frozen
@@ -339,6 +339,7 @@ class Stage:
         """What of a partial is as it was written. All of it is read here, and not again by `finish`."""
         kept, lost, fd = Coverage(), 0, self._descriptor()
         for number in range(-(-seen.total // CHUNK)):
+            interrupts.point()
             start, end = number * CHUNK, min((number + 1) * CHUNK, seen.total)
             if not seen.coverage.has(start, end):
                 continue

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 from forebay import errors
 from forebay._engine.index.memo import Hit, no_hit
 from forebay._kernel import host
+from forebay._kernel.interrupts import guarded_methods
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay.adapters.fsspec.files import MappedFile, WrittenFile
@@ -85,6 +86,7 @@ def _passed_on(name: str, changes: bool = False) -> Callable[..., Any]:
     return method
 
 
+@guarded_methods()
 class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: ignore[misc]
     """The filesystem ``fs``, or that of ``target_protocol`` and ``target_options``, with its objects read through the cache.
 

@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from forebay import errors
+from forebay._kernel.interrupts import guarded_methods
 from forebay.adapters.pfio.base import Cache as Cache
 from forebay.adapters.pfio.base import Filling, Stored, check_local, checked_length, close_source
 from forebay.adapters.pfio.file import PfioFile
@@ -54,6 +55,7 @@ class NaiveCache(Cache):
         return range(self.length)[i]
 
 
+@guarded_methods("get")
 class ReadOnlyFileCache(Stored):
     """A read-only cache of preserved data, of which every slot is filled. Empty and ``closed`` before `preload`.
 
@@ -116,6 +118,7 @@ class ReadOnlyFileCache(Stored):
         self._adopt(self._source)
 
 
+@guarded_methods("multiprocess_safe", "multithread_safe")
 class FileCache(Filling):
     """Slots for one process, in files. Callable from any thread; ``multithread_safe`` only sets the property.
 
@@ -142,6 +145,7 @@ class FileCache(Filling):
         return self._multithread_safe
 
 
+@guarded_methods()
 class MultiprocessFileCache(Filling):
     """Slots that several processes fill and read: pass it to them by fork or by pickle. See `FileCache`.
 

@@ -25,6 +25,7 @@ from forebay import errors
 from forebay._engine.files.layout import FULL
 from forebay._engine.packs.pack import Pack
 from forebay._kernel import host
+from forebay._kernel.interrupts import guarded_methods
 from forebay._kernel.locks import LockFile
 from forebay._logs import logger
 from forebay.adapters.pfio.file import RECORD, PfioFile, write_array
@@ -41,6 +42,7 @@ _COUNT = struct.Struct("Q")
 _COUNT_AT = 4096 - _COUNT.size  # the end of the header of an array's index, which the array itself does not use
 
 
+@guarded_methods("__len__", "get", "multiprocess_safe", "multithread_safe")
 class Cache(abc.ABC):
     """The interface of all caches. ``len()`` is the number of slots."""
 
@@ -83,6 +85,7 @@ class Cache(abc.ABC):
         """Release everything."""
 
 
+@guarded_methods("__len__", "multiprocess_safe", "multithread_safe")
 class Shared(Cache):
     """Slots outside of the process: any number of processes and threads may use them."""
 
@@ -100,6 +103,7 @@ class Shared(Cache):
         return True
 
 
+@guarded_methods("get")
 class Stored(Shared):
     """Slots in files."""
 
@@ -215,6 +219,7 @@ def recorded(tag: str, *, trace: bool = True) -> contextlib.AbstractContextManag
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 
+@guarded_methods()
 class Filling(Stored):
     """Slots that are filled, until they are frozen: put, preserve, preload, and use in several processes."""
 

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from forebay import codecs, errors
 from forebay._engine.files import pack_files
 from forebay._kernel import host
+from forebay._kernel.interrupts import guarded
 from forebay._kernel.mappings import map_file
 from forebay.cache import Cache
 from forebay.samples import Samples
@@ -165,6 +166,7 @@ def _copy_segment(pack: Any, number: int, fd: int, base: int, size: int) -> None
         os.close(source)
 
 
+@guarded
 def import_pfio(
     path: str | os.PathLike[str], name: str, cache: Cache | None = None, *, codec: str = "raw", overwrite: bool = False
 ) -> Samples[Any]:  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from forebay import errors
+from forebay._kernel.interrupts import guarded_methods
 from forebay.adapters.pfio.base import Shared, checked_length, log, recorded
 
 TOKEN_AGE = 1.0
@@ -18,6 +19,7 @@ TOKEN_AGE = 1.0
 TOKEN_PATH = "PFIO_HTTP_BEARER_TOKEN_PATH"
 
 
+@guarded_methods()
 class HTTPConnector:
     """Stores bytes on a server and reads them, under ``url`` and a suffix.
 
@@ -93,6 +95,7 @@ class HTTPConnector:
         return vars(self) | {"_idle": deque()}
 
 
+@guarded_methods()
 class HTTPCache(Shared):
     """Slots on a server, each under ``url`` and its number: shared by the processes of all machines that use the same URL.
 

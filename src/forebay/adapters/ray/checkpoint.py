@@ -10,6 +10,7 @@ from typing import Any
 
 from forebay import errors
 from forebay._kernel import host
+from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay.cache import Cache
 from forebay.checkpoint import Checkpoint
 from forebay.directories.manifests import Patterns
@@ -23,6 +24,7 @@ except ModuleNotFoundError as error:
 __all__ = ["RayCheckpoint", "from_ray", "get_checkpoint", "report", "to_ray"]
 
 
+@guarded_methods()
 class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optional: to mypy it is Any
     """A checkpoint of Ray Train whose files are read through the cache: the processes of a node share one copy, which is fetched once.
 
@@ -67,6 +69,7 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
         return f"Ray{self._ours!r}"
 
     @contextlib.contextmanager
+    @guarded
     def as_directory(self, *, include: Patterns = None, exclude: Patterns = None, **options: Any) -> Iterator[str]:
         """See `Checkpoint.as_directory`: the tree is read-only, and stays in the cache after the block."""
         with self._ours.as_directory(include=include, exclude=exclude, **options) as path:

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from forebay import errors
 from forebay._kernel import interrupts
+from forebay._kernel.interrupts import of_program
 from forebay._logs import logger
 from forebay.adapters.ray.values import HeadValues, RemoteValues, Unreachable
 from forebay.cache import Cache, fetcher_of
@@ -114,7 +115,7 @@ class Session:
         if not ray.is_initialized():
             return None
         try:
-            return ray.get_actor(NAME, namespace=self.namespace)
+            return of_program(ray.get_actor)(NAME, namespace=self.namespace)
         except ValueError:
             return None
         except RayError as error:
@@ -131,7 +132,7 @@ class Session:
         if self._is_silent(handle):
             raise Unreachable
         try:
-            answer = ray.get(getattr(handle, method).remote(*args), timeout=ANSWER_TIMEOUT + size / SLOWEST)
+            answer = of_program(ray.get)(getattr(handle, method).remote(*args), timeout=ANSWER_TIMEOUT + size / SLOWEST)
         except RayTaskError as error:
             raise _cause(error) from None
         except RayError as error:
@@ -145,10 +146,10 @@ class Session:
         if self._probe is None:
             return False
         request, until = self._probe
-        done, _ = ray.wait([request], timeout=0)
+        done, _ = of_program(ray.wait)([request], timeout=0)
         try:
             if done:
-                ray.get(request)
+                of_program(ray.get)(request)
                 self._reached()
                 return False
         except RayError:
@@ -179,7 +180,7 @@ class Session:
         for last in (False, True):
             handle = ray.remote(HeadActor).options(**options).remote(location)
             try:
-                running: CacheLocation = ray.get(handle.location.remote(), timeout=START_TIMEOUT)
+                running: CacheLocation = of_program(ray.get)(handle.location.remote(), timeout=START_TIMEOUT)
                 break
             except RayTaskError as error:
                 raise _cause(error) from None
@@ -201,7 +202,7 @@ class Session:
             self._make_bypass_locked(self._bypass.providers, self._bypass.conditions)
 
     def _kill(self, handle: Any) -> None:
-        ray.kill(handle)
+        of_program(ray.kill)(handle)
         until = time.monotonic() + ANSWER_TIMEOUT
         while self.handle() is not None and time.monotonic() < until:
             interrupts.sleep(0.02)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay import errors
+from forebay._kernel.interrupts import guarded
 from forebay._logs import logger
 from forebay.tasks import Tasks, hashing
 from forebay.tasks.cached import Cached
@@ -49,6 +50,7 @@ UNITS = {"B": 1, **{f"{letter}{tail}": 1024**power for power, letter in enumerat
 READ_THROUGH, REPLAY = "read-through", "replay"
 
 
+@guarded
 def start(
     size: float, cache_dir: str | os.PathLike[str], units: str = "B", config: Any = None, namespace: str | None = None,
     mode: str = READ_THROUGH,
@@ -66,6 +68,7 @@ def start(
     return RayTasks(session.namespace)
 
 
+@guarded
 def active(namespace: str | None = None) -> RayTasks | None:
     """The running cache, in any process of the cluster; None if none was started, or it is gone."""
     session = session_of(namespace)
@@ -73,6 +76,7 @@ def active(namespace: str | None = None) -> RayTasks | None:
     return RayTasks(session.namespace) if session.handle() is not None else None
 
 
+@guarded
 def stop(namespace: str | None = None) -> None:
     """End the cache's actor, for all drivers. Its contents stay in its directory, for the next `start`."""
     session_of(namespace).stop()

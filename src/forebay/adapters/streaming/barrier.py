@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from forebay import claims
+from forebay._kernel.interrupts import guarded_methods
 from forebay.adapters.streaming.prefix import claim_of, hold
 from forebay.adapters.streaming.shared import SharedArray
 from forebay.claims.conflicts import ClaimRequest
@@ -32,6 +33,7 @@ def _stored(index: int, kind: type) -> Any:
     return property(load, store)
 
 
+@guarded_methods("num_enter", "num_exit", "flag")
 class SharedBarrier:
     """A barrier for all processes of the node that create one of this name, unpickle it, or inherit it: call it with their number.
 
@@ -64,6 +66,7 @@ class SharedBarrier:
         hold(self, self._claim)
 
 
+@guarded_methods()
 class Lock:
     """A lock of a claim with the methods of ``filelock.FileLock``: reentrant, so a thread releases it as often as it acquired it.
 

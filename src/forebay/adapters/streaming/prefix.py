@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from forebay import claims, errors
+from forebay._kernel.interrupts import guarded
 from forebay.adapters.streaming import names as names
 from forebay.adapters.streaming import shared as shared
 from forebay.claims import conflicts, records
@@ -122,6 +123,7 @@ class _StreamingFiles:
         names.create_linked(names.paths_of(prefix)[0], names.pack(self._directories, prefix), directory)
 
 
+@guarded
 def get_shm_prefix(
     streams_local: Sequence[str], streams_remote: Sequence[str | None], world: Any, retry: int = 100
 ) -> tuple[int, shared.SharedMemory]:
@@ -181,6 +183,7 @@ def _as_streaming_error(error: errors.ClaimConflict, directories: Sequence[str])
 _given_up: weakref.WeakKeyDictionary[claims.Claim, int] = weakref.WeakKeyDictionary()  # the process that gave each up
 
 
+@guarded
 def clean_stale_shared_memory() -> None:
     """Free what ended jobs of this user left. It is never required before `get_shm_prefix`, and touches nothing that a live process has.
 

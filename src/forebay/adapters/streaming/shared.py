@@ -23,6 +23,7 @@ import numpy as np
 
 from forebay import errors
 from forebay._kernel import host, interrupts, locks, mappings
+from forebay._kernel.interrupts import guarded_methods
 from forebay.claims import members
 
 T = TypeVar("T")
@@ -129,6 +130,7 @@ def unpickle(before: Callable[[], None] | None, make: Callable[..., T], *args: A
     return make(*args)
 
 
+@guarded_methods("buf", "fix_register", "fix_unregister")
 class SharedMemory:
     """Shared memory of this name: a new block if ``create`` is True, an existing one if False, either if None.
 

@@ -11,8 +11,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+from forebay._kernel import interrupts
 from forebay._logs import logger
 from forebay._model import Content, ObjectInfo, Sink, Span, Transfer
 from forebay.errors import NotFound, RemoteChanged, RemoteError, RemoteProtocolError, SourceChanged, Unsupported
@@ -47,7 +49,11 @@ class InProcess:
             reason = "its filesystem was created before a fork, and cannot be pickled: create it after the fork"
             raise AttemptFailed(reason, RemoteError, retryable=False)
         try:
-            yield from getattr(self._client, verb)(url, *args, *([] if on_sent is None else [on_sent]))
+            answer = partial(getattr(self._client, verb), url, *args, *([] if on_sent is None else [on_sent]))
+            if self._pid is None:
+                yield from answer()
+            else:  # it may wait for the network
+                yield from interrupts.items_of_program(interrupts.of_program(answer)())
         except Exception as error:
             raise helper.failed_by(error) from error
 

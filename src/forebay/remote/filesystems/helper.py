@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from forebay import errors
-from forebay._kernel import host
+from forebay._kernel import host, interrupts
 from forebay._logs import logger
 from forebay._model import Buffer
 from forebay.remote.base import AttemptFailed, Call
@@ -204,11 +204,11 @@ class InHelper:
             call.check_host(host)
         began, timeout = time.monotonic(), call.options.read_timeout + size / SLOWEST
         try:
-            with channel(call) as sock, sock.makefile("rwb") as file:
-                pickle.dump((self._filesystem, verb, url, *args), file)
-                file.flush()
+            with channel(call) as sock, io.BufferedReader(raw := _Received(sock)) as file:
+                sock.settimeout(min(timeout, call.check()))
+                sock.sendall(pickle.dumps((self._filesystem, verb, url, *args)))
                 while True:
-                    sock.settimeout(min(timeout, call.check()))
+                    raw.timeout = min(timeout, call.check())
                     kind, payload = receive(file)
                     if kind == ERROR:
                         raise from_wire(payload)
@@ -239,6 +239,23 @@ class InHelper:
             elif host and (failed.status is not None or failed.error is not errors.RemoteUnavailable):  # else it may have arisen anywhere
                 call.host_answered(host)
             raise failed from (error.__cause__ if failed is error else error)
+
+
+class _Received(io.RawIOBase):
+    """What comes through a channel. Each wait for it takes at most ``timeout`` seconds, then raises TimeoutError."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self.timeout = sock, 0.0
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not any(self._poll.poll(1000 * turn) for turn in interrupts.turns(self.timeout)):
+            raise TimeoutError
+        return self._sock.recv_into(buffer)
 
 
 def host_of(url: str) -> str:

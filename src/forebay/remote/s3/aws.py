@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
+from forebay._kernel.interrupts import of_program
 from forebay._logs import logger
 from forebay.errors import AccessDenied, ConfigError, MissingExtra
 from forebay.remote.urls import redacted
@@ -112,11 +113,11 @@ class Account:
             return None
         with self._locked():
             if self._credentials is None and time.monotonic() - self._looked_at > LOOK_AGAIN_AFTER:
-                self._credentials = self._session.get_credentials()
+                self._credentials = of_program(self._session.get_credentials)()  # it may wait for a server or a program
                 self._looked_at = time.monotonic()
             if self._credentials is None:
                 return None
-            frozen = self._credentials.get_frozen_credentials()
+            frozen = of_program(self._credentials.get_frozen_credentials)()
         return Keys(frozen.access_key, frozen.secret_key, frozen.token)
 
     def is_anonymous(self) -> bool:
