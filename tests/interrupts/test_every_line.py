@@ -18,7 +18,7 @@ import forebay.claims
 from forebay._kernel import interrupts
 from forebay.testing import ScriptedServer
 from tests import parts
-from tests.harness import MiB
+from tests.harness import KiB, MiB
 from tests.interrupts.every_line import Interrupt, Moments, held_locks
 from tests.items import until
 from tests.processes import ProcessGroup
@@ -120,7 +120,7 @@ CALLS: dict[str, Callable[[Place], Callable[[], Any]]] = {
     "local": lambda place: partial(_closed, place.cache.local, place.url()),
     "local_many": lambda place: partial(_closed, place.cache.local_many, [place.url() for _ in range(2)]),
     "directory": _directory,
-    "open by blocks": lambda place: partial(_read_blocks, place, place.url(MiB)),
+    "open by blocks": lambda place: partial(_read_blocks, place, place.url(130 * KiB)),
     "samples": lambda place: partial(place.samples.put, place.slot(), b"s" * 1000),
     "samples.get_or_put": lambda place: partial(place.samples.get_or_put, place.slot(), lambda: b"s" * 900),
     "a lazy": _read_lazy,

@@ -35,8 +35,6 @@ LOOKS = {
     "forebay.adapters.streaming.SharedScalar": {"__init__", "get", "set"},
     "forebay.adapters.streaming.SharedMemory": {"buf", "fix_register", "fix_unregister"},
     "forebay.adapters.streaming.SharedBarrier": {"num_enter", "num_exit", "flag"},
-    "forebay.sources.UrlSource": {"identity", "target"},
-    "forebay.sources.TarSource": {"identity"},
 }
 """Calls that only look at the memory of the process, or set something in it."""
 
