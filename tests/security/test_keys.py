@@ -22,7 +22,7 @@ from forebay.cache import fetcher_of
 from forebay.claims.registry import VARIABLE, Registry
 from forebay.cli.checkup import check_up
 from forebay.fetch.request import URLS
-from forebay.remote import RemoteOptions
+from forebay.remote import Realm, RemoteOptions
 from forebay.sources import TarSource, UrlSource
 from forebay.testing import ScriptedServer
 from forebay.world import World
@@ -38,12 +38,16 @@ def of(user: str) -> RemoteOptions:
     return RemoteOptions(token=user)
 
 
+def by_header(user: str) -> RemoteOptions:
+    return RemoteOptions(headers={"X-Api-Key": user})
+
+
 @pytest.fixture
 def private(server: ScriptedServer) -> str:
     """The URL of a private object: each user gets other bytes, under one ETag, as from a server that knows versions only."""
 
     def on_request(request: Any) -> None:
-        user = request.headers.get("Authorization", "nobody").removeprefix("Bearer ")
+        user = request.headers.get("X-Api-Key") or request.headers.get("Authorization", "nobody").removeprefix("Bearer ")
         server.objects["/x.bin"].body = f"for {user}".ljust(200_000).encode()
 
     url = server.put("/x.bin", b"", etag='"1"')
@@ -84,7 +88,8 @@ def _by_fsspec(cache: forebay.Cache, url: str) -> bytes:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_one_token_got_is_not_served_for_another(private: str, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("of", [of, by_header])
+def test_what_one_token_got_is_not_served_for_another(private: str, tmp_path: Path, way: str, of: Callable[[str], RemoteOptions]) -> None:
     """In one process, whose memo both caches share, and by each way to an object; a second time as a hit."""
     root = tmp_path / "root"
     with forebay.Cache(root, remote_options=of("alice")) as alice, forebay.Cache(root, remote_options=of("bob")) as bob:
@@ -190,7 +195,75 @@ def test_a_url_that_names_nothing_is_the_result_of_its_place(tmp_path: Path, pri
 
 def test_a_header_counts_as_a_token_does() -> None:
     assert RemoteOptions(headers={"authorization": "Bearer t"}).authorization == RemoteOptions(token="t").authorization
+    assert RemoteOptions(headers={"authorization": ""}, token="t").authorization == ""  # which is sent
     assert "5ec3e7" not in repr(RemoteOptions(partition="5ec3e7"))
+
+
+def realms(**options: Any) -> list[str]:
+    """What decides, besides a URL, about the bytes, for each scheme that sends the headers of the user, and one that does not."""
+    return [Realm(RemoteOptions(**options))(kind) for kind in ("http", "https", "s3", "hf", "gs")]
+
+
+@pytest.mark.parametrize("name", ["Accept", "accept-language", "PRIVATE-TOKEN", "X-Api-Key", "Cookie", "Host", "Proxy-Authorization"])
+def test_a_header_of_the_user_is_part_of_the_key(name: str) -> None:
+    one, other, empty, none = (realms(headers=headers) for headers in ({name: "a"}, {name: "b"}, {name: ""}, {}))
+    assert all(len(set(texts)) == 4 for texts in list(zip(one, other, empty, none, strict=True))[:-1])
+    assert one[-1] == none[-1] == ""
+    assert not Realm(RemoteOptions(headers={name: "a"})).is_usual
+
+
+@pytest.mark.parametrize("name", ["User-Agent", "range", "If-None-Match", "If-Modified-Since", "TraceParent", "X-Request-ID"])
+def test_what_differs_with_each_request_is_not(name: str) -> None:
+    assert realms(headers={name: "a"}) == realms()
+    assert Realm(RemoteOptions(headers={name: "a"})).is_usual
+
+
+def test_spelling_and_order_of_headers_do_not_matter() -> None:
+    one = {"X-Api-Key": "k", "Accept": "a"}
+    assert realms(headers=one) == realms(headers={"accept": " a", "ACCEPT": "a", "x-api-key": "k"}) != realms()
+    assert realms(headers={"X": "a", "x": "b"}) != realms(headers={"x": "b", "X": "a"})  # each is sent, in this order
+
+
+def test_what_the_caller_does_to_the_headers_later_changes_nothing(private: str, tmp_path: Path) -> None:
+    headers = {"X-Api-Key": "alice"}
+    with forebay.Cache(tmp_path / "root", remote_options=RemoteOptions(headers=headers)) as cache:
+        headers["X-Api-Key"] = "bob"
+        assert text(cache.read(private)) == "for alice"
+
+
+def test_keys_of_a_token_alone_are_those_of_older_versions() -> None:
+    """Else each root would fetch all of it again."""
+    older = [repr(("", "Bearer t"))] * 2
+    assert realms(token="t")[:2] == realms(headers={"Authorization": "Bearer t"})[:2] == older
+    assert realms(token="t")[2:] == realms()[2:] == ["", "", ""]
+    assert realms(partition="p") == [repr(("", "p"))] * 5
+
+
+@pytest.mark.parametrize("partition", ["", "team"])
+def test_a_partition_stands_for_all_headers_but_those_that_negotiate(partition: str) -> None:
+    plain = realms(partition=partition)
+    assert realms(partition=partition, token="t", headers={"Cookie": "c", "X-Api-Key": "k", "Authorization": "a"}) == plain
+    for name in ("Accept", "Accept-Encoding"):
+        assert not set(realms(partition=partition, headers={name: "a"})[:-1]) & set(plain)
+
+
+def test_ranges_and_conditions_are_never_those_of_the_user(server: ScriptedServer, tmp_path: Path) -> None:
+    url = server.put("/a", b"0123456789")
+    headers = {"range": "bytes=0-3", "Range": "bytes=0-3", "if-match": '"no"', "If-None-Match": "*"}
+    with forebay.Cache(tmp_path / "root", remote_options=RemoteOptions(headers=headers)) as cache:
+        assert cache.read(url) == b"0123456789"
+        assert cache.open(url, max_age=0).read() == b"0123456789"
+    assert not any(value in headers.values() for request in server.requests for value in request.headers.values())
+
+
+def test_headers_of_one_snapshot_are_part_of_its_key(hubs: tuple[Hub, Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", hubs[0].url)
+    with forebay.Cache(tmp_path / "root") as cache:
+        for headers in (None, {"X-Team": "a"}, {"X-Team": "b"}, {"x-team": "b", "User-Agent": "me"}):
+            with snapshot_download("owner/name", cache=cache, headers=headers) as path:
+                assert Path(path, "x.bin").read_bytes() == b"of one"
+        assert len(list(cache.entries("urls"))) == 3
+        assert len(list(cache.entries("directories"))) == 3
 
 
 # -- servers -------------------------------------------------------------------------------------------------------------
