@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -408,15 +409,90 @@ def test_no_password_is_found_by_trying(server: ScriptedServer, tmp_path: Path) 
         assert "hunter2" not in "\n".join(con.iterdump())
 
 
-def test_a_name_that_is_listed_is_found_again(server: ScriptedServer, tmp_path: Path) -> None:
-    url = server.put("/a", b"x").replace("http://", "http://alice:hunter2@") + "?v=1"
+@pytest.mark.parametrize("user", ["", "alice:hunter2@"])
+def test_a_name_that_is_listed_is_found_again(server: ScriptedServer, tmp_path: Path, user: str) -> None:
+    url = server.put("/a", b"x").replace("http://", f"http://{user}") + "?v=1"
     with forebay.Cache(tmp_path / "root", remote_options=RemoteOptions(partition="p")) as cache:
         cache.read(url)
         (entry,) = cache.entries()
         assert cache.entry(url) == cache.entry(entry.name) == entry
-        assert cache.read(entry.name) == b"x"
-        cache.evict(url)
+        assert user or cache.read(entry.name) == b"x"
+        cache.evict(entry.name)
+        assert cache.entry(url) is None
     assert server.gets == 1
+
+
+# -- what Forebay makes, and the names of users ----------------------------------------------------------------------------
+
+
+def test_what_another_realm_listed_is_not_read_by_its_name(private: str, tmp_path: Path) -> None:
+    with forebay.Cache(tmp_path / "root", remote_options=of("alice")) as alice, forebay.Cache(tmp_path / "root") as public:
+        alice.read(private)
+        (entry,) = alice.entries()
+        for _ in range(3):  # the process remembers the entry by its key
+            assert text(alice.read(entry.name)) == "for alice"
+        for _ in range(2):
+            assert text(public.read(entry.name)) != "for alice"  # the server is asked, as this user
+            assert text(public.read_many([entry.name])[0]) != "for alice"
+        assert text(alice.read(private)) == "for alice"
+
+
+def test_an_object_may_be_named_as_the_blocks_of_another(
+    buckets: tuple[ScriptedServer, ScriptedServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = buckets[0]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    names = {"big.bin": os.urandom(300_000)}
+    server.put("/bucket/big.bin", names["big.bin"], etag='"1"')
+    with forebay.Cache(tmp_path / "root") as cache:
+        for _ in range(3):  # the process remembers the blocks by their keys
+            with cache.open("s3://bucket/big.bin", block_size=64_000) as file:
+                assert file.read() == names["big.bin"]
+        of_blocks = [entry.name.rpartition("/")[2] for entry in cache.entries("urls")]
+        assert len(of_blocks) == 6
+        for name in of_blocks:
+            names[name] = f"of {name}".encode()
+            server.put(f"/bucket/{quote(name, safe='')}", names[name], etag=f'"{len(names)}"')
+        for _ in range(2):
+            for name, body in names.items():
+                assert cache.read(f"s3://bucket/{name}") == body
+        cache.evict(f"s3://bucket/{of_blocks[0]}")
+        with cache.open("s3://bucket/big.bin", block_size=64_000, max_age="forever") as file:
+            assert file.read() == names["big.bin"]
+        for name, body in names.items():
+            assert cache.read(f"s3://bucket/{name}") == body
+
+
+def test_a_path_on_a_filesystem_is_not_read_by_its_name(tmp_path: Path) -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.pipe("/keys/a", b"x")
+    try:
+        with forebay.Cache(tmp_path / "root") as cache:
+            assert cache.read("/keys/a", filesystem=memory) == b"x"
+            (entry,) = cache.entries()
+            assert cache.entry(entry.name) == entry
+            with pytest.raises(errors.NotFound):
+                cache.read(entry.name)
+            cache.evict(entry.name)
+    finally:
+        memory.rm("/keys", recursive=True)
+
+
+@pytest.mark.parametrize("with_filesystem", [False, True])
+def test_directories_whose_names_have_marks_are_different(tmp_path: Path, with_filesystem: bool) -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    names = ["a", "a#b", "a/#b", "a?b", "a/?b", "a#b/c", f"a#{32 * 'a'}", f"a/#{32 * 'a'}"]
+    for name in names:
+        memory.pipe(f"/dirs/{name}/own", name.encode())
+    try:
+        with forebay.Cache(tmp_path / "root") as cache:
+            for _ in range(2):
+                for name in names:
+                    options = {"filesystem": memory} if with_filesystem else {}
+                    with cache.directory(f"{'' if with_filesystem else 'memory:/'}/dirs/{name}", **options) as path:
+                        assert Path(path, "own").read_text() == name
+    finally:
+        memory.rm("/dirs", recursive=True)
 
 
 def test_a_root_that_is_made_anew_has_other_keys(server: ScriptedServer, tmp_path: Path) -> None:

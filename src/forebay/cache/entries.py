@@ -193,12 +193,13 @@ def find(fetcher: Fetcher, name: Name) -> tuple[str, str] | None:
 
 
 def _keys_of(fetcher: Fetcher, url: str) -> list[tuple[str, str]]:
-    """The spaces and keys under which a URL may be stored: the name itself, if it came from a filesystem object; an object; a directory."""
+    """The spaces and keys under which a URL may be stored: an object; the name itself, if it came from a listing; a directory."""
     try:
         key = remote.canonical(url, fetcher.naming)
     except (errors.ConfigError, UnicodeError):
         return [(URLS, url)]
-    return [*([(URLS, url)] if "#" in url else []), (URLS, key), (DIRECTORIES, folder_of(key))]
+    names = [(URLS, key), (URLS, url)] if url != key else [(URLS, key)]
+    return [*names, (DIRECTORIES, folder_of(key))]
 
 
 def not_cached(name: Name) -> errors.NotCached:
@@ -238,8 +239,8 @@ def blocks_of(fetcher: Fetcher, name: Name) -> list[Entry]:
     if isinstance(name, Entry):
         keys = [name.key.removesuffix(index_key(""))] if name.space == URLS else []
     else:
-        text = remote.as_text(name)
-        keys = [] if PARTS in text else [key for space, key in _keys_of(fetcher, text) if space == URLS]  # else a block is not cached
+        of_urls = (key for space, key in _keys_of(fetcher, remote.as_text(name)) if space == URLS)
+        keys = [key for key in of_urls if PARTS not in key]  # else a block is not cached
     return [entry for key in dict.fromkeys(keys) if is_text(key) for entry in entries_below(fetcher.store, key + PARTS)]
 
 

@@ -12,7 +12,7 @@ from forebay._model import ObjectInfo, Remote
 from forebay.directories.manifests import Part, Patterns
 from forebay.fetch import Fetcher
 from forebay.fetch.prefix import Prefix
-from forebay.fetch.request import Target, folder_of
+from forebay.fetch.request import Target
 
 if TYPE_CHECKING:
     from forebay.remote import FilesystemRemote, Realm
@@ -96,7 +96,7 @@ def locate(
     if filesystem is None:
         prefix = Prefix(text)
         try:
-            key = folder_of(remote.canonical(prefix.folder, fetcher.naming._replace(realm=realm)))
+            key = remote.canonical(prefix.folder, fetcher.naming._replace(realm=realm))
             served_by = remote.resolve(text, options or fetcher.options, realm)
             return RemoteDirectory(prefix.url, key, served_by, prefix.local, prefix, fetcher, part, realm)
         except errors.ConfigError:
@@ -111,5 +111,5 @@ def locate(
         return locate(fetcher, local, None, include, exclude)
     prefix = Prefix(text, plain=True)
     place = remote.on_filesystem(filesystem, fetcher.options)
-    key = folder_of(place.key(prefix.folder, fetcher.naming))
+    key = place.key(prefix.folder, fetcher.naming)
     return RemoteDirectory(prefix.url, key, place, None, prefix, fetcher, part, realm, place)

@@ -221,7 +221,7 @@ class Fetcher:
 
     def hot_lookup(self) -> Hit:
         """See `Store.hot_lookup`: of objects, by their URLs as the caller writes them."""
-        hit = self.store.hot_lookup(URLS)
+        hit = self.store.hot_lookup(URLS, as_written=self.realm.is_usual)
         if self.realm.is_usual:
             return hit
 
@@ -235,8 +235,8 @@ class Fetcher:
         return hit_in_realm
 
     def alias(self, url: str, key: str) -> str:
-        """The name by which `hot_lookup` is to find an object, or the key itself."""
-        return url if self.realm.is_usual else key
+        """The name by which `hot_lookup` is to find an object, or the key itself: also where the URL may be the key of something else."""
+        return url if self.realm.is_usual and "#" not in url and "@" not in url else key
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Any
 from forebay.remote.urls import PUBLIC_HUB, hub_endpoint, scheme
 from forebay.remote.urls import UrlNaming as UrlNaming
 from forebay.remote.urls import as_text as as_text
+from forebay.remote.urls import bare as bare
 from forebay.remote.urls import canonical as canonical
 from forebay.remote.urls import is_url as is_url
 from forebay.remote.urls import local_path as local_path
 from forebay.remote.urls import redacted as redacted
+from forebay.remote.urls import s3_name as s3_name
+from forebay.remote.urls import s3_version as s3_version
 from forebay.remote.urls import shown as shown
 from forebay.remote.urls import suffix_of_key as suffix_of_key
 from forebay.remote.urls import without_user as without_user
