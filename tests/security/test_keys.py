@@ -491,6 +491,10 @@ def test_directories_whose_names_have_marks_are_different(tmp_path: Path, with_f
                     options = {"filesystem": memory} if with_filesystem else {}
                     with cache.directory(f"{'' if with_filesystem else 'memory:/'}/dirs/{name}", **options) as path:
                         assert Path(path, "own").read_text() == name
+            if not with_filesystem:
+                found = [cache.entry(f"memory://dirs/{name}/") for name in names]
+                assert all(entry is not None and entry.space == "directories" for entry in found)
+                assert len({entry.id for entry in found if entry is not None}) == len(names)
     finally:
         memory.rm("/dirs", recursive=True)
 

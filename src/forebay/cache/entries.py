@@ -19,7 +19,8 @@ from forebay._kernel import waits
 from forebay._model import Entry, Report, Victim, is_text
 from forebay.cache.space import VALUES
 from forebay.fetch import Fetcher
-from forebay.fetch.request import DIRECTORIES, PARTS, URLS, folder_of, index_key
+from forebay.fetch.prefix import Prefix
+from forebay.fetch.request import DIRECTORIES, PARTS, URLS, index_key
 
 if TYPE_CHECKING:
     from forebay.reports import Plan
@@ -195,11 +196,11 @@ def find(fetcher: Fetcher, name: Name) -> tuple[str, str] | None:
 def _keys_of(fetcher: Fetcher, url: str) -> list[tuple[str, str]]:
     """The spaces and keys under which a URL may be stored: an object; the name itself, if it came from a listing; a directory."""
     try:
-        key = remote.canonical(url, fetcher.naming)
+        key, folder = (remote.canonical(each, fetcher.naming) for each in (url, Prefix(url).folder))
     except (errors.ConfigError, UnicodeError):
         return [(URLS, url)]
     names = [(URLS, key), (URLS, url)] if url != key else [(URLS, key)]
-    return [*names, (DIRECTORIES, folder_of(key))]
+    return [*names, (DIRECTORIES, folder)]
 
 
 def not_cached(name: Name) -> errors.NotCached:
