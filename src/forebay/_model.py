@@ -125,7 +125,7 @@ class ObjectInfo(NamedTuple):
     ``size``: bytes; None if the remote does not report it. ``validator``: the ETag as sent (quotes and ``W/`` included), else
     ``mtime-size``, else None. ``strong``: whether equal validators mean equal bytes, so that a partial can be resumed. ``modified``:
     seconds since 1970, or None. ``sha256``: the checksum of the bytes, in hex, if the remote reports it; checked once they have arrived.
-    ``note``: a short text that the entry is to carry."""
+    ``note``: a short text that the entry is to carry. ``varies``: another caller may get other bytes, see `Entry.varies`."""
 
     url: str
     size: int | None
@@ -134,6 +134,7 @@ class ObjectInfo(NamedTuple):
     modified: float | None = None
     sha256: str | None = None
     note: str = ""
+    varies: bool = False
 
 
 class Partial(NamedTuple):
@@ -372,6 +373,12 @@ class Entry(NamedTuple):
     def name(self) -> str:
         """The name on the command line: the URL, or ``space:key``."""
         return self.key if self.space == "urls" else f"{self.space}:{self.key}"
+
+    @property
+    def varies(self) -> bool:
+        """Whether the remote may have other bytes for another caller (``Vary``): it is asked before each use, and nothing validates the
+        entry for the next one."""
+        return '"varies": true' in self.meta
 
 
 def noted(meta: str, **types: type) -> dict[str, Any] | None:

@@ -80,7 +80,7 @@ class Served:
     bytes of a body after which it stalls until `ScriptedServer.go` is set, for the first ``stalls`` bodies that are long enough.
     ``cut_after``: likewise, closing the connection, for the first ``cuts`` bodies. ``ranges``, ``conditions``, ``head``: False ignores (or,
     for HEAD, refuses) them. ``content_range``: sent instead of the correct one. ``redirect``: the target. ``require``: headers without
-    which the response is 401."""
+    which the response is 401. ``vary``: sent as ``Vary``."""
 
     body: bytes
     etag: str | None = None
@@ -101,6 +101,7 @@ class Served:
     content_range: str | None = None
     redirect: str | None = None
     require: Mapping[str, str] = field(default_factory=dict)
+    vary: str | None = None
 
 
 @dataclass
@@ -257,7 +258,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if status:
             return self._refuse(request, status, served)
         if served.redirect is not None:
-            return self._answer(request, 302, {"Location": served.redirect, "Content-Length": "0"})
+            return self._answer(request, 302, {"Location": served.redirect, "Content-Length": "0", **_vary(served)})
         return self._give(request, served)
 
     def _refusal(self, served: Served) -> int | None:
@@ -309,7 +310,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return None
 
     def _validators(self, served: Served) -> dict[str, str]:
-        headers = {"ETag": served.etag} if served.etag else {}
+        headers = _vary(served) | ({"ETag": served.etag} if served.etag else {})
         if served.modified is not None:
             headers["Last-Modified"] = formatdate(served.modified, usegmt=True)
         if served.ranges:
@@ -356,3 +357,7 @@ def _shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         return  # the client closed it first
+
+
+def _vary(served: Served) -> dict[str, str]:
+    return {} if served.vary is None else {"Vary": served.vary}

@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from forebay import errors, remote
 from forebay._model import Partial, Span
+from forebay.fetch.prefix import Prefix
 from forebay.remote import RemoteOptions
+from forebay.remote.http import SmallResponse
 from forebay.remote.s3 import S3Name, S3Remote
 from forebay.remote.s3.aws import S3Endpoint
 from forebay.testing import MemorySink
@@ -437,6 +440,24 @@ def test_names() -> None:
     assert S3Name.of("s3://bucket/a?b#c") == ("bucket", "a?b#c", None)
     assert S3Name.of("s3://bucket/a?versionId=x.Y_z-1") == ("bucket", "a", "x.Y_z-1")
     assert S3Name.of("s3://key:secret@bucket") == ("bucket", "", None)
+    assert S3Name.of("s3://bucket/a?versionId=1?versionId=") == ("bucket", "a?versionId=1", None)
+    assert S3Name.of("s3://bucket/a?versionId=1?versionId=2") == ("bucket", "a?versionId=1", "2")
+
+
+@pytest.mark.parametrize("name", ["a?versionId=1", "a?versionId=", "a?versionId=1?versionId=", "a?b#c", "a?versionId=1/b", "a#b", "a"])
+def test_a_name_that_looks_like_a_version_is_a_name(name: str) -> None:
+    """In listings, below a prefix, and so in uploads: else `a` would be read, replaced or removed instead."""
+
+    class Listing(S3Remote):
+        def request(self, *args: Any, **options: Any) -> SmallResponse:
+            item = f"<Contents><Key>{quote('d/' + name)}</Key><Size>1</Size><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>"
+            return SmallResponse(200, {}, f"<ListBucketResult>{item}</ListBucketResult>".encode())
+
+    prefix = Prefix("s3://bucket/d")
+    (info,) = Listing().list(prefix.folder)
+    assert info.url == prefix.join(name)
+    assert prefix.name_of(info.url) == name
+    assert S3Name.of(info.url) == ("bucket", f"d/{name}", None)
 
 
 class Regional(http.server.BaseHTTPRequestHandler):

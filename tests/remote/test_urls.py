@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import ConfigError
+from forebay.fetch.request import block_key, index_key
 from forebay.remote import Realm, RemoteOptions, urls
 from forebay.remote.filesystems import FilesystemRemote
 from forebay.remote.urls import UrlNaming, canonical, local_path, scheme, suffix_of_key
@@ -123,7 +124,11 @@ def test_what_is_masked_is_no_user_of_a_key() -> None:
 
 
 def test_the_key_of_a_key_is_itself() -> None:
+    """But for that of a URL with a user: whose it is cannot be told."""
     for url in (*ALL_DIFFERENT, "file:///a%20b%2525", "relative/../x y"):
+        if "@" in key_of(url):
+            assert (key_of(key_of(url)) != key_of(url)) == ("u=" in key_of(url))
+            continue
         assert key_of(key_of(url)) == key_of(url)
         other = NAMING._replace(realm=Realm(RemoteOptions(partition="p")))
         key = canonical(url, other)
@@ -132,7 +137,41 @@ def test_the_key_of_a_key_is_itself() -> None:
         assert urls.without_user(key) == key_of(url) or "@" in key_of(url)
 
 
-@given(st.text(alphabet=st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+@pytest.mark.parametrize("kind", ["http", "https", "s3", "hf", "gs", "abfs"])
+def test_a_caller_cannot_write_the_key_of_another_realm(kind: str) -> None:
+    """Of another partition, other headers, or other servers; but that of the caller's own."""
+    none, one, other = (NAMING._replace(realm=Realm(RemoteOptions(partition=name))) for name in (None, "one", "other"))
+    of_one = canonical(f"{kind}://owner/name/a", one)
+    assert canonical(of_one, one) == of_one
+    keys = [canonical(of_one, naming) for naming in (none, other)]
+    users = [canonical(f"{kind}://{user}@owner/name/a", one) for user in ("me:mine", of_one.partition("://")[2].partition("@")[0])]
+    assert len({of_one, *keys, users[0], canonical(users[0], one), canonical(users[0], other)}) == 6
+    assert users[1] == of_one
+
+
+HASH = 32 * "a"
+MARKED = ["a#blocks", 'a#block=0&size=64000&version="1"', 'a#version="1"', f"a#{HASH}", "a#~block", "a#~", "a##block", "a#block#block"]
+
+
+@pytest.mark.parametrize("head", ["s3://b/", "gs://b/", "memory://", "zip://x::s3://b/", "abfs://box@account/"])
+def test_no_name_is_a_key_that_forebay_makes(head: str) -> None:
+    """Of blocks and their index, of the index of a shard, of a path on a filesystem object."""
+    keys = [key_of(f"{head}{name}") for name in ("a", *MARKED)]
+    assert len({*keys}) == len(keys)
+    made = [index_key(key) for key in keys] + [block_key(key, 0, 64_000, '"1"') for key in keys]
+    assert len({*keys, *made}) == 3 * len(keys)
+    assert not any(key.startswith((f"{head}a#version=", f"{head}a#{HASH}")) for key in keys)
+
+
+@given(*2 * [st.lists(st.sampled_from(["#", "~", "block", "version=", "s", HASH])).map("".join)])
+def test_names_with_marks_stay_different(one: str, other: str) -> None:
+    first, second = key_of(f"s3://b/{one}"), key_of(f"s3://b/{other}")
+    assert (first == second) == (one == other)
+    assert "#block" not in first
+    assert (index_key(first) == index_key(second)) == (one == other)
+
+
+@given(st.text(alphabet=st.characters(exclude_characters="\0#@", exclude_categories=["Cs"])))
 def test_any_text_has_a_key(text: str) -> None:
     for url in (f"https://h/{text}", f"s3://b/{text}"):
         assert key_of(key_of(url)) == key_of(url)

@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -22,7 +23,7 @@ from forebay.cache import fetcher_of
 from forebay.claims.registry import VARIABLE, Registry
 from forebay.cli.checkup import check_up
 from forebay.fetch.request import URLS
-from forebay.remote import RemoteOptions
+from forebay.remote import Realm, RemoteOptions
 from forebay.sources import TarSource, UrlSource
 from forebay.testing import ScriptedServer
 from forebay.world import World
@@ -38,12 +39,16 @@ def of(user: str) -> RemoteOptions:
     return RemoteOptions(token=user)
 
 
+def by_header(user: str) -> RemoteOptions:
+    return RemoteOptions(headers={"X-Api-Key": user})
+
+
 @pytest.fixture
 def private(server: ScriptedServer) -> str:
     """The URL of a private object: each user gets other bytes, under one ETag, as from a server that knows versions only."""
 
     def on_request(request: Any) -> None:
-        user = request.headers.get("Authorization", "nobody").removeprefix("Bearer ")
+        user = request.headers.get("X-Api-Key") or request.headers.get("Authorization", "nobody").removeprefix("Bearer ")
         server.objects["/x.bin"].body = f"for {user}".ljust(200_000).encode()
 
     url = server.put("/x.bin", b"", etag='"1"')
@@ -84,7 +89,8 @@ def _by_fsspec(cache: forebay.Cache, url: str) -> bytes:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_one_token_got_is_not_served_for_another(private: str, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("of", [of, by_header])
+def test_what_one_token_got_is_not_served_for_another(private: str, tmp_path: Path, way: str, of: Callable[[str], RemoteOptions]) -> None:
     """In one process, whose memo both caches share, and by each way to an object; a second time as a hit."""
     root = tmp_path / "root"
     with forebay.Cache(root, remote_options=of("alice")) as alice, forebay.Cache(root, remote_options=of("bob")) as bob:
@@ -190,7 +196,75 @@ def test_a_url_that_names_nothing_is_the_result_of_its_place(tmp_path: Path, pri
 
 def test_a_header_counts_as_a_token_does() -> None:
     assert RemoteOptions(headers={"authorization": "Bearer t"}).authorization == RemoteOptions(token="t").authorization
+    assert RemoteOptions(headers={"authorization": ""}, token="t").authorization == ""  # which is sent
     assert "5ec3e7" not in repr(RemoteOptions(partition="5ec3e7"))
+
+
+def realms(**options: Any) -> list[str]:
+    """What decides, besides a URL, about the bytes, for each scheme that sends the headers of the user, and one that does not."""
+    return [Realm(RemoteOptions(**options))(kind) for kind in ("http", "https", "s3", "hf", "gs")]
+
+
+@pytest.mark.parametrize("name", ["Accept", "accept-language", "PRIVATE-TOKEN", "X-Api-Key", "Cookie", "Host", "Proxy-Authorization"])
+def test_a_header_of_the_user_is_part_of_the_key(name: str) -> None:
+    one, other, empty, none = (realms(headers=headers) for headers in ({name: "a"}, {name: "b"}, {name: ""}, {}))
+    assert all(len(set(texts)) == 4 for texts in list(zip(one, other, empty, none, strict=True))[:-1])
+    assert one[-1] == none[-1] == ""
+    assert not Realm(RemoteOptions(headers={name: "a"})).is_usual
+
+
+@pytest.mark.parametrize("name", ["User-Agent", "range", "If-None-Match", "If-Modified-Since", "TraceParent", "X-Request-ID"])
+def test_what_differs_with_each_request_is_not(name: str) -> None:
+    assert realms(headers={name: "a"}) == realms()
+    assert Realm(RemoteOptions(headers={name: "a"})).is_usual
+
+
+def test_spelling_and_order_of_headers_do_not_matter() -> None:
+    one = {"X-Api-Key": "k", "Accept": "a"}
+    assert realms(headers=one) == realms(headers={"accept": " a", "ACCEPT": "a", "x-api-key": "k"}) != realms()
+    assert realms(headers={"X": "a", "x": "b"}) != realms(headers={"x": "b", "X": "a"})  # each is sent, in this order
+
+
+def test_what_the_caller_does_to_the_headers_later_changes_nothing(private: str, tmp_path: Path) -> None:
+    headers = {"X-Api-Key": "alice"}
+    with forebay.Cache(tmp_path / "root", remote_options=RemoteOptions(headers=headers)) as cache:
+        headers["X-Api-Key"] = "bob"
+        assert text(cache.read(private)) == "for alice"
+
+
+def test_keys_of_a_token_alone_are_those_of_older_versions() -> None:
+    """Else each root would fetch all of it again."""
+    older = [repr(("", "Bearer t"))] * 2
+    assert realms(token="t")[:2] == realms(headers={"Authorization": "Bearer t"})[:2] == older
+    assert realms(token="t")[2:] == realms()[2:] == ["", "", ""]
+    assert realms(partition="p") == [repr(("", "p"))] * 5
+
+
+@pytest.mark.parametrize("partition", ["", "team"])
+def test_a_partition_stands_for_all_headers_but_those_that_negotiate(partition: str) -> None:
+    plain = realms(partition=partition)
+    assert realms(partition=partition, token="t", headers={"Cookie": "c", "X-Api-Key": "k", "Authorization": "a"}) == plain
+    for name in ("Accept", "Accept-Encoding"):
+        assert not set(realms(partition=partition, headers={name: "a"})[:-1]) & set(plain)
+
+
+def test_ranges_and_conditions_are_never_those_of_the_user(server: ScriptedServer, tmp_path: Path) -> None:
+    url = server.put("/a", b"0123456789")
+    headers = {"range": "bytes=0-3", "Range": "bytes=0-3", "if-match": '"no"', "If-None-Match": "*"}
+    with forebay.Cache(tmp_path / "root", remote_options=RemoteOptions(headers=headers)) as cache:
+        assert cache.read(url) == b"0123456789"
+        assert cache.open(url, max_age=0).read() == b"0123456789"
+    assert not any(value in headers.values() for request in server.requests for value in request.headers.values())
+
+
+def test_headers_of_one_snapshot_are_part_of_its_key(hubs: tuple[Hub, Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", hubs[0].url)
+    with forebay.Cache(tmp_path / "root") as cache:
+        for headers in (None, {"X-Team": "a"}, {"X-Team": "b"}, {"x-team": "b", "User-Agent": "me"}):
+            with snapshot_download("owner/name", cache=cache, headers=headers) as path:
+                assert Path(path, "x.bin").read_bytes() == b"of one"
+        assert len(list(cache.entries("urls"))) == 3
+        assert len(list(cache.entries("directories"))) == 3
 
 
 # -- servers -------------------------------------------------------------------------------------------------------------
@@ -335,15 +409,94 @@ def test_no_password_is_found_by_trying(server: ScriptedServer, tmp_path: Path) 
         assert "hunter2" not in "\n".join(con.iterdump())
 
 
-def test_a_name_that_is_listed_is_found_again(server: ScriptedServer, tmp_path: Path) -> None:
-    url = server.put("/a", b"x").replace("http://", "http://alice:hunter2@") + "?v=1"
+@pytest.mark.parametrize("user", ["", "alice:hunter2@"])
+def test_a_name_that_is_listed_is_found_again(server: ScriptedServer, tmp_path: Path, user: str) -> None:
+    url = server.put("/a", b"x").replace("http://", f"http://{user}") + "?v=1"
     with forebay.Cache(tmp_path / "root", remote_options=RemoteOptions(partition="p")) as cache:
         cache.read(url)
         (entry,) = cache.entries()
         assert cache.entry(url) == cache.entry(entry.name) == entry
-        assert cache.read(entry.name) == b"x"
-        cache.evict(url)
+        assert user or cache.read(entry.name) == b"x"
+        cache.evict(entry.name)
+        assert cache.entry(url) is None
     assert server.gets == 1
+
+
+# -- what Forebay makes, and the names of users ----------------------------------------------------------------------------
+
+
+def test_what_another_realm_listed_is_not_read_by_its_name(private: str, tmp_path: Path) -> None:
+    with forebay.Cache(tmp_path / "root", remote_options=of("alice")) as alice, forebay.Cache(tmp_path / "root") as public:
+        alice.read(private)
+        (entry,) = alice.entries()
+        for _ in range(3):  # the process remembers the entry by its key
+            assert text(alice.read(entry.name)) == "for alice"
+        for _ in range(2):
+            assert text(public.read(entry.name)) != "for alice"  # the server is asked, as this user
+            assert text(public.read_many([entry.name])[0]) != "for alice"
+        assert text(alice.read(private)) == "for alice"
+
+
+def test_an_object_may_be_named_as_the_blocks_of_another(
+    buckets: tuple[ScriptedServer, ScriptedServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = buckets[0]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    names = {"big.bin": os.urandom(300_000)}
+    server.put("/bucket/big.bin", names["big.bin"], etag='"1"')
+    with forebay.Cache(tmp_path / "root") as cache:
+        for _ in range(3):  # the process remembers the blocks by their keys
+            with cache.open("s3://bucket/big.bin", block_size=64_000) as file:
+                assert file.read() == names["big.bin"]
+        of_blocks = [entry.name.rpartition("/")[2] for entry in cache.entries("urls")]
+        assert len(of_blocks) == 6
+        for name in of_blocks:
+            names[name] = f"of {name}".encode()
+            server.put(f"/bucket/{quote(name, safe='')}", names[name], etag=f'"{len(names)}"')
+        for _ in range(2):
+            for name, body in names.items():
+                assert cache.read(f"s3://bucket/{name}") == body
+        cache.evict(f"s3://bucket/{of_blocks[0]}")
+        with cache.open("s3://bucket/big.bin", block_size=64_000, max_age="forever") as file:
+            assert file.read() == names["big.bin"]
+        for name, body in names.items():
+            assert cache.read(f"s3://bucket/{name}") == body
+
+
+def test_a_path_on_a_filesystem_is_not_read_by_its_name(tmp_path: Path) -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.pipe("/keys/a", b"x")
+    try:
+        with forebay.Cache(tmp_path / "root") as cache:
+            assert cache.read("/keys/a", filesystem=memory) == b"x"
+            (entry,) = cache.entries()
+            assert cache.entry(entry.name) == entry
+            with pytest.raises(errors.NotFound):
+                cache.read(entry.name)
+            cache.evict(entry.name)
+    finally:
+        memory.rm("/keys", recursive=True)
+
+
+@pytest.mark.parametrize("with_filesystem", [False, True])
+def test_directories_whose_names_have_marks_are_different(tmp_path: Path, with_filesystem: bool) -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    names = ["a", "a#b", "a/#b", "a?b", "a/?b", "a#b/c", f"a#{32 * 'a'}", f"a/#{32 * 'a'}"]
+    for name in names:
+        memory.pipe(f"/dirs/{name}/own", name.encode())
+    try:
+        with forebay.Cache(tmp_path / "root") as cache:
+            for _ in range(2):
+                for name in names:
+                    options = {"filesystem": memory} if with_filesystem else {}
+                    with cache.directory(f"{'' if with_filesystem else 'memory:/'}/dirs/{name}", **options) as path:
+                        assert Path(path, "own").read_text() == name
+            if not with_filesystem:
+                found = [cache.entry(f"memory://dirs/{name}/") for name in names]
+                assert all(entry is not None and entry.space == "directories" for entry in found)
+                assert len({entry.id for entry in found if entry is not None}) == len(names)
+    finally:
+        memory.rm("/dirs", recursive=True)
 
 
 def test_a_root_that_is_made_anew_has_other_keys(server: ScriptedServer, tmp_path: Path) -> None:

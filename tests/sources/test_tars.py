@@ -507,7 +507,7 @@ def bound(cache: forebay.Cache, *shards: str) -> TarSource:
 def test_an_index_is_kept_for_all_processes(server: ScriptedServer, cache: forebay.Cache) -> None:
     url = server.put("/a.tar", tar_of(samples(20)))
     assert bound(cache, url)["a.tar/000003.json"] == b'{"label": 3}'
-    assert [entry.key for entry in cache.entries("indexes")][-1].startswith(f"{url}&version=")
+    assert [entry.key for entry in cache.entries("indexes")][-1].startswith(f"{url}#version=")
     before, heads = server.gets, server.heads
     assert bound(cache, url)["a.tar/000004.json"] == b'{"label": 4}'
     assert in_child(lambda: bound(cache, url)["a.tar/000005.json"]) == b'{"label": 5}'

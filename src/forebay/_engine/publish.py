@@ -399,6 +399,10 @@ class Writing:
         """Set the small text that the entry will carry."""
         self.label = self.label._replace(meta=meta)
 
+    def set_validated(self, ns: int) -> None:
+        """Set when the bytes were seen to be the remote's version; 0: the remote is asked before the entry is served."""
+        self.label = self.label._replace(validated=ns)
+
     # -- publishing ------------------------------------------------------------------------------------------------
 
     def pending(self, validator: str | None, *, leased: bool) -> Pending:

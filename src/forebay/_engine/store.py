@@ -146,9 +146,11 @@ class Store:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def hot_lookup(self, space: str) -> Hit:
+    def hot_lookup(self, space: str, *, as_written: bool = False) -> Hit:
         """See `Memo.hot_lookup`. In a read-only root nothing can be touched, so every hit takes the slow path."""
-        return self.engine.memo.hot_lookup(space, self.engine.counters) if not self.root.read_only else no_hit
+        if self.root.read_only:
+            return no_hit
+        return self.engine.memo.hot_lookup(space, self.engine.counters, as_written=as_written)
 
     def finder(self, space: str) -> Find:
         """See `Memo.finder`. In a read-only root nothing can be touched, so every lookup takes the slow path."""

@@ -132,8 +132,9 @@ def _lease(
     local_only: bool, refresh: bool,
 ) -> Lease:  # fmt: skip
     fetcher = fetcher_of(cache)
-    location = locate(fetcher, url, None, *part)
-    location = replace(location, remote=remote.resolve(url, _options(fetcher, token, headers), fetcher.realm))
+    options = _options(fetcher, token, headers)
+    location = locate(fetcher, url, None, *part, options=options if headers else None)
+    location = replace(location, remote=remote.resolve(url, options, location.realm))
     return trees.lease(location, FetchOptions.of(fetcher, refresh=refresh, offline=local_only or is_offline() or None))
 
 

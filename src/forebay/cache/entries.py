@@ -20,7 +20,8 @@ from forebay._kernel.interrupts import guarded_methods
 from forebay._model import Entry, Report, Victim, is_text
 from forebay.cache.space import VALUES
 from forebay.fetch import Fetcher
-from forebay.fetch.request import DIRECTORIES, PARTS, URLS, folder_of, index_key
+from forebay.fetch.prefix import Prefix
+from forebay.fetch.request import DIRECTORIES, PARTS, URLS, index_key
 
 if TYPE_CHECKING:
     from forebay.reports import Plan
@@ -197,12 +198,13 @@ def find(fetcher: Fetcher, name: Name) -> tuple[str, str] | None:
 
 
 def _keys_of(fetcher: Fetcher, url: str) -> list[tuple[str, str]]:
-    """The spaces and keys under which a URL may be stored: the name itself, if it came from a filesystem object; an object; a directory."""
+    """The spaces and keys under which a URL may be stored: an object; the name itself, if it came from a listing; a directory."""
     try:
-        key = remote.canonical(url, fetcher.naming)
+        key, folder = (remote.canonical(each, fetcher.naming) for each in (url, Prefix(url).folder))
     except (errors.ConfigError, UnicodeError):
         return [(URLS, url)]
-    return [*([(URLS, url)] if "#" in url else []), (URLS, key), (DIRECTORIES, folder_of(key))]
+    names = [(URLS, key), (URLS, url)] if url != key else [(URLS, key)]
+    return [*names, (DIRECTORIES, folder)]
 
 
 def not_cached(name: Name) -> errors.NotCached:
@@ -242,8 +244,8 @@ def blocks_of(fetcher: Fetcher, name: Name) -> list[Entry]:
     if isinstance(name, Entry):
         keys = [name.key.removesuffix(index_key(""))] if name.space == URLS else []
     else:
-        text = remote.as_text(name)
-        keys = [] if PARTS in text else [key for space, key in _keys_of(fetcher, text) if space == URLS]  # else a block is not cached
+        of_urls = (key for space, key in _keys_of(fetcher, remote.as_text(name)) if space == URLS)
+        keys = [key for key in of_urls if PARTS not in key]  # else a block is not cached
     return [entry for key in dict.fromkeys(keys) if is_text(key) for entry in entries_below(fetcher.store, key + PARTS)]
 
 

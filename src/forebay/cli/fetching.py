@@ -233,7 +233,9 @@ def pull(
 
 
 def _is_directory(url: str) -> bool:
-    return url.partition("#")[0].partition("?")[0].endswith("/")
+    from forebay.remote import bare
+
+    return bare(url).endswith("/")
 
 
 def _is_local_directory(url: str) -> bool:
@@ -349,9 +351,8 @@ def _explained(cache: Cache, outcome: Outcome) -> Outcome:
     from forebay.directories.location import locate
     from forebay.directories.manifests import MARK
 
-    head, mark, query = outcome.url.partition("?")
     try:
-        location = locate(fetcher_of(cache), f"{head}/{mark}{query}")
+        location = locate(fetcher_of(cache), outcome.url)
         if location.key.startswith(("http://", "https://")):
             exists = location.remote.stat(location.object(MARK)) is not None
         else:

@@ -12,10 +12,10 @@ from forebay._model import ObjectInfo, Remote
 from forebay.directories.manifests import Part, Patterns
 from forebay.fetch import Fetcher
 from forebay.fetch.prefix import Prefix
-from forebay.fetch.request import Target, folder_of
+from forebay.fetch.request import Target
 
 if TYPE_CHECKING:
-    from forebay.remote import FilesystemRemote
+    from forebay.remote import FilesystemRemote, Realm
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class RemoteDirectory:
     prefix: Prefix
     fetcher: Fetcher
     part: Part
+    realm: Realm
     filesystem: FilesystemRemote | None = None
 
     @property
@@ -49,7 +50,7 @@ class RemoteDirectory:
         url = self.object(name)
         if self.filesystem is not None:
             return self.fetcher.target_on(self.filesystem, url)
-        target = self.fetcher.target_by(url, self.fetcher.naming, lambda: self.remote)
+        target = self.fetcher.target_by(url, self.fetcher.naming._replace(realm=self.realm), lambda: self.remote)
         return target if self.local is None else target._replace(in_place=os.path.join(self.local, name))
 
     def list(self) -> Iterator[tuple[str, ObjectInfo]]:
@@ -82,20 +83,22 @@ def check_either(text: str, filesystem: Any) -> None:
 
 
 def locate(
-    fetcher: Fetcher, url: str | os.PathLike[str], filesystem: Any = None, include: Patterns = None, exclude: Patterns = None
+    fetcher: Fetcher, url: str | os.PathLike[str], filesystem: Any = None, include: Patterns = None, exclude: Patterns = None, *,
+    options: remote.RemoteOptions | None = None,
 ) -> RemoteDirectory:  # fmt: skip
     """The directory of a URL or path, or of a path of a filesystem object of fsspec or pyarrow, or the part of it that patterns select.
+    ``options``: of requests for a URL, in place of those of the cache.
 
     Raises `ConfigError`, or `MissingExtra` for a scheme whose package is not installed."""
     text, part = remote.as_text(url), Part.of(include, exclude)
     check_either(text, filesystem)
+    realm = fetcher.realm if options is None else remote.Realm(options)
     if filesystem is None:
         prefix = Prefix(text)
         try:
-            key = folder_of(remote.canonical(prefix.folder, fetcher.naming))
-            return RemoteDirectory(
-                prefix.url, key, remote.resolve(text, fetcher.options, fetcher.realm), prefix.local, prefix, fetcher, part
-            )
+            key = remote.canonical(prefix.folder, fetcher.naming._replace(realm=realm))
+            served_by = remote.resolve(text, options or fetcher.options, realm)
+            return RemoteDirectory(prefix.url, key, served_by, prefix.local, prefix, fetcher, part, realm)
         except errors.ConfigError:
             from forebay.remote.filesystems.clients import arrow_from_uri
 
@@ -108,5 +111,5 @@ def locate(
         return locate(fetcher, local, None, include, exclude)
     prefix = Prefix(text, plain=True)
     place = remote.on_filesystem(filesystem, fetcher.options)
-    key = folder_of(place.key(prefix.folder, fetcher.naming))
-    return RemoteDirectory(prefix.url, key, place, None, prefix, fetcher, part, place)
+    key = place.key(prefix.folder, fetcher.naming)
+    return RemoteDirectory(prefix.url, key, place, None, prefix, fetcher, part, realm, place)

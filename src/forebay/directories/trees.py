@@ -289,7 +289,7 @@ class _Tree:
         for key, lease in self._store.take_many(URLS, list(keys)).items():
             stack.enter_context(contextlib.closing(lease))
             if lease.entry.kind == "blob" and self._is_right(lease.entry, keys[key], at) and self._store.is_sound(lease):
-                if self._store.validated(lease.entry) < at:
+                if self._store.validated(lease.entry) < at and not lease.entry.varies:
                     older.append((lease.entry, at))
                 self._store.count_hit(lease.entry.size)
                 leases[keys[key].name] = lease

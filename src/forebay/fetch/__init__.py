@@ -221,7 +221,7 @@ class Fetcher:
 
     def hot_lookup(self) -> Hit:
         """See `Store.hot_lookup`: of objects, by their URLs as the caller writes them."""
-        hit = self.store.hot_lookup(URLS)
+        hit = self.store.hot_lookup(URLS, as_written=self.realm.is_usual)
         if self.realm.is_usual:
             return hit
 
@@ -235,8 +235,8 @@ class Fetcher:
         return hit_in_realm
 
     def alias(self, url: str, key: str) -> str:
-        """The name by which `hot_lookup` is to find an object, or the key itself."""
-        return url if self.realm.is_usual else key
+        """The name by which `hot_lookup` is to find an object, or the key itself: also where the URL may be the key of something else."""
+        return url if self.realm.is_usual and "#" not in url and "@" not in url else key
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class Fetcher:
         return Job(self, target, options).direct()
 
     def is_fresh(self, entry: Entry, options: FetchOptions) -> bool:
-        return self.store.validated(entry) >= options.since
+        return self.store.validated(entry) >= options.since and not entry.varies
 
     def stat(self, target: Target, options: FetchOptions | None = None, known: str | None = None) -> ObjectInfo | None:
         """Ask the remote for its description of an object; None if it still has the ``known`` version. Raises `RemoteError`."""
@@ -291,6 +291,8 @@ class Fetcher:
         try:
             info = self.stat(target, options, entry.validator)
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
+            if entry.varies:
+                raise
             self.warn_stale(target.key, "%s cannot be reached (%s): its copy from the cache is served", error)
             # Calls that wait for this answer, or come in the next seconds, need no timeout of their own. But a host that was not even
             # asked may answer the next request.
@@ -302,7 +304,8 @@ class Fetcher:
             raise
         if info is not None and (info.validator is None or info.validator != entry.validator):
             return info
-        self.store.set_validated([(entry, began)], began)
+        if not entry.varies:
+            self.store.set_validated([(entry, began)], began)
         return None
 
     def postponed(self, options: FetchOptions) -> int:
@@ -315,11 +318,15 @@ class Fetcher:
         if hit is None or self.upstream is None or (options.etag and not is_same_version(hit.entry.validator, options.etag)):
             return None
         at, began = self.validated(self.upstream, hit.entry), self.store.now(exact=True)
-        if options.offline or at >= options.since:
+        if not hit.entry.varies and (options.offline or at >= options.since):
             return hit, at
+        if options.offline:
+            return None
         try:
             return (hit, began) if self.stat(target, options, hit.entry.validator) is None else None
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
+            if hit.entry.varies:
+                return None  # the request that follows raises it
             self.warn_stale(target.key, "%s cannot be reached (%s): the upstream's copy is served", error)
             return hit, self.postponed(options)
 

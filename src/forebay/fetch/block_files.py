@@ -63,7 +63,7 @@ def open_blocks(fetcher: Fetcher, target: Target, options: FetchOptions, block_s
 
 def is_divisible(info: ObjectInfo) -> bool:
     """Whether parts of an object can be fetched one by one, without mixing versions."""
-    return info.strong and info.validator is not None and info.size is not None
+    return info.strong and info.validator is not None and info.size is not None and not info.varies
 
 
 def _info_of(index: Entry, url: str) -> ObjectInfo | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -209,6 +210,7 @@ class Job:
         try:
             if found is None or not is_expected(found, self.options):
                 return False
+            self.fetcher.refuse_offline(self.target, self.options)
             if self.fetcher.validate(self.target, self.options, found.entry) is not None:
                 return False
             self.store.count_hit(found.entry.size)
@@ -230,7 +232,7 @@ class Job:
             writing.inline = target.space != URLS
             sink = JobSink(self, writing)
             if copy is not None:
-                sink.begin(ObjectInfo(target.key, copy[0].size, copy[0].entry.validator))
+                sink.begin(ObjectInfo(target.key, copy[0].size, copy[0].entry.validator, varies=copy[0].entry.varies))
                 sink.write(0, copy[0].view)
             else:
                 fetcher.refuse_offline(target, options)
@@ -239,8 +241,14 @@ class Job:
             if sink.fault is not None:
                 self.data = self._checked(sink)
                 raise sink.take_fault()
+            facts: dict[str, object] = {}
             if digest := self._digest(writing.info, writing.sha256):
-                writing.set_meta(f'{{"sha256": "{digest}"}}')  # JSON
+                facts["sha256"] = digest
+            if writing.info is not None and writing.info.varies:
+                facts["varies"] = True
+                writing.set_validated(0)
+            if facts:
+                writing.set_meta(json.dumps(facts))
             if writing.info is not None and writing.info.note:
                 writing.set_meta(writing.info.note)
             if writing.collected is not None:

@@ -49,6 +49,7 @@ class Prefix:
         text = remote.as_text(text)
         local = None if plain else remote.local_path(text)
         kind = text.partition("://")[0].lower() if "://" in text and not plain else ""
+        self._s3 = kind == "s3"
         self._quoted = kind in ("http", "https")
         self._chained = kind not in ("", "file", "http", "https", "s3")
         head, mark, tail = (local, "", "") if local is not None else self._cut(text, kind)
@@ -73,6 +74,8 @@ class Prefix:
         if self._chained and "::" in name:
             message = f"{name!r} cannot be read by a URL, where :: has a meaning: give the filesystem, UrlSource(path, filesystem=...)"
             raise errors.ConfigError(message, name="key", value=name)
+        if self._s3:
+            name = remote.s3_name(name)
         if self._quoted:
             name = quote(name.encode("utf-8", "surrogateescape"), safe="/~")
         return f"{self._head}/{name}{self._tail}"
@@ -85,7 +88,8 @@ class Prefix:
     def name_of(self, url: str) -> str:
         """The name of a URL from a listing: the inverse of `join`."""
         path = remote.local_path(url) if self.local is not None else url
-        return (path or "").removeprefix(self._head + "/").removesuffix(self._tail)
+        name = (path or "").removeprefix(self._head + "/").removesuffix(self._tail)
+        return remote.s3_version(name)[0] if self._s3 else name
 
 
 class RemoteAccess:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
 
@@ -22,7 +23,7 @@ URLS, DIRECTORIES, LISTINGS = "urls", "directories", "listings"
 """The spaces of entries that have a URL: objects, trees of links to objects, and listings of directories."""
 
 PARTS = "#block"
-"""What follows the key of an object in the keys of its index and of all of its blocks."""
+"""What follows the key of an object in the keys of its index and of all of its blocks: no key of an object has it, see `without_marks`."""
 
 FOREVER = 1 << 60
 """Nanoseconds: 36 years. An invalidated entry (validated in 1970) is older even than this."""
@@ -119,7 +120,10 @@ def first_touch(fetcher: Fetcher, url: str | os.PathLike[str], *, force: bool) -
     """A fresh cached object that this process has not read before, found by the index of keys without a lock or a lease; else None.
     None does not mean that it is not cached. Raises `ConfigError`."""
     text = url if type(url) is str else urls.as_text(url)
+    hit = fetcher.store.hot_lookup(URLS) if "#" in text or "@" in text else None  # by its key alone: see `Memo.hot_lookup`
     for key in _possible_keys(fetcher, text, force=force):
+        if hit is not None and (data := hit(key, fetcher.max_age)) is not None:
+            return data
         data = fetcher.store.first_touch(URLS, key, fetcher.max_age, fetcher.alias(text, key))
         if data is not None:
             return data
@@ -141,8 +145,8 @@ def _possible_keys(fetcher: Fetcher, text: str, *, force: bool) -> Iterator[str]
     """The keys under which the cache may have a URL. Raises `ConfigError`."""
     if fetcher.closed or not text:
         return
-    # A text of `canonical` without a `#` is its own key, unless the realm changes it. Parsing it would cost more than the look-up.
-    is_likely_key = text.startswith(_REMOTE) and "#" not in text and not fetcher.realm(text.partition(":")[0])
+    # A text of `canonical` without a `#` or `@` is its own key, unless the realm changes it. Parsing it would cost more than the look-up.
+    is_likely_key = text.startswith(_REMOTE) and "#" not in text and "@" not in text and not fetcher.realm(text.partition(":")[0])
     if is_likely_key:
         yield text
     key = urls.canonical(text, fetcher.naming) if fetcher.realm.is_usual else fetcher.target(text).key  # which `hot_lookup` has made
@@ -178,8 +182,14 @@ def sha256_of(content: Content) -> str:
 
 def folder_of(key: str) -> str:
     """The key of a directory, from the key of an object of the same name."""
-    head, mark, tail = key.partition("?") if "?" in key else key.partition("#")
-    return head.rstrip("/") + "/" + mark + tail
+    head, mark = split_hash(key)
+    return head.rstrip("/") + "/" + mark
+
+
+def split_hash(key: str) -> tuple[str, str]:
+    """A key without the hash at its end, and that: of a query, or of a filesystem object."""
+    match = re.search(r"(?:\?q=|#)[0-9a-f]{32}\Z", key)
+    return (key, "") if match is None else (key[: match.start()], match[0])
 
 
 def index_key(key: str) -> str:

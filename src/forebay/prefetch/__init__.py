@@ -19,7 +19,7 @@ from forebay._kernel.interrupts import guarded_methods, items_of_program, of_pro
 from forebay._logs import logger
 from forebay._model import Buffer, Item_co
 from forebay.fetch import Fetcher
-from forebay.fetch.request import FOREVER, URLS
+from forebay.fetch.request import FOREVER, URLS, split_hash
 from forebay.prefetch.items import ItemReader, Items, Objects, SourceItems
 from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
 from forebay.prefetch.lazies import PassThrough as PassThrough
@@ -243,7 +243,7 @@ class Prefetcher(Pool[Item_co]):
         used, count = self._store.spaces.used(self.name)
         if self._objects is None:
             return used, count
-        below, objects = self._store.spaces.used_below(URLS, self._objects.identity.partition("#")[0].partition("?")[0].rstrip("/") + "/")
+        below, objects = self._store.spaces.used_below(URLS, split_hash(self._objects.identity)[0].rstrip("/") + "/")
         return used + below, count + objects
 
     def set_limits(self, *, budget: int | None = None, max_count: int | None = None) -> None:

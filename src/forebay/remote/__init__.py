@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Any
 from forebay.remote.urls import PUBLIC_HUB, hub_endpoint, scheme
 from forebay.remote.urls import UrlNaming as UrlNaming
 from forebay.remote.urls import as_text as as_text
+from forebay.remote.urls import bare as bare
 from forebay.remote.urls import canonical as canonical
 from forebay.remote.urls import is_url as is_url
 from forebay.remote.urls import local_path as local_path
 from forebay.remote.urls import redacted as redacted
+from forebay.remote.urls import s3_name as s3_name
+from forebay.remote.urls import s3_version as s3_version
 from forebay.remote.urls import shown as shown
 from forebay.remote.urls import suffix_of_key as suffix_of_key
 from forebay.remote.urls import without_user as without_user
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 _S3 = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _IGNORE = "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"
 _AWS_FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
+
+_SENDING = frozenset({"s3", "hf"})  # beside HTTP: the schemes that send the user's headers
 
 _remotes: dict[tuple[str, RemoteOptions, str], Remote] = {}
 
@@ -53,15 +58,16 @@ class Realm:
     """What decides, besides a URL, which bytes it leads to: part of the keys of a cache. The servers of a scheme are those that
     the settings name when its first URL is used. Callable from any thread.
 
-    ``options``: whose ``partition`` counts for all schemes; else, for HTTP, their token or ``Authorization`` header."""
+    ``options``: whose ``partition`` counts for all schemes, and whose headers for those that send them; their token for HTTP only."""
 
     def __init__(self, options: RemoteOptions | None = None) -> None:
         self._partition = "" if options is None else options.partition or ""
         self._credentials = "" if options is None or options.partition is not None else options.authorization
+        self._headers = () if options is None else options.keyed_headers
         self._endpoints: dict[str, str] = {}
         self._texts: dict[str, str] = {}
         named = any(map(os.environ.get, ("HF_ENDPOINT", *_S3))) or bool(_deciding())
-        self.is_usual = not (named or self._partition or self._credentials)
+        self.is_usual = not (named or self._partition or self._credentials or self._headers)
         """Whether it adds nothing to any key, as far as is known."""
 
     def endpoint(self, kind: str) -> str:
@@ -75,8 +81,11 @@ class Realm:
         """The text whose hash is part of the keys of a scheme; "": none."""
         text = self._texts.get(kind)
         if text is None:
-            parts = self.endpoint(kind), self._partition or (self._credentials if kind in ("http", "https") else "")
-            text = self._texts[kind] = repr(parts) if any(parts) else ""
+            is_http = kind in ("http", "https")
+            parts = self.endpoint(kind), self._partition or (self._credentials if is_http else "")
+            credentials = ("authorization", self._credentials.strip(" \t"))  # stands in `parts`
+            headers = [line for line in self._headers if not (is_http and line == credentials)] if is_http or kind in _SENDING else []
+            text = self._texts[kind] = repr((*parts, headers)) if headers else repr(parts) if any(parts) else ""
         return text
 
 

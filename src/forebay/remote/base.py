@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
@@ -28,6 +29,7 @@ CHECK_TIMEOUT = 10.0
 MAX_PAUSE = 10.0
 MAX_RETRY_AFTER = 120.0
 WARN_ABOVE = 5.0  # seconds: a longer pause between two attempts is logged as a warning
+_OF_REQUEST = frozenset({"user-agent", "traceparent", "x-request-id"})
 _SENDABLE = r"[\t\x20-\x7e\xa0-\xff]*\Z"
 
 
@@ -44,7 +46,8 @@ class RemoteOptions:
     until its reader takes them. ``proxies``: use ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. ``netrc``: use the netrc
     file. ``anonymous``, ``requester_pays``: for ``s3://``. ``allow_downgrade``: follow a redirect from ``https://`` to ``http://``.
     ``partition``: part of the keys, so that objects fetched with these options are only served to callers with the same partition. By
-    default the token or ``Authorization`` header, for ``https://`` and ``http://``; "": credentials make no difference."""
+    default all ``headers`` are, but for those of `is_keyed`; and the ``token``, for ``https://`` and ``http://``. A partition replaces
+    all of them but ``Accept*``; "": only these make a difference."""
 
     headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
     token: str | None = field(default=None, repr=False)
@@ -71,6 +74,7 @@ class RemoteOptions:
                 raise errors.ConfigError(f"{name} is {value!r}: it must be above 0", name=name, value=value)
             if value is not None and not value < threading.TIMEOUT_MAX:
                 raise errors.ConfigError(f"{name} is {value!r}: it must be below {threading.TIMEOUT_MAX:.0f}", name=name, value=value)
+        object.__setattr__(self, "headers", dict(self.headers))  # what the caller changes later would be in no key
         for name, text in {**self.headers, **({"token": self.token} if self.token else {})}.items():
             if not re.match(_SENDABLE, f"{name}{text}"):
                 raise errors.ConfigError(
@@ -89,13 +93,31 @@ class RemoteOptions:
     @property
     def authorization(self) -> str:
         """The value of the ``Authorization`` header, else the token; "" if neither was given."""
-        given = next((value for name, value in self.headers.items() if name.lower() == "authorization"), "")
-        return given or (f"Bearer {self.token}" if self.token else "")
+        given = next((value for name, value in self.headers.items() if name.lower() == "authorization"), None)
+        return given if given is not None else f"Bearer {self.token}" if self.token else ""
+
+    @property
+    def keyed_headers(self) -> tuple[tuple[str, str], ...]:
+        """The headers that are part of the keys, each once, in order of their names in lower case. ``partition`` stands for all but
+        ``Accept*``."""
+        lines = {(name.lower(), value.strip(" \t")): None for name, value in self.headers.items() if is_keyed(name)}
+        kept = [line for line in lines if self.partition is None or line[0].startswith("accept")]
+        return tuple(sorted(kept, key=itemgetter(0)))
 
     def for_check(self) -> Self:
         """These options with a short time limit, for asking whether a known version is still current, which is optional for the caller."""
         limit = min(CHECK_TIMEOUT, self.total_timeout or CHECK_TIMEOUT)
         return replace(self, attempts=min(2, self.attempts), total_timeout=limit)
+
+
+def is_keyed(name: str) -> bool:
+    """Whether a header of the user distinguishes objects. Who asks (``User-Agent``), and what differs with each request, does not."""
+    return not is_set_by_remote(name) and name.lower() not in _OF_REQUEST
+
+
+def is_set_by_remote(name: str) -> bool:
+    """Whether only Forebay sets a header: ``Range`` and conditions. That of a user would change what a response means."""
+    return name.lower() == "range" or name.lower().startswith("if-")
 
 
 _NUMBERS: dict[str, Callable[[str], float]] = {
@@ -121,6 +143,13 @@ def numbers(given: Mapping[str, _config.GivenSetting]) -> tuple[dict[str, float]
             message = f"{name} is {text!r}: it must be a number above 0 and below {threading.TIMEOUT_MAX:.0f}"
             faults.append(errors.ConfigError(message, name=name, value=text))
     return values, faults
+
+
+def is_negotiated(vary: str) -> bool:
+    """Whether a response with this ``Vary`` may differ between two callers of one key: it names a header that is in no key, or ``*``.
+
+    Other headers are in the key, are the same in each request of Forebay's, or are never sent."""
+    return not (_OF_REQUEST | {"*"}).isdisjoint(name.strip().lower() for name in vary.split(","))
 
 
 class AttemptFailed(Exception):
@@ -299,6 +328,7 @@ class Call:
         self._url, self.options = url, options
         self.transfer = Transfer()
         self.redirects: dict[str, str] = {}  # where redirects led: the next range goes there directly
+        self.varies = False  # whether they may lead another caller elsewhere
         self.until: float | None = None
         """The deadline by the monotonic clock; None without a limit."""
         if options.total_timeout is not None:

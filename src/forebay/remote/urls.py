@@ -19,6 +19,9 @@ _CHAIN = r"[A-Za-z][A-Za-z0-9+.-]*::.*://"
 _SUFFIXES = r"(?<=(?s:.))(?:\.[A-Za-z0-9]{1,15})?(\.[A-Za-z0-9]{1,15})\Z"  # up to two, after at least one character
 _HASHED = r"q=[0-9a-f]{32}\Z"
 _HASHED_USER = r"u=[0-9a-f]{16}@"
+# What follows the key of an object in a key that Forebay makes from it: of blocks, of the index of a shard, of a filesystem object.
+_MARK = r"#(?=~|block|version=|[0-9a-f]{32}\Z)"
+_VERSION = r"\?versionId=([^?&#/]*)\Z"
 # URLs that are their own keys, and absolute paths whose keys are ``file://`` and the path: most of what a training job reads, each epoch.
 _PLAIN = r"(?:https?|s3)://[a-z0-9-][a-z0-9.-]*(?::(?!80/|443/)[0-9]+)?/[A-Za-z0-9_./=~%+,-]*|((?:/(?!\.\.?(?:/|\Z))[A-Za-z0-9_.-]+)+)"
 PUBLIC_HUB = "https://huggingface.co"
@@ -111,7 +114,8 @@ def is_url(text: str) -> bool:
 
 def canonical(url: str | os.PathLike[str], naming: UrlNaming | None = None) -> str:
     """A URL without secrets, the same for all its spellings: the key under which a cache of this ``naming`` stores the object, or, without
-    a naming, a text to be shown. Idempotent: ``canonical(canonical(u, n), n) == canonical(u, n)``.
+    a naming, a text to be shown. Idempotent, but for a hash that stands for a user, and for a name with a mark of Forebay's
+    (`without_marks`): no text of a caller is a key that Forebay makes from another one.
 
     Scheme and host are in lower case; the default port, the fragment and whole sets of signature parameters are dropped. In a key one hash
     stands for the user and the realm (``u=...@`` before the host), another for what is left of the query (``?q=...``); in a text to be
@@ -138,8 +142,15 @@ def canonical(url: str | os.PathLike[str], naming: UrlNaming | None = None) -> s
     if "::" in text and kind not in _KNOWN:  # fsspec's: `zip://a.csv::s3://bucket/a.zip`
         first, *links = text.split("::")
         links = [canonical(link, naming) if re.match(_SCHEME, link) else link for link in links]
-        return "::".join([_single(kind, first, naming), *links])
-    return _single(kind, text, naming)
+        text = "::".join([_single(kind, first, naming), *links])
+    else:
+        text = _single(kind, text, naming)
+    return text if naming is None or "#" not in text else without_marks(text)
+
+
+def without_marks(name: str) -> str:
+    """A name with a ``~`` after each ``#`` that would begin a mark of Forebay's in a key. Different names stay different."""
+    return re.sub(_MARK, "#~", name)
 
 
 def _single(kind: str, text: str, naming: UrlNaming | None) -> str:
@@ -157,18 +168,18 @@ def _single(kind: str, text: str, naming: UrlNaming | None) -> str:
 
 
 def _host(kind: str, host: str, naming: UrlNaming | None) -> str:
-    is_of_key = re.match(_HASHED_USER, host) is not None
+    is_hash = re.match(_HASHED_USER, host) is not None
     user, at, host = host.rpartition("@")
+    realm = naming.realm(kind) if naming is not None else ""
     if kind in _PORTS:
         host = host.lower().removesuffix(_PORTS[kind])
-    if is_of_key:
-        return f"{user}@{host}"
+    if is_hash and (naming is None or (realm and user == f"u={naming.hashed(repr(('', realm)), 8)}")):
+        return f"{user}@{host}"  # a key of this realm; that of another one is a user that the caller made up
     # Other users may get other bytes; a token may stand where the user does. In `abfs://container@account` it names the object; in
     # `github://org:repo@sha` too, but `ftp://user:password@host` looks the same.
-    secret = user if kind in _KNOWN or ":" in user else ""
+    secret = user if is_hash or kind in _KNOWN or ":" in user else ""
     if not secret and kind not in _KNOWN:
         host = f"{user}{at}{host}"
-    realm = naming.realm(kind) if naming is not None else ""
     if not (secret or realm):
         return host
     return f"{MASK}@{host}" if naming is None else f"u={naming.hashed(repr((secret, realm)), 8)}@{host}"
@@ -191,6 +202,22 @@ def _query(kind: str, query: str, naming: UrlNaming | None) -> str:
 def without_user(key: str) -> str:
     """A key as it would be if the object had been fetched without a user, from the usual servers, in no partition."""
     return re.sub(rf"://{_HASHED_USER}", "://", key, count=1)
+
+
+def bare(url: str) -> str:
+    """The URL without its query, such as a signature, for HTTP, where the query is not part of the name."""
+    return url.partition("#")[0].partition("?")[0] if url.lower().startswith(("http://", "https://")) else url
+
+
+def s3_version(name: str) -> tuple[str, str]:
+    """What stands before the version of an ``s3://`` URL, or of its end, and the version; "" for the present one."""
+    match = re.search(_VERSION, name)
+    return (name, "") if match is None else (name[: match.start()], match[1])
+
+
+def s3_name(name: str) -> str:
+    """The name of an object as it stands at the end of an ``s3://`` URL: after one that looks like a version follows an empty version."""
+    return name if s3_version(name)[0] == name else f"{name}?versionId="
 
 
 def suffix_of_key(key: str) -> str:

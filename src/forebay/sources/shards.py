@@ -182,7 +182,7 @@ class ShardIndexes:
         if fetcher is None or info.validator is None:
             return Index(self._build(url, info))
         target = self._reach.target(url)
-        key, above = (f"{name}&version={info.validator}" for name in (target.key, target.above))
+        key, above = (f"{name}#version={info.validator}" for name in (target.key, target.above))
 
         def keep(index: Index) -> Index:
             try:
@@ -267,6 +267,6 @@ class _Descriptions:
         info = self._info or self.stat(url)
         assert info is not None  # only a known version is answered with None
         text = json.dumps([info.size, info.validator, info.modified]).encode()
-        sink.begin(ObjectInfo(url, len(text), info.validator))
+        sink.begin(ObjectInfo(url, len(text), info.validator, varies=info.varies))
         sink.write(0, text)
         return Transfer(requests=requests)

@@ -19,7 +19,7 @@ from forebay._logs import logger
 from forebay._model import SourceInfo
 from forebay.fetch import Fetcher
 from forebay.fetch.prefix import Prefix, RemoteAccess, is_name
-from forebay.remote import RemoteOptions, as_text
+from forebay.remote import RemoteOptions, as_text, bare
 from forebay.sources.shards import Indexed, ShardIndexes
 
 log = logger("forebay.sources")
@@ -221,12 +221,7 @@ class TarSource:
 
 def is_tar(text: str) -> bool:
     """Whether a path or URL names a shard."""
-    return (_bare(text) if "://" in text else text).endswith(".tar")
-
-
-def _bare(url: str) -> str:
-    """The URL without its query, such as a signature, for HTTP, where the query is not part of the name."""
-    return url.partition("#")[0].partition("?")[0] if url.lower().startswith(("http://", "https://")) else url
+    return (bare(text) if "://" in text else text).endswith(".tar")
 
 
 def expanded(text: str) -> Iterator[str]:
@@ -242,8 +237,8 @@ def expanded(text: str) -> Iterator[str]:
 
 def _checked_prefix(prefix: Prefix) -> Prefix:
     if prefix.url.lower().startswith(("http://", "https://")):
-        message = f"{_bare(prefix.url)}: HTTP has no listings: name the shards, as in .../shard-{{000..099}}.tar"
-        raise errors.ConfigError(message, name="shards", value=_bare(prefix.url))
+        message = f"{bare(prefix.url)}: HTTP has no listings: name the shards, as in .../shard-{{000..099}}.tar"
+        raise errors.ConfigError(message, name="shards", value=bare(prefix.url))
     return prefix
 
 
@@ -252,7 +247,7 @@ def _laid_out(reach: RemoteAccess, texts: Sequence[str]) -> tuple[str, dict[str,
     urls = [Prefix(text, plain=reach.filesystem is not None).url for text in texts]
     if not urls:
         raise errors.ConfigError("no shards: name at least one", name="shards", value=None)
-    parts = [_bare(url).split("/") for url in urls]
+    parts = [bare(url).split("/") for url in urls]
     folders = [each[:-1] for each in parts]
     common = sum(1 for _ in takewhile(lambda same: len(set(same)) == 1, zip(*folders, strict=False)))
     if "://" in urls[0] and common < 3:  # on several hosts, or in several buckets

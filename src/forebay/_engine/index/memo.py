@@ -117,15 +117,16 @@ class Memo:
     def _of(self, space: str) -> dict[str, MappedEntry]:
         return self._known.setdefault(space, {})
 
-    def hot_lookup(self, space: str, counters: Counters) -> Hit:
-        """A function that serves one space's hits: ``hit(name, max_age)``, the age in nanoseconds; None: go the long way.
+    def hot_lookup(self, space: str, counters: Counters, *, as_written: bool = False) -> Hit:
+        """A function that serves one space's hits: ``hit(name, max_age)``, the age in nanoseconds; None: go the long way. ``as_written``:
+        names are no keys, but what a user wrote. One with a ``#`` or ``@`` may then be the key of something else, and is not served.
 
         No lock and no system call, and no attribute that a local can be: this is the path that is taken a million times a second."""
         known, now_ns, block = self._of(space), time.time_ns, counters.block
 
         def hit(name: str, max_age: int) -> memoryview | None:
             entry = known.get(name)
-            if entry is None:
+            if entry is None or (as_written and ("#" in name or "@" in name)):
                 return None
             now, slot = now_ns(), entry.slot
             since, until, skew = self.window

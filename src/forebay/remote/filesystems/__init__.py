@@ -21,7 +21,7 @@ from forebay.errors import NotFound, RemoteChanged, RemoteError, RemoteProtocolE
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
 from forebay.remote.filesystems import helper
 from forebay.remote.filesystems.clients import BLOCK, OnSent, client_of
-from forebay.remote.urls import MASK, UrlNaming, canonical, is_url, scheme
+from forebay.remote.urls import MASK, UrlNaming, canonical, is_url, scheme, without_marks
 
 log = logger("forebay.remote.filesystems")
 
@@ -107,7 +107,8 @@ class FilesystemRemote:
         if is_url(path) and scheme(path) in ("http", "https"):
             path = canonical(path, naming)  # other schemes have no secrets in their paths
         hashed = MASK if naming is None else naming.hashed(f"{self.identity} {naming.realm(self.kind)}")
-        return f"{self.kind}://{(path.partition('://')[2] or path).lstrip('/')}#{hashed}"
+        name = (path.partition("://")[2] or path).lstrip("/")
+        return f"{self.kind}://{name if naming is None else without_marks(name)}#{hashed}"
 
     def is_near(self, url: str) -> bool:
         """See `NearRemote.is_near`."""

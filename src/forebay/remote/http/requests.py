@@ -23,9 +23,9 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from forebay import errors
 from forebay._logs import escaped, logger
 from forebay._model import Buffer, ObjectInfo, Span
-from forebay.remote.base import AttemptFailed, Call, RemoteOptions
+from forebay.remote.base import AttemptFailed, Call, RemoteOptions, is_negotiated, is_set_by_remote
 from forebay.remote.http import loop
-from forebay.remote.http.transfers import NO_NAME, HttpTransfer, NotConnected, TransferRequest
+from forebay.remote.http.transfers import NO_NAME, HttpTransfer, NotConnected, TransferRequest, with_header
 
 log = logger("forebay.remote")
 
@@ -140,10 +140,13 @@ class Exchange:
                     call.redirects[url] = sent.address
                 if self._amend is not None:
                     response.headers = self._amend(url, response.headers)
+                if call.varies:
+                    response.headers = with_header(response.headers, "Vary", "*")
                 return response
             with response:
                 if response.status in REDIRECTS and "Location" in response.headers:
                     response.drain()
+                    call.varies = call.varies or is_negotiated(response.headers.get("Vary", ""))
                     target, is_redirected = self._redirect_target(call, sent.address, response.headers["Location"]), True
                 else:
                     refusal = self._refusal(call, url, response)
@@ -231,7 +234,7 @@ class Exchange:
         if headers is None:
             if len(self._defaults) > 1000:
                 self._defaults.clear()
-            given = dict(self.options.headers) if endpoint == first else {}
+            given = {name: value for name, value in self.options.headers.items() if endpoint == first and not is_set_by_remote(name)}
             names = {name.lower() for name in given}
             own = OWN_HEADERS if self._sign else {"Host": endpoint.host_header, **OWN_HEADERS}  # a signature covers the host
             headers = {name: value for name, value in own.items() if name.lower() not in names}
@@ -503,10 +506,11 @@ def content_range(response: Response, requested: Span) -> ContentRange:
 def info_of(url: str, headers: Mapping[str, str], size: int | None) -> ObjectInfo:
     """The object as the headers of a response describe it. ``size``: bytes of the whole object, as they will be stored."""
     modified = _timestamp(headers.get("Last-Modified"))
-    etag = headers.get("ETag", "").strip() or None
-    if etag is None and modified is not None and size is not None:
+    etag, varies = headers.get("ETag", "").strip() or None, is_negotiated(headers.get("Vary", ""))
+    if etag is None and modified is not None and size is not None and not varies:  # the other bytes may have the same time
         etag = f"{modified:.0f}-{size}"
-    return ObjectInfo(url, size, etag, strong=bool(etag and etag.startswith('"') and size is not None), modified=modified)
+    is_strong = bool(etag and etag.startswith('"') and size is not None)
+    return ObjectInfo(url, size, etag, is_strong, modified, varies=varies)
 
 
 def is_same_validator(one: str | None, other: str | None) -> bool:

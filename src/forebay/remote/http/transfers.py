@@ -66,6 +66,12 @@ class Headers(Mapping[str, str]):
         return len(self._values)
 
 
+def with_header(headers: Mapping[str, str], name: str, value: str) -> Headers:
+    """The headers with this value in place of their own."""
+    others = (f"{each}: {text}".encode("latin-1") for each, text in headers.items() if each.lower() != name.lower())
+    return Headers([*others, f"{name}: {value}".encode("latin-1")])
+
+
 class TransferRequest(NamedTuple):
     """One request. ``origin``: ``https://host:port``; ``target``: path and query, sent as they are. ``proxy``: a URL, which
     may contain a user and a password; None: no proxy, whatever the environment says.

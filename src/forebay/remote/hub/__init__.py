@@ -22,7 +22,7 @@ from forebay._model import Content, ObjectInfo, Remote, Sink, Span, Started, Tra
 from forebay.remote.base import Call, RemoteOptions, max_age_here, shared_time_limit
 from forebay.remote.http import HttpRemote, SmallResponse, changed
 from forebay.remote.http.requests import MAX_SIZE, REDIRECTS, endpoint_of, is_same_validator
-from forebay.remote.http.transfers import Headers
+from forebay.remote.http.transfers import with_header
 from forebay.remote.hub.names import KINDS, HubName, token_from
 from forebay.remote.urls import PUBLIC_HUB, canonical, hub_endpoint, scheme
 
@@ -223,8 +223,7 @@ class HubRemote:
         info = self._known.get(url)
         if info is None or info.validator is None:
             return headers
-        others = (f"{name}: {value}".encode("latin-1") for name, value in headers.items() if name.lower() != "etag")
-        return Headers([*others, f"ETag: {info.validator}".encode()])
+        return with_header(headers, "ETag", info.validator)
 
     def _explain(self, url: str, status: int, headers: Mapping[str, str], body: bytes) -> Exception | None:
         """The error that a refusal of the hub means; None for one of another host."""

@@ -1,5 +1,6 @@
 """``s3://bucket/key``: the data plane of `forebay.remote.http`, with AWS signatures. A key stands in the URL as it is, not
-percent-encoded; a version of it as ``s3://bucket/key?versionId=ID``."""
+percent-encoded; a version of it as ``s3://bucket/key?versionId=ID``. An empty version is the present one: it ends a key that looks like
+a version."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from forebay.remote.base import AttemptFailed, Call, RemoteOptions, run_parts
 from forebay.remote.http import HttpRemote, SmallResponse
 from forebay.remote.http.requests import MAX_SIZE, SendAgain
 from forebay.remote.s3.aws import BODY_HASH, Account, sign
-from forebay.remote.urls import canonical, scheme
+from forebay.remote.urls import canonical, s3_name, s3_version, scheme
 
 log = logger("forebay.remote.s3")
 
@@ -32,7 +33,6 @@ MAX_PARTS = 10_000
 MIN_PART = 5 << 20
 MAX_EMPTY_PAGES = 1000
 
-_VERSION = re.compile(r"\?versionId=([^?&#/]+)\Z")
 _NUMBER = re.compile(r"[0-9]{1,19}\Z")
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]|&#x?[01]?[0-9a-fA-F];")
 _EXPIRED = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired"})
@@ -55,11 +55,11 @@ class S3Name(NamedTuple):
     def of(cls, url: str) -> Self:
         """Raises `ConfigError` if the URL names no bucket."""
         netloc, _, key = url.partition("://")[2].partition("/")
-        version = _VERSION.search(key)
+        key, version = s3_version(key)
         bucket = netloc.rpartition("@")[2]
         if not bucket:
             raise errors.ConfigError(f"{canonical(url)} names no bucket: write s3://bucket/key")
-        return cls(bucket, key[: version.start()] if version else key, version[1] if version else None)
+        return cls(bucket, key, version or None)
 
 
 class S3Remote:
@@ -198,7 +198,7 @@ def _key_in(item: ElementTree.Element) -> str:
 
 def _info_of(bucket: str, contents: ElementTree.Element) -> ObjectInfo:
     """One ``Contents`` of a listing. Raises `RemoteProtocolError` if its numbers are invalid."""
-    url, etag = f"s3://{bucket}/{_key_in(contents)}", contents.findtext("{*}ETag")
+    url, etag = f"s3://{bucket}/{s3_name(_key_in(contents))}", contents.findtext("{*}ETag")
     try:
         modified = datetime.datetime.fromisoformat(contents.findtext("{*}LastModified", "")).timestamp()
     except (ValueError, OverflowError) as error:
