@@ -20,6 +20,7 @@ from forebay.fetch.flight import get_or_make
 from forebay.fetch.request import URLS, FetchOptions, Target, index_key, is_same_version
 
 if TYPE_CHECKING:
+    from forebay._engine.store import Store
     from forebay.fetch import Fetcher
 
 log = logger("forebay.fetch")
@@ -158,12 +159,17 @@ class _Opening:
 
     def _above(self) -> ObjectInfo | None:
         """The version of which the upstream root has blocks, if it was validated lately."""
+
+        def look(above: Store) -> tuple[Entry, int] | None:
+            index = above.entry(URLS, index_key(self._target.above))
+            return None if index is None else (index, self._fetcher.validated(above, index))
+
         upstream = self._fetcher.upstream
-        index = upstream.entry(URLS, index_key(self._target.above)) if upstream is not None else None
-        if upstream is None or index is None or not self._is_expected(index.validator):
+        found = None if upstream is None else upstream.ask(look)
+        if found is None or not self._is_expected(found[0].validator):
             return None
-        is_fresh = self._options.offline or self._fetcher.validated(upstream, index) >= self._options.since
-        return _info_of(index, self._target.url) if is_fresh else None
+        is_fresh = self._options.offline or found[1] >= self._options.since
+        return _info_of(found[0], self._target.url) if is_fresh else None
 
     def _keep(self, version: Lease | ObjectInfo) -> Lease | ObjectInfo:
         if isinstance(version, ObjectInfo) and is_divisible(version) and version.size is not None and not self._is_stored:

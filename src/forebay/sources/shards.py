@@ -235,7 +235,7 @@ def _kept(fetcher: Fetcher, key: str, above: str) -> Index | None:
     """The index of this key in the cache, or of that ``above`` in the upstream root."""
     for store, name in ((fetcher.store, key), (fetcher.upstream, above)):
         hit = store.view(SPACE, name) if store is not None else None
-        if store is None or hit is None:
+        if hit is None:
             continue
         try:
             index = Index(hit.view)
@@ -243,7 +243,7 @@ def _kept(fetcher: Fetcher, key: str, above: str) -> Index | None:
             log.warning("the index %s is rebuilt: %s", key, str(error))
             continue
         if store is fetcher.store:
-            store.touch(hit.entry)
+            fetcher.store.touch(hit.entry)
         return index
     return None
 
