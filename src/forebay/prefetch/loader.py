@@ -215,8 +215,7 @@ class Loader:
             with self._lock:
                 self._set(load, State.DROPPED)
             return data
-        if self._items.links and (there := self._store.take(self._items.space, load.name)) is not None:
-            self._store.count_hit(there.entry.size)
+        if (there := self._items.linked([load.name]).get(load.name)) is not None:
             self._keep(load.ref, there)
             return None
         job = self._items.job(load)
@@ -337,13 +336,9 @@ class Loader:
             loads = self._next_queued(min(most, self._places()))
         if retried is not None and retried.data is not None:
             jobs.append(self._items.stored_job(retried.ref, self._enter(retried.ref), retried.data))
-        there: dict[str, Lease] = {}
-        if self._items.links and loads:
-            with contextlib.suppress(errors.CacheFault):  # the job meets it, and tells
-                there = self._store.take_many(self._items.space, [load.name for load in loads.values()])
+        there = self._items.linked([load.name for load in loads.values()])
         for number, load in loads.items():
             if (lease := there.get(load.name)) is not None:
-                self._store.count_hit(lease.entry.size)
                 self._keep(load.ref, lease)
                 del self._under_way[number]
                 continue
