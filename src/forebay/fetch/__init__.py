@@ -185,6 +185,15 @@ class Fetcher:
         """How requests are sent. Made by the first request."""
         return self._options or remote.RemoteOptions()
 
+    @host.cached_property
+    def asker(self) -> str:
+        """Tells caches that ask remotes alike from others, without their secrets: see `Flight.note_failure`."""
+        import hashlib
+
+        options = self.options
+        text = repr((options, sorted(options.headers.items()), options.token, options.partition))
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), key=self.naming.secret.to_bytes(8), digest_size=8).hexdigest()
+
     @property
     def naming(self) -> UrlNaming:
         """How the keys of this cache are made. A root that has become usable, or was created again, has another secret."""

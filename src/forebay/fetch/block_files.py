@@ -86,7 +86,10 @@ class _Opening:
         """A lease on the whole object, if it is cached in the remote's version; else a description of that version. The remote is asked
         once per ``max_age`` for all processes, whether the whole object or parts of it are cached."""
         timeout = self._options.timeout
-        return get_or_make(self._fetcher, URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout)
+        return get_or_make(
+            self._fetcher, URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout,
+            asker=self._fetcher.asker,
+        )  # fmt: skip
 
     def _entries(self) -> tuple[Entry | None, Entry | None]:
         """The whole object and the index, as far as they exist and are of the version that the caller expects."""
@@ -154,7 +157,7 @@ class _Opening:
         info = info or fetcher.stat(target, options)
         assert info is not None, "without a known version the remote describes the one that it has"
         if not self._is_expected(info.validator):
-            raise errors.ChecksumMismatch.of(target.key, options.etag or "", info.validator or "no ETag")
+            raise errors.ChecksumMismatch.of(target.key, options.etag or "", info.validator or "no ETag", callers_own=True)
         return info
 
     def _above(self) -> ObjectInfo | None:

@@ -128,7 +128,7 @@ def stream(fetcher: Fetcher, target: Target, options: FetchOptions) -> BinaryIO:
     fetcher.refuse_offline(target, options)
     info = fetcher.stat(target, options)
     if info is not None and options.etag is not None and not is_same_version(info.validator, options.etag):
-        raise errors.ChecksumMismatch.of(target.key, options.etag, info.validator or "no ETag")
+        raise errors.ChecksumMismatch.of(target.key, options.etag, info.validator or "no ETag", callers_own=True)
     if info is None or info.size is None:
         return io.BytesIO(fetcher.direct(target, options))
     return cast(BinaryIO, io.BufferedReader(RangeFile(fetcher, target, info), RANGE))

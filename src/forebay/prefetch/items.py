@@ -64,7 +64,7 @@ class Items:
         remote = cast(Remote, FunctionRemote(bring))
         target = Target(ref.key, ref.name, "", lambda: remote, space=self.space)
         fetch = FetchOptions(-1, timeout=self.fetcher.timeout, life="cached" if self.keep else "held")
-        return Job(self.fetcher, target, fetch, number, leased=True, in_memory=True, has_partial=False, **options)
+        return Job(self.fetcher, target, fetch, number, leased=True, in_memory=True, has_partial=False, is_function=True, **options)
 
     def stored_job(self, ref: LoadRef, number: int, data: Buffer) -> Job:
         """The job that stores these bytes of an item in ``space``."""

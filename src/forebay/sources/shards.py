@@ -191,7 +191,16 @@ class ShardIndexes:
                 fetcher.fall_back(error, key)
             return index
 
-        return get_or_make(fetcher, SPACE, key, lambda: _kept(fetcher, key, above), lambda: Index(self._build(url, info)), keep, label=key)
+        return get_or_make(
+            fetcher,
+            SPACE,
+            key,
+            lambda: _kept(fetcher, key, above),
+            lambda: Index(self._build(url, info)),
+            keep,
+            label=key,
+            asker=fetcher.asker,
+        )
 
     def _build(self, url: str, info: ObjectInfo) -> bytes:
         def read(span: Span) -> bytes:
