@@ -111,7 +111,9 @@ def open_object(fetcher: Fetcher, target: Target, options: FetchOptions) -> Bina
     if target.in_place and not options.force and not options.bypass:
         if not os.access(target.in_place, os.R_OK):
             target.remote.stat(target.url)  # raises as `read` does
-        return open(target.in_place, "rb")
+        from forebay.fetch.job import in_place_file
+
+        return open(in_place_file(target, target.in_place), "rb")
     if options.bypass:
         return stream(fetcher, target, options)
     try:

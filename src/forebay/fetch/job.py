@@ -289,7 +289,7 @@ class Job:
     def skip_cache(self) -> None:
         """Get the result without the cache: a local file as its own path, or the bytes from the remote."""
         if self.leased and self.target.in_place is not None:
-            self.lease = in_place(self.target.in_place)
+            self.lease = in_place_file(self.target, self.target.in_place)
         else:
             self.data = self.direct()
 
@@ -359,6 +359,15 @@ class Job:
         if self.started is not None:
             self.started.close()
         self.release()
+
+
+def in_place_file(target: Target, path: str) -> Lease:
+    """A lease on a local file, which is its own copy. Raises `NotFound`, and `RemoteError` as `read` does for what is no file: to open a
+    pipe would be to wait for ever."""
+    lease = in_place(path)
+    if lease.entry.kind != "file":
+        target.remote.stat(target.url)
+    return lease
 
 
 def publish_together(jobs: Sequence[Job]) -> errors.CacheFault | None:
