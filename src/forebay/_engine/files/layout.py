@@ -266,11 +266,12 @@ class Root:
             try:
                 host.chmod(fd, self.file_mode)
                 fill(fd)
-                self.files.link(scrap, path)
-            except FileExistsError:
-                return  # another process was first: its file is as good
-            except FileNotFoundError:
-                continue  # another process swept our temporary file: check whether the file exists now
+                try:
+                    self.files.link(scrap, path)
+                except FileExistsError:
+                    return  # another process was first: its file is as good
+                except FileNotFoundError:
+                    continue  # another process swept our temporary file: check whether the file exists now
             finally:
                 os.close(fd)
                 self.files.unlink(scrap)
@@ -284,9 +285,10 @@ class Root:
             try:
                 host.pwrite(fd, content, 0)
                 host.sync(fd)
-                self.files.rename(scrap, path)
-            except FileNotFoundError:
-                continue  # another process swept our scrap
+                try:
+                    self.files.rename(scrap, path)
+                except FileNotFoundError:
+                    continue  # another process swept our scrap
             except BaseException:
                 self.files.unlink(scrap)
                 raise
