@@ -68,6 +68,12 @@ def parse_directory_name(name: str) -> BlobName | None:
     return parsed if parsed and not parsed.suffix else None
 
 
+def parse_policy_name(name: str) -> BlobName | None:
+    """The id of the space of a policy's file; None if it is not a name of Forebay's."""
+    match = re.fullmatch(r"policy-([1-9][0-9]{0,18})", name)
+    return BlobName(int(match[1]), "") if match and int(match[1]) < 1 << 63 else None
+
+
 def parse_tmp_name(name: str) -> TmpName | None:
     """The parts of the name of a write in progress; None if it is not a name of Forebay's."""
     match = re.fullmatch(_TMP, name)
