@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from forebay import errors
 from forebay._engine.leases import Lease
 from forebay._kernel import host
+from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay._model import Entry, ObjectInfo, noted
 from forebay.fetch.blocks import RUN, Blocks, index_meta, parse_block_size
@@ -336,10 +337,8 @@ class ReadAhead:
             if self.is_running or self._next >= end:
                 return
             self.is_running = True
-        try:
-            threading.Thread(target=self._run, daemon=True, name="forebay-ahead").start()
-        except RuntimeError as error:  # no further thread may be started
-            log.debug("%s is not read ahead: %s", self._blocks.target.key, str(error))
+        if not DaemonThread(self._run, name="forebay-ahead").begin():
+            log.debug("%s is not read ahead: no thread can be started", self._blocks.target.key)
             self.is_running = False
 
     def has_fetched(self, numbers: Sequence[int]) -> bool:

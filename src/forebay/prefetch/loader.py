@@ -15,6 +15,7 @@ from forebay._engine.leases import Lease
 from forebay._engine.null_store import NullStore
 from forebay._engine.store import Store
 from forebay._kernel import host
+from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Noted
 from forebay.fetch.job import Job
@@ -105,9 +106,8 @@ class Loader:
         with self._lock:
             if self._thread is not None or self.closed or host.forked_unseen():
                 return
-            thread = threading.Thread(target=self._run, name="forebay-prefetch-writer", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no further thread may be started: each caller reads for itself
-                thread.start()
+            thread = DaemonThread(self._run, name="forebay-prefetch-writer")
+            if thread.begin():  # else each caller reads for itself
                 self._thread = thread
 
     def take(self, load: Load) -> Buffer:
