@@ -329,18 +329,19 @@ def test_where_no_thread_begins_the_caller_does_all_the_work(monkeypatch: pytest
 
 def test_a_thread_that_begins_too_late_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its work has been done by another thread since."""
-    begin: list[Callable[[], None]] = []
+    done: list[int] = []
+    later: list[Callable[[], object]] = []
+    thread = DaemonThread(lambda: done.append(1), name="late")
     with monkeypatch.context() as patch:
-        no_thread_begins(patch)
+        patch.setattr(threads_module, "START", 0.05)
         for name in ("_start_new_thread", "_start_joinable_thread"):
-            if hasattr(threading, name):
-                patch.setattr(threading, name, lambda function, *_, **__: begin.append(function))
-        thread = DaemonThread(lambda: done.append(threading.get_ident()), name="late")
-        done: list[int] = []
+            if (start := getattr(threading, name, None)) is not None:
+                patch.setattr(threading, name, lambda *args, start=start, **how: later.append(partial(start, *args, **how)))
         assert not thread.begin()
-    other = threading.Thread(target=begin[0])
-    other.start()
-    other.join()
+    later[0]()
+    assert thread._started.wait(WAIT)
+    thread.join(WAIT)
+    assert not thread.is_alive()
     assert done == []
 
 
