@@ -75,9 +75,11 @@ _DEEPEST = 32  # causes of causes
 class ForebayError(Exception):
     """Base of all errors of Forebay.
 
-    ``facts`` holds the values that the message was formatted from; each is also an attribute."""
+    ``facts`` holds the values that the message was formatted from; each is also an attribute. ``callers_own``: whether it comes of what its
+    caller asked for, or of the state of the caller's process, not of the source: callers that wait for the same object go on without it."""
 
     facts: dict[str, Any]
+    callers_own: bool = False
 
     def __init__(self, message: str = "", **facts: Any) -> None:
         Exception.__init__(self, message)
@@ -249,6 +251,8 @@ class MissingExtra(ForebayError, ImportError):
 class Closed(ForebayError, ValueError, RuntimeError):
     """A call on a handle after its ``close()``."""
 
+    callers_own = True
+
     @classmethod
     def of(cls, what: str) -> Closed:
         return cls(f"this {what} is closed: open a new one", what=what)
@@ -273,6 +277,8 @@ class NewerFormat(RootError):
 
 class CacheFault(ForebayError, OSError):
     """The cache itself failed. Calls that do not need it are served from the source."""
+
+    callers_own = True
 
 
 class WriterBusy(CacheFault):
@@ -329,6 +335,7 @@ class WaitTimeout(ForebayError, TimeoutError):
     """A wait ended without success. ``what``: what was awaited; ``waited``: seconds; ``holder``: the process that held it or did not
     arrive."""
 
+    callers_own = True
     what: str
     waited: float
     holder: str
@@ -341,6 +348,7 @@ class WaitTimeout(ForebayError, TimeoutError):
 class Offline(ForebayError, FileNotFoundError):
     """The URL is not in the cache, and offline mode forbids asking the remote. ``url``: the URL."""
 
+    callers_own = True
     url: str
 
     @classmethod
@@ -369,14 +377,18 @@ class Ambiguous(NotCached):
 
 
 class ChecksumMismatch(ForebayError, ValueError):
-    """The source's bytes are not those that the caller expected. ``wanted``: the expected checksum; ``found``: the actual one."""
+    """The source's bytes are not those that the caller expected, or that the source itself promised. ``wanted``: the expected checksum;
+    ``found``: the actual one."""
 
     wanted: str
     found: str
 
     @classmethod
-    def of(cls, url: str, wanted: str, found: str) -> ChecksumMismatch:
-        return cls(f"{url}: received {found}, expected {wanted}: nothing was stored", url=url, wanted=wanted, found=found)
+    def of(cls, url: str, wanted: str, found: str, *, callers_own: bool = False) -> ChecksumMismatch:
+        """``callers_own``: the caller passed the expected checksum."""
+        error = cls(f"{url}: received {found}, expected {wanted}: nothing was stored", url=url, wanted=wanted, found=found)
+        error.callers_own = callers_own
+        return error
 
 
 class ClaimConflict(ForebayError, ValueError):
@@ -438,6 +450,7 @@ class NotFound(RemoteError, FileNotFoundError):
 class AccessDenied(RemoteError, PermissionError):
     """The remote denies access to this object with these credentials."""
 
+    callers_own = True
     errno = errno.EACCES
 
 

@@ -167,3 +167,45 @@ def test_a_plan_removes_what_eviction_would_take_first(server: Nginx, quick_path
             assert not fetcher_of(same).store.prefetching.dismiss("urls", [urls[15], urls[12]])
         planned = [victim.name for victim in cache.plan(cache.budget).victims]
     assert planned == [urls[15], urls[12], *(url for url in urls if url not in (urls[15], urls[12]))]
+
+
+def policies(root: Path) -> set[str]:
+    return {path.name for path in (root / "shared").glob("policy-*")}
+
+
+def read_and_lose_the_catalog(root: Path, source: Path) -> None:
+    with forebay.Cache(root, budget=64 << 20, min_free=0) as cache:
+        cache.read(source, force=True, refresh=True)
+        cache.put("value", b"1")
+    for path in root.glob("catalog.sqlite*"):
+        path.unlink()
+
+
+def test_the_policies_of_a_lost_catalog_go_with_the_first_write(tmp_path: Path) -> None:
+    root, source = tmp_path / "root", tmp_path / "source"
+    source.write_bytes(bytes(30_000))
+    seen = []
+    for _ in range(3):
+        read_and_lose_the_catalog(root, source)
+        seen.append(policies(root))
+    assert [len(names) for names in seen] == [len(seen[0])] * 3
+    assert len(set.union(*seen)) == 3 * len(seen[0]) > 0
+
+
+@pytest.mark.parametrize("command", ["repair", "prune"])
+def test_the_policies_that_older_versions_left_are_found_and_removed(tmp_path: Path, command: str) -> None:
+    root, source = tmp_path / "root", tmp_path / "source"
+    source.write_bytes(bytes(30_000))
+    with forebay.Cache(root, budget=64 << 20, min_free=0) as cache:
+        cache.read(source, force=True)
+        here = policies(root)
+        assert here
+        for number in (12345, (1 << 62) + 1):
+            (root / "shared" / f"policy-{number}").write_bytes(bytes(100_000))
+        assert [problem.kind for problem in cache.check()] == ["stray"] * 2
+        if command == "repair":
+            assert len(cache.repair()) == 2
+        else:
+            assert cache.prune().execute().stray_files == 2
+        assert policies(root) == here
+        assert cache.check(deep=True) == []

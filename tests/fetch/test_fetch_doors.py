@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -160,3 +164,27 @@ def test_ranges_of_a_host_that_fell_silent_are_not_waited_for(fetcher: Fetcher, 
 def test_an_error_that_tells_no_attempts_made_one(kind: type[errors.RemoteError]) -> None:
     error = kind("no", url="http://h/a")
     assert (error.attempts, error.done) == (1, 0)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("options", [{}, {"force": True}, {"bypass": True}], ids=str)
+@pytest.mark.parametrize("kind", ["directory", "pipe", "socket"])
+def test_a_path_that_is_no_file_is_refused_by_every_call(cache: forebay.Cache, tmp_path: Path, kind: str, options: dict[str, bool]) -> None:
+    """To open a pipe would be to wait for ever."""
+    path = tmp_path / kind
+    with contextlib.ExitStack() as stack:
+        if kind == "directory":
+            path.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            stack.enter_context(socket.socket(socket.AF_UNIX)).bind(str(path))
+        for url in (path, f"file://{path}"):
+            for call in (
+                lambda url: cache.read(url, **options), lambda url: cache.read_many([url], **options),
+                lambda url: cache.local(url, **options), lambda url: cache.local_many([url], **options),
+                lambda url: cache.open(url, **options), lambda url: cache.open(url, block_size=64_000, **options),
+                lambda url: asyncio.run(cache.aread(url, **options)),
+            ):  # fmt: skip
+                with pytest.raises(errors.RemoteError, match=f"file://{path}: ") as caught:
+                    call(url)
+                assert kind != "directory" or "a directory, not a file" in str(caught.value)

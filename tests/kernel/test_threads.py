@@ -13,7 +13,8 @@ from functools import partial
 
 import pytest
 
-from forebay._kernel.threads import Threads, run_all
+from forebay._kernel import threads as threads_module
+from forebay._kernel.threads import DaemonThread, Threads, run_all
 
 WAIT = 60.0
 
@@ -304,3 +305,51 @@ def test_where_no_thread_can_be_started_the_others_work_or_the_item_is_refused(m
     go.set()
     assert [done.get(timeout=WAIT) for _ in range(2)] == [1, 2]
     assert threads.close() == []
+
+
+def no_thread_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no memory: the system starts a thread, which ends before it can say so."""
+    monkeypatch.setattr(threads_module, "START", 0.05)
+    for name in ("_start_new_thread", "_start_joinable_thread"):  # Python 3.13 and later have the second one
+        if hasattr(threading, name):
+            monkeypatch.setattr(threading, name, lambda *_, **__: 0)
+
+
+@pytest.mark.keeps("threads that never began: Python lists them for ever")
+@pytest.mark.parametrize("inline", [False, True])
+def test_where_no_thread_begins_the_caller_does_all_the_work(monkeypatch: pytest.MonkeyPatch, inline: bool) -> None:
+    done: list[tuple[int, int]] = []
+    no_thread_begins(monkeypatch)
+    run_all([lambda n=n: done.append((n, threading.get_ident())) for n in range(9)], 3, name="none", inline=inline)  # type: ignore[misc]
+    assert done == [(n, threading.get_ident()) for n in range(9)]
+    with pytest.raises(KeyError):
+        run_all([{}.popitem] * 9, 3, name="none", inline=inline)
+    assert not Threads(done.append, 3, name="none").submit((0, 0))
+
+
+def test_a_thread_that_begins_too_late_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work has been done by another thread since."""
+    done: list[int] = []
+    later: list[Callable[[], object]] = []
+    thread = DaemonThread(lambda: done.append(1), name="late")
+    with monkeypatch.context() as patch:
+        patch.setattr(threads_module, "START", 0.05)
+        for name in ("_start_new_thread", "_start_joinable_thread"):
+            if (start := getattr(threading, name, None)) is not None:
+                patch.setattr(threading, name, lambda *args, start=start, **how: later.append(partial(start, *args, **how)))
+        assert not thread.begin()
+    later[0]()
+    assert thread._started.wait(WAIT)
+    thread.join(WAIT)
+    assert not thread.is_alive()
+    assert done == []
+
+
+def test_a_thread_that_is_slow_to_say_so_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    monkeypatch.setattr(threads_module, "START", 0.0)
+    begun = [thread.begin() for thread in [DaemonThread(lambda: done.append(1), name="slow") for _ in range(200)]]
+    until = time.monotonic() + WAIT
+    while len(done) < sum(begun) and time.monotonic() < until:
+        time.sleep(0.001)
+    assert len(done) == sum(begun)

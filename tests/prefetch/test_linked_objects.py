@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine.catalog.transactions import Wal
 from forebay._kernel import host
 from forebay.sources import UrlSource
 from forebay.testing import ScriptedServer
@@ -406,6 +408,30 @@ def test_a_cache_that_fails_fails_no_item(cache: forebay.Cache, server: Scripted
     prefix = put(server)
     with pool_over(cache, prefix, version="1") as pool:
         assert_a_cache_that_fails_fails_no_item(cache, pool, on_step)
+
+
+@pytest.mark.parametrize("options", [*LIMITED, {}], ids=str)
+def test_on_a_disk_that_cannot_be_read_items_come_from_the_source(
+    cache: forebay.Cache, server: ScriptedServer, on_step: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """As on XFS after it has shut itself down: each look at a file of the catalog fails."""
+
+    def dead(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    prefix = put(server)
+    with pool_over(cache, prefix, workers=2, **options) as pool:
+        assert list(pool.stream(NAMES[:4], ahead=2)) == [body(name) for name in NAMES[:4]]
+        with monkeypatch.context() as patch:
+            patch.setattr(Wal, "current_index", dead)
+            on_step(dead)
+            for names in (NAMES[:8], NAMES[:8]):
+                assert list(pool.stream(names, ahead=3)) == [body(name) for name in names]
+            assert [pool.get_lazy(name).get() for name in NAMES] == [body(name) for name in NAMES]
+            assert pool.get_many(NAMES) == [body(name) for name in NAMES]
+            on_step(None)
+        assert cache.stats().fallbacks > 0
+        assert pool.warm(NAMES).failed == ()
 
 
 def test_limits_that_come_later_bind_what_comes_later(cache: forebay.Cache, server: ScriptedServer) -> None:

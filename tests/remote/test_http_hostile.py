@@ -14,6 +14,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._model import Span
+from forebay.cache import fetcher_of
 from forebay.remote import RemoteOptions
 from forebay.remote.http import HttpRemote, requests
 from forebay.sources import UrlSource
@@ -377,3 +378,29 @@ def test_what_ended_sooner_may_be_another_version(raw: RawServer, known: str | N
     else:
         with pytest.raises(errors.RemoteChanged):
             remote.read(f"{raw.url}/a", Span(100, 5), validator=known)
+
+
+NO_BODY = 204, 304
+
+
+@pytest.mark.parametrize("status", [201, 202, 203, 204, 205, 206, 226, 299, 300, 301, 304, 305, 399, 412, 416])
+def test_a_status_that_answers_no_such_request_is_named(small: forebay.Cache, raw: RawServer, status: int) -> None:
+    """Such as 304 to a request without a condition, or 206 to one without a range."""
+
+    def answer(connection: socket.socket, head: bytes) -> None:
+        body = b"" if status in NO_BODY or head.startswith(b"HEAD") else b"12345"
+        length = "" if status in NO_BODY else "Content-Length: 5\r\n"
+        connection.sendall(f'HTTP/1.1 {status} Odd\r\nETag: "1"\r\n{length}Connection: close\r\n\r\n'.encode() + body)
+
+    raw.answer = answer
+    url = f"{raw.url}/a"
+    more = [
+        lambda: small.open(url, block_size=64_000), lambda: small.open(url).read(), lambda: small.read_many([url]),
+        lambda: small.read(url, refresh=True), lambda: fetcher_of(small).stat(fetcher_of(small).target(url)),
+    ]  # fmt: skip
+    with small:
+        for door in [*doors(small, url), *more]:
+            with pytest.raises(errors.RemoteError) as caught:
+                door()  # type: ignore[operator]
+            assert caught.value.status == status
+            assert raw.url in str(caught.value)

@@ -92,6 +92,8 @@ def test_what_is_no_file(tmp_path: Path, local: LocalRemote) -> None:
             local.stat(str(tmp_path / name))
     with pytest.raises(errors.RemoteError, match="not a regular file"):
         local.fetch(str(tmp_path / "to-pipe"), MemorySink())
+    with pytest.raises(errors.RemoteError, match="a directory, not a file"):
+        local.fetch(str(tmp_path), MemorySink())
 
 
 @pytest.mark.root

@@ -9,7 +9,7 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.adapters.pfio import import_pfio
+from forebay.cache import fetcher_of
 from tests.harness import MiB, usage
-from tests.processes import fork, in_child
+from tests.processes import Line, fork, in_child, talk_to
 
 
 def names(cache: forebay.Cache) -> list[str]:
@@ -276,6 +277,50 @@ def test_preload(cache: forebay.Cache) -> None:
     assert names(cache) == ["kept"]  # the own data are gone
     with pytest.raises(ValueError, match="11"):
         cache.samples(length=11).preload("kept")
+
+
+@pytest.mark.parametrize("plan", ["sweep", "remove"])
+def test_an_array_that_is_preserved_while_another_process_sweeps_is_whole_or_gone(tmp_path: Path, plan: str) -> None:
+    """P1 reads that it is held / P2 preserves and closes it / P1 ends what nobody holds. Or P1 is to remove just this array."""
+
+    def sweep(line: Line) -> None:
+        assert line.hear() == "made"
+        with forebay.Cache(tmp_path / "root") as cache:
+            store = fetcher_of(cache).store
+            assert store.keeps
+            parts = store.engine.parts
+            (array,) = cache.entries("samples")
+            look = parts.leases.leased_among if plan == "sweep" else None
+
+            def seen(ids: Iterable[int]) -> set[int]:
+                line.say("seen")
+                assert line.hear() == "preserved"
+                assert look is not None
+                return look(ids)
+
+            if plan == "sweep":
+                parts.leases.leased_among = seen  # type: ignore[method-assign,assignment]
+                parts.writers.eviction.sweep()
+            else:
+                line.say("seen")
+                assert line.hear() == "preserved"
+                store.drop([array])
+
+    with talk_to(sweep) as other, forebay.Cache(tmp_path / "root", budget=20 * MiB, min_free=0) as cache:  # a later child would hold it too
+        samples = cache.samples(length=20)
+        assert samples.put(0, b"a" * 1000)
+        other.say("made")
+        assert other.hear() == "seen"
+        assert samples.preserve("kept")
+        samples.close()
+        other.say("preserved")
+        other.result()
+        assert cache.check(deep=True) == []
+        if plan == "sweep":
+            with cache.samples("kept") as kept:
+                assert kept.get(0) == b"a" * 1000
+        else:
+            assert names(cache) == []
 
 
 @pytest.mark.parametrize("call", ["preserve", "preload"])

@@ -14,7 +14,17 @@ from pathlib import Path
 from forebay._engine.catalog import checked, entries, recovery, reservations, segments, spaces
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.files import blobs, pack_files, stages
-from forebay._engine.files.layout import FANS, PAGE, BlobName, Root, TmpName, parse_blob_below, parse_directory_name, parse_tmp_name
+from forebay._engine.files.layout import (
+    FANS,
+    PAGE,
+    BlobName,
+    Root,
+    TmpName,
+    parse_blob_below,
+    parse_directory_name,
+    parse_policy_name,
+    parse_tmp_name,
+)  # fmt: skip
 from forebay._engine.files.root import foreign
 from forebay._engine.index.records import RECORDS, EntryIndex
 from forebay._engine.reading import Reading
@@ -96,7 +106,7 @@ def _check_links(catalog: Catalog) -> Iterator[Problem]:
 
 def _check_strays(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[Problem]:
     """Files and directories that no row names. The next writer removes those of an intent."""
-    kinds = {"blob": "a file that no row names", "": _NOT_COUNTED}
+    kinds = {"blob": "a file that no row names", "policy": "the policy of a space that is gone", "": _NOT_COUNTED}
     for path, name in _strays(root, catalog, index):
         with catalog.still():
             stray = bool(_unnamed(catalog, [name])) and name[0] not in dict(index.head.intent()) and _is_there(root, path)
@@ -272,6 +282,9 @@ def remove_strays(root: Root, catalog: Catalog, index: EntryIndex, eviction: Evi
     """Remove files that no row names. Files that are leased or being written stay."""
     removed = 0
     for path, name in _strays(root, catalog, index):
+        if name[1] == "policy":  # a hint: whoever has it mapped goes on
+            removed += root.files.unlink(path)
+            continue
         if name[1]:
             removed += eviction.remove_orphan(name)
             continue
@@ -323,6 +336,7 @@ def _strays(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[tuple[P
         *(("blob", root.blobs_dir / fan, partial(parse_blob_below, fan)) for fan in FANS),
         ("tree", root.trees_dir, parse_directory_name),
         ("pack", root.packs_dir, parse_directory_name),
+        ("policy", root.shared_dir, parse_policy_name),
         ("", root.tmp_dir, parse_tmp_name),
     ]
     for kind, directory, parse in places:
@@ -337,6 +351,8 @@ def _strays(root: Root, catalog: Catalog, index: EntryIndex) -> Iterator[tuple[P
 
 def _unnamed(catalog: Catalog, names: Sequence[entries.FileName]) -> set[entries.FileName]:
     """Those of some names, of the same kind, that no row names, or no reservation."""
+    if names and names[0][1] == "policy":
+        return {name for name in names if spaces.by_id(catalog, name[0]) is None}
     if names and not names[0][1]:
         return {name for name in names if reservations.by_id(catalog, name[0]) is None}
     return entries.unnamed(catalog, names)

@@ -129,43 +129,42 @@ class Flight:
 
     async def make_once(
         self, space: str, key: str, look: Callable[[], T | None], make: Callable[[KeyHold], Awaitable[T]],
-        wait: WaitFor = waits.wait_for_async, *, timeout: float | None = None, on_wait: OnWait | None = None,
+        wait: WaitFor = waits.wait_for_async, *, timeout: float | None = None, on_wait: OnWait | None = None, asker: str | None = None,
     ) -> T:  # fmt: skip
         """Return what ``look`` finds, else what ``make`` makes under the key's lock, which it may release before it returns. It runs once:
         a catalog that breaks meanwhile is recovered for the next call.
 
         ``wait``: how to wait for the lock: the event loop goes on, or, with `waits.wait_here`, the thread that has `waits.run` drive this
-        coroutine sleeps. Raises what ``make`` raised, here or in the process that was waited for; `WaitTimeout` after ``timeout`` seconds
+        coroutine sleeps. ``asker``: see `note_failure`. Raises what ``make`` raised, here or in the process that was waited for, where
+        that concerns this caller; `WaitTimeout` after ``timeout`` seconds
         of waiting; `Busy` where waiting would never end; `Unstored`: see `note_unstored`."""
         with self.engine.reopening():
             hold, waiter = await self._hold(space, key, wait, timeout, on_wait)
             with hold:
-                value = self._look_again(space, key, look, waiter)
+                value = self._look_again(space, key, look, waiter, asker)
                 if value is not None:
                     return value
-                with self._making(space, key, hold.keyhash):
+                with self._making(space, key, hold.keyhash, asker):
                     return await make(hold)
 
-    def _look_again(self, space: str, key: str, look: Callable[[], T | None], waiter: KeyWait | None) -> T | None:
+    def _look_again(self, space: str, key: str, look: Callable[[], T | None], waiter: KeyWait | None, asker: str | None) -> T | None:
         """P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: this is P2. Raises what P1 failed with while P2
         waited."""
         value = look()
         if value is None and waiter is not None:
-            error = _unstored(key, *waiter.unstored) if waiter.unstored is not None else self.failure(space, key, waiter.since)
+            error = _unstored(key, *waiter.unstored) if waiter.unstored is not None else self.failure(space, key, waiter.since, asker)
             if error is not None:
                 raise error
         return value
 
     @contextlib.contextmanager
-    def _making(self, space: str, key: str, keyhash: int) -> Iterator[None]:
+    def _making(self, space: str, key: str, keyhash: int, asker: str | None) -> Iterator[None]:
         """Around making a key's value under its lock: a failure reaches the processes that wait."""
         try:
             with _holding(keyhash):
                 yield
-        except (errors.CacheFault, errors.WaitTimeout):
-            raise  # the cache's, or this caller's own limit, not the source's: each caller continues on its own
         except Exception as error:
-            self.note_failure(space, key, error)
+            self.note_failure(space, key, error, asker)
             raise
 
     # -- locks -----------------------------------------------------------------------------------------------------
@@ -312,11 +311,18 @@ class Flight:
 
     # -- failures --------------------------------------------------------------------------------------------------
 
-    def note_failure(self, space: str, key: str, error: Exception) -> None:
-        """Record a failure for the processes that wait for this key."""
+    def note_failure(self, space: str, key: str, error: Exception, asker: str | None = None) -> None:
+        """Record a failure for the callers that wait for this key, if it is not this caller's own.
+
+        ``asker``: None for what a function makes, all of whose errors concern every caller. For what a remote serves: with which limits and
+        credentials this caller asks. Only errors of the remote count then, and only for callers that ask alike."""
+        if not _is_own(error, asker):
+            self._note(space, key, error, asker)
+
+    def _note(self, space: str, key: str, error: Exception, asker: str | None) -> None:
         with contextlib.suppress(errors.CacheFault, OSError), self.engine.parts.catalog.write() as txn:
             at = time.monotonic_ns()
-            failures.record(txn, space, key, errors.to_wire(error), at)
+            failures.record(txn, space, key, errors.to_wire(error) | ({} if asker is None else {"asker": asker}), at)
             if len(self._errors) >= 256:
                 self._errors.clear()
             copy = _without_frames(error)
@@ -334,18 +340,26 @@ class Flight:
         for waiter in here:
             waiter.unstored = codec, data
         text = base64.b85encode(bytes(data)).decode() if data is not None and memoryview(data).nbytes <= MESSAGE else None
-        self.note_failure(space, key, _unstored(key, codec, None, text=text))
+        self._note(space, key, _unstored(key, codec, None, text=text), None)
 
     @recover_and_retry
-    def failure(self, space: str, key: str, since: int) -> Exception | None:
-        """What the work on a key failed with after ``since`` (nanoseconds of the monotonic clock), in any process; a later call tries
-        again."""
+    def failure(self, space: str, key: str, since: int, asker: str | None = None) -> Exception | None:
+        """What the work on a key failed with after ``since`` (nanoseconds of the monotonic clock), in any process, where that concerns this
+        ``asker``; a later call tries again."""
         failure = failures.of(self.engine.parts.catalog, space, key)
-        if failure is None or failure[0] < since:
+        if failure is None or failure[0] < since or failure[1].get("asker") not in (None, asker):
             return None
         at, error = self._errors.get((space, key), (0, None))
         copy = _without_frames(error) if error is not None and at == failure[0] else None
         return _from_wire(failure[1]) if copy is None else copy
+
+
+def _is_own(error: Exception, asker: str | None) -> bool:
+    """Whether an error comes of what its caller asked for, or of the state of its process: others may succeed. See `note_failure`."""
+    if isinstance(error, MemoryError) or (isinstance(error, errors.ForebayError) and error.callers_own):
+        return True
+    was_asked = isinstance(error, (errors.RemoteError, errors.ChecksumMismatch)) and getattr(error, "attempts", None) != 0
+    return asker is not None and not was_asked
 
 
 def _from_wire(wire: dict[str, Any]) -> Exception:

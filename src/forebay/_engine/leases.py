@@ -114,12 +114,13 @@ class _Held(list[Callable[[int], None]]):
 
 
 def in_place(path: str) -> Lease:
-    """A lease on a file or directory outside the cache: it locks nothing, and nothing removes the file. Raises NotFound."""
+    """A lease on what is outside the cache: it locks nothing, and nothing removes the file. Its entry is of the kind ``file``,
+    ``directory`` or ``other``. Raises `NotFound`."""
     try:
         info = os.stat(path)
     except (OSError, ValueError) as error:
         raise errors.NotFound(f"{path}: there is no such file or directory", url=path) from error
-    kind = "directory" if stat.S_ISDIR(info.st_mode) else "file"
+    kind = "directory" if stat.S_ISDIR(info.st_mode) else "file" if stat.S_ISREG(info.st_mode) else "other"
     return Lease(lambda _: None, Entry(0, "", path, kind, info.st_size, 0, 0, b"", None, info.st_mtime, "", "cached"), path)
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from forebay._kernel import interrupts
@@ -90,7 +91,8 @@ def create_unnamed(directory: Path, mode: int) -> int:
 def give_name(fd: int, path: str | os.PathLike[str]) -> None:
     """The first name of an unnamed file. Raises FileExistsError."""
     step("link", path)
-    os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)  # with a directory, or Python would not follow
+    with _needs_proc():
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)  # with a directory, or Python would not follow
 
 
 def open_write(path: Path, directory: int | None = None) -> int:
@@ -215,12 +217,14 @@ def chmod(path: Path | int, mode: int, directory: int | None = None) -> None:
     """Set the mode of what a descriptor (of ``O_PATH`` too) or a path names. Raises OSError for a symbolic link: none is followed."""
     step("chmod", path)
     if isinstance(path, int):
-        os.chmod(f"/proc/self/fd/{path}", mode)  # os.fchmod takes none of O_PATH
+        with _needs_proc():
+            os.chmod(f"/proc/self/fd/{path}", mode)  # os.fchmod takes none of O_PATH
         return
     # os.chmod follows links, and on Linux cannot do else.
     fd = os.open(_last(path, directory), os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
     try:
-        os.chmod(f"/proc/self/fd/{fd}", mode)
+        with _needs_proc():
+            os.chmod(f"/proc/self/fd/{fd}", mode)
     finally:
         os.close(fd)
 
@@ -284,8 +288,21 @@ def never_free(thing: object) -> None:
 @functools.cache
 def boot_id() -> str:
     """Changes with every boot of the machine."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
+    with _needs_proc(), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
+
+
+class _needs_proc:
+    """Around the use of a path below /proc. Without /proc it would fail as if a file of a cache had been deleted.
+
+    A class, since a generator takes thrice as long."""
+
+    def __enter__(self) -> None:
+        """Nothing is to be done."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, FileNotFoundError) and not os.path.exists("/proc/sys/kernel/random/boot_id"):
+            raise OSError(errno.ENOSYS, "/proc is not mounted, or incomplete: Forebay needs it to create files") from error
 
 
 def mount_number(path: Path) -> int:

@@ -1,4 +1,5 @@
-"""Work done by several threads that live as long as one call: `run_all` for a whole, `Threads` for items that turn up meanwhile."""
+"""Threads: one that starts or does not, `DaemonThread`; several that live as long as one call, `run_all` for a whole and `Threads` for
+items that turn up meanwhile."""
 
 from __future__ import annotations
 
@@ -15,6 +16,46 @@ T = TypeVar("T")
 
 TURN = 0.1  # seconds
 GRACE = 1.0  # seconds
+START = 2.0
+"""Seconds after which a thread that has not begun is given up."""
+
+
+class _Begun(threading.Event):
+    """Set once a thread runs. `threading.Thread.start` waits for it; a thread that ends before, for lack of memory, never sets it."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(START if timeout is None else timeout)
+
+
+class DaemonThread(threading.Thread):
+    """A daemon thread, which is started by `begin`."""
+
+    def __init__(self, target: Callable[[], object], *, name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+        self._started = _Begun()
+        self._may_run = [True]  # popped by the thread that begins, or by the one that gives it up
+
+    def begin(self) -> bool:
+        """Start the thread. False where that is not possible: the process has as many as it may have, or no memory, or it ends. Then
+        ``target`` is never called, and the caller does the work itself, or does without."""
+        try:
+            self.start()
+        except (RuntimeError, MemoryError):
+            self._take()
+            return False
+        except BaseException:
+            self._take()
+            raise
+        return self._started.is_set() or not self._take()
+
+    def run(self) -> None:
+        if self._take():
+            super().run()
+
+    def _take(self) -> bool:
+        with contextlib.suppress(IndexError):
+            return self._may_run.pop()
+        return False
 
 
 def run_all(
@@ -30,15 +71,16 @@ def run_all(
     The first error, in a function, ``work`` or ``on_turn``, or an interrupt of the calling thread, ends the call: nothing more is taken,
     and ``stop`` is called, perhaps more than once and from any thread, to make what still runs raise soon. The call waits for all threads
     and raises that error as it is. A thread that has not ended ``grace`` seconds later is left behind: it takes nothing more, and does not
-    keep the process alive."""
+    keep the process alive. Where fewer threads can be started, these do all; where none can, the calling thread does."""
     if isinstance(work, (list, tuple)):
         jobs = min(jobs, len(work))
     run = _Run(work, stop)
-    threads = [threading.Thread(target=run.work, name=f"forebay-{name}-{n}", daemon=True) for n in range(jobs - inline)]
+    threads = [DaemonThread(run.work, name=f"forebay-{name}-{n}") for n in range(jobs - inline)]
     try:
-        for thread in threads:
-            thread.start()
-        if inline:
+        begun = 0
+        while begun < len(threads) and threads[begun].begin():  # where one cannot be started, the next ones cannot either
+            begun += 1
+        if inline or (threads and not begun):
             run.work()
         _join(run, threads, on_turn)
         if on_turn is not None:
@@ -54,7 +96,7 @@ def run_all(
         raise
 
 
-def _join(run: _Run, threads: list[threading.Thread], on_turn: Callable[[], None] | None) -> None:
+def _join(run: _Run, threads: Iterable[threading.Thread], on_turn: Callable[[], None] | None) -> None:
     """Wait until all threads have ended, or one failed. In short turns: the thread that starts another one may be the one that gets the
     signal of Ctrl-C, and nothing would wake this one."""
     for thread in threads:
@@ -93,13 +135,11 @@ class Threads(Generic[T]):
             if self._closed:
                 return False
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
-                thread = threading.Thread(target=self._run, name=f"forebay-{self._name}-{len(self._threads)}", daemon=True)
-                try:
-                    thread.start()
+                thread = DaemonThread(self._run, name=f"forebay-{self._name}-{len(self._threads)}")
+                if thread.begin():
                     self._threads.append(thread)
-                except RuntimeError:
-                    if not self._threads:
-                        return False
+                elif not self._threads:
+                    return False
             self._items.put(item)
             return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import threading
+import functools
 import time
 from collections.abc import Callable, Generator
 from types import TracebackType
@@ -15,6 +15,7 @@ from forebay import errors
 from forebay._engine.leases import Lease
 from forebay._kernel import interrupts
 from forebay._kernel.interrupts import guarded_methods
+from forebay._kernel.threads import DaemonThread
 from forebay.fetch import Fetcher
 from forebay.fetch.background import Background
 from forebay.fetch.files import opened, stream
@@ -128,7 +129,8 @@ async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
         with contextlib.suppress(RuntimeError):  # the event loop was closed
             loop.call_soon_threadsafe(settle, result, failed)
 
-    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True, name="forebay-call").start()
+    if not DaemonThread(functools.partial(contextvars.copy_context().run, run), name="forebay-call").begin():
+        run()  # the event loop waits
     return await future
 
 

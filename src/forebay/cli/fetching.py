@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 import click
 
 from forebay._config import format_size
+from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay.cli.arguments import complete_names, expand, filled, jobs_option, looked_into, verb
 from forebay.cli.hints import OK, is_expected, shared_code
@@ -86,7 +87,8 @@ class Results:
             self._free.release()
 
         self._wait_for_one()
-        threading.Thread(target=run, name="forebay-pull", daemon=True).start()
+        if not DaemonThread(run, name="forebay-pull").begin():
+            run()
 
     def wait(self) -> None:
         """Wait for all calls. Ctrl-C ends the wait at once; the threads are daemons and end with the process."""

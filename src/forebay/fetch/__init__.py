@@ -21,6 +21,7 @@ from forebay._logs import logger
 from forebay._model import Entry, ObjectInfo, Remote, Transfer
 from forebay.fetch.opening import NO_OPTIONS, CacheHandle, CacheOptions, in_memory, others_can_write
 from forebay.fetch.request import FOREVER, LISTINGS, POSTPONED, URLS, FetchOptions, Target, folder_of, index_key, is_same_version
+from forebay.fetch.upstream import Upstream
 from forebay.remote import UrlNaming
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Fetcher:
     closed = True  # until it has a store
 
     def __init__(
-        self, store: Store | NullStore, options: remote.RemoteOptions | None = None, upstream: Store | None = None, *,
+        self, store: Store | NullStore, options: remote.RemoteOptions | None = None, upstream: Upstream | None = None, *,
         opened: CacheOptions = NO_OPTIONS, init_kwargs: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """``opened``: the resolved options of the root. ``init_kwargs``: the arguments of `Cache`, without the limits of the root."""
@@ -61,7 +62,7 @@ class Fetcher:
         self.closed = False
         self.unset_spaces: dict[str, dict[str, Any]] = {}  # spaces that fronts requested before there was a store
         self._options, self.realm = options, remote.Realm(options)
-        self._naming = UrlNaming(_NO_ROOT, self.realm)
+        self._naming, self._above = UrlNaming(_NO_ROOT, self.realm), 0  # the id of the upstream root
         self._targets: dict[str, Target] = {}
         self._resolvers = remote.Resolvers(lambda: self.options, self.realm)
         self._handles: weakref.WeakValueDictionary[int, CacheHandle] = weakref.WeakValueDictionary()
@@ -78,8 +79,8 @@ class Fetcher:
             del init_kwargs[name]
         with waits.time_limit(opened.timeout):
             store = opened.open_or_pass()
-        above = None if opened.upstream is None else CacheOptions(opened.upstream, shared=True, read_only=True).open_or_pass()
-        upstream = above if above is not None and above.keeps else None
+        above = None if opened.upstream is None else CacheOptions(opened.upstream, shared=True, read_only=True)
+        upstream = None if above is None else Upstream(above)
         return cls(store, opened.remote_options, upstream, opened=opened, init_kwargs=init_kwargs)
 
     @classmethod
@@ -121,9 +122,10 @@ class Fetcher:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not self.closed and not is_finalizing():
-            for store in (self.store, self.upstream):
-                if store is not None and store.keeps:
-                    store.abandon()
+            if self.store.keeps:
+                self.store.abandon()
+            if self.upstream is not None:
+                self.upstream.abandon()
 
     def check_open(self) -> None:
         """Raises `Closed`."""
@@ -134,7 +136,8 @@ class Fetcher:
     def others_can_write(self) -> bool:
         """Whether anyone but this user and the superuser can write to this root, or upstream: then nothing in it is executed unasked."""
         may = self.reopening is not None and (self._opened.shared or self._opened.read_only)  # unknown until it is open
-        return may or any(others_can_write(store) for store in (self.store, self.upstream) if store is not None and store.keeps)
+        may = may or (self.store.keeps and others_can_write(self.store))
+        return may or (self.upstream is not None and self.upstream.others_can_write)
 
     def current(self) -> Store | NullStore:
         """The store; if it could not be used when it was opened, it is opened as soon as it can be. Raises `Closed`."""
@@ -182,12 +185,22 @@ class Fetcher:
         """How requests are sent. Made by the first request."""
         return self._options or remote.RemoteOptions()
 
+    @host.cached_property
+    def asker(self) -> str:
+        """Tells caches that ask remotes alike from others, without their secrets: see `Flight.note_failure`."""
+        import hashlib
+
+        options = self.options
+        text = repr((options, sorted(options.headers.items()), options.token, options.partition))
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), key=self.naming.secret.to_bytes(8), digest_size=8).hexdigest()
+
     @property
     def naming(self) -> UrlNaming:
         """How the keys of this cache are made. A root that has become usable, or was created again, has another secret."""
         secret = self.store.root.id if self.store.keeps else _NO_ROOT
-        if self._naming.secret != secret:
-            self._naming = UrlNaming(secret, self.realm)
+        above = 0 if self.upstream is None else self.upstream.id
+        if self._naming.secret != secret or self._above != above:
+            self._naming, self._above = UrlNaming(secret, self.realm), above
             self._targets.clear()
         return self._naming
 
@@ -210,13 +223,13 @@ class Fetcher:
     def target_by(self, url: str, naming: UrlNaming, resolve: Callable[[], Remote]) -> Target:
         """The target of a URL, with a key made by ``naming``, and the remote that serves it. Raises `ConfigError`."""
         key = remote.canonical(url, naming)
-        above = key if self.upstream is None else remote.canonical(url, naming._replace(secret=self.upstream.root.id))
+        above = key if self.upstream is None else remote.canonical(url, naming._replace(secret=self.upstream.id))
         return Target(url, key, remote.suffix_of_key(key), resolve, remote.local_path(url), above)
 
     def target_on(self, filesystem: remote.FilesystemRemote, path: str) -> Target:
         """The target of a path of a filesystem object."""
         key = filesystem.key(path, self.naming)
-        above = key if self.upstream is None else filesystem.key(path, self.naming._replace(secret=self.upstream.root.id))
+        above = key if self.upstream is None else filesystem.key(path, self.naming._replace(secret=self.upstream.id))
         return Target(path, key, remote.suffix_of_key(key.rpartition("#")[0]), lambda: filesystem, None, above)
 
     def hot_lookup(self) -> Hit:
@@ -314,10 +327,16 @@ class Fetcher:
 
     def upstream_copy(self, target: Target, options: FetchOptions) -> tuple[Remembered, int] | None:
         """The upstream root's copy and the time of its validation, if the remote still has this version: it is asked at most once."""
-        hit = self.upstream.view(target.space, target.above) if self.upstream is not None and target.above else None
-        if hit is None or self.upstream is None or (options.etag and not is_same_version(hit.entry.validator, options.etag)):
+
+        def look(above: Store) -> tuple[Remembered, int] | None:
+            hit = above.view(target.space, target.above)
+            return None if hit is None else (hit, self.validated(above, hit.entry))
+
+        found = self.upstream.ask(look) if self.upstream is not None and target.above else None
+        if found is None or (options.etag and not is_same_version(found[0].entry.validator, options.etag)):
             return None
-        at, began = self.validated(self.upstream, hit.entry), self.store.now(exact=True)
+        hit, at = found
+        began = self.store.now(exact=True)
         if not hit.entry.varies and (options.offline or at >= options.since):
             return hit, at
         if options.offline:

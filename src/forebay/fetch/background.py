@@ -8,11 +8,12 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from forebay import errors
 from forebay._kernel import host, interrupts
-from forebay._kernel.threads import GRACE, TURN, join
+from forebay._kernel.threads import GRACE, TURN, DaemonThread, join
 from forebay.fetch.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ AHEAD = 256
 
 
 class Background:
-    """Runs submitted jobs by one pipeline, in a thread that lives while there are any. Callable from any thread.
+    """Runs submitted jobs by one pipeline, in a thread that lives while there are any. Where none can be started, the caller's own runs
+    them. Callable from any thread.
 
     A forked child starts without jobs. ``side_by_side``: see `Pipeline`. The thread is called ``forebay-<name>``."""
 
@@ -41,7 +43,7 @@ class Background:
 
     def submit(self, job: Job, done: Callable[[Job], None]) -> None:
         """Run a job. ``done`` is called with it in the thread, and must not raise. The job comes back with ``is_busy`` if another call
-        fetches its object, and with an error if the thread cannot be started."""
+        fetches its object."""
         with self._lock:
             self._new.append(job)
             self._waiting[job] = done
@@ -49,12 +51,10 @@ class Background:
                 self._running[0].wake()
                 return
             pipeline = Pipeline(self._fetcher, waits=False, side_by_side=self._side_by_side)
-            thread = threading.Thread(target=self._run, args=(pipeline,), daemon=True, name=self._name)
+            thread = DaemonThread(partial(self._run, pipeline), name=self._name)
             self._running = pipeline, thread
-        try:
-            thread.start()
-        except RuntimeError as error:  # no further thread may be started
-            self._fail(error)
+        if not thread.begin():
+            self._run(pipeline)
 
     def stop(self) -> None:
         """Give up all jobs, and wait up to a second for the thread, which releases its keys."""
@@ -70,8 +70,10 @@ class Background:
                 with self._lock:
                     done = self._waiting.pop(job)
                 done(job)
-        except BaseException as error:  # noqa: BLE001 (the result of all jobs)
+        except BaseException as error:
             self._fail(error)
+            if not isinstance(error, Exception):  # else it is the result of all jobs
+                raise
 
     def _take(self, most: int) -> Sequence[Job] | None:
         with self._lock:

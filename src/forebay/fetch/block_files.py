@@ -13,6 +13,7 @@ from forebay import errors
 from forebay._engine.leases import Lease
 from forebay._kernel import host
 from forebay._kernel.interrupts import guarded_methods
+from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay._model import Entry, ObjectInfo, noted
 from forebay.fetch.blocks import RUN, Blocks, index_meta, parse_block_size
@@ -21,6 +22,7 @@ from forebay.fetch.flight import get_or_make
 from forebay.fetch.request import URLS, FetchOptions, Target, index_key, is_same_version
 
 if TYPE_CHECKING:
+    from forebay._engine.store import Store
     from forebay.fetch import Fetcher
 
 log = logger("forebay.fetch")
@@ -86,7 +88,10 @@ class _Opening:
         """A lease on the whole object, if it is cached in the remote's version; else a description of that version. The remote is asked
         once per ``max_age`` for all processes, whether the whole object or parts of it are cached."""
         timeout = self._options.timeout
-        return get_or_make(self._fetcher, URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout)
+        return get_or_make(
+            self._fetcher, URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout,
+            asker=self._fetcher.asker,
+        )  # fmt: skip
 
     def _entries(self) -> tuple[Entry | None, Entry | None]:
         """The whole object and the index, as far as they exist and are of the version that the caller expects."""
@@ -154,17 +159,22 @@ class _Opening:
         info = info or fetcher.stat(target, options)
         assert info is not None, "without a known version the remote describes the one that it has"
         if not self._is_expected(info.validator):
-            raise errors.ChecksumMismatch.of(target.key, options.etag or "", info.validator or "no ETag")
+            raise errors.ChecksumMismatch.of(target.key, options.etag or "", info.validator or "no ETag", callers_own=True)
         return info
 
     def _above(self) -> ObjectInfo | None:
         """The version of which the upstream root has blocks, if it was validated lately."""
+
+        def look(above: Store) -> tuple[Entry, int] | None:
+            index = above.entry(URLS, index_key(self._target.above))
+            return None if index is None else (index, self._fetcher.validated(above, index))
+
         upstream = self._fetcher.upstream
-        index = upstream.entry(URLS, index_key(self._target.above)) if upstream is not None else None
-        if upstream is None or index is None or not self._is_expected(index.validator):
+        found = None if upstream is None else upstream.ask(look)
+        if found is None or not self._is_expected(found[0].validator):
             return None
-        is_fresh = self._options.offline or self._fetcher.validated(upstream, index) >= self._options.since
-        return _info_of(index, self._target.url) if is_fresh else None
+        is_fresh = self._options.offline or found[1] >= self._options.since
+        return _info_of(found[0], self._target.url) if is_fresh else None
 
     def _keep(self, version: Lease | ObjectInfo) -> Lease | ObjectInfo:
         if isinstance(version, ObjectInfo) and is_divisible(version) and version.size is not None and not self._is_stored:
@@ -329,10 +339,8 @@ class ReadAhead:
             if self.is_running or self._next >= end:
                 return
             self.is_running = True
-        try:
-            threading.Thread(target=self._run, daemon=True, name="forebay-ahead").start()
-        except RuntimeError as error:  # no further thread may be started
-            log.debug("%s is not read ahead: %s", self._blocks.target.key, str(error))
+        if not DaemonThread(self._run, name="forebay-ahead").begin():
+            log.debug("%s is not read ahead: no thread can be started", self._blocks.target.key)
             self.is_running = False
 
     def has_fetched(self, numbers: Sequence[int]) -> bool:

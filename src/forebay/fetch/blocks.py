@@ -127,7 +127,8 @@ class Blocks:
 
         look, key, label = partial(self._cached, number), self._key(number), self.target.key
         return get_or_make(
-            self.fetcher, URLS, key, look, make, keep, label=label, timeout=self._timeout, counts_miss=True, looked=True
+            self.fetcher, URLS, key, look, make, keep, label=label, timeout=self._timeout, counts_miss=True, looked=True,
+            asker=self.fetcher.asker,
         )  # fmt: skip
 
     def _fetch_free(self, numbers: Sequence[int], *, ahead: bool = False) -> dict[int, memoryview]:
@@ -169,11 +170,9 @@ class Blocks:
         try:
             with store.locks.working():
                 data = self._request(Span(first.start, last.end - first.start))
-        except (errors.CacheFault, errors.WaitTimeout):
-            raise  # the limit of this caller
         except Exception as error:
             for number in run if holds else ():
-                store.locks.note_failure(URLS, self._key(number), error)
+                store.locks.note_failure(URLS, self._key(number), error, self.fetcher.asker)
             raise
         spans = {self._key(number): self.span(number) for number in run}
         came = {key: data[span.start - first.start : span.end - first.start] for key, span in spans.items()}

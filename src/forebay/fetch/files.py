@@ -114,7 +114,9 @@ def open_object(fetcher: Fetcher, target: Target, options: FetchOptions) -> Bina
     if target.in_place and not options.force and not options.bypass:
         if not os.access(target.in_place, os.R_OK):
             target.remote.stat(target.url)  # raises as `read` does
-        return open(target.in_place, "rb")
+        from forebay.fetch.job import in_place_file
+
+        return open(in_place_file(target, target.in_place), "rb")
     if options.bypass:
         return stream(fetcher, target, options)
     try:
@@ -131,7 +133,7 @@ def stream(fetcher: Fetcher, target: Target, options: FetchOptions) -> BinaryIO:
     fetcher.refuse_offline(target, options)
     info = fetcher.stat(target, options)
     if info is not None and options.etag is not None and not is_same_version(info.validator, options.etag):
-        raise errors.ChecksumMismatch.of(target.key, options.etag, info.validator or "no ETag")
+        raise errors.ChecksumMismatch.of(target.key, options.etag, info.validator or "no ETag", callers_own=True)
     if info is None or info.size is None:
         return io.BytesIO(fetcher.direct(target, options))
     return cast(BinaryIO, io.BufferedReader(RangeFile(fetcher, target, info), RANGE))

@@ -62,14 +62,16 @@ async def get_or_make_async(
     fetcher: Fetcher, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]],
     keep: Callable[[T], Awaitable[T | None]], *, past: Callable[[T], T] | None = None,
     pack: Callable[[T, float], Buffer | None] | None = None, unpack: Callable[[Buffer], T | None] | None = None, codec: str = "",
-    label: str = "", timeout: float | None = None, counts_miss: bool = False, looked: bool = False, wait: WaitFor = waits.wait_for_async,
+    label: str = "", timeout: float | None = None, counts_miss: bool = False, looked: bool = False, asker: str | None = None,
+    wait: WaitFor = waits.wait_for_async,
 ) -> T:  # fmt: skip
     """The result of ``look``; else that of ``make``, as ``keep`` stored it. One process of the node runs ``make`` at a time.
 
     Looks before it takes the key's lock, and again under it: another process may have stored the value in between. ``keep`` returns None
     if the value cannot be stored: callers that waited then get the bytes of ``pack``, through ``unpack``, if they have the same ``codec``;
     see `Flight.note_unstored`. If the cache fails, ``make`` runs once, and the caller gets its result through ``past``. ``looked``: the
-    caller has just looked. ``label``: the name of the value in messages. Raises what ``make`` raises."""
+    caller has just looked. ``label``: the name of the value in messages. ``asker``: see `Flight.note_failure`. Raises what ``make``
+    raises."""
     values: list[T] = []
     has_failed, locks = False, fetcher.store.locks
 
@@ -93,7 +95,7 @@ async def get_or_make_async(
     try:
         with waits.time_limit(timeout):
             value = None if looked else look()
-            return value if value is not None else await locks.make_once(space, key, look, fill, wait, timeout=timeout)
+            return value if value is not None else await locks.make_once(space, key, look, fill, wait, timeout=timeout, asker=asker)
     except (errors.CacheFault, errors.WaitTimeout, errors.Closed) as error:
         from forebay._engine.flight import Unstored  # imported late: a hit needs no catalog
 

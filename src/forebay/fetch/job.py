@@ -38,15 +38,17 @@ class Job:
     """One object of a call, and its result: ``data``, a ``lease``, or an ``error``. For one thread at a time.
 
     ``number``: the caller's own. ``leased``: the result is a lease on its file; else its bytes, also of an object for which the cache has
-    no room. ``in_memory``, of a leased one: without room for the file, its bytes are in ``data``, beside the error. ``stores``: whether to
-    store an object that the cache does not have. ``is_busy``: another caller fetches it, and this job was not to wait; ``since``: the time
-    since which it has waited, in nanoseconds of the monotonic clock."""
+    no room. ``is_function``: a function of the caller's makes the bytes, no remote. ``in_memory``, of a leased one: without room for the
+    file, its bytes are in ``data``, beside the error. ``stores``: whether to store an object that the cache does not have. ``is_busy``:
+    another caller fetches it, and this job was not to wait; ``since``: the time since which it has waited, in nanoseconds of the monotonic
+    clock."""
 
     fetcher: Fetcher
     target: Target
     options: FetchOptions
     number: int = 0
     leased: bool = False
+    is_function: bool = False
     in_memory: bool = False
     stores: bool = True
     since: int | None = None
@@ -79,6 +81,11 @@ class Job:
         return (self.target.in_place is not None and not self.options.force) or (self.options.bypass and not self.leased)
 
     @property
+    def asker(self) -> str | None:
+        """See `Flight.note_failure`."""
+        return None if self.is_function else self.fetcher.asker
+
+    @property
     def needs_file(self) -> bool:
         """Whether a tiny value, which has no file, is not enough."""
         return self.leased and self.target.space == URLS
@@ -105,7 +112,8 @@ class Job:
                 if not self.look():
                     made = partial(self._made, publishes)
                     make_once = self.store.locks.make_once(
-                        self.target.space, key, self.look, made, waits.wait_here, timeout=options.timeout, on_wait=options.on_wait
+                        self.target.space, key, self.look, made, waits.wait_here, timeout=options.timeout, on_wait=options.on_wait,
+                        asker=self.asker,
                     )  # fmt: skip
                     waits.run(make_once)
                 if self.error is not None:
@@ -289,7 +297,7 @@ class Job:
     def skip_cache(self) -> None:
         """Get the result without the cache: a local file as its own path, or the bytes from the remote."""
         if self.leased and self.target.in_place is not None:
-            self.lease = in_place(self.target.in_place)
+            self.lease = in_place_file(self.target, self.target.in_place)
         else:
             self.data = self.direct()
 
@@ -329,15 +337,17 @@ class Job:
             return None
         digest = digest_of()
         if expected != {digest}:
-            raise errors.ChecksumMismatch.of(self.target.key, f"sha256 {min(expected - {digest})}", f"sha256 {digest}")
+            is_own = info is None or not info.sha256 or info.sha256.lower() == digest
+            wanted = f"sha256 {min(expected - {digest})}"
+            raise errors.ChecksumMismatch.of(self.target.key, wanted, f"sha256 {digest}", callers_own=is_own)
         return digest
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Note an error of the source: callers in other processes that wait for the key get it too."""
+        """Note an error: callers in other processes that wait for the key get one of the source too."""
         if self.hold is not None and isinstance(error, Exception):
-            self.store.locks.note_failure(self.target.space, self.target.key, error)
+            self.store.locks.note_failure(self.target.space, self.target.key, error, self.asker)
         self.error = error
 
     def release(self) -> None:
@@ -357,6 +367,15 @@ class Job:
         if self.started is not None:
             self.started.close()
         self.release()
+
+
+def in_place_file(target: Target, path: str) -> Lease:
+    """A lease on a local file, which is its own copy. Raises `NotFound`, and `RemoteError` as `read` does for what is no file: to open a
+    pipe would be to wait for ever."""
+    lease = in_place(path)
+    if lease.entry.kind != "file":
+        target.remote.stat(target.url)
+    return lease
 
 
 def publish_together(jobs: Sequence[Job]) -> errors.CacheFault | None:
@@ -412,7 +431,7 @@ class JobSink:
         """See `Sink.begin`."""
         etag = self._job.options.etag
         if etag and not is_same_version(info.validator, etag):
-            raise errors.ChecksumMismatch.of(self._job.target.key, etag, info.validator or "no ETag")
+            raise errors.ChecksumMismatch.of(self._job.target.key, etag, info.validator or "no ETag", callers_own=True)
         self.info = info
         if self._writing is not None:
             try:

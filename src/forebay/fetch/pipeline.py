@@ -246,7 +246,7 @@ class Pipeline:
         """Those that waited for a call that has failed since: they get its error."""
         waited = [job for job in jobs if job.since is not None and not job.options.refresh]
         for job in waited:
-            job.error = self._store.locks.failure(job.target.space, job.target.key, job.since or 0)
+            job.error = self._store.locks.failure(job.target.space, job.target.key, job.since or 0, job.asker)
         return [job for job in waited if job.error is not None]
 
     def _leave(self, job: Job) -> None:

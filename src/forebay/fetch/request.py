@@ -113,7 +113,21 @@ class FetchOptions(NamedTuple):
         sha256 = None if sha256 is None else _config.parse_sha256(sha256)
         timeout = fetcher.timeout if timeout is None else _config.parse_timeout(timeout)
         wait = None if timeout is None else waits.SharedLimit(timeout)
-        return cls(since, offline, sha256, etag, timeout, bypass, force, pin, on_wait, on_progress, refresh and not offline, wait)
+        watch = None if on_progress is None else _watched(on_progress)
+        return cls(since, offline, sha256, etag, timeout, bypass, force, pin, on_wait, watch, refresh and not offline, wait)
+
+
+def _watched(on_progress: Callable[[int, int | None], None]) -> Callable[[int, int | None], None]:
+    """``on_progress``, whose errors are the caller's own, also those of other objects that it reads."""
+
+    def watch(done: int, total: int | None) -> None:
+        try:
+            on_progress(done, total)
+        except errors.ForebayError as error:
+            error.callers_own = True
+            raise
+
+    return watch
 
 
 def first_touch(fetcher: Fetcher, url: str | os.PathLike[str], *, force: bool) -> memoryview | None:

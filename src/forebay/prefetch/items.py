@@ -65,7 +65,7 @@ class Items:
         remote = cast(Remote, FunctionRemote(bring))
         target = Target(ref.key, ref.name, "", lambda: remote, space=self.space)
         fetch = FetchOptions(-1, timeout=self.fetcher.timeout, life="cached" if self.keep else "held")
-        return Job(self.fetcher, target, fetch, number, leased=True, in_memory=True, has_partial=False, **options)
+        return Job(self.fetcher, target, fetch, number, leased=True, in_memory=True, has_partial=False, is_function=True, **options)
 
     def stored_job(self, ref: LoadRef, number: int, data: Buffer) -> Job:
         """The job that stores these bytes of an item in ``space``."""
@@ -110,6 +110,16 @@ class Items:
         with contextlib.suppress(errors.CacheFault):
             return store.spaces.largest(self.space) if store.keeps else 0
         return 0
+
+    def linked(self, names: Sequence[str]) -> dict[str, Lease]:
+        """Leases on the items that have their second names already, each counted as a hit."""
+        there: dict[str, Lease] = {}
+        if self.links and names:
+            with contextlib.suppress(errors.CacheFault):  # the jobs of these items meet it, and tell
+                there = self.fetcher.store.take_many(self.space, names)
+        for lease in there.values():
+            self.fetcher.store.count_hit(lease.entry.size)
+        return there
 
     def link(self, links: Sequence[tuple[LoadRef, Lease]]) -> list[Lease | errors.CacheFault]:
         """Give the files of objects second names in ``space``, in one transaction where there is room for all. Returns a lease on each, or

@@ -15,7 +15,7 @@ from forebay._engine.leases import Lease
 from forebay._engine.null_store import NullStore
 from forebay._engine.store import Store
 from forebay._kernel import host, interrupts
-from forebay._kernel.threads import join
+from forebay._kernel.threads import DaemonThread, join
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Noted
 from forebay.fetch.job import Job
@@ -106,9 +106,8 @@ class Loader:
         with self._lock:
             if self._thread is not None or self.closed or host.forked_unseen():
                 return
-            thread = threading.Thread(target=self._run, name="forebay-prefetch-writer", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no further thread may be started: each caller reads for itself
-                thread.start()
+            thread = DaemonThread(self._run, name="forebay-prefetch-writer")
+            if thread.begin():  # else each caller reads for itself
                 self._thread = thread
 
     def take(self, load: Load) -> Buffer:
@@ -217,8 +216,7 @@ class Loader:
             with self._lock:
                 self._set(load, State.DROPPED)
             return data
-        if self._items.links and (there := self._store.take(self._items.space, load.name)) is not None:
-            self._store.count_hit(there.entry.size)
+        if (there := self._items.linked([load.name]).get(load.name)) is not None:
             self._keep(load.ref, there)
             return None
         job = self._items.job(load)
@@ -340,13 +338,9 @@ class Loader:
             loads = self._next_queued(min(most, self._places()))
         if retried is not None and retried.data is not None:
             jobs.append(self._items.stored_job(retried.ref, self._enter(retried.ref), retried.data))
-        there: dict[str, Lease] = {}
-        if self._items.links and loads:
-            with contextlib.suppress(errors.CacheFault):  # the job meets it, and tells
-                there = self._store.take_many(self._items.space, [load.name for load in loads.values()])
+        there = self._items.linked([load.name for load in loads.values()])
         for number, load in loads.items():
             if (lease := there.get(load.name)) is not None:
-                self._store.count_hit(lease.entry.size)
                 self._keep(load.ref, lease)
                 del self._under_way[number]
                 continue

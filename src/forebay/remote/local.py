@@ -204,8 +204,10 @@ def _reading(url: str) -> Iterator[int]:
     with _os_errors(url):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise errors.RemoteError(f"{_shown(url)}: not a regular file", url=_shown(url))
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            found = "a directory, not a file (see Cache.directory)" if stat.S_ISDIR(mode) else "not a regular file"
+            raise errors.RemoteError(f"{_shown(url)}: {found}", url=_shown(url))
         yield fd
     finally:
         os.close(fd)

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, SupportsIndex
 
 from forebay import codecs, errors
-from forebay._engine.leases import Lease
 from forebay._engine.packs.pack import Pack, Unencodable
 from forebay._engine.store import Store
 from forebay._kernel import waits
@@ -485,13 +484,18 @@ def open_samples(
 
 def _unpickle(fetcher: Fetcher, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples[Any]:
     """Unpickle a handle from another process: of the same array, whatever its name is now."""
+
+    def find(store: Store) -> Pack | None:
+        lease = store.packs.find_by_id(id)
+        return None if lease is None else store.packs.open(lease, length)
+
     pack: Pack | None = None
     try:
-        for store in _stores(fetcher):
-            if pack is None and (lease := store.packs.find_by_id(id)) is not None:
-                pack = store.packs.open(lease, length)
+        pack = find(fetcher.store) if fetcher.store.keeps else None
     except errors.CacheFault as error:
         fetcher.fall_back(error, f"samples:{name or ''}")
+    if pack is None and fetcher.upstream is not None:
+        pack = fetcher.upstream.ask(find)
     if pack is None:
         log.warning("the array of an unpickled handle is gone: the handle is empty, and stores nothing")
     samples = Samples[Any](fetcher, pack or NoPack(length, id), codec, name, copy=copy)
@@ -520,11 +524,6 @@ class _Shape:
         return json.dumps({"length": self.length, "codec": self.codec})
 
 
-def _stores(fetcher: Fetcher) -> list[Store]:
-    """The stores that may have arrays: its own, and the one upstream."""
-    return [store for store in (fetcher.store, fetcher.upstream) if store is not None and store.keeps]
-
-
 def _find_or_make(fetcher: Fetcher, name: str | None, shape: _Shape) -> Pack | None:
     """The array of this name; created if there is none, or it has another fingerprint. Without a name, a new one. None where none can be
     created."""
@@ -550,41 +549,34 @@ def _find(fetcher: Fetcher, name: str, shape: _Shape) -> Pack | None:
     """The array of this name, here or in the root upstream; None if there is none, or it has another fingerprint.
 
     A length of 0 accepts any. Raises `ConfigError` where it has another length or codec."""
-    for store in _stores(fetcher):
-        lease = _leased(fetcher, store, name)
-        if lease is None:
-            continue
-        stored = _Shape.of(lease.entry)
-        if stored is None:
-            store.set_aside(lease.entry, f"{lease.entry.name}: its notes on length and codec are invalid")
-            lease.close()
-            continue
-        if shape.fingerprint is not None and shape.fingerprint != stored.fingerprint:
-            lease.close()
-            continue
-        if (shape.length or stored.length, shape.codec) != (stored.length, stored.codec):
-            lease.close()
-            raise errors.ConfigError(
-                f"the array {name!r} has {stored.length:,} slots of the codec {stored.codec!r}, but {shape.length:,} of {shape.codec!r} "
-                "were requested: choose another name, or give another fingerprint, which starts a new array",
-                name="length", value=shape.length, found=stored.length,
-            )  # fmt: skip
-        pack = store.packs.open(lease, stored.length)
+    pack = _find_in(fetcher.store, name, shape) if fetcher.store.keeps else None
+    if pack is None and fetcher.upstream is not None:
+        pack = fetcher.upstream.ask(lambda above: _find_in(above, name, shape))
         if pack is not None:
-            if store is not fetcher.store:
-                pack.only_read()
-            return pack
-    return None
+            pack.only_read()
+    return pack
 
 
-def _leased(fetcher: Fetcher, store: Store, name: str) -> Lease | None:
-    try:
-        return store.packs.find(SPACE, name)
-    except errors.CacheFault as error:
-        if store is fetcher.store:
-            raise
-        fetcher.fall_back(error, f"the upstream's array {name!r}")
+def _find_in(store: Store, name: str, shape: _Shape) -> Pack | None:
+    lease = store.packs.find(SPACE, name)
+    if lease is None:
         return None
+    stored = _Shape.of(lease.entry)
+    if stored is None:
+        store.set_aside(lease.entry, f"{lease.entry.name}: its notes on length and codec are invalid")
+        lease.close()
+        return None
+    if shape.fingerprint is not None and shape.fingerprint != stored.fingerprint:
+        lease.close()
+        return None
+    if (shape.length or stored.length, shape.codec) != (stored.length, stored.codec):
+        lease.close()
+        raise errors.ConfigError(
+            f"the array {name!r} has {stored.length:,} slots of the codec {stored.codec!r}, but {shape.length:,} of {shape.codec!r} "
+            "were requested: choose another name, or give another fingerprint, which starts a new array",
+            name="length", value=shape.length, found=stored.length,
+        )  # fmt: skip
+    return store.packs.open(lease, stored.length)
 
 
 def _checked_name(name: str) -> str:

@@ -191,7 +191,16 @@ class ShardIndexes:
                 fetcher.fall_back(error, key)
             return index
 
-        return get_or_make(fetcher, SPACE, key, lambda: _kept(fetcher, key, above), lambda: Index(self._build(url, info)), keep, label=key)
+        return get_or_make(
+            fetcher,
+            SPACE,
+            key,
+            lambda: _kept(fetcher, key, above),
+            lambda: Index(self._build(url, info)),
+            keep,
+            label=key,
+            asker=fetcher.asker,
+        )
 
     def _build(self, url: str, info: ObjectInfo) -> bytes:
         def read(span: Span) -> bytes:
@@ -235,7 +244,7 @@ def _kept(fetcher: Fetcher, key: str, above: str) -> Index | None:
     """The index of this key in the cache, or of that ``above`` in the upstream root."""
     for store, name in ((fetcher.store, key), (fetcher.upstream, above)):
         hit = store.view(SPACE, name) if store is not None else None
-        if store is None or hit is None:
+        if hit is None:
             continue
         try:
             index = Index(hit.view)
@@ -243,7 +252,7 @@ def _kept(fetcher: Fetcher, key: str, above: str) -> Index | None:
             log.warning("the index %s is rebuilt: %s", key, str(error))
             continue
         if store is fetcher.store:
-            store.touch(hit.entry)
+            fetcher.store.touch(hit.entry)
         return index
     return None
 

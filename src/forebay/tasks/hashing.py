@@ -56,11 +56,7 @@ def digest(data: Buffer) -> bytes:
         digests[number] = blake2b(view[number * LEAF : (number + 1) * LEAF], digest_size=16).digest()
 
     jobs = min(_JOBS, len(os.sched_getaffinity(0)))
-    try:
-        run_all([functools.partial(one, number) for number in range(len(digests))], jobs, name="digest", inline=True)
-    except RuntimeError:  # no thread can be started while the interpreter ends
-        for number in range(len(digests)):
-            one(number)
+    run_all([functools.partial(one, number) for number in range(len(digests))], jobs, name="digest", inline=True)
     return blake2b(b"".join(digests), digest_size=16, person=b"leaves").digest()
 
 

@@ -89,8 +89,8 @@ class Values:
             try:
                 with waits.time_limit(self.fetcher.timeout):
                     hit = store.view(self.space, key)
-                if hit is None and (upstream := self.fetcher.upstream) is not None:
-                    store, hit = upstream, upstream.view(self.space, key)
+                if hit is None and self.fetcher.upstream is not None:
+                    store, hit = self.fetcher.upstream.ask(lambda above: (above, above.view(self.space, key))) or (store, None)
             except errors.CacheFault as error:
                 self.fetcher.fall_back(error, f"{self.space}:{key}")
             if hit is None:

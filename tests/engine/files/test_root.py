@@ -7,11 +7,14 @@ import pickle
 import shutil
 import sqlite3
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import forebay
 from forebay._engine.catalog import schema
 from forebay._engine.files import root as roots
 from forebay._engine.files.root import LOCKS, Root, open_root, parse_blob_name, parse_tmp_name
@@ -370,3 +373,28 @@ def test_a_process_whose_own_directory_is_gone_opens_a_root_by_its_path(tmp_path
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert open_root(tmp_path / "root").path == tmp_path / "root"
+
+
+WITHOUT_PROC = """
+import logging, sys, forebay
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+with forebay.Cache(sys.argv[1], budget=10**8) as cache:
+    print(cache.put("a", b"1"), bytes(cache.read(f"file://{sys.argv[2]}", force=True)))
+"""
+
+
+@as_root
+@pytest.mark.parametrize("is_new", [True, False])
+def test_without_proc_calls_go_past_the_cache(tmp_path: Path, is_new: bool) -> None:
+    """As in a chroot. A path below /proc that is missing was taken for a file that another process had removed, again and again."""
+    (tmp_path / "source").write_bytes(b"bytes")
+    if not is_new:
+        with forebay.Cache(tmp_path / "root", budget=MiB) as cache:
+            cache.put("a", b"0")
+    unmounted = ["unshare", "-m", "sh", "-c", 'umount -l /proc && exec "$@"', "sh"]
+    if subprocess.run([*unmounted, "true"], capture_output=True).returncode:
+        pytest.skip("may not unmount /proc in a namespace of its own")
+    command = [*unmounted, sys.executable, "-c", WITHOUT_PROC, str(tmp_path / "root"), str(tmp_path / "source")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False b'bytes'"
+    assert "/proc is not mounted" in done.stderr

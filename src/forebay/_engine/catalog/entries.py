@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Catalog
@@ -21,6 +21,10 @@ _BY_KEY = _FROM.replace("e.key", "(SELECT own.key FROM entries own WHERE own.id 
 _ADD = "INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
+Spared = Literal["pinned", "kept", "none"]
+"""Which live entries are not ended: those that are pinned, or all that do not end with their last lease, or none."""
+
+
 class Superseded(NamedTuple):
     """An entry that is served no more."""
 
@@ -34,6 +38,7 @@ class Ended(NamedTuple):
     """An entry whose row is gone."""
 
     id: int
+    slot: int
     suffix: str
     space: int
     kind: str
@@ -56,9 +61,13 @@ _FIND_MANY = f"{_BY_KEY} WHERE e.space = ? AND e.state = {LIVE} AND e.key IN ({_
 _SIZES = f"SELECT id, size FROM entries WHERE space = ? AND state = {LIVE} AND key IN ({_SIXTEEN})"
 _END = (
     f"DELETE FROM entries WHERE id IN ({_SIXTEEN}) AND NOT EXISTS (SELECT 1 FROM links WHERE member = entries.id)"
-    "{} RETURNING id, suffix, space, kind, state, size, charge"
+    "{} RETURNING id, slot, suffix, space, kind, state, size, charge"
 )
-_END_ANY, _END_UNPINNED = _END.format(""), _END.format(f" AND (life != 'pinned' OR state > {LIVE})")
+_END_SPARING = {
+    "none": _END.format(""),
+    "pinned": _END.format(f" AND (life != 'pinned' OR state > {LIVE})"),
+    "kept": _END.format(f" AND (life = 'held' OR state > {LIVE})"),
+}
 _KNOWN = {table: f"SELECT id FROM {table} WHERE id IN ({_SIXTEEN})" for table in ("entries", "reservations")}
 _FILES = f"SELECT id, kind, suffix FROM entries WHERE id IN ({_SIXTEEN}) AND state = {LIVE}"
 _VICTIMS = {
@@ -275,15 +284,15 @@ def _row(space: int, e: Entry) -> tuple[Any, ...]:
 def supersede(txn: Txn, entry: Entry) -> None:
     """Stop serving an entry: a small value ends now, anything else with its last lease."""
     if entry.kind == "value":
-        end(txn, [entry.id], even_pinned=True)
+        end(txn, [entry.id], spares="none")
     else:
         for space, size in txn.all(_SUPERSEDE, entry.id):
             txn.run(COUNT, -size, 0, 0, 0, space)
 
 
-def end(txn: Txn, ids: Sequence[int], *, even_pinned: bool = False) -> list[Ended]:
-    """Delete the rows of entries, and what belongs to them; returns those that are not pinned, nor linked from a tree, nor gone."""
-    sql = _END_ANY if even_pinned else _END_UNPINNED
+def end(txn: Txn, ids: Sequence[int], *, spares: Spared = "pinned") -> list[Ended]:
+    """Delete the rows of entries, and what belongs to them; returns those that are not spared, nor linked from a tree, nor gone."""
+    sql = _END_SPARING[spares]
     ended = [Ended(*row) for some in _sixteens(ids) for row in txn.all(sql, *some)]
     for some in _sixteens([one.id for one in ended if one.kind == "value"]):
         txn.run(_DELETE_DATA, *some)
@@ -294,7 +303,7 @@ def end(txn: Txn, ids: Sequence[int], *, even_pinned: bool = False) -> list[Ende
             txn.run("DELETE FROM segments WHERE pack = ?", one.id)
         elif one.kind == "session":
             txn.run("UPDATE entries SET life = 'held' WHERE validator = ? AND life = 'cached'", session_of(one.id))
-    count(txn, -1, [one[2:] for one in ended])
+    count(txn, -1, [one[3:] for one in ended])
     return ended
 
 

@@ -68,6 +68,12 @@ def parse_directory_name(name: str) -> BlobName | None:
     return parsed if parsed and not parsed.suffix else None
 
 
+def parse_policy_name(name: str) -> BlobName | None:
+    """The id of the space of a policy's file; None if it is not a name of Forebay's."""
+    match = re.fullmatch(r"policy-([1-9][0-9]{0,18})", name)
+    return BlobName(int(match[1]), "") if match and int(match[1]) < 1 << 63 else None
+
+
 def parse_tmp_name(name: str) -> TmpName | None:
     """The parts of the name of a write in progress; None if it is not a name of Forebay's."""
     match = re.fullmatch(_TMP, name)
@@ -266,11 +272,12 @@ class Root:
             try:
                 host.chmod(fd, self.file_mode)
                 fill(fd)
-                self.files.link(scrap, path)
-            except FileExistsError:
-                return  # another process was first: its file is as good
-            except FileNotFoundError:
-                continue  # another process swept our temporary file: check whether the file exists now
+                try:
+                    self.files.link(scrap, path)
+                except FileExistsError:
+                    return  # another process was first: its file is as good
+                except FileNotFoundError:
+                    continue  # another process swept our temporary file: check whether the file exists now
             finally:
                 os.close(fd)
                 self.files.unlink(scrap)
@@ -284,9 +291,10 @@ class Root:
             try:
                 host.pwrite(fd, content, 0)
                 host.sync(fd)
-                self.files.rename(scrap, path)
-            except FileNotFoundError:
-                continue  # another process swept our scrap
+                try:
+                    self.files.rename(scrap, path)
+                except FileNotFoundError:
+                    continue  # another process swept our scrap
             except BaseException:
                 self.files.unlink(scrap)
                 raise

@@ -22,8 +22,9 @@ from functools import partial
 
 from forebay import errors
 from forebay._engine.catalog import entries, segments
+from forebay._engine.catalog.checked import is_number
 from forebay._engine.catalog.connection import Catalog
-from forebay._engine.catalog.entries import Ended, FileName, Superseded
+from forebay._engine.catalog.entries import Ended, FileName, Spared, Superseded
 from forebay._engine.catalog.transactions import AT_ONCE, Rows, Txn
 from forebay._engine.files import blobs, pack_files
 from forebay._engine.files.layout import PAGE, DiskFull, faults, is_suffix
@@ -59,21 +60,23 @@ class Eviction:
         return words[index]
 
     def end(
-        self, txn: Txn, several: Sequence[Entry | EvictionCandidate | Superseded], *, even_pinned: bool = False
+        self, txn: Txn, several: Sequence[Entry | EvictionCandidate | Superseded], *, spares: Spared = "pinned"
     ) -> list[Ended]:  # fmt: skip
-        """Remove entries but those that are leased, pinned or linked from a tree: their rows in this transaction, their files right after
+        """Remove entries but those that are leased, spared or linked from a tree: their rows in this transaction, their files right after
         its commit. Returns those that are going."""
         locked: dict[int, int] = {}
         txn.at_end.append(lambda: self._unlock(locked))
         for entry in several:
             if entry.id not in locked and self._leases.try_evict(entry.id):
                 locked[entry.id] = entry.slot
-        ended = entries.end(txn, list(locked), even_pinned=even_pinned) if locked else []
+        ended = entries.end(txn, list(locked), spares=spares) if locked else []
         if ended:
-            self._index.head.intend([(one.id, locked[one.id]) for one in ended])
-            for one in ended:
+            # The slot of the row: P1 reads the entry / P2 gives it a name, and another slot / P1 ends it.
+            slots = {one.id: one.slot if is_number(one.slot) else locked[one.id] for one in ended}
+            self._index.head.intend(list(slots.items()))
+            for id, slot in slots.items():
                 # P1 locks and reads the record / P2 empties it: P1 has its lease before, or finds the record empty.
-                self._index.empty(locked[one.id], one.id)
+                self._index.empty(slot, id)
             txn.after_commit.append(partial(self._leave, ended))
         return ended
 
@@ -109,7 +112,7 @@ class Eviction:
     def supersede(self, txn: Txn, several: Sequence[Entry]) -> None:
         """Stop serving these entries. They end in this transaction, or if they are in use, when they no longer are."""
         files = [entry for entry in several if entry.kind != "value"]
-        gone = {one.id for one in self.end(txn, files, even_pinned=True)} if files else set()
+        gone = {one.id for one in self.end(txn, files, spares="none")} if files else set()
         for entry in several:
             if entry.id not in gone:
                 entries.supersede(txn, entry)
@@ -138,7 +141,8 @@ class Eviction:
         if not idle:
             return []
         with self._catalog.write() as txn:
-            ended, before = self.end(txn, idle), self.stuck
+            # P1 sees an array as held / P2 gives it a name, under which it stays, and closes it / P1 ends what nobody holds.
+            ended, before = self.end(txn, idle, spares="kept"), self.stuck
         return ended if self.stuck == before else []
 
     def _some_held(self) -> list[Entry]:

@@ -24,10 +24,12 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 from forebay import errors
 from forebay._kernel import host, interrupts
+from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay._model import Buffer
 from forebay.remote.base import AttemptFailed, Call
@@ -147,7 +149,9 @@ class Server:
             if not message:
                 return
             for channel in channels:
-                threading.Thread(target=self._serve, args=(socket.socket(fileno=channel),), daemon=True).start()
+                serve = partial(self._serve, socket.socket(fileno=channel))
+                if not DaemonThread(serve, name="forebay-helper").begin():
+                    serve()
 
     def _serve(self, channel: socket.socket) -> None:
         with channel:

@@ -73,13 +73,14 @@ class HttpRemote:
         return None if info is None or (known is not None and is_same_validator(info.validator, known)) else info
 
     def _stat(self, call: Call, url: str, conditions: dict[str, str]) -> ObjectInfo | None:
-        with self._exchange.send(call, "HEAD", url, conditions, ok=(200, 304, 400, 401, 403, 405, 501)) as response:
+        unchanged = (304,) if conditions else ()  # to a request without a condition it is no answer
+        with self._exchange.send(call, "HEAD", url, conditions, ok=(200, *unchanged, 400, 401, 403, 405, 501)) as response:
             if response.status == 304:
                 return None
             if response.status == 200:
                 return info_of(url, response.headers, response.length if not response.encoding else None)
         headers = {**conditions, "Range": "bytes=0-0"}
-        with self._exchange.send(call, "GET", url, headers, ok=(200, 206, 304, 416)) as response:
+        with self._exchange.send(call, "GET", url, headers, ok=(200, 206, *unchanged, 416)) as response:
             if response.status == 304:
                 return None
             if response.status == 206:
@@ -87,7 +88,7 @@ class HttpRemote:
                 return info_of(url, response.headers, content_range(response, Span(0, 1)).total)
             if response.status == 200:
                 return info_of(url, response.headers, response.length if not response.encoding else None)
-        with self._exchange.send(call, "GET", url, conditions, ok=(200, 304)) as response:  # empty: it has no first byte
+        with self._exchange.send(call, "GET", url, conditions, ok=(200, *unchanged)) as response:  # empty: it has no first byte
             return None if response.status == 304 else info_of(url, response.headers, response.length)
 
     def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None, describe: Describe | None = None) -> Transfer:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 import pycurl
 
+from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay.errors import RemoteTimeout
 from forebay.remote.base import LONGEST_DELAY, LOOK, AttemptFailed, CallAborted, Limits, NoPermit, Permit, PermitRequest, wake_at_end
@@ -67,11 +68,12 @@ class _Loop:
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
         self._multi.setopt(pycurl.M_MAXCONNECTS, MAX_IDLE)
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, daemon=True, name="http-transfers")
+        self._thread = DaemonThread(self._run, name="http-transfers")
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             self._epoll.register(self._wake, select.EPOLLIN)
-            self._thread.start()
+            if not self._thread.begin():
+                raise RuntimeError("can't start new thread")
         except BaseException:
             os.close(self._wake)
             raise

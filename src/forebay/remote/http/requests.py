@@ -9,18 +9,18 @@ import netrc
 import os
 import re
 import socket
-import threading
 import time
 import urllib.request
 import zlib
 from collections.abc import Callable, Container, Iterator, Mapping
 from email.utils import parsedate_to_datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from forebay import errors
+from forebay._kernel.threads import DaemonThread
 from forebay._logs import escaped, logger
 from forebay._model import Buffer, ObjectInfo, Span
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, is_negotiated, is_set_by_remote
@@ -192,10 +192,9 @@ class Exchange:
             addresses = [] if _is_address(host) else None
         transfer = loop.start(HttpTransfer(request, options.buffer, on_ready, addresses=addresses))
         if addresses is None:
-            try:
-                threading.Thread(target=self._resolve, args=(transfer, host, port), daemon=True, name="resolver").start()
-            except RuntimeError:  # this process cannot start another thread, so nothing ends the resolver
-                self._resolve(transfer, host, port)
+            resolve = partial(self._resolve, transfer, host, port)
+            if not DaemonThread(resolve, name="resolver").begin():
+                resolve()  # nothing ends the resolver then
         return Sent(address, endpoint, user, transfer)
 
     def _wait_for_head(self, call: Call, transfer: HttpTransfer) -> None:

@@ -1,0 +1,174 @@
+"""An error that comes of what one caller asked for is its own: those that wait for the object go on, and one of them fetches it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay import RemoteOptions, errors
+from forebay.testing import Request, ScriptedServer
+from tests.processes import Line, talk_to
+
+SIZE = 100_000
+BODY = os.urandom(3 * SIZE)
+Door = Callable[..., bytes]
+
+
+def read_many(cache: forebay.Cache, url: str, **options: Any) -> bytes:
+    return bytes(cache.read_many([url], **options)[0])
+
+
+def local(cache: forebay.Cache, url: str, **options: Any) -> bytes:
+    with cache.local(url, **options) as path:
+        return Path(path).read_bytes()
+
+
+def stream(cache: forebay.Cache, url: str) -> bytes:
+    folder, _, name = url.rpartition("/")
+    with cache.prefetcher(folder + "/") as pool:
+        return bytes(next(iter(pool.stream([name]))))
+
+
+def by_blocks(cache: forebay.Cache, url: str, **options: Any) -> bytes:
+    with cache.open(url, block_size=SIZE, **options) as file:
+        return file.read()
+
+
+def pull(cache: forebay.Cache, url: str, **options: Any) -> bytes:
+    cache.pull(url, **options)
+    return bytes(cache.read(url))
+
+
+def read(cache: forebay.Cache, url: str, **options: Any) -> bytes:
+    return bytes(cache.read(url, **options))
+
+
+def stop(*_: object) -> None:
+    raise RuntimeError("the progress bar is broken")
+
+
+def stop_by_an_error_of_ours(*_: object) -> None:
+    raise errors.NotFound("another object does not exist", url="other")
+
+
+SHORT = RemoteOptions(read_timeout=0.3, attempts=1)
+IN_ALL = RemoteOptions(total_timeout=0.3)
+DENIED, ADMITTED = RemoteOptions(headers={"X-Key": "bad"}), RemoteOptions(headers={"X-Key": "good"})
+FIRST: dict[str, tuple[Door, dict[str, Any], RemoteOptions | None, type[Exception]]] = {
+    "sha256": (read, {"sha256": "0" * 64}, None, errors.ChecksumMismatch),
+    "sha256 of many": (read_many, {"sha256": "0" * 64}, None, errors.ChecksumMismatch),
+    "sha256 of a file": (local, {"sha256": "0" * 64}, None, errors.ChecksumMismatch),
+    "etag": (read, {"etag": '"other"'}, None, errors.ChecksumMismatch),
+    "etag of many": (read_many, {"etag": '"other"'}, None, errors.ChecksumMismatch),
+    "read_timeout": (read, {}, SHORT, errors.RemoteTimeout),
+    "read_timeout of many": (read_many, {}, SHORT, errors.RemoteTimeout),
+    "total_timeout": (read, {}, IN_ALL, errors.RemoteTimeout),
+    "credentials": (read, {}, DENIED, errors.AccessDenied),
+    "on_progress": (pull, {"on_progress": stop}, None, RuntimeError),
+    "on_progress, NotFound": (pull, {"on_progress": stop_by_an_error_of_ours}, None, errors.NotFound),
+}
+OF_BLOCKS = {
+    "etag": (by_blocks, {"etag": '"other"'}, None, errors.ChecksumMismatch),
+    "read_timeout": (by_blocks, {}, SHORT, errors.RemoteTimeout),
+    "credentials": (by_blocks, {}, DENIED, errors.AccessDenied),
+}
+SECOND: dict[str, Door] = {"read": read, "read_many": read_many, "local": local, "stream": stream}
+
+
+class Beside:
+    """A server that keeps the first request until it may go on."""
+
+    def __init__(self, server: ScriptedServer) -> None:
+        self.server, self.asked, self.go = server, threading.Event(), threading.Event()
+        server.on_request = self._keep_first
+
+    def _keep_first(self, _: Request) -> None:
+        if not self.asked.is_set():
+            self.asked.set()
+            self.go.wait(60)
+
+    def run(
+        self, root: Path, first: Callable[[forebay.Cache], object], second: Callable[[forebay.Cache], object], *,
+        options: RemoteOptions | None, error: type[Exception],
+    ) -> Any:  # fmt: skip
+        """What ``second`` gives, which waits for ``first``, in another process, until that has raised ``error``."""
+
+        def fails(line: Line) -> None:
+            with forebay.Cache(root, remote_options=options) as cache, pytest.raises(error):
+                first(cache)
+
+        def waits(line: Line) -> object:
+            with forebay.Cache(root, remote_options=ADMITTED if options is DENIED else None) as cache:
+                line.say("open")
+                return second(cache)
+
+        with forebay.Cache(root, budget="64MiB", min_free=0) as cache, talk_to(fails) as one:
+            assert self.asked.wait(60)
+            with talk_to(waits) as other:
+                assert other.hear() == "open"
+                while cache.stats().waits == 0:
+                    os.sched_yield()
+                if error is not errors.RemoteTimeout:
+                    self.go.set()
+                one.result()
+                self.go.set()
+                return other.result()
+
+
+@pytest.fixture
+def beside(server: ScriptedServer) -> Iterator[Beside]:
+    beside = Beside(server)
+    yield beside
+    beside.go.set()
+
+
+@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("first", FIRST)
+def test_the_others_go_on(tmp_path: Path, server: ScriptedServer, beside: Beside, first: str, second: str) -> None:
+    door, given, options, error = FIRST[first]
+    url = server.put("/a.bin", BODY, require={"X-Key": "good"} if options is DENIED else {})
+    got = beside.run(
+        tmp_path / "root", lambda cache: door(cache, url, **given), lambda cache: SECOND[second](cache, url), options=options, error=error
+    )  # fmt: skip
+    assert got == BODY
+
+
+@pytest.mark.parametrize("first", OF_BLOCKS)
+def test_the_others_go_on_with_blocks(tmp_path: Path, server: ScriptedServer, beside: Beside, first: str) -> None:
+    door, given, options, error = OF_BLOCKS[first]
+    url = server.put("/a.bin", BODY, require={"X-Key": "good"} if options is DENIED else {})
+    got = beside.run(
+        tmp_path / "root", lambda cache: door(cache, url, **given), lambda cache: by_blocks(cache, url), options=options, error=error
+    )  # fmt: skip
+    assert got == BODY
+
+
+@pytest.mark.parametrize("second", SECOND)
+def test_what_the_source_did_concerns_all_that_ask_alike(tmp_path: Path, server: ScriptedServer, beside: Beside, second: str) -> None:
+    url = server.put("/a.bin", BODY, statuses=[404])  # the next request would succeed
+
+    def waits(cache: forebay.Cache) -> str:
+        with pytest.raises(errors.NotFound) as caught:
+            SECOND[second](cache, url)
+        return str(caught.value)
+
+    assert url in beside.run(tmp_path / "root", lambda cache: cache.read(url), waits, options=None, error=errors.NotFound)
+    assert server.gets == 1
+
+
+def test_what_the_source_answered_to_other_headers_does_not(tmp_path: Path, server: ScriptedServer, beside: Beside) -> None:
+    url = server.put("/a.bin", BODY, statuses=[404])
+    got = beside.run(
+        tmp_path / "root", read_url(url), read_url(url), options=RemoteOptions(headers={"X-Site": "b"}), error=errors.NotFound
+    )  # fmt: skip
+    assert got == BODY
+
+
+def read_url(url: str) -> Callable[[forebay.Cache], bytes]:
+    return lambda cache: read(cache, url)
