@@ -387,21 +387,20 @@ def false_alarm(store: Store, times: int = 1) -> int:
     return call(store)
 
 
-def test_false_alarms_that_have_nothing_to_do_with_each_other_cost_nothing(place: Path) -> None:
-    """What one call says twice is believed."""
-
-    def work() -> None:
-        with forebay.Cache(place) as cache:
-            store = cache._store
-            assert isinstance(store, Store)
-            for _ in range(3):
-                assert false_alarm(store) == 2
-                assert cache.get("k3") == bytes([3]) * 30
-            assert false_alarm(store, 2) == 3
-            assert cache.get("k3") is None
-            assert cache.budget == BUDGET
-
-    in_child(work)
+def test_what_only_a_call_says_is_no_damage(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """However often it says so: two checks find nothing, the call fails, and nothing is lost. It is checked once a minute."""
+    with forebay.Cache(place) as cache:
+        store = cache._store
+        assert isinstance(store, Store)
+        for _ in range(3):
+            assert false_alarm(store) == 2
+            with pytest.raises(errors.CacheFault, match="said to be damage") as found:
+                false_alarm(store, 3)
+            assert not isinstance(found.value, CatalogBroken)
+        assert cache.get("k3") == bytes([3]) * 30
+        assert cache.repair() == []
+    assert caplog.text.count("nothing is wrong with") == 1
+    assert not (place / "catalog.damaged.sqlite").exists()
 
 
 def test_a_text_that_is_too_long_is_no_damage(place: Path) -> None:

@@ -110,11 +110,12 @@ def fetched(con: sqlite3.Connection, sql: str, values: Sequence[Any]) -> list[An
     except sqlite3.OperationalError as error:
         if "decode to UTF-8" not in str(error):
             raise
-        con.text_factory = _text
+        con.text_factory = text_or_bytes
         return con.execute(sql, values).fetchall()
 
 
-def _text(data: bytes) -> str | bytes:
+def text_or_bytes(data: bytes) -> str | bytes:
+    """A text of the catalog, or its bytes where they are not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -180,6 +180,11 @@ class Root:
         return self.path / "catalog.sqlite"
 
     @property
+    def damaged_catalog(self) -> Path:
+        """The last one that was damaged, set aside."""
+        return self.path / "catalog.damaged.sqlite"
+
+    @property
     def ballast(self) -> Path:
         return self.path / "catalog.ballast"
 
