@@ -346,8 +346,8 @@ MUTANTS = (
     ),
     Mutant(
         7, "the second process that detects damage discards the repaired catalog",
-        "_engine.catalog.connection:Catalog.rebuild",
-        "self._seen = None", "",
+        "_engine.catalog.connection:Catalog._damage_locked",
+        "self._close_locked()", "self._pause_locked()",
         "engine/test_damage.py::test_the_second_that_met_the_damage_keeps_what_the_first_began[unreadable later]",
     ),
     Mutant(

@@ -253,8 +253,8 @@ class Parts:
         if why:
             salvaged = self.catalog.salvaged
             if salvaged is not None and salvaged.kept:
-                why += f": replaced: {salvaged.kept:,} entries were kept, {salvaged.lost:,} were lost, with their pins: what is lost is"
-                why += " fetched again when needed"
+                why += f": it was replaced, and its entries were kept: {salvaged.kept:,}, lost with their pins: {salvaged.lost:,};"
+                why += " what is lost is fetched again when needed"
             else:
                 why += ": an empty one replaces it; what was kept is fetched again when needed, and nothing is pinned"
         log_of_settings.warning("%s: %s; what stays: %s", self.root.path, why or f"{self.root.settings} is lost or damaged", left)

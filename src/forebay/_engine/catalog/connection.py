@@ -150,8 +150,7 @@ class Catalog:
 
     def _damage_locked(self) -> str | None:
         """What is wrong with the catalog that is there now, read through a new connection."""
-        self._close_locked()
-        self._seen = None  # another one may lie there by now, which is sound
+        self._close_locked()  # another one may lie there by now, which is sound
         try:
             with translated():
                 self._connect_locked()

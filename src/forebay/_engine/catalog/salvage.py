@@ -135,8 +135,10 @@ class _Copy:
         """The entries that the totals of the spaces count, and the rows that were found."""
 
     def spaces(self) -> None:
-        for id, name, kind, entries in self._source.rows("spaces", "id, name, kind, entries"):
-            if 0 < id < NUMBERS and type(name) is type(kind) is str:
+        """The spaces. Where a row is lost, its name may still stand in the index."""
+        names = self._source.all("SELECT id, name, 'values', 0 FROM spaces INDEXED BY sqlite_autoindex_spaces_1")
+        for id, name, kind, entries in (*self._source.rows("spaces", "id, name, kind, entries"), *names):
+            if checked.is_number(id) and id and type(name) is type(kind) is str:
                 added = self._new.execute("INSERT OR IGNORE INTO spaces(id, name, kind) VALUES (?, ?, ?)", (id, name, kind)).rowcount
                 if added:
                     self._names[id] = name
