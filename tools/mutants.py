@@ -335,8 +335,8 @@ MUTANTS = (
         "engine/catalog/test_wal.py::test_a_process_with_a_deleted_index_that_closes_last_does_not_copy_the_log_by_it",
     ),
     Mutant(
-        7, "an old log is applied to a new catalog", "_engine.catalog.connection:Catalog._create",
-        "self._root.files.make_way(self._path + ending)", "continue",
+        7, "an old log is applied to a new catalog", "_engine.catalog.making:_name",
+        "root.files.make_way(path)", "continue",
         "crash/test_creation.py::test_somebody_deletes_a_part_of_it[catalog.sqlite]",
     ),
     Mutant(

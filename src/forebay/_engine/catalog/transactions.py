@@ -135,6 +135,8 @@ class translated:
             raise CatalogBroken(f"the catalog is damaged: {error}", damaged=True) from error
         if isinstance(error, UnicodeEncodeError):
             raise errors.CacheFault(f"the catalog cannot hold {error.object!r}: {error.reason}") from error
+        if isinstance(error, OverflowError):  # a number that no row can hold
+            raise errors.CacheFault(f"the catalog cannot hold a number: {error}") from error
         if not isinstance(error, sqlite3.Error):
             return
         code = getattr(error, "sqlite_errorcode", 0)
