@@ -345,10 +345,9 @@ MUTANTS = (
         "engine/test_agreement.py::test_an_exception_at_any_step_leaves_rows_records_and_files_that_agree[removal-an interrupt]",
     ),
     Mutant(
-        7, "the second process that detects damage discards the repaired catalog",
-        "_engine.catalog.connection:Catalog._damage_locked",
-        "self._close_locked()", "self._pause_locked()",
-        "engine/test_damage.py::test_the_second_that_met_the_damage_keeps_what_the_first_began[unreadable later]",
+        7, "a catalog is replaced since a call says that it is damaged", "_engine.catalog.connection:Catalog.rebuild",
+        "not found", "False",
+        "engine/test_damage.py::test_what_only_a_call_says_is_no_damage",
     ),
     Mutant(
         7, "a dead process keeps its reservations", "_engine.catalog.reservations:disown",
