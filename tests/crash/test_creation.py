@@ -81,7 +81,8 @@ def test_a_catalog_is_made_anew(scene: Callable[[int], Scene]) -> None:
     stage.act(before, act, after, least=10)
 
 
-def test_what_can_be_read_of_a_damaged_catalog_survives_every_death(scene: Callable[[int], Scene]) -> None:
+@pytest.mark.parametrize("name", ["sqlite_master", "failures"])
+def test_what_can_be_read_of_a_damaged_catalog_survives_every_death(scene: Callable[[int], Scene], name: str) -> None:
     """A page without entries is garbage; who salvages the others dies, and the next process begins again."""
 
     def before(store: Store) -> None:
@@ -94,7 +95,7 @@ def test_what_can_be_read_of_a_damaged_catalog_survives_every_death(scene: Calla
     def act() -> None:
         catalog = stage.place / "catalog.sqlite"
         with contextlib.closing(sqlite3.connect(catalog)) as con:
-            ((page,),) = con.execute("SELECT rootpage FROM sqlite_master WHERE name = 'failures'")
+            ((page,),) = con.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", [name]).fetchall() or [(1,)]
         with open(catalog, "r+b") as file:
             file.seek((page - 1) * 4096)
             file.write(b"scribbled" * 455)

@@ -520,6 +520,20 @@ def test_what_lies_beside_the_damage_stays(rich: Path, caplog: pytest.LogCapture
     assert_settled(rich, BUDGET)
 
 
+@pytest.mark.parametrize("how", ["page 0", "zeros 0", "header 0", "header 16", "header 44", "header 100", "header 105"])
+def test_where_the_first_page_is_garbage_all_others_are_read(rich: Path, how: str) -> None:
+    harm(rich / "catalog.sqlite", how)
+
+    def work() -> None:
+        with forebay.Cache(rich) as cache:
+            cache.repair()
+            assert what_is_there(cache) == ALL
+            assert cache.check(deep=True) == []
+
+    in_child(work)
+    assert_settled(rich, BUDGET)
+
+
 @pytest.mark.parametrize("kind", ["rows of entries", "values"])
 def test_one_warning_says_how_many_entries_were_kept_and_lost(rich: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     catalog = rich / "catalog.sqlite"

@@ -115,17 +115,16 @@ class Catalog:
 
     def rebuild(self, why: str) -> bool:
         """Replace the catalog by what can be read of it, if two checks, each through a new connection, find that it is damaged, gone, or
-        another root's. The caller then sweeps the files that no row names. Returns whether it was replaced: not where another process
-        was first, nor where a call took for damage what is none.
-
-        Raises `CacheFault` where it cannot be checked or replaced."""
+        another root's. The caller then sweeps the files that no row names. Returns whether it was replaced or mended: not where another
+        process was first, nor where a call took for damage what is none. Raises `CacheFault` where it cannot be checked or replaced."""
         from forebay._engine.catalog import making
 
         with self.writer():
             with self._mutex:
-                if self._is_vouched_for(why):
-                    return False
+                told, vouched, at = self._vouched
                 seen = self._seen
+                if told == why and vouched is not None and vouched == seen and time.monotonic() < at + VOUCHED:
+                    return False
                 self._close_peers_locked()
                 self._wal.mend()
                 found = self._damage_locked() and self._damage_locked()
@@ -136,17 +135,18 @@ class Catalog:
                 self._close_locked()
             if not os.access(self._path, os.W_OK) and os.path.exists(self._path):
                 raise errors.CacheFault(f"the catalog {self._path} is damaged or not writable: check its mode and owner")
+            if making.mend_first_page(self._root, self._wal):
+                with self._mutex:
+                    if not self._damage_locked():
+                        log.warning("%s: the first page of %s was written anew, and nothing is lost", why, self._path)
+                        return True
+                    self._close_locked()
             log.info("%s: it is replaced: %s", why, found)
             self.salvaged = making.replace(self._root, self._wal, self.ballast, self._head)
             self.lost = why
             with self._mutex, translated():
                 self._connect_locked()
             return True
-
-    def _is_vouched_for(self, why: str) -> bool:
-        """Whether this very fault was found to be none a moment ago: a check reads all of the catalog."""
-        told, seen, at = self._vouched
-        return told == why and seen is not None and seen == self._seen and time.monotonic() < at + VOUCHED
 
     def _damage_locked(self) -> str | None:
         """What is wrong with the catalog that is there now, read through a new connection."""

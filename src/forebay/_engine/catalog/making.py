@@ -21,6 +21,8 @@ log = logger("forebay.catalog")
 
 SET_ASIDE = 8 << 20
 """Bytes of a damaged catalog that are kept at most."""
+# https://www.sqlite.org/fileformat.html: the number of pages, and the first of the list of free ones with their number.
+_PAGES_AT, _FREE_AT = 28, 32
 BESIDE = "-wal", "-shm", "-journal"
 """How the names of the files end that SQLite makes beside a database."""
 
@@ -73,6 +75,35 @@ def _make(root: Root, fill: Callable[[sqlite3.Connection], object] = lambda new:
             con.execute("PRAGMA journal_mode = WAL")
             schema.create(con, root.id)
         fill(con)
+
+
+def mend_first_page(root: Root, wal: Wal) -> bool:
+    """Where the first page of a damaged catalog is garbage, write it anew: without it nothing could be read. It says where the tables
+    begin, which is the same in every catalog, and how large the file is; what it said of free pages is lost. False if that is not what is
+    wrong. Caller: holds the writer lock, and has no open connection."""
+    if not _is_file(root.catalog):
+        return False
+    with contextlib.closing(sqlite3.connect(wal.uri("mode=ro&immutable=1"), uri=True)) as damaged, contextlib.suppress(sqlite3.Error):
+        damaged.execute("SELECT * FROM sqlite_master").fetchall()
+        return False
+    pages = os.lstat(root.catalog).st_size // PAGE
+    _make(root)
+    draft = root.files.open(_draft(root))
+    try:
+        first, least = bytearray(os.pread(draft, PAGE, 0)), os.fstat(draft).st_size // PAGE
+    finally:
+        os.close(draft)
+    root.files.unlink(_draft(root))  # before the catalog may be sound again, and nobody makes another one
+    if pages < least:
+        return False
+    first[_PAGES_AT : _PAGES_AT + 4] = pages.to_bytes(4)
+    first[_FREE_AT : _FREE_AT + 8] = bytes(8)
+    fd = root.files.open(root.catalog, os.O_RDWR)
+    try:
+        host.pwrite(fd, first, 0)
+    finally:
+        os.close(fd)
+    return True
 
 
 def _salvaged(root: Root, wal: Wal, new: sqlite3.Connection, given: int) -> list[Salvaged]:
