@@ -94,7 +94,7 @@ QUICK_RAY = {
 # -- the disk ----------------------------------------------------------------------------------------------------------
 
 _TOP = re.compile(
-    r"FORMAT|CACHEDIR\.TAG|settings\.json|catalog\.(sqlite(-wal|-shm)?|ballast)|shared|hosts|locks|counters|blobs|trees|packs|tmp"
+    r"FORMAT|CACHEDIR\.TAG|settings\.json|catalog\.((damaged\.)?sqlite(-wal|-shm)?|ballast)|shared|hosts|locks|counters|blobs|trees|packs|tmp"
 )
 _LOCKS = re.compile(r"keys|writer|owners|transfers|leases-\d\d|words")
 

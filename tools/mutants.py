@@ -334,8 +334,8 @@ MUTANTS = (
         "engine/catalog/test_wal.py::test_a_process_with_a_deleted_index_that_closes_last_does_not_copy_the_log_by_it",
     ),
     Mutant(
-        7, "an old log is applied to a new catalog", "_engine.catalog.connection:Catalog._create",
-        "self._root.files.make_way(self._path + ending)", "continue",
+        7, "an old log is applied to a new catalog", "_engine.catalog.making:_name",
+        "root.files.make_way(path)", "continue",
         "crash/test_creation.py::test_somebody_deletes_a_part_of_it[catalog.sqlite]",
     ),
     Mutant(
@@ -344,10 +344,9 @@ MUTANTS = (
         "engine/test_agreement.py::test_an_exception_at_any_step_leaves_rows_records_and_files_that_agree[removal-an interrupt]",
     ),
     Mutant(
-        7, "the second process that detects damage discards the repaired catalog",
-        "_engine.catalog.connection:Catalog.rebuild",
-        "self._seen = None", "",
-        "engine/test_damage.py::test_the_second_that_met_the_damage_keeps_what_the_first_began[unreadable later]",
+        7, "a catalog is replaced since a call says that it is damaged", "_engine.catalog.connection:Catalog.rebuild",
+        "not found", "False",
+        "engine/test_damage.py::test_what_only_a_call_says_is_no_damage",
     ),
     Mutant(
         7, "a dead process keeps its reservations", "_engine.catalog.reservations:disown",

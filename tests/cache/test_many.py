@@ -50,6 +50,24 @@ def test_bytes_come_in_order_and_each_object_once(cache: forebay.Cache, server: 
     assert cache.stats().hits == counts.hits + len(urls)
 
 
+def test_an_object_that_is_named_twice_costs_nothing_else(cache: forebay.Cache, server: ScriptedServer) -> None:
+    """Under one name, under two names of one key, in each call for several; what was stored before stays."""
+    assert cache.put("before", b"stays")
+    (url,), (body,) = several(server, [20_000])
+    names = [url, url, url.replace("http:", "HTTP:"), f"{url}#part"]
+    assert as_bytes(cache.read_many(names)) == [body] * 4
+    cache.evict(url)
+    with cache.local_many(names) as paths:
+        cache_files = {Path(path).read_bytes() for path in paths}
+    assert cache_files == {body}
+    cache.evict(url)
+    assert cache.warm(names).failed == ()
+    with cache.samples("s", 10) as samples:
+        assert [bytes(one) for one in samples.get_or_put_many([3, 3, 3], lambda some: [b"%d" % i for i in some])] == [b"3"] * 3
+    assert cache.get("before") == b"stays"
+    assert cache.check(deep=True) == []
+
+
 def test_hits_and_misses_in_one_call(cache: forebay.Cache, server: ScriptedServer) -> None:
     urls, bodies = several(server, [20_000] * 30)
     for url in urls[::3]:

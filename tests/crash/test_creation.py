@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +79,41 @@ def test_a_catalog_is_made_anew(scene: Callable[[int], Scene]) -> None:
         assert bytes_of(store, "a") in (None, BLOB)
 
     stage.act(before, act, after, least=10)
+
+
+@pytest.mark.parametrize("name", ["sqlite_master", "failures"])
+def test_what_can_be_read_of_a_damaged_catalog_survives_every_death(scene: Callable[[int], Scene], name: str) -> None:
+    """A page without entries is garbage; who salvages the others dies, and the next process begins again."""
+
+    def before(store: Store) -> None:
+        for n in range(4):
+            store.put("v", f"k{n}", BLOB, life="pinned" if n else "cached")
+        store.put("v", "small", b"1")
+
+    stage = scene(MiB)
+
+    def act() -> None:
+        catalog = stage.place / "catalog.sqlite"
+        with contextlib.closing(sqlite3.connect(catalog)) as con:
+            ((page,),) = con.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", [name]).fetchall() or [(1,)]
+        with open(catalog, "r+b") as file:
+            file.seek((page - 1) * 4096)
+            file.write(b"scribbled" * 455)
+        with opened(stage.place) as store:
+            assert [problem.kind for problem in store.repair()] == ["catalog"]
+
+    def after(store: Store) -> None:
+        if store.check():
+            store.repair()
+        assert all(bytes_of(store, f"k{n}") == BLOB for n in range(4))
+        assert bytes_of(store, "small") == b"1"
+        assert {entry.key for entry in store.seeing.entries("v") if entry.life == "pinned"} == {"k1", "k2", "k3"}
+        store.set_life("v", "k1", "cached")
+        store.set_life("v", "k2", "cached")
+        store.set_life("v", "k3", "cached")
+
+    stage.repairs = True
+    stage.act(before, act, after, least=8)
 
 
 def test_a_killed_repair_is_ended_by_the_next(scene: Callable[[int], Scene]) -> None:

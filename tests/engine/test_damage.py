@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.catalog import recovery
+from forebay._engine.catalog import making, recovery, salvage
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.transactions import Ballast
 from forebay._engine.engine import recover_and_retry
@@ -387,21 +388,20 @@ def false_alarm(store: Store, times: int = 1) -> int:
     return call(store)
 
 
-def test_false_alarms_that_have_nothing_to_do_with_each_other_cost_nothing(place: Path) -> None:
-    """What one call says twice is believed."""
-
-    def work() -> None:
-        with forebay.Cache(place) as cache:
-            store = cache._store
-            assert isinstance(store, Store)
-            for _ in range(3):
-                assert false_alarm(store) == 2
-                assert cache.get("k3") == bytes([3]) * 30
-            assert false_alarm(store, 2) == 3
-            assert cache.get("k3") is None
-            assert cache.budget == BUDGET
-
-    in_child(work)
+def test_what_only_a_call_says_is_no_damage(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """However often it says so: two checks find nothing, the call fails, and nothing is lost. It is checked once a minute."""
+    with forebay.Cache(place) as cache:
+        store = cache._store
+        assert isinstance(store, Store)
+        for _ in range(3):
+            assert false_alarm(store) == 2
+            with pytest.raises(errors.CacheFault, match="said to be damage") as found:
+                false_alarm(store, 3)
+            assert not isinstance(found.value, CatalogBroken)
+        assert cache.get("k3") == bytes([3]) * 30
+        assert cache.repair() == []
+    assert caplog.text.count("nothing is wrong with") == 1
+    assert not (place / "catalog.damaged.sqlite").exists()
 
 
 def test_a_text_that_is_too_long_is_no_damage(place: Path) -> None:
@@ -413,6 +413,197 @@ def test_a_text_that_is_too_long_is_no_damage(place: Path) -> None:
             store.put("values", "k" * 200_000, b"x")
         assert not isinstance(found.value, CatalogBroken)
         assert bytes_of(store, "k3", "values") == bytes([3]) * 30
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rich_pattern(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with values, pins, files, a tree and samples, closed."""
+    place = tmp_path_factory.mktemp("rich") / "root"
+
+    def make() -> None:
+        with forebay.Cache(place, budget=BUDGET, min_free=0) as cache:
+            for n in range(400):
+                assert cache.put(f"k{n}", bytes([n % 256]) * (n + 1))
+            for n in range(10):
+                assert cache.put(f"b{n}", bytes([n]) * 30_000)
+            for n in range(0, 400, 10):
+                cache.pin(f"values:k{n}")
+            cache.pin("values:b3")
+            with cache.samples("array", 100) as samples:
+                samples.get_or_put_many(range(50), lambda some: [b"%d" % i * 100 for i in some])
+            store = cache._store
+            assert isinstance(store, Store)
+            leases = [lease for n in range(3) if (lease := store.lease("values", f"b{n}")) is not None]
+            store.publish_tree("trees", "t", [(f"d/{n}", lease) for n, lease in enumerate(leases)]).close()
+            for lease in leases:
+                lease.close()
+
+    in_child(make)
+    return place
+
+
+@pytest.fixture
+def rich(rich_pattern: Path, quick_path: Path) -> Path:
+    subprocess.run(["cp", "-a", rich_pattern, quick_path / "root"], check=True)  # with the links of trees
+    return quick_path / "root"
+
+
+def root_page(catalog: Path, name: str) -> int:
+    with contextlib.closing(sqlite3.connect(catalog)) as con:
+        ((page,),) = con.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", [name])
+    return int(page) - 1
+
+
+def leaf_with(catalog: Path, text: bytes) -> int:
+    """The page of rows, not of an index, that has this text."""
+    data = catalog.read_bytes()
+    (page,) = (n for n in range(1, len(data) // PAGE) if data[n * PAGE] == 13 and text in data[n * PAGE : (n + 1) * PAGE])
+    return page
+
+
+def what_is_there(cache: forebay.Cache) -> dict[str, Any]:
+    """Of everything in the rich root what is there, and right."""
+    store = cache._store
+    assert isinstance(store, Store)
+    values = {n for n in range(400) if (found := cache.get(f"k{n}")) is not None and found == bytes([n % 256]) * (n + 1)}
+    files = {n for n in range(10) if cache.get(f"b{n}") == bytes([n]) * 30_000}
+    pins = {entry.key for entry in cache.entries() if entry.life == "pinned"}
+    with cache.samples("array", 100) as samples:
+        made = {i for i in range(50) if samples.get(i) == b"%d" % i * 100}
+    tree = store.lease("trees", "t")
+    names = sorted(os.listdir(Path(tree) / "d")) if tree is not None else []
+    return {"values": values, "files": files, "pins": pins, "samples": made, "tree": names}
+
+
+ALL = {
+    "values": set(range(400)), "files": set(range(10)), "pins": {*(f"k{n}" for n in range(0, 400, 10)), "b3"}, "samples": set(range(50)),
+    "tree": ["0", "1", "2"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "meta", "spaces", "sqlite_autoindex_spaces_1", "entry_key", "entry_superseded", "entry_held", "links", "link_member",
+        "reservations", "reservation_key", "segments", "segment_open", "failures", "counters", "payloads",
+    ],
+)  # fmt: skip
+def test_what_lies_beside_the_damage_stays(rich: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    """The first page of a table or an index is garbage: all that others have is kept, under its id, and no id is given again."""
+    catalog = rich / "catalog.sqlite"
+    with contextlib.closing(sqlite3.connect(catalog)) as con:
+        before = dict(con.execute("SELECT key, id FROM entries"))
+    overwrite(catalog, root_page(catalog, name) * PAGE, random.Random(name).randbytes(PAGE))
+    expected = dict(ALL)
+    if name == "links":
+        expected["tree"] = []
+    if name == "payloads":
+        expected |= {"values": set(), "pins": {"b3"}}
+
+    def work() -> None:
+        with forebay.Cache(rich) as cache:
+            cache.repair()
+            assert what_is_there(cache) == expected
+            assert cache.put("new", b"value")
+            after = {entry.key: entry.id for entry in cache.entries()}
+            assert after.pop("new") > max(before.values())
+            assert {key: before[key] for key in after} == after
+            assert cache.check(deep=True) == []
+        with forebay.Cache(rich) as cache:
+            assert what_is_there(cache) == expected
+            assert cache.check(deep=True) == []
+
+    in_child(work)
+    assert_settled(rich, BUDGET)
+
+
+@pytest.mark.parametrize("how", ["page 0", "zeros 0", "header 0", "header 16", "header 44", "header 100", "header 105"])
+def test_where_the_first_page_is_garbage_all_others_are_read(rich: Path, how: str) -> None:
+    harm(rich / "catalog.sqlite", how)
+
+    def work() -> None:
+        with forebay.Cache(rich) as cache:
+            cache.repair()
+            assert what_is_there(cache) == ALL
+            assert cache.check(deep=True) == []
+
+    in_child(work)
+    assert_settled(rich, BUDGET)
+
+
+@pytest.mark.parametrize("kind", ["rows of entries", "values"])
+def test_one_warning_says_how_many_entries_were_kept_and_lost(rich: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    catalog = rich / "catalog.sqlite"
+    with contextlib.closing(sqlite3.connect(catalog)) as con:
+        ((count,),) = con.execute("SELECT count(*) FROM entries")
+    text = b"k251value" if kind == "rows of entries" else bytes([251]) * 252
+    overwrite(catalog, leaf_with(catalog, text) * PAGE, bytes(PAGE))
+    with said(caplog) as words, forebay.Cache(rich) as cache:
+        cache.repair()
+        there = what_is_there(cache)
+        kept = len(cache.entries())
+    assert 251 not in there["values"]
+    assert 350 < len(there["values"]) < 400
+    assert {**ALL, "values": there["values"], "pins": there["pins"]} == there
+    assert there["pins"] == {name for name in ALL["pins"] if name == "b3" or int(name[1:]) in there["values"]}
+    (word,) = (word for word in words if "was replaced" in word)
+    assert f"kept: {kept:,}, lost with their pins: {count - kept:,};" in word
+    assert "budget 52.4 MB" in word
+
+
+def test_an_entry_whose_file_is_gone_or_cut_is_lost_with_the_damage(rich: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store: Store
+    with opened(rich) as store:
+        paths = {entry.key: store.root.blob(entry.id, entry.suffix) for entry in store.seeing.entries("values") if entry.kind == "blob"}
+    paths["b5"].unlink()
+    paths["b6"].chmod(0o600)
+    os.truncate(paths["b6"], 7)
+    overwrite(rich / "catalog.sqlite", root_page(rich / "catalog.sqlite", "failures") * PAGE, bytes(PAGE))
+    with said(caplog) as words, forebay.Cache(rich) as cache:
+        cache.repair()
+        assert what_is_there(cache) == {**ALL, "files": set(range(10)) - {5, 6}}
+        assert cache.check(deep=True) == []
+    assert any("lost with their pins: 2;" in word for word in words)
+
+
+def test_the_last_damaged_catalog_is_set_aside_until_it_is_pruned(rich: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog, aside = rich / "catalog.sqlite", rich / "catalog.damaged.sqlite"
+    for name in ("failures", "counters"):
+        overwrite(catalog, root_page(catalog, name) * PAGE, name.encode() * (PAGE // len(name)))
+        with forebay.Cache(rich) as cache:
+            cache.repair()
+            assert name.encode() * 100 in aside.read_bytes()
+            strays = cache.strays()
+            assert strays.files >= 1
+            assert strays.bytes >= aside.stat().st_blocks * 512
+            assert what_is_there(cache) == ALL
+            assert cache.check(deep=True) == []
+    assert b"failures" * 100 not in aside.read_bytes()
+    with forebay.Cache(rich) as cache:
+        cache.prune().execute()
+        assert list(rich.glob("catalog.damaged*")) == []
+        assert cache.strays().files == 0
+        monkeypatch.setattr(making, "SET_ASIDE", PAGE)
+        overwrite(catalog, root_page(catalog, "segments") * PAGE, bytes(PAGE))
+        cache.repair()
+        assert what_is_there(cache) == ALL
+        assert list(rich.glob("catalog.damaged*")) == [], "it would not be counted"
+
+
+def test_where_nothing_can_be_written_of_what_is_kept_the_cache_begins_anew(rich: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(salvage, "salvage", fail)
+    overwrite(rich / "catalog.sqlite", root_page(rich / "catalog.sqlite", "failures") * PAGE, bytes(PAGE))
+    with forebay.Cache(rich) as cache:
+        cache.repair()
+        assert len(cache.entries()) == 0
+        assert cache.put("new", b"value")
+        assert cache.check(deep=True) == []
 
 
 # -- what people set ---------------------------------------------------------------------------------------------------

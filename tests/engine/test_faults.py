@@ -452,8 +452,7 @@ def test_s08_a_stopped_fetcher_is_named(quick_path: Path, children: Callable[...
 
     def fetcher() -> None:
         with opened(place, 8 * MiB) as store:
-            store.locks.hold("v", "stuck")
-            with store.writing("v", "stuck") as writing:
+            with store.locks.hold("v", "stuck"), store.writing("v", "stuck") as writing:
                 writing.begin(ObjectInfo("", 3 * MiB, '"1"', strong=True))
                 writing.write(0, bytes(MiB))
                 said.open()

@@ -201,8 +201,7 @@ def test_s17_a_dead_parents_locks_do_not_live_on_in_the_child(quick_path: Path, 
 
     def fetcher() -> None:
         with opened(place, 8 * MiB) as store:
-            store.locks.hold("v", "a")
-            with store.writing("v", "a") as writing:
+            with store.locks.hold("v", "a"), store.writing("v", "a") as writing:
                 writing.begin(ObjectInfo("", 3 * MiB, '"1"', strong=True))
                 writing.write(0, bytes(MiB))
                 pid = os.fork()

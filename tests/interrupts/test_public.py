@@ -16,7 +16,7 @@ from forebay._kernel import interrupts
 HITS = {
     "forebay.Cache": {"read", "get", "get_or_put", "path", "offline", "closed"},
     "forebay.Space": {"get", "get_or_put"},
-    "forebay.Samples": {"get", "closed", "__len__"},
+    "forebay.Samples": {"get", "get_or_put", "closed", "__len__"},
     "forebay.Lazy": {"get", "done", "source"},
     "forebay.adapters.pfio.Cache": {"get", "__len__", "multiprocess_safe", "multithread_safe"},
     "forebay.adapters.pfio.ReadOnlyFileCache": {"get"},

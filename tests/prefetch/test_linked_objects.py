@@ -17,6 +17,7 @@ import forebay
 from forebay import errors
 from forebay._engine.catalog.transactions import Wal
 from forebay._kernel import host
+from forebay.prefetch.loader import Loader
 from forebay.sources import UrlSource
 from forebay.testing import ScriptedServer
 from tests.harness import MiB
@@ -55,6 +56,35 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
 
 def requests(server: Nginx) -> int:
     return len(server.lines())
+
+
+@pytest.mark.parametrize("options", [*LIMITED, {"budget": "32MiB", "size": 100}], ids=str)
+def test_an_item_that_is_asked_for_again_before_it_is_linked(
+    root: Path, server: ScriptedServer, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two loads of one key are linked in one transaction: each has what it asked for, and nothing of the cache is lost."""
+    options = dict(options)
+    data = os.urandom(options.pop("size", 20_000))
+    server.put("/d/a", data)
+    link, counts = Loader._link, list[int]()
+
+    def link_two(loader: Loader) -> None:
+        if len(loader._links) > 1:
+            counts.append(len({ref.name for ref, _ in loader._links}))
+            link(loader)
+
+    monkeypatch.setattr(Loader, "_link", link_two)
+    with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache:
+        assert cache.put("before", b"stays")
+        with pool_over(cache, server.url + "/d/", **options) as pool:
+            assert pool.get_lazy("a").get() == data
+            again = pool.get_lazy("a")
+            assert again.get() == data
+            until(lambda: counts)
+            assert again.get() == data
+        assert counts == [1]
+        assert cache.get("before") == b"stays"
+        assert cache.check(deep=True) == []
 
 
 @pytest.mark.rotates

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from forebay._engine.catalog import checked, entries, recovery, reservations, segments, spaces
+from forebay._engine.catalog import checked, entries, making, recovery, reservations, segments, spaces
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.files import blobs, pack_files, stages
 from forebay._engine.files.layout import (
     FANS,
-    PAGE,
     BlobName,
     Root,
     TmpName,
@@ -141,17 +140,9 @@ def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
     for id, key, size in catalog.all("SELECT id, key, size FROM entries WHERE kind = 'pack'"):
         for number in [number for pack, number, _ in unnamed if pack == id]:
             yield Problem("segment", str(pack_files.segment_path(root, id, number)), "a segment that no row names", key)
-        index = _index_size(root, id)
+        index = pack_files.size_of_index(root, id)
         if index is not None and size != (total := index + charged.get(id, 0)):
             yield Problem("total", key, f"{size:,} bytes are noted, and its index and segments take {total:,}", key)
-
-
-def _index_size(root: Root, id: int) -> int | None:
-    """The bytes that count for the index of a pack and its directory; None if the pack is lost, or being removed."""
-    try:
-        return PAGE + root.files.lstat(root.pack(id) / "index").st_size
-    except FileNotFoundError:
-        return None
 
 
 def _check_totals(catalog: Catalog) -> list[Problem]:
@@ -274,7 +265,7 @@ def _repair_segments(root: Root, catalog: Catalog) -> None:
     eviction.measure(root, catalog)
     with catalog.write() as txn:
         for id in segments.packs(txn):
-            if (index := _index_size(root, id)) is not None:
+            if (index := pack_files.size_of_index(root, id)) is not None:
                 segments.recount(txn, id, index)
 
 
@@ -303,8 +294,9 @@ def count_strays(root: Root, catalog: Catalog, index: EntryIndex) -> Strays:
     """The files that nobody counts: those of ours that no row names, and those that Forebay did not make, in blocks of the disk.
 
     The first are left by a crash of the machine or a lost catalog; `remove_strays` removes them. The others belong to somebody, and stay.
-    Names are listed a directory at a time; what comes or goes meanwhile is not counted."""
-    files, taken = _counted(path for path, _ in _strays(root, catalog, index))
+    A damaged catalog that was set aside is one of the first. Names are listed a directory at a time; what comes or goes meanwhile is not
+    counted."""
+    files, taken = _counted([*map(Path, making.names_of_set_aside(root)), *(path for path, _ in _strays(root, catalog, index))])
     return Strays(files, taken, *_counted(root.path / name for name in foreign(root.path)))
 
 

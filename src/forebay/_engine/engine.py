@@ -102,19 +102,20 @@ class Engine(Hits):
         """What ``call`` returns once that is recovered from which it raised ``error`` for, or raises what cannot be recovered from.
 
         ``recoveries``: their number when the call began."""
-        try:
-            with faults(str(self.root.path)):
-                self._recover_from(error, recoveries)
-                for _ in range(ATTEMPTS - 2):  # damage that does not show in the pages is repaired only when it is met again
-                    recoveries_now = self.recoveries
-                    try:
-                        return call()
-                    except (DiskFull, SharedBroken, CatalogBroken, OSError) as again:
-                        self._recover_from(again, recoveries_now)
+        with faults(str(self.root.path)):
+            self._recover_from(error, recoveries)
+            for _ in range(ATTEMPTS - 2):
+                recoveries_now = self.recoveries
+                try:
+                    return call()
+                except (DiskFull, SharedBroken, CatalogBroken, OSError) as again:
+                    self._recover_from(again, recoveries_now)
+            try:
                 return call()
-        finally:
-            if self.recoveries != recoveries and self._parts is not None:
-                self._parts.catalog.trust()  # what another call meets later has nothing to do with this
+            except CatalogBroken as last:
+                if last.damaged:  # it was checked, and is sound or new: what is wrong is the call
+                    raise errors.CacheFault(str(last)) from last
+                raise
 
     def _recover_from(self, error: Exception, recoveries: int) -> None:
         """Do what lets a call that failed with ``error`` succeed, or raise the error. ``recoveries``: see `reopen`."""
@@ -203,7 +204,6 @@ class Engine(Hits):
             parts = self._parts or self._make_parts()
             if not self._is_open:
                 parts.start()
-                parts.catalog.trust()
                 self._is_open = True
             return parts
 

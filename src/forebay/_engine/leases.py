@@ -208,8 +208,8 @@ class Leases:
         return self._try(entry) if entry is not None else None
 
     def new(self, entry: Entry) -> Lease:
-        """A lease on an entry that this thread is about to publish. Caller: calls it before the files have their final names, so that no
-        process can have locked the byte."""
+        """A lease on an entry that this process has leased, or that this thread is about to publish: then the caller calls it before the
+        files have their final names, so that no process can have locked the byte."""
         if not self._held[entry.id % LEASE_FILES].try_lock(entry.id, exclusive=False):
             raise errors.CacheFault(f"{entry.key!r} cannot be leased: the lock of the id {entry.id:x} is taken", key=entry.key)
         return Lease(self.let_go_soon, entry, self._path_of(entry))

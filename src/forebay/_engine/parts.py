@@ -70,8 +70,8 @@ class Parts:
             except CatalogBroken as error:
                 if self.root.read_only:
                     raise
-                self.catalog.rebuild(str(error))
-                self._hits.recovered.append(Problem("catalog", str(self.root.catalog), str(error)))
+                if self.catalog.rebuild(str(error)):
+                    self._hits.recovered.append(Problem("catalog", str(self.root.catalog), str(error)))
             else:
                 break
         else:
@@ -251,7 +251,12 @@ class Parts:
             new = format_size(after.budget or 0)
             left = f"{left or 'nothing that was set'}; the budget is {new} from now on: where that is wrong, set it by Cache(budget=...)"
         if why:
-            why += ": an empty one replaces it; what was kept is fetched again when needed, and nothing is pinned"
+            salvaged = self.catalog.salvaged
+            if salvaged is not None and salvaged.kept:
+                why += f": it was replaced, and its entries were kept: {salvaged.kept:,}, lost with their pins: {salvaged.lost:,};"
+                why += " what is lost is fetched again when needed"
+            else:
+                why += ": an empty one replaces it; what was kept is fetched again when needed, and nothing is pinned"
         log_of_settings.warning("%s: %s; what stays: %s", self.root.path, why or f"{self.root.settings} is lost or damaged", left)
 
     # -- process life ----------------------------------------------------------------------------------------------

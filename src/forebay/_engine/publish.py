@@ -107,11 +107,15 @@ class Publisher:
     def publish(
         self, batch: Sequence[Pending], *, reserved: Reservation | None = None, timeout: float = 0.0, spills: bool = False
     ) -> list[Published]:
-        """Make entries of a batch of one space, all or none; their keys differ. The room is ``reserved``, else it is made by evicting.
+        """Make entries of a batch of one space, all or none. The room is ``reserved``, else it is made by evicting. Of a key that a batch
+        has more than once the last one is published, and returned for each.
 
         ``timeout``: see `Budget.reserve`; ``spills``: see `SpaceRequest`. Raises `NoSpace` or another `CacheFault`; then the previous
         entries stay."""
         label, keys, size, charged, files = batch[0].label, list[str](), 0, 0, 0
+        if len(batch) > 1 and len(last := _last_of_each(batch)) < len(batch):
+            published = dict(zip(last, self.publish(list(last.values()), timeout=timeout, spills=spills), strict=True))
+            return [self._again(one, published) for one in batch]
         for one in batch:
             is_file = one.kind != "value"
             size, charged, files = size + one.size, charged + self.budget.room.charge(one.size, not is_file), files + is_file
@@ -153,6 +157,11 @@ class Publisher:
             self._try(txn, adaptive, space, [entry for one, entry in zip(batch, added, strict=True) if not one.label.ahead], now)
         txn.after_release.append(partial(self._index.note_new, rows))
         return list(map(Published, added, leases))
+
+    def _again(self, one: Pending, published: dict[str, Published]) -> Published:
+        """What was published for a key, with a lease of its own if one is asked for."""
+        entry, lease = published[one.label.key]
+        return Published(entry, self.leases.new(lease.entry) if one.leased and lease is not None else None)
 
     def _lease_new(self, txn: Txn, entry: Entry) -> Lease:
         lease = self.leases.new(entry)
@@ -212,6 +221,7 @@ class Publisher:
     def publish_tree(self, label: Label, members: Sequence[tuple[str, Entry]], validator: str | None = None) -> Lease:
         """Publish a tree of entries. It is charged for its directories; its files are charged to the members. Caller: holds leases on the
         members, and no other caller writes the tree's key."""
+        members = list(dict(members).items())  # of a name that is given twice the last one counts
         size = blobs.footprint([name for name, _ in members], host.disk(self.root.path).block)
         files = [(name, self.root.blob_name(entry.id, entry.suffix)) for name, entry in members]
         keyhash = label.keyhash
@@ -251,6 +261,16 @@ class Publisher:
         request = SpaceRequest(space.id, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))
         if not self.budget.room.short(self.catalog, request).fits:
             self.budget.with_room(request, lambda txn: None)
+
+
+def _last_of_each(batch: Sequence[Pending]) -> dict[str, Pending]:
+    """The last of each key of a batch: leased if any of them is to be, and pinned if any is."""
+    last: dict[str, Pending] = {}
+    for one in batch:
+        before = last.get(one.label.key, one)
+        life = "pinned" if before.label.life == "pinned" else one.label.life
+        last[one.label.key] = one._replace(leased=one.leased or before.leased, label=one.label._replace(life=life))
+    return last
 
 
 class Writing:

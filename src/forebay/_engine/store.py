@@ -512,6 +512,7 @@ class Store:
     def remove_strays(self) -> Strays:
         """Remove files of Forebay that no entry names; returns what was removed. Files that are leased or being written stay."""
         from forebay._engine import check
+        from forebay._engine.catalog import making
 
         self.engine.check_usable(writing=True)
         parts = self.engine.parts
@@ -520,6 +521,7 @@ class Store:
             return Strays()
         with faults("files that no entry names"):
             check.remove_strays(self.root, parts.catalog, self.engine.index, parts.writers.eviction, parts.writers.keys)
+            making.remove_set_aside(self.root)
         left = check.count_strays(self.root, parts.catalog, self.engine.index)
         return Strays(max(before.files - left.files, 0), max(before.bytes - left.bytes, 0))
 
@@ -532,12 +534,10 @@ class Store:
         self.engine.check_usable(writing=True)
         before, self.engine.recovered = self.engine.recovered, []
         problems = latest = self.check(deep=deep)
-        for _ in range(2):  # damage that does not show in the pages is repaired only when it is met again
-            if any(problem.kind == "catalog" for problem in latest):
-                self.engine.reopen(CatalogBroken(f"the catalog is damaged: {latest[0].found}", damaged=True), self.engine.recoveries)
-                latest = self.check(deep=deep)  # now that the rest can be checked
-                problems = [*problems, *latest]
-        self.engine.parts.catalog.trust()
+        if any(problem.kind == "catalog" for problem in latest):
+            self.engine.reopen(CatalogBroken(f"the catalog is damaged: {latest[0].found}", damaged=True), self.engine.recoveries)
+            latest = self.check(deep=deep)  # now that the rest can be checked
+            problems = [*problems, *latest]
         if any(problem.kind == "slots" for problem in problems):
             self.engine.parts.rebuild_shared()
             problems += self.check(deep=deep)

@@ -148,15 +148,13 @@ def _leases(published: Sequence[Published]) -> list[Lease]:
 
 def _first_of(left: deque[tuple[Label, Buffer]]) -> list[tuple[Label, Buffer]]:
     """Take the first of ``left``, and those behind it that are published together with it: files, or values that are none."""
-    taken, keys, size = list[tuple[Label, Buffer]](), set[str](), 0
+    taken, size = list[tuple[Label, Buffer]](), 0
     is_file = memoryview(left[0][1]).nbytes > INLINE
     most, many = (TOGETHER, FILES) if is_file else (AT_ONCE, PAIRS // 4)
     while left and len(taken) < many:
-        label, data = left[0]
-        next_size = memoryview(data).nbytes
-        if taken and ((next_size > INLINE) is not is_file or size + next_size > most or label.key in keys):
+        next_size = memoryview(left[0][1]).nbytes
+        if taken and ((next_size > INLINE) is not is_file or size + next_size > most):
             break
         taken.append(left.popleft())
-        keys.add(label.key)
         size += next_size + ROW
     return taken

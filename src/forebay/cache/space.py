@@ -176,7 +176,7 @@ class Space(DictLike):
         """Remove a key. Returns False if there is none, or it is in use."""
         store = self._store()
         with waits.time_limit(self._fetcher.timeout):
-            entry = store.entry(self.name, key)
+            entry = store.entry(self.name, checked(key))
             return entry is not None and bool(store.remove([Victim.of(entry)]).removed)
 
     def keys(self) -> list[str]:

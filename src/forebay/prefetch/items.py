@@ -124,6 +124,8 @@ class Items:
     def link(self, links: Sequence[tuple[LoadRef, Lease]]) -> list[Lease | errors.CacheFault]:
         """Give the files of objects second names in ``space``, in one transaction where there is room for all. Returns a lease on each, or
         why it has none."""
+        if len({ref.name for ref, _ in links}) < len(links):  # an item was asked for again: each of its loads gets a lease of its own
+            return [one for link in links for one in self.link([link])]
         store, life = self.fetcher.store, "cached" if self.keep else "held"
         assert store.keeps
         try:

@@ -112,7 +112,7 @@ class NoPack:
         self.closed = True
 
 
-@guarded_methods("get", "closed", "__len__")
+@guarded_methods("get", "get_or_put", "closed", "__len__")
 class Samples(Generic[Item]):
     """An array of slots that any process fills and reads. Created by `Cache.samples`.
 
@@ -175,8 +175,10 @@ class Samples(Generic[Item]):
         Returns the item as `get` does. An error that ``fn`` raises reaches every process that waited. If nothing more can be stored, ``fn``
         runs here at once. ``timeout``: seconds to wait for another process. Raises `ConfigError` if the codec rejects a value."""
         decoded = self._decoded(i, self._find(i, self._copy))
-        if decoded is not None:
-            return decoded[0]
+        return decoded[0] if decoded is not None else self._make(i, fn, timeout)
+
+    @guarded
+    def _make(self, i: int, fn: Callable[[], Item | Buffer], timeout: float | None) -> Item:
         if not self._pack.admits:
             return self._store_and_read(i, of_program(fn)())[0]
 

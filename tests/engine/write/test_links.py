@@ -13,9 +13,10 @@ import pytest
 from forebay import errors
 from forebay._engine.catalog.entries import session_of
 from forebay._engine.leases import Lease
+from forebay._engine.publish import Writing
 from forebay._engine.space.ranking import Scope
 from forebay._engine.store import Store
-from forebay._model import ObjectInfo
+from forebay._model import Entry, ObjectInfo
 from tests.crash.conftest import victim_of
 from tests.harness import KiB, MiB, bytes_of, opened
 
@@ -85,6 +86,45 @@ def test_one_file_that_is_gone_keeps_the_others_of_its_group_out(store: Store) -
         source.close()
     assert store.lease("a", "k2") is None
     store.put("a", "next", b"y")  # sweeps what was set aside
+
+
+def collected(store: Store, data: bytes) -> Writing:
+    writing = store.writing("v", "twice", resume=False)
+    writing.begin(ObjectInfo("", len(data)))
+    writing.write(0, data)
+    return writing
+
+
+@pytest.mark.parametrize("size", [100, 50_000], ids=["value", "file"])
+def test_of_a_key_that_one_transaction_has_twice_the_last_one_stays(store: Store, size: int) -> None:
+    """Each caller gets the entry that is there, and a lease of its own; nothing else is lost."""
+    bodies = [bytes([n]) * size for n in range(3)]
+    store.put("v", "before", b"stays")
+    store.put("v", "twice", b"old", life="pinned")
+    first, second = store.put_many("v", [("twice", bodies[0]), ("other", bodies[1]), ("twice", bodies[2])])[::2]
+    assert first.id == second.id
+    assert (bytes_of(store, "twice"), bytes_of(store, "other")) == (bodies[2], bodies[1])
+    entry, lease = store.publish_collected([collected(store, bodies[0]), collected(store, bodies[1])], [False, True])
+    assert isinstance(lease, Lease)
+    assert isinstance(entry, Entry)
+    assert entry.id == lease.entry.id
+    assert entry.life == "pinned"
+    assert store.bytes_leased(lease) == bodies[1]
+    lease.close()
+    for n, body in enumerate(bodies[:2]):
+        with store.writing("a", f"k{n}", resume=False) as writing:
+            writing.begin(ObjectInfo("", size))
+            writing.write(0, body)
+            writing.publish()
+    sources = [lease_of(store, f"k{n}") for n in (0, 1)]
+    one, two = store.publish_links("ahead", [("twice", source, None) for source in sources])
+    one.close()
+    assert store.bytes_leased(two) == bodies[1]
+    assert two.closed is False
+    store.publish_tree("trees", "t", [("same", sources[0]), ("same", sources[1])]).close()
+    assert bytes_of(store, "before") == b"stays"
+    for lease in (*sources, two):
+        lease.close()
 
 
 def test_what_is_leased_in_another_root_is_not_linked(tmp_path: Path) -> None:

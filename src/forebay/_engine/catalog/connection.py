@@ -14,22 +14,28 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from logging import INFO, WARNING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import schema, transactions
 from forebay._engine.catalog.transactions import Ballast, Holding, Txn, UnreadableRows, Wal, WriterLock, fetched, translated
-from forebay._engine.files.layout import PAGE, CatalogBroken, DiskFull
+from forebay._engine.files.layout import CatalogBroken, DiskFull
 from forebay._engine.files.root import Root
 from forebay._engine.index.head import CHANGED, NEXT, SharedHead
 from forebay._kernel import host, interrupts, locks, waits
 from forebay._logs import logger
+
+if TYPE_CHECKING:
+    from forebay._engine.catalog.salvage import Salvaged
 
 log = logger("forebay.catalog")
 T = TypeVar("T")
 
 TRIES = 8
 """How often a statement is repeated where the index of the log was deleted meanwhile, or was being written."""
+VOUCHED = 60.0
+"""Seconds for which a fault of a call is not checked again, after nothing was found to be wrong with the catalog."""
 # https://www.sqlite.org/lockingv3.html: a writer with a rollback journal has the first byte of the database locked; a process that closes
 # it last locks all of those of which the second is one, while it copies the log.
 _RESERVED, _SHARED = 0x4000_0001, 0x4000_0002
@@ -84,8 +90,10 @@ class Catalog:
         self._ids = [0, 0]  # ids from, to, that this process has taken and not used yet
         self.ballast = Ballast(root)
         self._still = False
-        self._suspect: tuple[int, int] | None = None
+        self._vouched: tuple[str, tuple[int, int] | None, float] = "", None, 0.0  # a fault that was none, of which catalog, and when
         self.lost = ""  # why the previous catalog was replaced, until a caller has reported it
+        self.salvaged: Salvaged | None = None
+        """What was kept of the catalog that was replaced last."""
         self._pid = os.getpid()
 
     def _peers_now(self) -> _Peers:
@@ -96,48 +104,60 @@ class Catalog:
     def open(self) -> None:
         """Connect; create what is missing. Raises `CatalogBroken` where only `rebuild` helps."""
         if not self._root.read_only and not os.path.exists(self._path):
+            from forebay._engine.catalog import making
+
             with self.writer():
-                if self._create() and any(os.path.lexists(path) for path in (self._root.settings, self._root.shared_dir / "head")):
+                if making.create(self._root, self._wal, self.ballast) and any(
+                    os.path.lexists(path) for path in (self._root.settings, self._root.shared_dir / "head")
+                ):
                     self.lost = f"the catalog {self._path} was deleted"
         self.all("SELECT 1 FROM meta")
 
-    def rebuild(self, why: str) -> None:
-        """Replace the catalog by an empty one. The caller then sweeps the files that no row names. If two processes have seen the
-        damage, the second one finds a sound catalog and keeps it."""
+    def rebuild(self, why: str) -> bool:
+        """Replace the catalog by what can be read of it, if two checks, each through a new connection, find that it is damaged, gone, or
+        another root's. The caller then sweeps the files that no row names. Returns whether it was replaced or mended: not where another
+        process was first, nor where a call took for damage what is none. Raises `CacheFault` where it cannot be checked or replaced."""
+        from forebay._engine.catalog import making
+
         with self.writer():
             with self._mutex:
+                told, vouched, at = self._vouched
+                seen = self._seen
+                if told == why and vouched is not None and vouched == seen and time.monotonic() < at + VOUCHED:
+                    return False
                 self._close_peers_locked()
-                self._seen = None  # another one may lie there by now, which is sound
                 self._wal.mend()
-                if self._is_sound_locked():
-                    return
+                found = self._damage_locked() and self._damage_locked()
+                if not found:
+                    self._vouched = why, self._seen, time.monotonic()
+                    log.log(WARNING if seen == self._seen else INFO, "%s: nothing is wrong with %s: it stays", why, self._path)
+                    return False
                 self._close_locked()
             if not os.access(self._path, os.W_OK) and os.path.exists(self._path):
                 raise errors.CacheFault(f"the catalog {self._path} is damaged or not writable: check its mode and owner")
-            self._root.files.make_way(self._path)
-            self.lost = why if self._create() else self.lost
+            if making.mend_first_page(self._root, self._wal):
+                with self._mutex:
+                    if not self._damage_locked():
+                        log.warning("%s: the first page of %s was written anew, and nothing is lost", why, self._path)
+                        return True
+                    self._close_locked()
+            log.info("%s: it is replaced: %s", why, found)
+            self.salvaged = making.replace(self._root, self._wal, self.ballast, self._head)
+            self.lost = why
             with self._mutex, translated():
                 self._connect_locked()
+            return True
 
-    def _is_sound_locked(self) -> bool:
-        """Whether SQLite finds no fault with the catalog that is there now. Not all damage shows in its pages: a catalog that the same call
-        reports as damaged a second time is replaced."""
+    def _damage_locked(self) -> str | None:
+        """What is wrong with the catalog that is there now, read through a new connection."""
+        self._close_locked()  # another one may lie there by now, which is sound
         try:
             with translated():
                 self._connect_locked()
-                if self.problem() or self._seen == self._suspect or (con := self._con) is None or not schema.is_sane(con):
-                    return False
-                con.execute("BEGIN IMMEDIATE")
-                con.execute("ROLLBACK")
-        except errors.CacheFault as error:
-            log.info("%s", str(error))
-            return False
-        self._suspect = self._seen
-        return True
-
-    def trust(self) -> None:
-        """Forget that this catalog was reported as damaged and proved sound: it has worked since."""
-        self._suspect = None
+                assert self._con is not None
+                return schema.damage(self._con)
+        except CatalogBroken as error:
+            return str(error)
 
     def problem(self) -> str | None:
         """What SQLite finds wrong with the pages of the catalog; None: nothing. Reads all of it: seconds, for a million entries."""
@@ -148,27 +168,6 @@ class Catalog:
                 raise
             return str(error)
         return None if answer == "ok" else str(answer)
-
-    def _create(self) -> bool:
-        """Caller: holds the writer lock. The database gets its name only when it is whole. False if there is one."""
-        if os.path.exists(self._path):
-            return False
-        draft = f"{self._path}.new"
-        for ending in ("", "-wal", "-shm", "-journal"):
-            self._root.files.make_way(draft + ending)
-        os.close(self._root.files.create(draft, self._root.file_mode))  # SQLite copies the mode of this file to those beside it
-        host.step("catalog-create", draft)
-        with translated(), contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as con:
-            con.execute(f"PRAGMA page_size = {PAGE}")
-            con.execute("PRAGMA auto_vacuum = INCREMENTAL")  # can only be set before there is a page
-            con.execute("PRAGMA journal_mode = WAL")
-            schema.create(con, self._root.id)
-        self.ballast.make()
-        for ending in ("-wal", "-shm"):
-            # The log of a catalog that was deleted: SQLite would take it for the new one's, and ids would be given twice.
-            self._root.files.make_way(self._path + ending)
-        self._root.files.rename(draft, self._path)
-        return True
 
     def _connect_locked(self) -> None:
         self._peers.catalogs.add(self)

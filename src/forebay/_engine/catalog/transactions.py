@@ -110,11 +110,12 @@ def fetched(con: sqlite3.Connection, sql: str, values: Sequence[Any]) -> list[An
     except sqlite3.OperationalError as error:
         if "decode to UTF-8" not in str(error):
             raise
-        con.text_factory = _text
+        con.text_factory = text_or_bytes
         return con.execute(sql, values).fetchall()
 
 
-def _text(data: bytes) -> str | bytes:
+def text_or_bytes(data: bytes) -> str | bytes:
+    """A text of the catalog, or its bytes where they are not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -134,6 +135,8 @@ class translated:
             raise CatalogBroken(f"the catalog is damaged: {error}", damaged=True) from error
         if isinstance(error, UnicodeEncodeError):
             raise errors.CacheFault(f"the catalog cannot hold {error.object!r}: {error.reason}") from error
+        if isinstance(error, OverflowError):  # a number that no row can hold
+            raise errors.CacheFault(f"the catalog cannot hold a number: {error}") from error
         if not isinstance(error, sqlite3.Error):
             return
         code = getattr(error, "sqlite_errorcode", 0)

@@ -186,6 +186,11 @@ class Root:
         return self.path / "catalog.sqlite"
 
     @property
+    def damaged_catalog(self) -> Path:
+        """The last one that was damaged, set aside."""
+        return self.path / "catalog.damaged.sqlite"
+
+    @property
     def ballast(self) -> Path:
         return self.path / "catalog.ballast"
 
@@ -314,7 +319,8 @@ SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 class CatalogBroken(errors.CacheFault):
-    """The catalog is gone, damaged, or another root's: it has to be rebuilt. ``damaged``: what it answers is what no sound one does."""
+    """The catalog is gone, or another root's, or it seems to be damaged, since it answered what no sound one does. `Catalog.rebuild` checks
+    that before it replaces it: a fault of a call can look the same. ``damaged``: the catalog is there, and only that check can tell."""
 
     damaged: bool = False
 

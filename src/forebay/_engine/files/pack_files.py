@@ -47,6 +47,14 @@ def index_size(length: int) -> int:
     return PAGE + -(-length * 16 // PAGE) * PAGE
 
 
+def size_of_index(root: Root, id: int) -> int | None:
+    """The bytes that count for the index of a pack and its directory; None if the pack is lost, or being removed."""
+    try:
+        return PAGE + root.files.lstat(root.pack(id) / "index").st_size
+    except FileNotFoundError:
+        return None
+
+
 def cells_of(words: memoryview) -> memoryview:
     """The words of the slots, of an index."""
     return words[HEADER_WORDS : HEADER_WORDS + words[_LENGTH]]

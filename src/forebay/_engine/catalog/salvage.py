@@ -1,0 +1,248 @@
+"""What can be read of a damaged catalog is copied into the one that replaces it.
+
+Tables are read in order of their ids. Where a page cannot be read, the next id is searched from which on rows can be read again. Each row
+is validated, and an entry is kept if its payload, its file or its directory is there as it was stored. Entries keep their ids, after which
+their files are named; the next ids lie above all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import stat
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from forebay._engine.catalog import checked, schema
+from forebay._engine.catalog.transactions import NUMBERS, SKIPPED, fetched, text_or_bytes
+from forebay._engine.files import blobs, pack_files
+from forebay._engine.files.layout import Root
+from forebay._kernel import host
+from forebay._logs import logger
+from forebay._model import Entry
+
+log = logger("forebay.catalog")
+
+AT_ONCE = 256
+"""Entries that one transaction copies."""
+LONGEST = 16 << 20
+"""Bytes of the largest value that is read: the length of a damaged one may be any number."""
+_LAST = 1 << 61
+_COLUMNS = "id, space, key, kind, state, slot, size, charge, checksum, validator, created, boot, life, suffix, meta"
+_ADD = f"INSERT OR IGNORE INTO entries({_COLUMNS}) VALUES ({', '.join('?' * 15)})"
+
+
+class Salvaged(NamedTuple):
+    """How many entries of a damaged catalog were kept, and how many are known to be lost."""
+
+    kept: int
+    lost: int
+
+
+class _Source:
+    """The damaged catalog, as `checked` asks for it."""
+
+    def __init__(self, con: sqlite3.Connection) -> None:
+        self.con = con
+
+    def all(self, sql: str, *values: Any) -> list[Any]:
+        """The rows of a statement; none where they cannot be read."""
+        try:
+            return fetched(self.con, sql, values)
+        except sqlite3.Error as error:
+            log.debug("a part of the damaged catalog cannot be read: %s", str(error))
+            return []
+
+    def one(self, sql: str, *values: Any) -> Any:
+        rows = self.all(sql, *values)
+        return rows[0] if rows else None
+
+    def report_unreadable(self, table: str, key: tuple[Any, ...], what: str) -> None:
+        log.debug("%s is lost with the damaged catalog", what)
+
+    def rows(self, table: str, columns: str) -> Iterator[tuple[Any, ...]]:
+        """All rows that can be read of a table with ids, the first of its ``columns``."""
+        after: int | None = -1
+        while after is not None:
+            try:
+                for row in self.con.execute(_from(table, columns), (after,)):
+                    if row[0] <= after:
+                        raise sqlite3.DatabaseError("rows are not in order")
+                    after = row[0]
+                    yield row
+                return
+            except sqlite3.Error as error:
+                log.debug("%s of the damaged catalog cannot be read behind %d: %s", table, after, str(error))
+                after = self._next_readable(table, columns, after)
+
+    def _next_readable(self, table: str, columns: str, after: int) -> int | None:
+        """From behind which id on rows can be read again; None: from none."""
+        step = 1
+        while not self._can_read(table, columns, after + step):
+            step *= 2
+            if after + step >= NUMBERS:
+                return None
+        low, high = after + step // 2, after + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._can_read(table, columns, middle) else (middle, high)
+        return high
+
+    def _can_read(self, table: str, columns: str, after: int) -> bool:
+        try:
+            self.con.execute(f"{_from(table, columns)} LIMIT 1", (after,)).fetchone()
+        except sqlite3.Error:
+            return False
+        return True
+
+
+def _from(table: str, columns: str) -> str:
+    return f"SELECT {columns} FROM {table} NOT INDEXED WHERE id > ? ORDER BY id"
+
+
+def salvage(damaged: sqlite3.Connection, new: sqlite3.Connection, root: Root, given: int) -> Salvaged:
+    """Copy into an empty catalog what can be read of a damaged one, a few rows in each transaction. ``given``: the largest id that is
+    known to have been given.
+
+    Raises `sqlite3.Error` where the new one cannot be written, and ValueError where no ids are left above those of the damaged one: then
+    the new one is worth nothing."""
+    damaged.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
+    damaged.text_factory = text_or_bytes
+    source = _Source(damaged)
+    if not _is_of(source, root):
+        return Salvaged(0, 0)
+    copy = _Copy(source, new, root, given)
+    copy.spaces()
+    copy.entries()
+    copy.trees()
+    copy.packs()
+    return copy.end()
+
+
+def _is_of(source: _Source, root: Root) -> bool:
+    """Whether a catalog is this root's, and of this format, or does not say."""
+    meta = dict(source.all("SELECT name, value FROM meta WHERE name IN ('format', 'root')"))
+    return bool(meta.get("format", schema.FORMAT) == schema.FORMAT and meta.get("root", root.id) == root.id)
+
+
+class _Copy:
+    """One copy of a damaged catalog into a new one."""
+
+    def __init__(self, source: _Source, new: sqlite3.Connection, root: Root, given: int) -> None:
+        self._source, self._new, self._root = source, new, root
+        self._largest = given
+        self._names: dict[int, str] = {}
+        self._noted = self._found = 0
+        """The entries that the totals of the spaces count, and the rows that were found."""
+
+    def spaces(self) -> None:
+        """The spaces. Where a row is lost, its name may still stand in the index."""
+        names = self._source.all("SELECT id, name, 'values', 0 FROM spaces INDEXED BY sqlite_autoindex_spaces_1")
+        for id, name, kind, entries in (*self._source.rows("spaces", "id, name, kind, entries"), *names):
+            if checked.is_number(id) and id and type(name) is type(kind) is str:
+                added = self._new.execute("INSERT OR IGNORE INTO spaces(id, name, kind) VALUES (?, ?, ?)", (id, name, kind)).rowcount
+                if added:
+                    self._names[id] = name
+                    self._noted += entries if checked.is_number(entries, 1 << 32) else 0
+
+    def entries(self) -> None:
+        self._new.execute("BEGIN")
+        for number, (id, space, key, kind, state, *others) in enumerate(self._source.rows("entries", _COLUMNS), 1):
+            slot, size, charge, checksum, validator, created, _, life, suffix, meta = others
+            self._found += 1
+            self._largest = max(self._largest, id if id < _LAST else 0)
+            columns = (
+                id, self._names.get(space) if type(space) is int else None, key, kind, size, charge, slot, checksum, validator, created,
+                "", life, suffix, meta,
+            )  # fmt: skip
+            entry = checked.entry(self._source, columns)
+            if entry is not None and checked.is_number(state) and id < _LAST:
+                self._add(entry, space, min(state, schema.SUPERSEDED))
+            if number % AT_ONCE == 0:
+                self._commit()
+                self._new.execute("BEGIN")
+        self._commit()
+
+    def _add(self, entry: Entry, space: int, state: int) -> None:
+        """Add an entry, if it is there. It has no boot: its bytes are compared with its checksum before they are served."""
+        data = self._payload(entry) if entry.kind == "value" else None
+        if data is None if entry.kind == "value" else not _is_there(self._root, entry, state):
+            return
+        id, _, key, kind, size, charge, slot, checksum, validator, created, boot, life, suffix, meta = entry[:14]
+        row = id, space, key, kind, state, slot, size, charge, checksum, validator, created, boot, life, suffix, meta
+        if not self._new.execute(_ADD, row).rowcount:  # which of two entries of a key is the newer one is not known
+            self._new.execute(f"DELETE FROM entries WHERE space = ? AND key = ? AND state = {schema.LIVE}", (space, key))
+        elif data is not None:
+            self._new.execute("INSERT INTO payloads VALUES (?, ?)", (id, data))
+
+    def _payload(self, entry: Entry) -> bytes | None:
+        row = self._source.one("SELECT data FROM payloads WHERE id = ?", entry.id)
+        sound = row is not None and type(row[0]) is bytes and len(row[0]) == entry.size and blobs.checksum_of(row[0]) == entry.checksum
+        return row[0] if sound else None
+
+    def trees(self) -> None:
+        """The links of trees. A tree is kept if all of its files are: else those that are would be served as the whole."""
+        for id, state in self._new.execute("SELECT id, state FROM entries WHERE kind = 'tree'").fetchall():
+            self._new.execute("BEGIN")
+            links = self._source.all("SELECT name, member FROM links WHERE tree = ?", id)
+            sound = [(id, name, member) for name, member in links if checked.is_member(name) and checked.is_number(member)]
+            self._new.executemany("INSERT OR IGNORE INTO links VALUES (?, ?, ?)", sound)
+            lost = self._new.execute("SELECT 1 FROM links WHERE tree = ? AND member NOT IN (SELECT id FROM entries)", (id,)).fetchone()
+            if state == schema.LIVE and (lost or not _has_files(self._root, id, {name for _, name, _ in sound})):
+                self._new.execute("DELETE FROM entries WHERE id = ?", (id,))
+                self._new.execute("DELETE FROM links WHERE tree = ?", (id,))
+            self._commit()
+
+    def packs(self) -> None:
+        """The segments of packs: what they are charged. A segment whose row is lost is measured when the epoch begins."""
+        for (id,) in self._new.execute("SELECT id FROM entries WHERE kind = 'pack'").fetchall():
+            rows = self._source.all("SELECT pack, number, size, open FROM segments WHERE pack = ?", id)
+            sound = [row for row in rows if checked.segment(self._source, row)]
+            self._new.execute("BEGIN")
+            self._new.executemany("INSERT OR IGNORE INTO segments VALUES (?, ?, ?, ?)", sound)
+            size = pack_files.size_of_index(self._root, id)
+            if size is not None:
+                size += sum(row[2] for row in sound)
+                self._new.execute("UPDATE entries SET size = ?, charge = ? WHERE id = ?", (size, size, id))
+            self._commit()
+
+    def end(self) -> Salvaged:
+        """Note the totals, and from where on ids are new."""
+        next_id = self._source.one("SELECT value FROM meta WHERE name = 'next_id'")
+        given = [row[0] for row in (next_id, *map(self._source.one, schema.LARGEST)) if row and checked.is_number(row[0], _LAST)]
+        last = max(self._largest, 0, *given) + 2 * SKIPPED
+        if last >= _LAST:
+            raise ValueError(f"no ids are left above {last:x}")
+        self._new.execute("BEGIN")
+        self._new.execute("UPDATE meta SET value = ? WHERE name = 'next_id'", (last,))
+        self._new.execute("DELETE FROM payloads WHERE id NOT IN (SELECT id FROM entries)")
+        for id in self._names:
+            self._new.execute(schema.RECOUNT, (id,))
+        counters = self._source.all("SELECT name, value FROM counters")
+        sound = [row for row in counters if type(row[0]) is str and type(row[1]) is int]
+        self._new.executemany("INSERT OR IGNORE INTO counters VALUES (?, ?)", sound)
+        self._commit()
+        (kept,) = self._new.execute("SELECT count(*) FROM entries").fetchone()
+        return Salvaged(kept, max(self._found, self._noted, kept) - kept)
+
+    def _commit(self) -> None:
+        host.step("catalog-salvage", self._root.catalog)
+        self._new.execute("COMMIT")
+
+
+def _is_there(root: Root, entry: Entry, state: int) -> bool:
+    """Whether the file or the directory of an entry is there. What is not served any more may be gone."""
+    try:
+        if entry.kind == "blob":
+            status = root.files.lstat(root.blob(entry.id, entry.suffix))
+            return stat.S_ISREG(status.st_mode) and (status.st_size == entry.size or state != schema.LIVE)
+        if entry.kind in ("tree", "pack"):
+            return root.files.is_directory(root.tree(entry.id) if entry.kind == "tree" else root.pack(entry.id))
+    except OSError:
+        return False
+    return True
+
+
+def _has_files(root: Root, tree: int, names: set[str]) -> bool:
+    with contextlib.suppress(OSError):
+        return set(blobs.list_files(root, tree)) == names
+    return False

@@ -1,0 +1,159 @@
+"""What a caller passes, or an origin sends, is never judged as damage of the catalog, however odd it is."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+import forebay
+from forebay import errors
+from forebay._engine.store import Store
+from forebay.testing import ScriptedServer
+from tests.harness import MiB
+
+LONG = "x" * 100_000
+TEXTS = [
+    "", " ", "a\0b", "\0", "\ud800", "\udcff", "\U0010ffff", "\ufffe", "%", "_", "*", "a%b_c*?[", "'; DROP TABLE entries; --",
+    "\n", "\u202e",
+    "/", "//", "../..", "a/" * 1000, LONG, "v:a", "ｋ", "a\u0308", "-1", "sqlite_master",
+]  # fmt: skip
+NO_TEXTS: list[Any] = [None, 0, -1, 1 << 31, 1 << 62, (1 << 63) - 1, 1 << 63, -(1 << 63) - 1, 1 << 200, math.nan, math.inf, -math.inf,
+    1.5, True, b"", b"\xff", [], {}, object(), ("a", "b")]  # fmt: skip
+ODD: list[Any] = TEXTS + NO_TEXTS
+TYPED = errors.ForebayError, TypeError, ValueError, IndexError
+"""What a caller may get for odd arguments."""
+
+Door = Callable[[forebay.Cache, Any], object]
+
+
+def close(thing: Any) -> None:
+    if hasattr(thing, "close"):
+        thing.close()
+
+
+def samples(cache: forebay.Cache, name: Any, length: Any, i: Any) -> None:
+    with cache.samples(name, length) as array:
+        array.get(i)
+        array.get_many([i, 0])
+        array.get_or_put(i, lambda: b"x")
+        array.get_or_put_many([i, i], lambda some: [b"x" for _ in some])
+
+
+def store_of(cache: forebay.Cache) -> Store:
+    store = cache._store
+    assert isinstance(store, Store)
+    return store
+
+
+def of_text(door: Door) -> Door:
+    """A door behind the public ones, which let pass texts only."""
+    return lambda cache, odd: door(cache, odd) if isinstance(odd, str) else None
+
+
+def set_meta(cache: forebay.Cache, meta: Any) -> None:
+    entry = store_of(cache).entry("values", "before")
+    assert entry is not None
+    store_of(cache).set_meta(entry, meta)
+    store_of(cache).set_meta(entry, "")
+
+
+DOORS: dict[str, Door] = {
+    "put": lambda cache, odd: cache.put(odd, b"x"),
+    "put data": lambda cache, odd: cache.put("data", odd),
+    "get": lambda cache, odd: cache.get(odd),
+    "get_or_put": lambda cache, odd: cache.get_or_put(odd, lambda: b"x"),
+    "get_or_put data": lambda cache, odd: cache.get_or_put("data", lambda: odd),
+    "timeout": lambda cache, odd: cache.get_or_put("data", lambda: b"x", timeout=odd),
+    "space": lambda cache, odd: cache.space(odd).put("k", b"x"),
+    "quota": lambda cache, odd: cache.space("q", quota=odd).put("k", b"x"),
+    "policy": lambda cache, odd: cache.space("p", policy=odd).put("k", b"x"),
+    "space of keys": lambda cache, odd: cache.space(odd).keys(),
+    "space evict": lambda cache, odd: cache.space("values2").evict(odd),
+    "entries": lambda cache, odd: list(cache.entries(odd)),
+    "entry": lambda cache, odd: cache.entry(odd),
+    "hold": lambda cache, odd: close(cache.hold(odd)),
+    "pin": lambda cache, odd: cache.pin(odd),
+    "unpin": lambda cache, odd: cache.unpin(odd),
+    "evict": lambda cache, odd: cache.evict(odd) if odd not in ("", None) else None,
+    "invalidate": lambda cache, odd: cache.invalidate(odd),
+    "plan need": lambda cache, odd: cache.plan(odd),
+    "plan space": lambda cache, odd: cache.plan(space=odd, where=lambda entry: False),
+    "history": lambda cache, odd: cache.history(by=odd),
+    "array": lambda cache, odd: samples(cache, odd, 10, 1),
+    "length": lambda cache, odd: samples(cache, f"length {odd!r:.20}", odd, 0) if not isinstance(odd, int) or odd < 1 << 20 else None,
+    "index": lambda cache, odd: samples(cache, "index", 10, odd),
+    "tag": lambda cache, odd: cache.tasks("t").write(odd, 1),
+    "tag read": lambda cache, odd: (cache.tasks("t").read(odd), cache.tasks("t").has(odd), cache.tasks("t").evict(odd)),
+    "value of a tag": lambda cache, odd: cache.tasks("t").write("value", odd) if type(odd) is not object else None,
+    "tasks": lambda cache, odd: cache.tasks(odd).write("a", 1),
+    "url": lambda cache, odd: cache.read(odd) if not isinstance(odd, int) else None,
+    "urls": lambda cache, odd: cache.read_many([odd, odd], return_exceptions=True) if not isinstance(odd, int) else None,
+    "local": lambda cache, odd: close(cache.local(odd)) if not isinstance(odd, int) else None,
+    "warm": lambda cache, odd: cache.warm([odd]) if not isinstance(odd, int) else None,
+    "directory": lambda cache, odd: close(cache.directory(odd)) if isinstance(odd, str) and "/" not in odd and odd.strip() else None,
+    "pool": lambda cache, odd: close(cache.prefetcher({"a": b"x"}, name=odd)),
+    "store put": of_text(lambda cache, odd: store_of(cache).put("v", odd, b"x")),
+    "store meta": of_text(set_meta),
+    "store failure": of_text(lambda cache, odd: store_of(cache).locks.failure("v", odd, 0)),
+    "store put_many": of_text(lambda cache, odd: store_of(cache).put_many("v", [(odd, b"x"), (odd, b"y")])),
+}
+
+
+@contextlib.contextmanager
+def unharmed(cache: forebay.Cache, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What was stored before stays, in the same catalog, and the catalog was not even suspected."""
+    assert cache.put("before", b"stays")
+    catalog = Path(cache.path) / "catalog.sqlite"
+    before = catalog.stat().st_ino
+    with caplog.at_level(logging.INFO, "forebay.catalog"):
+        yield
+    assert cache.get("before") == b"stays"
+    assert catalog.stat().st_ino == before
+    assert list(Path(cache.path).glob("catalog.damaged*")) == []
+    assert "nothing is wrong with" not in caplog.text
+    assert cache.check() == []
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
+    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0, timeout=2.0) as found:
+        yield found
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_argument_is_damage(cache: forebay.Cache, caplog: pytest.LogCaptureFixture, door: str) -> None:
+    with unharmed(cache, caplog):
+        for odd in ODD:
+            with contextlib.suppress(*TYPED):
+                DOORS[door](cache, odd)
+
+
+@pytest.mark.parametrize(
+    "etag", ['""', '"a\\0b"', '"\xff\xfe"', "W/", '"' + "e" * 50_000 + '"', "\x01", '"%_*"', "'", '"session:1"', '"\u00e4"'], ids=ascii
+)  # fmt: skip
+def test_no_validator_is_damage(cache: forebay.Cache, caplog: pytest.LogCaptureFixture, server: ScriptedServer, etag: str) -> None:
+    with unharmed(cache, caplog):
+        for n, size in enumerate((10, 300_000)):
+            with contextlib.suppress(*TYPED):
+                url = server.put(f"/o{n}", b"x" * size, etag=etag)
+                cache.read(url)
+                cache.read(url, max_age=0)
+                cache.local(url, max_age=0).close()
+
+
+@hypothesis.settings(max_examples=40, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(
+    door=st.sampled_from(sorted(DOORS)),
+    odd=st.one_of(st.text(st.characters(exclude_categories=())), st.integers(), st.floats(), st.binary(), st.none()),
+)  # fmt: skip
+def test_nothing_that_anybody_passes_is_damage(cache: forebay.Cache, caplog: pytest.LogCaptureFixture, door: str, odd: Any) -> None:
+    with unharmed(cache, caplog), contextlib.suppress(*TYPED):
+        DOORS[door](cache, odd)
