@@ -337,7 +337,7 @@ def test_evict_what_is_on_trial(scene: NewScene, size: int) -> None:
         store.spaces.ensure("v", policy="auto")
         for n in range(20):
             store.put("v", f"old{n}", body[f"old{n}"])
-        space = store.engine.adaptive.of(store.spaces.lookup("v").id)
+        space = store.engine.adaptive.of(store.spaces.number("v"))
         assert space is not None
         space.ghosts._words[2], space.ghosts._words[21] = BIMODAL, 8
 

@@ -36,7 +36,7 @@ def test_a_look_for_a_key_makes_no_space(store: Store) -> None:
     store.put("there", "key", b"x")
     assert store.spaces.has_any("there", "ke")
     assert not store.spaces.has_any("nowhere", "ke")
-    assert store.spaces.lookup("nowhere").id == 0
+    assert store.spaces.number("nowhere") == 0
 
 
 def test_a_partial_that_cannot_be_taken_over_is_left_to_the_next(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

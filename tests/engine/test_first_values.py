@@ -23,7 +23,7 @@ def store(quick_path: Path) -> Iterator[Store]:
     with opened(quick_path / "root", 64 * MiB) as store:
         for key, body in BODIES.items():
             store.put("v", key, body, meta=f"meta of {key}")
-        store.spaces.lookup("v")
+        store.spaces.number("v")
         yield store
 
 
@@ -36,7 +36,7 @@ def first(store: Store, key: str, meta: str | None = None) -> bytes | None:
 def test_a_young_process_reads_a_value_and_its_meta_without_a_look_for_the_key(store: Store, key: str) -> None:
     def young() -> None:
         with opened(store.root.path) as mine:
-            mine.spaces.lookup("v")
+            mine.spaces.number("v")
 
             def no_key(*_: object) -> None:
                 raise AssertionError("the catalog was asked for the key")

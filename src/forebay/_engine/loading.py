@@ -34,7 +34,7 @@ class Prefetching:
     def dismiss(self, space: str, keys: Sequence[str]) -> Sequence[str]:
         """Have the entries of these keys evicted before all others, unless they are used first. Returns the keys for which there is no
         place now, or all of them where the writer lock is not free soon. In a space that is not adaptive it does nothing."""
-        engine, id = self.engine, self._spaces.lookup(space).id
+        engine, id = self.engine, self._spaces.number(space)
         adaptive = engine.adaptive.of(id)
         if adaptive is None or engine.root.read_only:
             return ()
@@ -59,7 +59,7 @@ class Prefetching:
         """Put the entries of these keys on trial as new ones, if they were fetched for other processes and used since then: fetching
         and use are one. Returns the keys that were not used yet, or all of them where the writer lock is not free soon. It does nothing
         in a space that is not adaptive, and where bimodal insertion does not lead."""
-        engine, id = self.engine, self._spaces.lookup(space).id
+        engine, id = self.engine, self._spaces.number(space)
         adaptive = engine.adaptive.of(id)
         if adaptive is None or engine.root.read_only or not adaptive.ghosts.bimodal:
             return ()
@@ -101,13 +101,12 @@ class Prefetching:
         died of. Entries that name the session are then removed by the next process that writes."""
         engine = self.engine
         engine.check_usable(writing=True)
-        row = self._spaces.ensure(space)
-        lease = engine.parts.leases.take(row.id, key)
+        lease = engine.parts.leases.take(self._spaces.number(space), key)
         if lease is not None:
             return lease
         with self._locks.hold(space, key):
             # P1 and P2 find none / P1 holds the key, begins one, lets go / P2 holds the key: we are here.
-            return engine.parts.leases.take(row.id, key) or self._begin_session(Label(row.id, row.name, key, life="held"))
+            return engine.parts.leases.take(self._spaces.number(space), key) or self._begin_session(Label(space, key, life="held"))
 
     def _begin_session(self, label: Label) -> Lease:
         with faults(label.key), self.engine.parts.catalog.write() as txn:

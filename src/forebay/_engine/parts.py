@@ -52,12 +52,9 @@ class Parts:
         self._forking: tuple[host.Inherited, ...] = ()
         self._has_index = self._epoch_began = False
         self._validations: deque[tuple[Entry, int, int]] = deque(maxlen=_MOST)  # see `note_validations`
-        self.known_spaces: dict[str, spaces.SpaceRow] = {}
-        """Rows of spaces that this process has read."""
 
     def start(self) -> None:
         """Open the catalog, recreating it where it is broken, and end what processes that died have left. It may be repeated."""
-        self.known_spaces.clear()
         self._epoch_began = False  # it may be a new catalog: the records are of the one before until an epoch has begun
         for _ in range(OPENINGS):
             try:
@@ -183,12 +180,6 @@ class Parts:
         """Bytes used, and the budget."""
         charge, granted = spaces.usage(self.catalog)
         return max(charge + granted, 0), self._hits.budget()
-
-    def note_space(self, row: spaces.SpaceRow) -> spaces.SpaceRow:
-        """Keep the row of a space in `known_spaces`; returns it."""
-        self.known_spaces[row.name] = row
-        self._hits.adaptive.know(row.id, row.name)
-        return row
 
     @property
     def writers(self) -> Writers:

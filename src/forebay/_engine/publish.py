@@ -55,8 +55,7 @@ class Label(NamedTuple):
     the bytes were seen to be the remote's version, in ns of the root's clock; None: when they are published. ``ahead``: it is fetched
     before it is used, so it is not on probation, and was last used when it was validated: later times say that it was used indeed."""
 
-    space: int
-    space_name: str
+    space: str
     key: str
     suffix: str = ""
     life: str = "cached"
@@ -66,7 +65,7 @@ class Label(NamedTuple):
 
     @property
     def keyhash(self) -> int:
-        return key_hash(self.space_name, self.key)
+        return key_hash(self.space, self.key)
 
 
 class Pending(NamedTuple):
@@ -132,7 +131,10 @@ class Publisher:
 
     def enter(self, txn: Txn, batch: Sequence[Pending], id: int = 0) -> list[Published]:
         """`publish`, where there is room. ``id``: of what is staged under it. Before the commit others see only empty slots."""
-        space, now, created = batch[0].label.space, self._index.head.clock.now(), time.time()
+        name, now, created = batch[0].label.space, self._index.head.clock.now(), time.time()
+        space = txn.space(name, "packs" if batch[0].kind == "pack" else "values")
+        if not self._adaptive.knows(space, name):
+            self._adaptive.know(space, name)
         room, store = self.budget.room, self._index.store
         rows, leases = list[tuple[Entry, bytes | None]](), list[Lease | None]()
         ids = [id] if id else txn.new_ids(len(batch))
@@ -140,7 +142,7 @@ class Publisher:
             label, kind, size, checksum, validator, data, place, leased, members = one
             charge = room.charge(size, inline=True) if kind == "value" else room.charge_published(size)
             entry = Entry(
-                id, label.space_name, label.key, kind, size, charge, slot, checksum, validator, created, self.root.epoch, label.life,
+                id, label.space, label.key, kind, size, charge, slot, checksum, validator, created, self.root.epoch, label.life,
                 label.suffix, label.meta,
             )  # fmt: skip
             rows.append((entry, data))
@@ -235,7 +237,8 @@ class Publisher:
 
         Raises `CacheFault` where the entry is gone."""
         with faults(label.key), self.catalog.write() as txn:
-            entry, old = entries.by_id(txn, id), entries.find(txn, label.space, label.key)
+            space = txn.space(label.space, "values")
+            entry, old = entries.by_id(txn, id), entries.find(txn, space, label.key)
             if entry is None:
                 raise errors.CacheFault(f"the object to be named {label.key!r} is gone: the catalog was recreated", key=label.key)
             if old is not None and not overwrite:
@@ -245,20 +248,20 @@ class Publisher:
             (slot,) = self._index.take([id])  # another one, since the memos of other processes know the old name by the old slot
             used, validated = self._index.used(entry.slot), self._index.validated(entry.slot)
             self._index.clear(entry.slot, id)
-            entries.rename(txn, entry, label.space, label.key, slot)
-            entries.set_life(txn, label.space, label.key, label.life)
-            moved = entry._replace(space=label.space_name, key=label.key, slot=slot)
-            txn.after_commit.append(lambda: self._index.store(label.space, moved, used, validated, is_sound=moved.boot == self.root.epoch))
+            entries.rename(txn, entry, space, label.key, slot)
+            entries.set_life(txn, space, label.key, label.life)
+            moved = entry._replace(space=label.space, key=label.key, slot=slot)
+            txn.after_commit.append(lambda: self._index.store(space, moved, used, validated, is_sound=moved.boot == self.root.epoch))
             txn.leftovers = True
             return True
 
-    def ensure_room(self, space: spaces.SpaceRow, files: Sequence[tuple[str, int]]) -> None:
+    def ensure_room(self, space: str, files: Sequence[tuple[str, int]]) -> None:
         """Evict entries until all of ``files`` (key and size) fit. Nothing is done if a dead fetch left a partial of one of them, which can
         be resumed and would be the first victim. Raises `NoSpace`."""
-        if not files or any(reservations.by_key(self.catalog, key_hash(space.name, key)) for key, size in files if size > blobs.CHUNK):
+        if not files or any(reservations.by_key(self.catalog, key_hash(space, key)) for key, size in files if size > blobs.CHUNK):
             return
         charged = sum(self.budget.room.charge(size) for _, size in files)
-        request = SpaceRequest(space.id, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))
+        request = SpaceRequest(space, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))
         if not self.budget.room.short(self.catalog, request).fits:
             self.budget.with_room(request, lambda txn: None)
 
@@ -348,16 +351,16 @@ class Writing:
             request = SpaceRequest(label.space, label.key, self._keyhash, size, label.suffix, (label.key,), spills=self.spills)
             self._reserved = budget.reserve(request, timeout=self._timeout)
         elif self._reserved.size < size:
-            self._reserved = budget.resize(self._reserved, size)
+            self._reserved = budget.resize(self._reserved, label.space, size)
         if self._stage is None:
             self._stage = Stage.create(self._publisher.root, self._keyhash, self._reserved.id)
         missing = self._stage.begin(info.size, info.validator if info.strong else None, on_grow=self._grow, at_once=self._at_once)
         if self._reserved.size > size:  # after the stage let go of what was written: no byte is ever uncounted
-            self._reserved = budget.resize(self._reserved, size)
+            self._reserved = budget.resize(self._reserved, label.space, size)
         return missing
 
     def _grow(self, size: int) -> None:
-        self._reserved = self._publisher.budget.resize(self.reserved, size)
+        self._reserved = self._publisher.budget.resize(self.reserved, self.label.space, size)
 
     def write(self, offset: int, data: Buffer) -> None:
         """See `Sink.write`."""

@@ -127,13 +127,13 @@ class Seeing:
     @recover_and_retry
     def entries(self, space: str | None = None) -> list[Entry]:
         """Live entries with their times, the least recently used first; ``leased`` is not set."""
-        rows = entries.live(self.engine.parts.catalog, self._spaces.lookup(space).id if space is not None else None)
+        rows = entries.live(self.engine.parts.catalog, self._spaces.number(space) if space is not None else None)
         return sorted(map(self.engine.index.with_times, rows), key=lambda entry: entry.used)
 
     @recover_and_retry
     def page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Entry]:
         """Up to `ENTRIES_PER_PAGE` live entries of one space with their times, in the order of their keys, those after ``after``."""
-        rows = entries.page(self.engine.parts.catalog, self._spaces.lookup(space).id, after, ENTRIES_PER_PAGE, backwards=backwards)
+        rows = entries.page(self.engine.parts.catalog, self._spaces.number(space), after, ENTRIES_PER_PAGE, backwards=backwards)
         leased = self.engine.parts.leases.leased_among([entry.id for entry in rows])
         times = self.engine.index.times([entry.slot for entry in rows])
         walls = self.engine.index.head.clock.walls
@@ -146,7 +146,7 @@ class Seeing:
     @recover_and_retry
     def fact_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Facts]:
         """`page`, with only the facts that listings of many entries show."""
-        rows = entries.page_of_facts(self.engine.parts.catalog, self._spaces.lookup(space).id, after, ENTRIES_PER_PAGE, backwards=backwards)
+        rows = entries.page_of_facts(self.engine.parts.catalog, self._spaces.number(space), after, ENTRIES_PER_PAGE, backwards=backwards)
         leased = self.engine.parts.leases.leased_among([row[0] for row in rows])
         used = self.engine.index.head.clock.walls(self.engine.index.used_many([row[2] for row in rows]))
         return [(key, size, last, created, life, id in leased) for (id, key, _, size, life, created), last in zip(rows, used, strict=True)]
@@ -157,14 +157,14 @@ class Seeing:
         return [
             key
             for key, _ in entries.page_of_keys(
-                self.engine.parts.catalog, self._spaces.lookup(space).id, after, ENTRIES_PER_PAGE, backwards=backwards
+                self.engine.parts.catalog, self._spaces.number(space), after, ENTRIES_PER_PAGE, backwards=backwards
             )
         ]
 
     @recover_and_retry
     def keys(self, space: str) -> list[str]:
         """The keys of one space, the least recently used first."""
-        id, keys = self._spaces.lookup(space).id, list[tuple[int, str]]()
+        id, keys = self._spaces.number(space), list[tuple[int, str]]()
         rows = entries.page_of_keys(self.engine.parts.catalog, id, None, ENTRIES_PER_PAGE)
         while rows:
             keys += zip(self.engine.index.used_many([slot for _, slot in rows]), (key for key, _ in rows), strict=True)

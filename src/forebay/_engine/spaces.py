@@ -7,7 +7,6 @@ from __future__ import annotations
 from forebay import errors
 from forebay._engine.catalog import entries
 from forebay._engine.catalog import spaces as rows
-from forebay._engine.catalog.spaces import SpaceRow
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.layout import faults
 from forebay._engine.index.settings import RootLimits, SpaceLimits
@@ -31,10 +30,9 @@ class Spaces:
 
     def ensure(
         self, name: str, *, kind: str = "values", policy: str | None = None, quota: int | None = None, max_count: int | None = None
-    ) -> SpaceRow:  # fmt: skip
-        """The space of this name, created if missing; an explicit policy, quota or count is set for every process."""
-        known, limits = self.engine.parts.known_spaces.get(name), SpaceLimits(Policy.parse(policy) if policy else None, quota, max_count)
-        return known if known is not None and limits == SpaceLimits() else self._ensure(name, kind, limits)
+    ) -> None:  # fmt: skip
+        """Create the space of this name if it is missing; an explicit policy, quota or count is set for every process."""
+        self._ensure(name, kind, SpaceLimits(Policy.parse(policy) if policy else None, quota, max_count))
 
     def open(self, name: str, policy: str | None = None, quota: int | None = None, max_count: int | None = None) -> None:
         """`ensure`, for callers that can read at once and write later: where the catalog is busy or cannot be written to, the next call
@@ -50,51 +48,48 @@ class Spaces:
         return self.engine.settings.limits().of_root()
 
     @recover_and_retry
-    def lookup(self, name: str) -> SpaceRow:
-        """The space of this name, to read from; if there is none, one with the id 0, which no entry has."""
-        known = self.engine.parts.known_spaces.get(name)
-        if known is None:
-            row = rows.find(self.engine.parts.catalog, name)
-            if row is None:
-                return SpaceRow(0, name, "values")
-            known = self.engine.parts.note_space(row)
-        return known
+    def number(self, name: str) -> int:
+        """The number of a space in the present catalog, to read from; 0, which no entry has, if there is none. What writes asks for it in
+        its transaction: T1 asks / T2 recovers a deleted catalog / T1 writes: its entry would be in no space."""
+        number = self.engine.parts.catalog.space(name)
+        if number and not self.engine.adaptive.knows(number, name):
+            self.engine.adaptive.know(number, name)
+        return number
 
     @recover_and_retry
-    def _ensure(self, name: str, kind: str, limits: SpaceLimits) -> SpaceRow:
+    def _ensure(self, name: str, kind: str, limits: SpaceLimits) -> None:
         engine = self.engine
-        if engine.root.read_only:
-            return self.lookup(name)
+        if engine.root.read_only or (limits == SpaceLimits() and self.number(name)):
+            return
         before, after = engine.settings.set_space(name, limits) if limits != SpaceLimits() else (RootLimits(), RootLimits())
         row = rows.find(engine.parts.catalog, name)
         if row is None:
             with engine.parts.catalog.write() as txn:
-                rows.insert(txn, name, kind)
+                txn.space(name, kind)
                 row = rows.find(txn, name)
         assert row is not None
-        engine.parts.note_space(row)
+        engine.adaptive.know(row.id, name)
         quota, most = after.of_space(name)[1:]
         is_over = (quota is not None and row.bytes > quota) or (most is not None and row.entries > most)
         if is_over or before.of_space(name)[1:] != (quota, most):
-            self._shrink(row)
-        return row
+            self._shrink(name)
 
-    def _shrink(self, space: SpaceRow) -> None:
+    def _shrink(self, name: str) -> None:
         """Evict what is above a lower limit, as far as it is not in use."""
         from forebay._config import format_size
         from forebay._engine.space.free_space import SpaceRequest
 
         engine = self.engine
-        bytes_before, count_before = rows.live(engine.parts.catalog, space.name)
+        bytes_before, count_before = rows.live(engine.parts.catalog, name)
         try:
-            engine.parts.writers.budget.with_room(SpaceRequest(space.id, "", 0, 0, entries=0), lambda txn: None)
+            engine.parts.writers.budget.with_room(SpaceRequest(name, "", 0, 0, entries=0), lambda txn: None)
         except (errors.NoSpace, errors.WriterBusy) as error:
-            log.info("the space %s stays above its limit for now: %s", space.name, str(error))
-        bytes_after, count_after = rows.live(engine.parts.catalog, space.name)
+            log.info("the space %s stays above its limit for now: %s", name, str(error))
+        bytes_after, count_after = rows.live(engine.parts.catalog, name)
         if count_before > count_after:
             freed = format_size(max(bytes_before - bytes_after, 0))
             evicted = count_before - count_after
-            log.warning("%s: %d entries of the space %s were evicted for its lower limit, %s", engine.root.path, evicted, space.name, freed)
+            log.warning("%s: %d entries of the space %s were evicted for its lower limit, %s", engine.root.path, evicted, name, freed)
 
     def used(self, name: str) -> tuple[int, int]:
         """Bytes and number of the live entries of a space."""
@@ -102,7 +97,7 @@ class Spaces:
 
     def used_below(self, name: str, prefix: str) -> tuple[int, int]:
         """Bytes and number of the live entries of a space whose keys begin with ``prefix``."""
-        return rows.live_below(self.engine.parts.catalog, self.lookup(name).id, prefix)
+        return rows.live_below(self.engine.parts.catalog, self.number(name), prefix)
 
     @recover_and_retry
     def limits_of(self, name: str) -> SpaceLimits:
@@ -122,7 +117,7 @@ class Spaces:
         """Remove all entries of a space but those that are pinned or in use; returns how many were removed."""
         engine = self.engine
         engine.check_usable(writing=True)
-        space, removed = self.lookup(name).id, 0
+        space, removed = self.number(name), 0
         with faults(name):
             page = entries.page(engine.parts.catalog, space, None, _PAGE)
             while page:
@@ -136,7 +131,7 @@ class Spaces:
     @recover_and_retry
     def has_any(self, name: str, prefix: str) -> bool:
         """Whether a key of this space begins with ``prefix``."""
-        return entries.has_any(self.engine.parts.catalog, self.lookup(name).id, prefix)
+        return entries.has_any(self.engine.parts.catalog, self.number(name), prefix)
 
 
 class Packs:
@@ -151,17 +146,15 @@ class Packs:
     ) -> Pack:  # fmt: skip
         """An empty pack of ``length`` slots, open and leased; it replaces the pack of this name. Caller: holds the key."""
         self.engine.check_usable(writing=True)
-        row = self._spaces.ensure(space, kind="packs")
-        lease = self.engine.parts.writers.packing.create(
-            Label(row.id, row.name, key, life=life, meta=meta), length, fingerprint=fingerprint
-        )
+        label = Label(space, key, life=life, meta=meta)
+        lease = self.engine.parts.writers.packing.create(label, length, fingerprint=fingerprint)
         return self._open(lease, length)
 
     @recover_and_retry
     def find(self, space: str, key: str) -> Lease | None:
         """A lease on the pack of a name, for `open`; None if there is none."""
         with faults(key):
-            return self.engine.parts.leases.take(self._spaces.lookup(space).id, key)
+            return self.engine.parts.leases.take(self._spaces.number(space), key)
 
     @recover_and_retry
     def find_by_id(self, id: int) -> Lease | None:
@@ -181,9 +174,8 @@ class Packs:
     def _open(self, lease: Lease, length: int) -> Pack:
         engine = self.engine
         engine.touch(lease.entry)
-        space = self._spaces.lookup(lease.entry.space)
         try:
-            return Pack(engine.root, self, engine.index.head, engine.counters, lease, length, space.id)
+            return Pack(engine.root, self, engine.index.head, engine.counters, lease, length, lease.entry.space)
         except OSError as error:
             if isinstance(error, (FileNotFoundError, errors.Damaged)):
                 raise
@@ -193,11 +185,10 @@ class Packs:
     def name(self, pack: Pack, space: str, key: str, *, overwrite: bool) -> bool:
         """Give a pack that lived as long as it was held a name, under which it stays. False if the name is taken, unless ``overwrite``."""
         self.engine.check_usable(writing=True)
-        row = self._spaces.ensure(space)
-        return self.engine.parts.writers.publisher.name(pack.id, Label(row.id, row.name, key), overwrite=overwrite)
+        return self.engine.parts.writers.publisher.name(pack.id, Label(space, key), overwrite=overwrite)
 
     @recover_and_retry
-    def take_segment(self, pack: int, space: int, words: memoryview, need: int) -> Appender:
+    def take_segment(self, pack: int, space: str, words: memoryview, need: int) -> Appender:
         """See `Packing.take`."""
         self.engine.check_usable(writing=True)
         return self.engine.parts.writers.packing.take(pack, space, words, need)

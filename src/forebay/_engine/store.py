@@ -174,7 +174,7 @@ class Store:
     def view(self, space: str, key: str) -> Remembered | None:
         """The bytes of a key, mapped, and remembered for the next call; None if there is no entry. Counts and touches nothing."""
         self.engine.counters.claim()
-        return self.engine.parts.reading.view(space, self.spaces.lookup(space).id, key)
+        return self.engine.parts.reading.view(space, self.spaces.number(space), key)
 
     @recover_and_retry
     def view_leased(self, space: str, key: str, lease: Lease) -> Remembered | None:
@@ -185,7 +185,7 @@ class Store:
     @recover_and_retry
     def lease(self, space: str, key: str) -> Lease | None:
         """A lease on the file of a key, which is touched; None if there is no entry, or only a small value, which has no file."""
-        lease = self.engine.parts.reading.lease(self.spaces.lookup(space).id, key)
+        lease = self.engine.parts.reading.lease(self.spaces.number(space), key)
         if lease is not None:
             self.touch(lease.entry)
         return lease
@@ -193,7 +193,7 @@ class Store:
     @recover_and_retry
     def take(self, space: str, key: str) -> Lease | None:
         """A lease on the bytes of a key, of a small value too, which is touched; None if there is none."""
-        lease = self.engine.parts.reading.take(self.spaces.lookup(space).id, key)
+        lease = self.engine.parts.reading.take(self.spaces.number(space), key)
         if lease is not None:
             self.touch(lease.entry)
         return lease
@@ -202,7 +202,7 @@ class Store:
     def take_many(self, space: str, keys: Sequence[str]) -> dict[str, Lease]:
         """`take` of several keys; the result has only those that have an entry."""
         with faults("several keys"):
-            leases = self.engine.parts.leases.take_many(self.spaces.lookup(space).id, keys)
+            leases = self.engine.parts.leases.take_many(self.spaces.number(space), keys)
         for lease in leases.values():
             self.touch(lease.entry)
         return leases
@@ -289,10 +289,9 @@ class Store:
     def _label(
         self, space: str, key: str, suffix: str = "", life: str = "cached", meta: str = "", validated: int | None = None
     ) -> Label:  # fmt: skip
-        """The label of an entry that is to be written. The space is created if it is missing."""
+        """The label of an entry that is to be written."""
         self.engine.check_usable(writing=True)
-        row = self.spaces.ensure(space)
-        return self.engine.parts.writers.label(row.id, row.name, key, suffix, life, meta, validated)
+        return self.engine.parts.writers.label(space, key, suffix, life, meta, validated)
 
     def _wait_for_room(self, label: Label, size: int, timeout: float | None, error: errors.NoSpace) -> None:
         from forebay._engine.space.free_space import SpaceRequest
@@ -387,9 +386,8 @@ class Store:
         """Pin (``pinned``) or unpin (``cached``) a name. False if there is no such entry."""
         from forebay._engine.catalog import entries
 
-        row = self.spaces.lookup(space)
         with self.engine.parts.catalog.write() as txn:
-            is_set = entries.set_life(txn, row.id, key, life)
+            is_set = entries.set_life(txn, txn.space(space), key, life)
         if life != "pinned":
             self.engine.parts.writers.ranking.forget_spared()
         return is_set
@@ -450,7 +448,7 @@ class Store:
         Raises `NoSpace`, so that a caller learns before the first byte that its files cannot be stored."""
         self.engine.check_usable(writing=True)
         with faults(space):
-            self.engine.parts.writers.publisher.ensure_room(self.spaces.ensure(space), files)
+            self.engine.parts.writers.publisher.ensure_room(space, files)
 
     @recover_and_retry
     def make_room(self) -> bool:
@@ -464,7 +462,7 @@ class Store:
     @recover_and_retry
     def entry(self, space: str, key: str) -> Entry | None:
         """The current entry of a key, which is not touched; None if there is none."""
-        entry = self.engine.parts.leases.current(self.spaces.lookup(space).id, key)
+        entry = self.engine.parts.leases.current(self.spaces.number(space), key)
         return self.engine.index.with_times(entry) if entry else None
 
     def is_leased(self, entry: Entry) -> bool:

@@ -24,7 +24,7 @@ def store(quick_path: Path) -> Iterator[Store]:
     with opened(quick_path / "root", 64 * MiB) as store:
         for number in range(MANY):
             store.put("v", str(number), bytes([number]) * SIZE)
-        store.spaces.lookup("v")
+        store.spaces.number("v")
         store.engine.memo._max_bytes = FIT * SIZE
         yield store
 

@@ -37,7 +37,7 @@ def store(quick_path: Path) -> Iterator[Store]:
     with opened(quick_path / "root", 64 * MiB) as store:
         store.put("v", "small", b"s" * 1_000)
         store.put("v", "large", LARGE)
-        store.spaces.lookup("v")
+        store.spaces.number("v")
         yield store
 
 
@@ -66,7 +66,7 @@ def base_of(store: Store, key: str) -> int:
 def test_what_is_published_is_led_to_in_a_young_process(store: Store) -> None:
     def young() -> None:
         with opened(store.root.path) as mine:
-            mine.spaces.lookup("v")
+            mine.spaces.number("v")
             assert touched(mine, "small") == b"s" * 1_000
             assert touched(mine, "large") == LARGE
             assert touched(mine, "none") is None
@@ -197,7 +197,7 @@ def test_a_new_version_is_led_to_at_once_in_every_process(store: Store) -> None:
 
 def test_a_key_of_another_space_is_another_key(store: Store) -> None:
     store.put("w", "large", b"w" * 60_000)
-    store.spaces.lookup("w")
+    store.spaces.number("w")
     assert bytes(store.first_touch("w", "large", 1 << 63) or b"") == b"w" * 60_000
     assert touched(store, "large") == LARGE
     assert store.first_touch("w", "small", 1 << 63) is None
@@ -385,7 +385,7 @@ def test_whatever_becomes_of_a_file_of_the_index_the_bytes_are_right(store: Stor
 
     def young() -> None:
         with opened(store.root.path) as mine:
-            mine.spaces.lookup("v")
+            mine.spaces.number("v")
             assert touched(mine, "large") in (None, LARGE)
             assert bytes_of(mine, "large") == LARGE
             mine.put("v", "next", b"next" * 10_000)
@@ -415,7 +415,7 @@ def test_a_read_only_root_is_read_by_its_index_and_not_changed(store: Store) -> 
         from forebay._engine.index.settings import Settings
 
         mine = Store.open(store.root.path, Settings(), read_only=True)
-        mine.spaces.lookup("v")
+        mine.spaces.number("v")
         assert touched(mine, "large") == LARGE
         mine.close()
 

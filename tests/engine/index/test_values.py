@@ -27,7 +27,7 @@ FOREVER = 1 << 63
 def store(quick_path: Path) -> Iterator[Store]:
     with opened(quick_path / "root", 64 * MiB) as store:
         store.put("v", "small", SMALL, meta="meta")
-        store.spaces.lookup("v")
+        store.spaces.number("v")
         yield store
 
 
@@ -65,7 +65,7 @@ def test_no_statement_is_needed_for_a_small_value(store: Store, size: int) -> No
 
     def young() -> None:
         with opened(store.root.path) as mine:
-            mine.spaces.lookup("v")
+            mine.spaces.number("v")
             no_statement(mine)
             value = mine.first_value("v", "key", "meta")
             assert value is not None
@@ -202,7 +202,7 @@ def test_a_file_of_another_size_is_replaced(store: Store, size: int) -> None:
 
     def young() -> None:
         with opened(store.root.path) as mine:
-            mine.spaces.lookup("v")
+            mine.spaces.number("v")
             assert touched(mine, "small") == SMALL
             mine.put("v", "next", OTHER)
             mine.put("v", "last", OTHER)
@@ -230,7 +230,7 @@ def test_the_file_of_another_root_is_not_believed(store: Store, tmp_path: Path) 
 
 def _reads(store: Store) -> None:
     with opened(store.root.path) as mine:
-        mine.spaces.lookup("v")
+        mine.spaces.number("v")
         assert touched(mine, "small") == SMALL
         for body in (OTHER, b"n" * 900):
             mine.put("v", "next", body)
@@ -288,7 +288,7 @@ def test_a_read_only_root_is_read_by_its_cells_and_gets_none(store: Store) -> No
 
     def young() -> None:
         mine = Store.open(store.root.path, Settings(), read_only=True)
-        mine.spaces.lookup("v")
+        mine.spaces.number("v")
         if path.exists():
             no_statement(mine)
         assert touched(mine, "small") == SMALL

@@ -59,7 +59,7 @@ def hits(store: Store, name: str, keys: Iterable[int], sizes: Sequence[int] = SI
 
 
 def space_of(store: Store, name: str = "auto") -> AdaptiveSpace:
-    space = store.engine.adaptive.of(store.spaces.lookup(name).id)
+    space = store.engine.adaptive.of(store.spaces.number(name))
     assert space is not None
     return space
 
@@ -211,7 +211,7 @@ def test_what_was_used_again_is_no_longer_on_trial(trying: Store) -> None:
 def test_what_is_leased_stays_and_goes_once_it_is_released(trying: Store) -> None:
     """As the items of a prefetcher do, which hold their lease until they are read."""
     trying.put("auto", "held", b"h" * 20_000)
-    lease = trying.engine.parts.reading.take(trying.spaces.lookup("auto").id, "held")  # touches nothing, as the lease of a publication
+    lease = trying.engine.parts.reading.take(trying.spaces.number("auto"), "held")  # touches nothing, as the lease of a publication
     assert lease is not None
     for number in range(5):
         trying.put("auto", f"new{number}", b"n" * 20_000)
@@ -272,9 +272,9 @@ def test_what_cannot_be_evicted_is_offered_once_in_a_search(trying: Store) -> No
     leases = []
     for number in range(10):
         trying.put("auto", f"held{number}", b"h" * 20_000)
-        leases.append(trying.engine.parts.reading.take(trying.spaces.lookup("auto").id, f"held{number}"))
+        leases.append(trying.engine.parts.reading.take(trying.spaces.number("auto"), f"held{number}"))
     for name in names(trying) - {f"held{number}" for number in range(10)}:
-        lease = trying.engine.parts.reading.take(trying.spaces.lookup("auto").id, name)
+        lease = trying.engine.parts.reading.take(trying.spaces.number("auto"), name)
         leases.append(lease)
     with pytest.raises(NoSpace):
         trying.put("auto", "more", b"m" * 20_000)
@@ -288,7 +288,7 @@ def test_what_cannot_be_evicted_is_offered_once_in_a_search(trying: Store) -> No
 
 
 def policy_file(store: Store) -> Path:
-    return store.root.shared_dir / f"policy-{store.spaces.lookup('auto').id}"
+    return store.root.shared_dir / f"policy-{store.spaces.number('auto')}"
 
 
 def by_a_young_process(path: Path, work: Callable[[Store], T]) -> T:
@@ -483,7 +483,7 @@ def test_what_is_used_again_is_not_dismissed_any_more(trying: Store) -> None:
 
 def test_what_another_process_dismissed_goes_first_once_its_lease_is_released(trying: Store) -> None:
     known = sorted(names(trying))
-    held = trying.engine.parts.reading.take(trying.spaces.lookup("auto").id, known[40])  # touches nothing
+    held = trying.engine.parts.reading.take(trying.spaces.number("auto"), known[40])  # touches nothing
     assert held is not None
 
     def other() -> None:

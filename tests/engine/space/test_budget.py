@@ -264,12 +264,12 @@ def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
 
 def test_a_reservation_is_given_back_once_the_catalog_is_free(store: Store, other: transactions.WriterLock) -> None:
     store.put("v", "k", b"x")
-    reserved = store.engine.parts.writers.budget.reserve(SpaceRequest(1, "a", 7, 100 * KiB))
+    reserved = store.engine.parts.writers.budget.reserve(SpaceRequest("v", "a", 7, 100 * KiB))
     other.take(0)
     store.engine.parts.writers.budget.cancel(reserved.id)
     other.release()
     assert reserved_ids(store) == [reserved.id]
-    store.engine.parts.writers.budget.cancel(store.engine.parts.writers.budget.reserve(SpaceRequest(1, "b", 8, 100 * KiB)).id)
+    store.engine.parts.writers.budget.cancel(store.engine.parts.writers.budget.reserve(SpaceRequest("v", "b", 8, 100 * KiB)).id)
     assert reserved_ids(store) == []
 
 
@@ -287,7 +287,7 @@ def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypa
 
     def and_another_first(search: budget.Search) -> None:
         if not others:
-            others.append(found.reserve(SpaceRequest(1, "b", 8, KiB)))
+            others.append(found.reserve(SpaceRequest("v", "b", 8, KiB)))
         give_up(search)
 
     store.engine.parts.catalog._ids = [0, 0]  # so that it takes ids in the transaction that fails, which are given again
@@ -295,7 +295,7 @@ def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypa
         patch.setattr(found, "_grow", and_fail)
         patch.setattr(found, "_give_up", and_another_first)
         with pytest.raises(OSError, match="Too many"):
-            found.reserve(SpaceRequest(1, "a", 7, 600 * KiB))
+            found.reserve(SpaceRequest("v", "a", 7, 600 * KiB))
     (reserved,) = others
     assert reserved_ids(store) == [reserved.id]
     store.engine.parts.writers.budget.cancel(reserved.id)
@@ -344,7 +344,7 @@ def test_what_was_to_be_replaced_is_gone_by_now(tmp_path: Path) -> None:
         store.spaces.ensure("q", quota=100 * KiB)
         store.put("q", "other", bytes(40 * KiB), life="pinned")
         store.put("q", "k", bytes(60 * KiB))
-        asked = SpaceRequest(store.spaces.ensure("q").id, "k", 7, 60 * KiB, replaces=["k"])
+        asked = SpaceRequest("q", "k", 7, 60 * KiB, replaces=["k"])
         (old,) = [entry for entry in store.seeing.entries("q") if entry.key == "k"]
         assert store.remove([Victim(old.name, old.size, old.charge, old.used, old.id)]).removed
         store.put("q", "third", bytes(60 * KiB), life="pinned")
@@ -380,8 +380,8 @@ def test_what_a_dead_process_had_reserved_is_free(tmp_path: Path) -> None:
         asked, never = Gate(), Gate()
 
         def child() -> None:
-            row = store.spaces.ensure("v")
-            store.engine.parts.writers.budget.reserve(SpaceRequest(row.id, "growing", 0, 900_000))
+            store.spaces.ensure("v")
+            store.engine.parts.writers.budget.reserve(SpaceRequest("v", "growing", 0, 900_000))
             asked.open()
             never.wait()
 

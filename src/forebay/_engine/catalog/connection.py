@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import schema, transactions
-from forebay._engine.catalog.transactions import Ballast, Holding, Txn, UnreadableRows, Wal, WriterLock, fetched, translated
+from forebay._engine.catalog.transactions import (
+    Ballast,
+    Holding,
+    Txn,
+    UnreadableRows,
+    Wal,
+    WriterLock,
+    fetched,
+    number_of_space,
+    translated,
+)  # fmt: skip
 from forebay._engine.files.layout import CatalogBroken, DiskFull
 from forebay._engine.files.root import Root
 from forebay._engine.index.head import CHANGED, NEXT, SharedHead
@@ -78,6 +88,7 @@ class Catalog:
         self._mutex = self._peers.mutex  # guards _con, _guard, _seen, _index, _pid, _ids
         self._guard: locks.LockFile | None = None
         self._con: sqlite3.Connection | None = None
+        self._spaces: dict[str, int] = {}  # see `space`; another one with each connection, which may be to another catalog
         self._seen: tuple[int, int] | None = None
         self._index: tuple[int, int] | None = None
         self._log_size = 0  # before the transaction that runs
@@ -199,7 +210,7 @@ class Catalog:
             self._seen = None
             con.close()
             raise CatalogBroken(f"the catalog {self._path} was replaced")
-        self._con, self._pid = con, os.getpid()
+        self._con, self._pid, self._spaces = con, os.getpid(), {}
 
     def _connected_to_write(self) -> sqlite3.Connection:
         """SQLite plays back a rollback journal before it sees that there is a log, and removes whatever file that journal names, unless
@@ -329,6 +340,14 @@ class Catalog:
                     return rows[0] if rows else None
         return self.one(sql, *values)
 
+    def space(self, name: str) -> int:
+        """See `SpaceRows.space`."""
+        known = self._spaces  # T1 asks / T2 connects to another catalog / T1 notes the answer: not there
+        number = known.get(name, 0)
+        if not number and (number := number_of_space(self, name)):
+            known[name] = number
+        return number
+
     @property
     def unreadable_rows(self) -> list[str]:
         """Invalid rows that no transaction has set aside yet."""
@@ -425,6 +444,7 @@ class Catalog:
             message = f"{self._wal.log} has {self._log_size:,} bytes, since {self._wal.reader()} stands still inside a query"
             raise errors.CacheFault(f"{message}: continue that process, or end it")
         txn.con, txn.is_committed = self._connection_locked(), False
+        txn.spaces = self._spaces
         txn.con.execute("BEGIN IMMEDIATE")
         words = self._head.words()
         txn.seen, txn.given = words[CHANGED], words[NEXT]

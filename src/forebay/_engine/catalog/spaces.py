@@ -29,7 +29,7 @@ class SpaceRow(NamedTuple):
 class Totals(NamedTuple):
     """What is used, in bytes. ``entries``: charge of all entries; ``promised``: of reservations; ``over``: of the catalog beside small
     values, above `ALLOWANCE`; ``spare``: of these, free pages, which new values use; ``rows``: of entries and reservations; ``space``: of
-    the live entries of one space, ``rows_here`` their number, and its ``name``. ``leftovers``: something may wait to be swept: superseded
+    the live entries of one space, ``rows_here`` their number. ``leftovers``: something may wait to be swept: superseded
     entries, or held ones whose holder may be gone. ``any_promised``: there are reservations."""
 
     entries: int
@@ -39,7 +39,6 @@ class Totals(NamedTuple):
     rows: int
     space: int
     rows_here: int
-    name: str
     leftovers: bool
     any_promised: bool
 
@@ -50,7 +49,7 @@ _TOTALS = f"""
 SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries), 0),
     EXISTS (SELECT 1 FROM entries WHERE state > {LIVE}), EXISTS (SELECT 1 FROM entries WHERE life = 'held'),
     EXISTS (SELECT 1 FROM reservations), (SELECT page_count FROM pragma_page_count),
-    coalesce(sum(bytes * (id = ?)), 0), coalesce(sum(entries * (id = ?)), 0), max(name) FILTER (WHERE id = ?)
+    coalesce(sum(bytes * (id = ?)), 0), coalesce(sum(entries * (id = ?)), 0)
 FROM spaces
 """
 _SUPERSEDED = f"SELECT count(*), coalesce(sum(space = ?), 0) FROM entries WHERE state > {LIVE}"
@@ -120,16 +119,9 @@ def live(rows: Rows, name: str) -> tuple[int, int]:
     return bytes, entries
 
 
-def insert(txn: Txn, name: str, kind: str) -> None:
-    """Create a space where there is none of this name. The ids of a catalog begin at a random number: one that a process knows from a
-    catalog that was lost since is the id of no space of the next one."""
-    first = "SELECT coalesce((SELECT max(id) + 1 FROM spaces), (SELECT value FROM meta WHERE name = 'next_id'))"
-    txn.run(f"INSERT OR IGNORE INTO spaces(id, name, kind) VALUES (({first}), ?, ?)", name, kind)
-
-
 def totals(txn: Rows, but: int = 0, space: int = 0) -> Totals:
     """What is used now. ``but``: a reservation that does not count. Outside of a transaction its parts may be of different moments."""
-    *numbers, name = txn.one(_TOTALS, *[space] * 3)
+    numbers = txn.one(_TOTALS, space, space)
     charge, inline, rows, any_superseded, any_held, any_promised, pages, used, count = _numbers(numbers)
     left = left_here = promised = waiting = 0
     if any_superseded:
@@ -139,7 +131,7 @@ def totals(txn: Rows, but: int = 0, space: int = 0) -> Totals:
     over = pages * PAGE - inline - ALLOWANCE
     spare = min(over, PAGE * txn.one("PRAGMA freelist_count")[0]) if over > 0 else 0
     return Totals(
-        charge, promised, max(over, 0), spare, rows - left + waiting, used, count - left_here, name or "",
+        charge, promised, max(over, 0), spare, rows - left + waiting, used, count - left_here,
         bool(any_superseded or any_held), bool(any_promised),
     )  # fmt: skip
 

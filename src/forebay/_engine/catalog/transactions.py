@@ -26,6 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
@@ -50,6 +51,11 @@ AT_ONCE = 1024
 
 KINDS = ("blob", "value", "tree", "pack", "session")
 _MOST = 10_000
+# The numbers of a catalog begin at random: one that a process knows from a catalog that was lost is that of no space of the next one.
+_NEW_SPACE = (
+    "INSERT OR IGNORE INTO spaces(id, name, kind) VALUES"
+    " ((SELECT coalesce((SELECT max(id) + 1 FROM spaces), (SELECT value FROM meta WHERE name = 'next_id'))), ?, ?)"
+)
 _KEYS = {"segments": "pack IS ? AND number IS ?", "failures": "space IS ? AND key IS ?", "meta": "name IS ?"}  # other tables: their id
 # What a sound catalog in its own file never answers. `SQLITE_ERROR` is a table or a column that is not there, or a sum of numbers that
 # Forebay did not write; the file's header can make SQLite treat a writable file as read-only.
@@ -73,11 +79,24 @@ class Rows(Protocol):
         transaction."""
 
 
+class SpaceRows(Rows, Protocol):
+    """`Rows` of which the spaces are asked for by name."""
+
+    def space(self, name: str) -> int:
+        """The number of the space of this name in this catalog; 0, which no entry has, if there is none."""
+
+
 def number_below(value: Any, name: str, end: int) -> int:
     """A number of the catalog's own, which must lie below ``end``. Raises `CatalogBroken`: there is no other record of what is in use."""
     if type(value) is not int or not 0 <= value < end:
         raise CatalogBroken(f"the catalog is damaged: {name} is {value!r}", damaged=True)
     return value
+
+
+def number_of_space(rows: Rows, name: str) -> int:
+    """See `SpaceRows.space`, which remembers it."""
+    row = rows.one("SELECT id FROM spaces WHERE name = ?", name)
+    return number_below(row[0], f"the number of the space {name!r}", NUMBERS) if row else 0
 
 
 def forgotten(next_id: int, given: int) -> int:
@@ -165,6 +184,8 @@ class Txn:
         for the next one that finds it."""
         self.given = self.last_id = 0
         """The largest ids that the catalog has given: before this transaction, and by it; 0: not known, and none."""
+        self.spaces: dict[str, int] = {}
+        """The numbers of the spaces that the connection knows, by name."""
         self.is_committed = False
         self.leftovers = False
         """Set by a writer that saw something to sweep: done once the lock is free."""
@@ -191,6 +212,18 @@ class Txn:
         """The first row, or None."""
         rows = fetched(self.con, sql, values)
         return rows[0] if rows else None
+
+    def space(self, name: str, kind: str = "") -> int:
+        """See `SpaceRows.space`. With a ``kind`` the space is created if there is none."""
+        number = self.spaces.get(name, 0)
+        if not number:
+            number = number_of_space(self, name)
+            if not number and kind:
+                self.run(_NEW_SPACE, name, kind)
+                number = number_of_space(self, name)
+            if number:
+                self.after_commit.append(partial(self.spaces.__setitem__, name, number))
+        return number
 
     def run(self, sql: str, *values: Any) -> int:
         """Change rows; returns how many."""

@@ -510,6 +510,10 @@ class AdaptiveSpaces:
         self._root, self._index, self._learn_at = root, index, 0.0
         self._ids, self._spaces, self._tried, self._known = {}, {}, {}, set()
 
+    def knows(self, id: int, name: str) -> bool:
+        """Whether `know` was called for a space of this name and, if it is adaptive, of this id."""
+        return name in self._known and self._ids.get(name, id) == id
+
     def know(self, id: int, name: str) -> None:
         """Note the id of a space, and whether it is adaptive."""
         self._known.add(name)

@@ -37,7 +37,7 @@ ASK_AGAIN = 2.0
 class Segments(Protocol):
     """Gives a pack the segments that it appends to: see `Packs`."""
 
-    def take_segment(self, pack: int, space: int, words: memoryview, need: int) -> Appender: ...
+    def take_segment(self, pack: int, space: str, words: memoryview, need: int) -> Appender: ...
 
     def leave_segment(self, pack: int, words: memoryview, appender: Appender) -> None: ...
 
@@ -49,7 +49,7 @@ class Unencodable(Exception):
 class Pack:
     """One pack, leased until `close`. Callable from any thread, and usable in both processes after a fork."""
 
-    def __init__(self, root: Root, segments: Segments, head: SharedHead, counters: Counters, lease: Lease, length: int, space: int) -> None:
+    def __init__(self, root: Root, segments: Segments, head: SharedHead, counters: Counters, lease: Lease, length: int, space: str) -> None:
         """Raises FileNotFoundError, `Damaged`, or OSError."""
         self.lease, self.id, self.length = lease, lease.entry.id, length
         self._segments, self._head, self._counters, self._space = segments, head, counters, space

@@ -21,7 +21,7 @@ from typing import Protocol, cast
 from forebay import errors
 from forebay._engine.catalog import entries, segments
 from forebay._engine.catalog.connection import Catalog
-from forebay._engine.catalog.transactions import Rows, Txn
+from forebay._engine.catalog.transactions import SpaceRows, Txn
 from forebay._engine.files import pack_files
 from forebay._engine.files.layout import PAGE, Root, faults
 from forebay._engine.leases import Lease, Leases
@@ -253,7 +253,7 @@ class Packing:
             lambda id: pack_files.remove(self.root, id, keyhash=keyhash), validator=fingerprint,
         )  # fmt: skip
 
-    def take(self, pack: int, space: int, words: memoryview, need: int) -> Appender:
+    def take(self, pack: int, space: str, words: memoryview, need: int) -> Appender:
         """A segment with room for ``need`` bytes, of which this is the only writer: one that no process appends to, else a new one. Others
         are evicted where it does not fit. ``words``: of the pack's index. Raises `NoSpace` or another `CacheFault`."""
         eviction.reclaim(self.root, self._catalog)  # what dead writers left is given back by the next that takes more
@@ -298,7 +298,7 @@ class Packing:
             claims.let_go(pack_files.byte_of(row.number))
         return None
 
-    def _sizes(self, rows: Rows, pack: int, space: int, words: memoryview, need: int) -> tuple[int, int, int]:
+    def _sizes(self, rows: SpaceRows, pack: int, space: str, words: memoryview, need: int) -> tuple[int, int, int]:
         """How large a new segment for ``need`` bytes should be; what is free without an eviction; what the pack's quota leaves. Raises
         `NoSpace` where that is less than ``need``."""
         entry = entries.by_id(rows, pack)

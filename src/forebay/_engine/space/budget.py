@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from forebay import errors
-from forebay._engine.catalog import entries, reservations, spaces
+from forebay._engine.catalog import entries, reservations
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.entries import Ended
 from forebay._engine.catalog.reservations import Reservation
@@ -105,7 +105,7 @@ class Budget:
         self._eviction, self._ranking, self._words, self._memo = eviction, ranking, words, memo
         self.keys = locks.LockFile(root.lock("keys"), root.files.open)  # a reaper's own description: see the module `leases`
         self.room = FreeSpace(root, catalog, settings)
-        self._in_vain: dict[int, tuple[float, int]] = {}  # by space: until when that holds, and for how many bytes
+        self._in_vain: dict[str, tuple[float, int]] = {}  # by space: until when that holds, and for how many bytes
         self._owed: set[int] = set()  # reservations that ended while the catalog was busy: counted until the next transaction here
 
     # -- reserving -------------------------------------------------------------------------------------------------
@@ -115,11 +115,11 @@ class Budget:
         budget evicts nothing. ``timeout``: seconds to wait for other writes of the space, which can be evicted once they are done."""
         return self._reserve(request, Search(), timeout)
 
-    def resize(self, reservation: Reservation, size: int) -> Reservation:
-        """Change the size of a reservation. Raises `NoSpace`; then the reservation is unchanged."""
+    def resize(self, reservation: Reservation, space: str, size: int) -> Reservation:
+        """Change the size of a reservation in a space. Raises `NoSpace`; then the reservation is unchanged."""
         r = reservation
         replaces = (r.key,) if r.keyhash else ()
-        request = SpaceRequest(r.space, r.key, r.keyhash, size, r.suffix, replaces)
+        request = SpaceRequest(space, r.key, r.keyhash, size, r.suffix, replaces)
         return self._reserve(request, Search(r), 0.0)
 
     def _reserve(self, request: SpaceRequest, search: Search, timeout: float) -> Reservation:
@@ -176,7 +176,7 @@ class Budget:
                             return use(txn)
                         if request is not None and not (search.is_stuck or search.is_hopeless):
                             self._grow(txn, request, search, short)
-                        contended = request is not None and reservations.any_others(txn, request.space, search.id)
+                        contended = request is not None and reservations.any_others(txn, txn.space(request.space), search.id)
                 except DiskFull as error:
                     full += 1
                     if not error.relieved or full > FULL:
@@ -225,8 +225,8 @@ class Budget:
         """Reserve space that there is; a `Search` that has found nothing yet gets a reservation of its own."""
         id, held, charge = search.id or txn.new_ids()[0], search.reserved, self.room.charge_of(request)
         row = Reservation(
-            id, self._owners.me(), self._owners.who, request.space, request.key, request.keyhash, request.size, charge, request.suffix,
-            time.time(), request.entries,
+            id, self._owners.me(), self._owners.who, txn.space(request.space, "values"), request.key, request.keyhash, request.size, charge,
+            request.suffix, time.time(), request.entries,
         )  # fmt: skip
         if held is None:
             reservations.insert(txn, row)
@@ -311,8 +311,8 @@ class Budget:
     def _is_hopeless(self, txn: Txn, request: SpaceRequest | None, search: Search) -> bool:
         """Whether a request would not even fit into an empty root."""
         if request is not None:
-            limits, space = self.room.settings.limits(), spaces.by_id(txn, request.space)
-            of_space = limits.of_space(space.name if space is not None else "")
+            limits = self.room.settings.limits()
+            of_space = limits.of_space(request.space)
             quota = request.size if of_space.quota is None else of_space.quota
             is_none = 0 in (limits.max_entries, of_space.max_count)
             if self.room.charge_of(request) > (limits.budget or 0) or request.size > quota or is_none:
@@ -322,14 +322,14 @@ class Budget:
     def _evict(self, txn: Txn, request: SpaceRequest | None, search: Search, short: SpaceDeficit) -> list[Ended] | None:
         """Evict one batch: for a quota entries of the space, for the root the coldest of all, after partials of dead fetches. None where
         nothing goes: then the search is stuck, or has to `_pick`."""
-        space = spaces.by_id(txn, request.space) if request is not None else None
-        evicts_own = space is None or self.room.settings.limits().policy_of(space.name).evicts_own
-        if space is not None and max(short.quota, short.here) > 0:
-            need, scope = _Freed(size=short.quota, count=short.here), Scope(only=space.id)
-            may_evict, only = evicts_own, space.id
+        space = txn.space(request.space) if request is not None else 0
+        evicts_own = request is None or self.room.settings.limits().policy_of(request.space).evicts_own
+        if space and max(short.quota, short.here) > 0:
+            need, scope = _Freed(size=short.quota, count=short.here), Scope(only=space)
+            may_evict, only = evicts_own, space
         else:
             need, only, may_evict = self._lacking(request, search, short), None, not search.is_stuck
-            scope = Scope() if evicts_own or space is None else Scope(but=space.id)
+            scope = Scope() if evicts_own or not space else Scope(but=space)
         if search.is_stuck:
             return None
         self._ranking.learn(txn, scope)
@@ -362,7 +362,7 @@ class Budget:
         self, txn: Txn, scope: Scope, request: SpaceRequest | None, search: Search, freed: _Freed, need: _Freed, *, only_files: bool
     ) -> list[Ended]:  # fmt: skip
         ended, left = list[Ended](), BATCH
-        replaced = entries.sizes(txn, request.space, request.replaces) if request is not None else {}
+        replaced = entries.sizes(txn, txn.space(request.space), request.replaces) if request is not None else {}
         # Where all entries are read all the time, each was used since it was picked: then nearly the coldest will do.
         candidates = self._ranking.coldest(scope, exact=search.picks.get(scope, 0) < PICKS)
         while left > 0 and freed.charge < BATCH_BYTES and not freed.meets(need):

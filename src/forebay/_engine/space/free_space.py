@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from forebay._engine.catalog import entries, reservations, spaces
 from forebay._engine.catalog.connection import Catalog
-from forebay._engine.catalog.transactions import EASY, Rows, Txn
+from forebay._engine.catalog.transactions import EASY, SpaceRows, Txn
 from forebay._engine.files import stages
 from forebay._engine.files.layout import ROW
 from forebay._engine.files.root import Root
@@ -30,7 +30,7 @@ class SpaceRequest(NamedTuple):
     bytes; ``entries``: how many entries will be made of it; ``inline``: of small values. ``spills``: the caller can do without: a search
     that failed is not repeated for a moment."""
 
-    space: int
+    space: str
     key: str
     keyhash: int
     size: int
@@ -70,14 +70,14 @@ class KnownSpace(NamedTuple):
     `Txn`; ``bytes`` of the budget, of the ``quota`` of the ``space``, and ``entries`` that still fit."""
 
     change: int
-    space: int
+    space: str
     bytes: int
     quota: int
     entries: int
     limits: RootLimits
 
 
-_NOTHING_KNOWN = KnownSpace(-2, 0, 0, 0, 0, RootLimits())
+_NOTHING_KNOWN = KnownSpace(-2, "", 0, 0, 0, RootLimits())
 
 
 class FreeSpace:
@@ -104,7 +104,7 @@ class FreeSpace:
     def short_of(self, txn: Txn, request: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
         """`short`, for a caller that uses what there is. Caller: adds what the request is for, if it fits, and nothing else: then `knows`
         tells what is left."""
-        limits, totals = self.settings.limits(), spaces.totals(txn, id, request.space if request else 0)
+        limits, totals = self.settings.limits(), spaces.totals(txn, id, txn.space(request.space) if request else 0)
         txn.leftovers |= totals.leftovers
         short, self._known = self._short(txn, limits, totals, request, id), _NOTHING_KNOWN
         if short.fits and request is not None and request.inline and not (totals.leftovers or totals.any_promised):
@@ -112,9 +112,9 @@ class FreeSpace:
             self._known = KnownSpace(txn.change, request.space, left, -short.quota, -max(short.rows, short.here), limits)
         return short
 
-    def short(self, rows: Rows, request: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
+    def short(self, rows: SpaceRows, request: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
         """What a request lacks beside the reservation ``id``, which it has already, or what is lacking without a request."""
-        totals = spaces.totals(rows, id, request.space if request else 0)
+        totals = spaces.totals(rows, id, rows.space(request.space) if request else 0)
         return self._short(rows, self.settings.limits(), totals, request, id)
 
     def knows(self, txn: Txn, request: SpaceRequest) -> bool:
@@ -132,7 +132,7 @@ class FreeSpace:
         self._known = KnownSpace(txn.change, request.space, left, quota, count, limits)
         return True
 
-    def _short(self, rows: Rows, limits: RootLimits, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
+    def _short(self, rows: SpaceRows, limits: RootLimits, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
         charge = self.charge_of(request) if request is not None else 0
         grown = totals.over + self._catalog.log_over
         used = totals.entries + totals.promised + grown
@@ -143,7 +143,7 @@ class FreeSpace:
         floor = (limits.min_free or 0) + self._catalog.ballast.owed + charge
         floor -= self._free_bytes(floor)
         quota = rows_over = count = -NO_LIMIT
-        of_space, budget = limits.of_space(totals.name), limits.budget or 0
+        of_space, budget = limits.of_space(request.space if request is not None else ""), limits.budget or 0
         if of_space.quota is not None or of_space.max_count is not None or limits.max_entries is not None:
             quota, rows_over, count = self._over_limits(rows, limits.max_entries, of_space, totals, request, id)
         lacking = max(used + charge - budget, floor)
@@ -165,14 +165,14 @@ class FreeSpace:
         return catalog.free
 
     def _over_limits(
-        self, rows: Rows, max_entries: int | None, limits: SpaceLimits, totals: spaces.Totals, request: SpaceRequest | None, id: int
+        self, rows: SpaceRows, max_entries: int | None, limits: SpaceLimits, totals: spaces.Totals, request: SpaceRequest | None, id: int
     ) -> tuple[int, int, int]:  # fmt: skip
         """By how much a request exceeds the quota of its space, the entries of the root, and those of its space."""
         quota = rows_over = count = -NO_LIMIT
-        replaced = entries.sizes(rows, request.space, request.replaces) if request is not None else {}
+        replaced = entries.sizes(rows, rows.space(request.space), request.replaces) if request is not None else {}
         new = request.entries - len(replaced) if request is not None else 0
         if request is not None and (limits.quota is not None or limits.max_count is not None):
-            promised, many = reservations.reserved_in(rows, request.space, id) if totals.any_promised else (0, 0)
+            promised, many = reservations.reserved_in(rows, rows.space(request.space), id) if totals.any_promised else (0, 0)
             if limits.quota is not None:
                 quota = totals.space + promised + request.size - sum(replaced.values()) - limits.quota
             if limits.max_count is not None:
