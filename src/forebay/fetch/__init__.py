@@ -200,8 +200,8 @@ class Fetcher:
         secret = self.store.root.id if self.store.keeps else _NO_ROOT
         above = 0 if self.upstream is None else self.upstream.id
         if self._naming.secret != secret or self._above != above:
-            self._naming, self._above = UrlNaming(secret, self.realm), above
-            self._targets.clear()
+            # T1 asks for the naming / T2 does, of a root that was created again / T1 notes a target: only in what was replaced.
+            self._naming, self._above, self._targets = UrlNaming(secret, self.realm), above, {}
         return self._naming
 
     def target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
@@ -211,13 +211,13 @@ class Fetcher:
             raise errors.ConfigError("an empty URL names nothing", name="url", value="")
         if filesystem is not None:
             return self.target_on(remote.on_filesystem(filesystem, self.options), text)
-        naming = self.naming
-        if (known := self._targets.get(text)) is not None:
+        targets, naming = self._targets, self.naming  # in this order: what is replaced meanwhile is noted in nothing
+        if targets is self._targets and (known := targets.get(text)) is not None:
             return known
         target = self.target_by(text, naming, self._resolvers.of(text))
-        if len(self._targets) >= 10_000:
-            self._targets.clear()
-        self._targets[text] = target
+        if len(targets) >= 10_000:
+            targets.clear()
+        targets[text] = target
         return target
 
     def target_by(self, url: str, naming: UrlNaming, resolve: Callable[[], Remote]) -> Target:

@@ -282,6 +282,8 @@ class Root:
                 except FileExistsError:
                     return  # another process was first: its file is as good
                 except FileNotFoundError:
+                    if not path.parent.is_dir():  # the root was deleted
+                        raise
                     continue  # another process swept our temporary file: check whether the file exists now
             finally:
                 os.close(fd)
@@ -299,6 +301,8 @@ class Root:
                 try:
                     self.files.rename(scrap, path)
                 except FileNotFoundError:
+                    if not path.parent.is_dir():
+                        raise
                     continue  # another process swept our scrap
             except BaseException:
                 self.files.unlink(scrap)

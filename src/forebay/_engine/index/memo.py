@@ -165,7 +165,7 @@ class Memo:
         words, base = self._index.record(entry.slot)
         item = Remembered(entry, view, words[base : base + 4])
         item.tell(self._adaptive.sample(space, entry.key, entry.charge))
-        self._add(space, name, item)
+        self._add(space, name, item, entry.slot, words)
         return item
 
     def is_again(self, id: int, size: int) -> bool:
@@ -186,14 +186,18 @@ class Memo:
         words, base = self._index.record(slot)
         item = MappedEntry(id, view, words[base : base + 4])
         item.tell(self._adaptive.sample(space, names[0], charge_of(item.size, is_file=is_file)))
-        self._add(space, names[0], item)
+        self._add(space, names[0], item, slot, words)
         for name in names[1:]:
             self.alias(space, name, item)
 
-    def _add(self, space: str, name: str, item: MappedEntry) -> None:
+    def _add(self, space: str, name: str, item: MappedEntry, slot: int, words: memoryview) -> None:
+        """Remember an item with the record of a slot, which is in ``words``."""
         if item.size > self._max_bytes // 2:
             return
         with self._mutex:
+            # T1 reads the record / T2 recovers a deleted root, and `restart`s / T1: nobody changes a record in the deleted file any more.
+            if self._index.record(slot)[0] is not words:
+                return
             self._forget_locked(self._of(space).get(name))
             while self._bytes + item.size > self._max_bytes or self._count >= self._max_count:
                 self._forget_coldest_locked()

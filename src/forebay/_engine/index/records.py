@@ -89,7 +89,7 @@ class EntryIndex:
         self._identities: dict[str, tuple[int, int]] = {}  # by path, st_dev and st_ino of each
         self._keys: _Keys | None = None
         self._hashes: dict[str, blake2b] = {}  # the state of the hash after the name of a space
-        self._last: tuple[str, str, tuple[int, int]] = "", "", (0, 0)
+        self._last: tuple[str, str, tuple[int, int], dict[str, blake2b]] = "", "", (0, 0), {}
         self._suffixes: dict[tuple[int, int], str | None] = {(0, 0): ""}
         self._epoch = head.number_of(root.epoch)
         self._free: dict[int, None] = {}  # slots that seemed free, each once: looked at again under the writer lock
@@ -157,18 +157,19 @@ class EntryIndex:
         Whoever makes a list of URLs chooses keys, and the hash alone decides whose bytes are served: a record does not have the key. A
         keyed BLAKE2b is a pseudo-random function: nobody who cannot read the root finds two keys with one hash, and users who can read it
         can read all entries. XXH3 with a secret seed takes half a microsecond less, and promises no such thing."""
-        last = self._last  # one value, since threads replace it at any time
-        if last[0] == key and last[1] == space:
+        # T1 reads the secret / T2 recovers a deleted root, which has another one / T1 notes what it made: only in what was replaced.
+        hashes, last = self._hashes, self._last  # each one value, since threads replace them at any time
+        if last[0] == key and last[1] == space and last[3] is hashes:
             return last[2]
-        state = (self._hashes.get(space) or self._begun(space)).copy()
+        state = (hashes.get(space) or self._begun(space, hashes)).copy()
         state.update(key.encode("utf-8", "surrogatepass"))
         first, second = _halves(state.digest())
-        self._last = key, space, (first, second)
+        self._last = key, space, (first, second), hashes
         return first, second
 
-    def _begun(self, space: str) -> blake2b:
+    def _begun(self, space: str, hashes: dict[str, blake2b]) -> blake2b:
         keyed = blake2b(space.encode("utf-8", "surrogatepass") + b"\0", key=self.head.secret(), digest_size=16)
-        return self._hashes.setdefault(space, keyed)
+        return hashes.setdefault(space, keyed)
 
     def record(self, slot: int) -> tuple[memoryview, int]:
         """``(words, base)``: ``words[base + ID]``, ``words[base + USED]``, ``words[base + VALIDATED]`` are the slot's; of a slot that there
@@ -445,8 +446,7 @@ class EntryIndex:
         self._identities.clear()
         self._free.clear()
         self._keys = None
-        self._hashes.clear()
-        self._last = "", "", (0, 0)
+        self._hashes = {}
 
     def _path(self, number: int) -> Path:
         return self._root.shared_dir / f"records-{number:03d}"

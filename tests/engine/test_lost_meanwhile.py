@@ -1,0 +1,138 @@
+"""The catalog, or the whole root, is deleted and recovered by one thread while another one is in the middle of a call."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay._engine.catalog.connection import Catalog
+from forebay._engine.index.memo import Memo
+from forebay._engine.index.records import EntryIndex
+from forebay._engine.store import Store
+from forebay._model import ObjectInfo
+from tests.harness import KiB, MiB, bytes_of, opened
+
+SMALL, FILE = b"small" * 10, os.urandom(50 * KiB)
+
+
+@pytest.fixture
+def store(quick_path: Path) -> Iterator[Store]:
+    with opened(quick_path / "root", 32 * MiB) as store:
+        store.put("v", "before", SMALL)
+        yield store
+        assert store.check() == []
+
+
+def in_thread(call: Callable[[], object]) -> None:
+    """Make a call in another thread, and wait for it."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def lose_catalog(store: Store) -> None:
+    for ending in ("", "-wal", "-shm"):
+        (store.root.path / f"catalog.sqlite{ending}").unlink(missing_ok=True)
+    in_thread(lambda: store.put("other", "first", SMALL))  # finds it gone, and makes another, in which `v` is no space
+
+
+def put_collected(store: Store) -> None:
+    with store.writing("v", "k", collect=MiB) as writing:
+        writing.begin(ObjectInfo("", len(FILE), '"1"', strong=True))
+        writing.write(0, FILE)
+        store.publish_collected([writing], [False])
+
+
+def put_leased(store: Store) -> None:
+    with store.put_held("v", "k", FILE):
+        assert bytes_of(store, "k") == FILE
+    store.put("v", "k", FILE)
+
+
+def make_pack(store: Store) -> None:
+    store.packs.make("v", "k", 10).close()
+
+
+def join_session(store: Store) -> None:
+    store.prefetching.join("v", "session").close()
+    store.put("v", "k", FILE)
+
+
+DOORS: dict[str, Callable[[Store], Any]] = {
+    "a value": lambda store: store.put("v", "k", SMALL),
+    "a file": lambda store: store.put("v", "k", FILE),
+    "a large file": lambda store: store.put("v", "k", FILE * 10),
+    "pieces": lambda store: store.put_pieces("v", "k", [FILE, FILE]),
+    "several": lambda store: store.put_many("v", [("k", FILE), ("l", SMALL)]),
+    "collected": put_collected,
+    "a held entry": put_leased,
+    "a pack": make_pack,
+    "a session": join_session,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_written_is_in_a_space_of_the_present_catalog(store: Store, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 is about to write / T2 recovers a deleted catalog / T1 writes: its entry is found and counted."""
+    write, lost = Catalog.write, list[bool]()
+
+    def lose_before(self: Catalog, timeout: float | None = None) -> Any:
+        if not lost:
+            lost.append(True)
+            lose_catalog(store)
+        return write(self, timeout)
+
+    monkeypatch.setattr(Catalog, "write", lose_before)
+    DOORS[door](store)
+    assert lost
+    assert store.entry("v", "k") is not None
+    spaces = {space.name: space for space in store.seeing.usage().spaces}
+    assert spaces["v"].entries == len(store.seeing.entries("v"))
+
+
+@pytest.mark.parametrize("size", [10, 50 * KiB], ids=["a value", "a file"])
+@pytest.mark.parametrize("lose", ["root", "shared"])
+def test_no_bytes_of_a_deleted_root_are_remembered(store: Store, monkeypatch: pytest.MonkeyPatch, size: int, lose: str) -> None:
+    """T1 reads the record of an entry / T2 recovers the deleted root / T1 remembers the entry, whose record nobody changes any more."""
+    old, new = os.urandom(size), os.urandom(size)
+    store.put("v", "k", old)
+    record, lost = EntryIndex.record, list[bool]()
+
+    def lose_behind(self: EntryIndex, slot: int) -> tuple[memoryview, int]:
+        found = record(self, slot)
+        if not lost and threading.current_thread() is threading.main_thread():
+            lost.append(True)
+            shutil.rmtree(store.root.path if lose == "root" else store.root.shared_dir)
+            in_thread(lambda: store.put("v", "k", new))
+        return found
+
+    add = Memo.add
+
+    def add_losing(self: Memo, *arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(EntryIndex, "record", lose_behind)
+            return add(self, *arguments)
+
+    monkeypatch.setattr(Memo, "add", add_losing)
+    for _ in range(3):  # the first ones open and map
+        assert bytes_of(store, "k") in (old, new)
+    monkeypatch.undo()
+    assert lost
+    assert bytes_of(store, "k") == new
+    store.put("v", "k", b"newest")
+    assert bytes_of(store, "k") == b"newest"
+
+
+def test_a_file_is_not_installed_in_a_directory_that_is_gone(store: Store) -> None:
+    path = store.root.path / "gone" / "file"
+    with pytest.raises(FileNotFoundError):
+        store.root.install(path, lambda fd: None)
+    with pytest.raises(FileNotFoundError):
+        store.root.replace(path, b"content")
+    assert not [name for name in os.listdir(store.root.path) if name.startswith("new-")]
