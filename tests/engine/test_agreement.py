@@ -200,7 +200,7 @@ def test_an_older_copy_of_one_under_a_newer_one_of_the_other(store: Store, newer
     def look() -> None:
         with opened(place) as mine:
             mine.engine.index.head.epoch = 0
-            mine.engine.parts._epoch_began = False
+            mine.engine.parts.catalog.begun(None)
             mine.put("v", "new", FILE)
             for entry in mine.seeing.entries("v"):
                 assert bytes_of(mine, entry.key) in (None, SMALL, FILE, b"n" * 700, b"n" * 60_000)

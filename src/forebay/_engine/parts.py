@@ -50,12 +50,15 @@ class Parts:
         self.reading = Reading(root, self.catalog, self.index, self.leases, hits.memo, hits.counters)
         self._writers: Writers | None = None
         self._forking: tuple[host.Inherited, ...] = ()
-        self._has_index = self._epoch_began = False
+        self._has_index = False
         self._validations: deque[tuple[Entry, int, int]] = deque(maxlen=_MOST)  # see `note_validations`
 
     def start(self) -> None:
         """Open the catalog, recreating it where it is broken, and end what processes that died have left. It may be repeated."""
-        self._epoch_began = False  # it may be a new catalog: the records are of the one before until an epoch has begun
+        with self.catalog.beginning():
+            self._start()
+
+    def _start(self) -> None:
         for _ in range(OPENINGS):
             try:
                 self._begin()
@@ -105,7 +108,8 @@ class Parts:
             self.index.head.epoch = 0
             self._settings.note()
             self._hits.memo.restart(self.index)  # what it knows of the part that is lost
-        self._has_index, self._epoch_began = True, False
+            self.catalog.begun(None)
+        self._has_index = True
         try:
             self.begin_epoch()
         except errors.WriterBusy as error:  # the next call that writes does it
@@ -144,7 +148,11 @@ class Parts:
         remove files that it left without a row, compare records and rows, and measure all segments: their rows may be older than they are.
 
         Each step may be repeated: the epoch is noted last."""
-        head = self.index.head
+        with self.catalog.beginning():
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        head, seen = self.index.head, self.catalog.seen()
         epoch, number = spaces.setting(self.catalog, "boot"), head.number_of(self.root.epoch)
         is_older = forgotten(number_below(spaces.setting(self.catalog, "next_id"), "next_id", NUMBERS), head.words()[NEXT])
         if epoch != self.root.epoch or head.epoch != number or is_older:
@@ -166,11 +174,11 @@ class Parts:
                     failures.forget(txn)
                     spaces.set_setting(txn, "boot", self.root.epoch)
             head.epoch = number
-        self._epoch_began = True
+        self.catalog.begun(seen)
 
     def begin_write(self) -> None:
         """Before a write: begin the epoch."""
-        if not self._epoch_began:
+        if not self.catalog.has_begun:
             self.begin_epoch()
         history = self._hits.history
         history.use = self._use

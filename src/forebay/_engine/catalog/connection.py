@@ -88,6 +88,8 @@ class Catalog:
         self._mutex = self._peers.mutex  # guards _con, _guard, _seen, _index, _pid, _ids
         self._guard: locks.LockFile | None = None
         self._con: sqlite3.Connection | None = None
+        self._begun: tuple[int, int] | None = None  # the catalog, as of `_seen`, in which the epoch has begun
+        self._beginners: set[int] = set()  # the threads that are about to begin it
         self._spaces: dict[str, int] = {}  # see `space`; another one with each connection, which may be to another catalog
         self._seen: tuple[int, int] | None = None
         self._index: tuple[int, int] | None = None
@@ -375,6 +377,38 @@ class Catalog:
         """See `WriterLock.still`."""
         return self._writer.still()
 
+    # -- the epoch -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the epoch has begun in the catalog that is open. In one that replaced another, only the thread that is `beginning` it
+        writes until then.
+
+        T1 looks whether it has / T2 replaces a deleted catalog / T1 puts a key into it that a record of the lost one has, too: whichever
+        record is found would be served."""
+        return self._begun is not None and self._begun == self._seen
+
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Around what has to be done before the first write: its own writes are the only ones."""
+        me = threading.get_ident()
+        is_nested = me in self._beginners
+        self._beginners.add(me)
+        try:
+            yield
+        finally:
+            if not is_nested:
+                self._beginners.discard(me)
+
+    def seen(self) -> tuple[int, int] | None:
+        """Which file the catalog is that is open."""
+        self.one("SELECT 1 FROM meta")
+        return self._seen
+
+    def begun(self, seen: tuple[int, int] | None) -> None:
+        """The epoch has begun in this catalog, which was open before the first step."""
+        self._begun = seen
+
     @contextlib.contextmanager
     def write(self, timeout: float | None = None) -> Iterator[Txn]:
         """One transaction under the writer lock. Leaves by an exception: nothing of it is kept. ``timeout``: see `WriterLock.holding`."""
@@ -445,6 +479,8 @@ class Catalog:
             raise errors.CacheFault(f"{message}: continue that process, or end it")
         txn.con, txn.is_committed = self._connection_locked(), False
         txn.spaces = self._spaces
+        if self._begun not in (None, self._seen) and threading.get_ident() not in self._beginners:
+            raise CatalogBroken(f"the catalog {self._path} was replaced")
         txn.con.execute("BEGIN IMMEDIATE")
         words = self._head.words()
         txn.seen, txn.given = words[CHANGED], words[NEXT]
@@ -455,6 +491,7 @@ class Catalog:
     def _commit_locked(self, txn: Txn) -> None:
         words = self._head.words()
         words[CHANGED] = txn.change
+        self._check_named()  # else the files of this transaction may be in another root by now
         host.step("commit", self._path)
         txn.run("COMMIT")
         txn.is_committed = True
@@ -513,16 +550,23 @@ class Catalog:
         `CatalogBroken`: ids of spaces and owners from the old catalog mean nothing in the new one."""
         if not self._writer.file.has_name():
             raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
+        with self._mutex:
+            try:
+                self._check_named()
+            except CatalogBroken:
+                self._close_locked()
+                raise
+            if self._con is not None and self._index != self._wal.current_index():
+                self._close_peers_locked()
+
+    def _check_named(self) -> None:
+        """Raise `CatalogBroken` if the path of the catalog leads to another one than what is open. Caller: holds the mutex."""
         try:
             where = os.stat(self._path)
         except FileNotFoundError as error:
             raise CatalogBroken(f"the catalog {self._path} was deleted") from error
-        with self._mutex:
-            if self._seen is not None and self._seen != (where.st_dev, where.st_ino):
-                self._close_locked()
-                raise CatalogBroken(f"the catalog {self._path} was replaced")
-            if self._con is not None and self._index != self._wal.current_index():
-                self._close_peers_locked()
+        if self._seen is not None and self._seen != (where.st_dev, where.st_ino):
+            raise CatalogBroken(f"the catalog {self._path} was replaced")
 
     def has_its_lock(self) -> bool:
         """Whether the writer lock is still the one that other processes take."""
