@@ -50,16 +50,18 @@ class Lease:
 
     def __init__(self, release: Callable[[int], None], entry: Entry, path: str) -> None:
         self.entry, self.path = entry, path
-        self._held = _Held(release, entry.id)
+        self._held: _Held | None = _Held(release, entry.id)
 
     def close(self) -> None:
         """Release the lease. A second call does nothing."""
-        self._held.release()
+        held, self._held = self._held, None  # its finalizer, too, runs while signals wait
+        if held is not None:
+            held.release()
 
     @property
     def closed(self) -> bool:
         """Whether this lease has been released."""
-        return not self._held
+        return self._held is None
 
     def reopened_by(self, function: Callable[..., Lease], *args: Any) -> Self:
         """Make a pickled copy of this lease open with ``function(*args)``. Returns the lease itself."""

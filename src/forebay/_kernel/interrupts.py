@@ -311,7 +311,10 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
                 error = delivered.error
         finally:
             _end()
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame, and so to what the call had
 
     return _marked(call)  # type: ignore[no-any-return]
 
