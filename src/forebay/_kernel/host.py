@@ -63,11 +63,27 @@ def _last(path: Path, directory: int | None) -> Path:
     return path if directory is None else os.path.basename(path)
 
 
+def open_fd(path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    """`os.open`, with a descriptor that is not one of the standard streams': see `not_standard`."""
+    return not_standard(os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd))
+
+
+def not_standard(fd: int) -> int:
+    """Return the same open file under a number above 2: in a process that was started with a closed standard stream, the kernel gives a
+    new file that stream's number, and what C code then prints overwrites the file. ``fd`` must not be used any more."""
+    if fd > 2 or fd < 0:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
+
+
 def create(path: Path, mode: int, *, masked: bool = False, directory: int | None = None) -> int:
     """A descriptor of a new file, which has ``mode`` whatever the umask, or, ``masked``, what the umask leaves of it.
     Raises FileExistsError."""
     step("create", path)
-    fd = os.open(_last(path, directory), CREATE, mode, dir_fd=directory)
+    fd = open_fd(_last(path, directory), CREATE, mode, dir_fd=directory)
     return fd if masked else with_mode(fd, mode)
 
 
@@ -85,7 +101,7 @@ def with_mode(fd: int, mode: int) -> int:
 def create_unnamed(directory: Path, mode: int) -> int:
     """Return a descriptor of a new, unnamed file. It disappears with the descriptor unless `give_name` names it."""
     step("create_unnamed", directory)
-    return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode)
+    return open_fd(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode)
 
 
 def give_name(fd: int, path: str | os.PathLike[str]) -> None:
@@ -97,7 +113,7 @@ def give_name(fd: int, path: str | os.PathLike[str]) -> None:
 
 def open_write(path: Path, directory: int | None = None) -> int:
     """A descriptor to change a file that is there. Symbolic links are not followed."""
-    return os.open(_last(path, directory), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+    return open_fd(_last(path, directory), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
 
 
 def out_of_the_way(fd: int) -> int:
@@ -221,7 +237,7 @@ def chmod(path: Path | int, mode: int, directory: int | None = None) -> None:
             os.chmod(f"/proc/self/fd/{path}", mode)  # os.fchmod takes none of O_PATH
         return
     # os.chmod follows links, and on Linux cannot do else.
-    fd = os.open(_last(path, directory), os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+    fd = open_fd(_last(path, directory), os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
     try:
         with _needs_proc():
             os.chmod(f"/proc/self/fd/{fd}", mode)
@@ -319,7 +335,7 @@ def mount_number(path: Path) -> int:
 def read_small(path: Path, largest: int) -> bytes | None:
     """Return the whole content of a file; None if it is not a plain file, or has more than ``largest`` bytes. Raises OSError. Never
     blocks, and follows no symbolic link."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = open_fd(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > largest:

@@ -18,7 +18,8 @@ from forebay._kernel import host
 from forebay._kernel.below import Below
 from forebay._model import Buffer
 
-VERSION = 2
+VERSION = 3
+"""Of all that a root has: it rises with each change of the catalog's format, or of another file's."""
 HEAD_MAGIC = b"FBHEAD02"
 LONGEST_FORMAT = 4096
 PAGE = 4096
@@ -108,7 +109,7 @@ def id_left(directory: Path, id_in_catalog: Callable[[Path], int | None]) -> int
 
 def _id_in_head(directory: Path) -> int | None:
     try:
-        fd = os.open(directory / "shared" / "head", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = host.open_fd(directory / "shared" / "head", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
