@@ -153,6 +153,12 @@ class Root:
         return xxhash.xxh32_intdigest(self.epoch.encode())
 
     @host.cached_property
+    def is_layered(self) -> bool:
+        """Whether a file may lie in a lower layer until it is opened for writing. What was mapped before shows nothing of what is written
+        then: only a file that is opened again does."""
+        return host.fs_kind(self.path) == "overlay"
+
+    @host.cached_property
     def _blobs(self) -> str:
         return str(self.blobs_dir)
 
