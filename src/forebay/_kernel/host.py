@@ -33,6 +33,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _FICLONE = 0x40049409
+_GET_FLAGS, _SET_FLAGS, _NO_COPY, _COMPRESS = 0x80086601, 0x40086602, 0x00800000, 0x04  # see ioctl_iflags(2)
+_COPYING = frozenset(["btrfs"])
 _IOV_MAX = 1024
 _HIGH = 512
 _PUNCH_HOLE_KEEP_SIZE = 0x03
@@ -183,6 +185,30 @@ def truncate(fd: int, length: int) -> None:
     """Set the size. Never shorten a file that any process may have mapped: reading the lost part kills that process."""
     step("truncate", fd)
     os.ftruncate(fd, length)
+
+
+def store_in_place(fd: int, wanted: bool = True) -> None:
+    """Where the file system copies blocks that are written to, have it write those of a new, empty file in place: else a store into a
+    mapping needs a new block, and kills the process on a full disk. Of a directory: of the files that are made in it. With ``wanted``
+    False those are written as is usual there. Raises OSError where the file system cannot."""
+    if fs_kind(fd) not in _COPYING:
+        return
+    flags = _flags_of(fd)
+    changed = (flags | _NO_COPY) & ~_COMPRESS if wanted else flags & ~_NO_COPY
+    if flags != changed:
+        step("store_in_place", fd)
+        fcntl.ioctl(fd, _SET_FLAGS, changed.to_bytes(8, "little"))
+        if _flags_of(fd) & _NO_COPY != changed & _NO_COPY:
+            raise OSError(errno.EOPNOTSUPP, "the file system does not switch copy-on-write off")
+
+
+def _flags_of(fd: int) -> int:
+    return int.from_bytes(fcntl.ioctl(fd, _GET_FLAGS, bytes(8))[:4], "little")
+
+
+def stores_in_place(directory: int) -> bool:
+    """Whether blocks of the files that are made in this directory are written in place: see `store_in_place`."""
+    return fs_kind(directory) not in _COPYING or bool(_flags_of(directory) & _NO_COPY)
 
 
 def sync(fd: int) -> None:
@@ -387,14 +413,15 @@ NETWORK_KINDS = frozenset(
 """File systems whose locks or mappings other machines, or the host, may not share."""
 
 
-def fs_kind(path: Path) -> str:
-    """The kind of the file system that holds ``path``, such as ``ext4`` or ``nfs``; its magic number in hex if unknown.
+def fs_kind(path: Path | int) -> str:
+    """The kind of the file system that holds what a path or a descriptor names, such as ``ext4`` or ``nfs``; its magic number in hex if
+    unknown.
 
     virtiofs reports itself as ``fuse``."""
     buffer = (ctypes.c_long * 32)()
-    if libc.statfs(os.fsencode(path), buffer):
+    if libc.fstatfs(path, buffer) if isinstance(path, int) else libc.statfs(os.fsencode(path), buffer):
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), os.fspath(path))
+        raise OSError(code, os.strerror(code), path)
     magic = buffer[0] & 0xFFFFFFFF
     return _KINDS.get(magic, f"{magic:#x}")
 

@@ -163,6 +163,7 @@ def make_file(parent: int, name: str, size: int, content: bytes = b"", *, mode: 
     """Create a file of a claim with its blocks. Raises OSError."""
     fd = host.create(name, mode, directory=parent)
     try:
+        host.store_in_place(fd)
         host.allocate(fd, 0, size)
         if content:
             host.pwrite(fd, content, 0)

@@ -12,10 +12,11 @@ import pytest
 
 import forebay
 from forebay._kernel import host
+from forebay.testing import ScriptedServer
 
 JOB = """
 import forebay, json, os, sys
-root, report, url = sys.argv[1:4]
+root, report, url, *remote = sys.argv[1:]
 taken = set()
 
 def look():  # as a library in C prints a warning
@@ -35,6 +36,9 @@ look()
 with cache.open(url) as file:
     look()
     file.read()
+for each in remote:
+    assert cache.read(each) == b"r" * 1000  # the connection is kept
+    look()
 samples = cache.samples("a", length=10, codec="raw", fingerprint="1")
 samples.put(1, b"s" * 5000)
 look()
@@ -58,8 +62,10 @@ def test_what_is_printed_to_a_closed_stream_goes_into_no_file(tmp_path: Path, cl
     source.write_bytes(b"s" * 300_000)
     with forebay.Cache(root, budget="100MB") as cache:
         cache.put("before", b"b" * 500_000)
-    command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-c", JOB, root, report, source.as_uri()]
-    subprocess.run(command, check=True, timeout=60, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with ScriptedServer() as server:
+        urls = [server.put(f"/{number}", b"r" * 1000) for number in range(2)]
+        command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-c", JOB, root, report, source.as_uri(), *urls]
+        subprocess.run(command, check=True, timeout=60, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     assert json.loads(report.read_text()) == [[], 0]
     with forebay.Cache(root) as cache:
         assert [len(cache.get(key)) for key in ("before", "large", "child", "later")] == [500_000] * 4

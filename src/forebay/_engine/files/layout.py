@@ -283,6 +283,7 @@ class Root:
             fd = self.files.create(scrap, self.file_mode)
             try:
                 host.chmod(fd, self.file_mode)
+                host.store_in_place(fd)
                 fill(fd)
                 try:
                     self.files.link(scrap, path)
@@ -301,6 +302,7 @@ class Root:
             scrap = self.path / f"new-{os.urandom(8).hex()}"
             fd = self.files.create(scrap, self.file_mode)
             try:
+                host.store_in_place(fd)
                 host.pwrite(fd, content, 0)
                 host.sync(fd)
                 try:

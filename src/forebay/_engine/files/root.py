@@ -29,6 +29,7 @@ from forebay._engine.files.layout import (
     parse_tmp_name,
 )
 from forebay._kernel import host, interrupts, locks
+from forebay._kernel.below import LinkInTheWay, NoPlainFile
 from forebay._logs import logger
 from forebay.errors import NewerFormat, RootRefused
 
@@ -86,7 +87,7 @@ def open_root(
         id = _restore_format(directory, id_in_catalog)
     root = Root(directory, id, shared=_is_a_groups(directory.stat()))
     _check_trust(root, shared)
-    if not root.is_same():
+    if not (root.is_same() and _stores_in_place(root)):
         _bring_up(root)
     if shared and not root.shared:
         _refuse(directory, "a root for a group", "a root for its owner only", "choose another directory, or remove it first")
@@ -147,7 +148,7 @@ def _bring_up(root: Root) -> None:
             if time.monotonic() > until:
                 _refuse(root.path, f"a root of format {VERSION}", "an older one that processes have open", "end them")
             interrupts.sleep(0.05)
-        if root.is_same():
+        if root.is_same() and _stores_in_place(root):
             return
         for folder, older in _OLDER.items():
             for name in root.files.names_in(root.path / folder):
@@ -155,9 +156,44 @@ def _bring_up(root: Root) -> None:
                     root.files.unlink(root.path / folder / name)
             with contextlib.suppress(OSError):  # it has files of others
                 root.files.rmdir(root.path / folder)
+        if not _stores_in_place(root):
+            _move_into_place(root)
         root.replace(root.path / "FORMAT", root.format_line)
     finally:
         lock.close()
+
+
+def _stores_in_place(root: Root) -> bool:
+    with root.files.listing(root.path) as fd:
+        return host.stores_in_place(fd)
+
+
+def _store_in_place(root: Root) -> None:
+    """See `host.store_in_place`: of the directories whose files are mapped to be written to; SQLite does that, too."""
+    try:
+        for name in (*_DIRECTORIES, ""):  # the root itself last: it says that this is done
+            with root.files.listing(root.path / name) as fd:
+                host.store_in_place(fd, name in ("shared", "locks", ""))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        found = f"one that always writes to other blocks ({error.strerror}), so that a full disk would end processes"
+        _refuse(root.path, "a file system that writes in place where it is told to", found, "choose a directory on another file system")
+
+
+def _move_into_place(root: Root) -> None:
+    """Copy the files that are mapped to be written to, so that they are stored in place from now on: on btrfs that is set when a file is
+    made. Caller: no process has the root open."""
+    root.files.unlink(root.shared_dir / "cells")  # they are copies, and many
+    root.files.unlink(Path(f"{root.catalog}-shm"))  # a killed process left it: SQLite makes another
+    mapped = [root.words, root.counters, root.hosts, *(root.shared_dir / name for name in root.files.names_in(root.shared_dir))]
+    mapped += [root.packs_dir / name / "index" for name in root.files.names_in(root.packs_dir)]
+    mapped += [root.tmp_dir / name for name in root.files.names_in(root.tmp_dir) if name.endswith(".map")]
+    for path in mapped:
+        with contextlib.suppress(FileNotFoundError, NoPlainFile, LinkInTheWay), open(root.files.open(path), "rb") as file:
+            root.replace(path, file.read())
+    with contextlib.suppress(FileNotFoundError):  # a directory is missing: it is made, and this done, by `_lay_out`
+        _store_in_place(root)
 
 
 def _refuse(directory: str | Path, expected: str, actual: str, todo: str) -> NoReturn:
@@ -346,6 +382,8 @@ def _lay_out(root: Root) -> None:
             for path in [f"{directory}/{name}" for name in names]:  # a `Path` of each would take longer than its directory
                 host.mkdir(path, root.dir_mode, fd)
                 _settle(root, path, root.dir_mode, fd)
+        if directory == root.path:
+            _store_in_place(root)
     locks = root.words.parent
     with root.files.directory(locks) as fd:
         there = root.files.names_in(root.path / "locks")
