@@ -170,15 +170,14 @@ def _stores_in_place(root: Root) -> bool:
 
 def _store_in_place(root: Root) -> None:
     """See `host.store_in_place`: of the directories whose files are mapped to be written to; SQLite does that, too."""
-    try:
-        for name in (*_DIRECTORIES, ""):  # the root itself last: it says that this is done
-            with root.files.listing(root.path / name) as fd:
+    for name in (*_DIRECTORIES, ""):  # the root itself last: it says that this is done
+        with root.files.listing(root.path / name) as fd:
+            try:
                 host.store_in_place(fd, name in ("shared", "locks", ""))
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        found = f"one that always writes to other blocks ({error.strerror}), so that a full disk would end processes"
-        _refuse(root.path, "a file system that writes in place where it is told to", found, "choose a directory on another file system")
+            except OSError as error:
+                found = f"one that always writes to other blocks ({error.strerror}), so that a full disk would end processes"
+                todo = "choose a directory on another file system"
+                _refuse(root.path, "a file system that writes in place where it is told to", found, todo)
 
 
 def _move_into_place(root: Root) -> None:
