@@ -126,10 +126,6 @@ def test_two_processes_go_on_after_harm(quick_path: Path, what: str, harm: str) 
                 assert who("get", "new") == SMALL + bytes([turn])
     one.end()
     two.end()
-    if (what, harm) == ("FORMAT", "scribble"):
-        with pytest.raises(errors.RootRefused):
-            Store.open(place, Settings())
-        return
 
     def look() -> None:
         with opened(place, 2 * MiB) as store:

@@ -238,8 +238,8 @@ def changes_a_file(call: ast.Call) -> str | None:
             return "open to write"
         case ast.Attribute(ast.Name("os"), name) if name in CHANGING:
             return f"os.{name}"
-        case ast.Attribute(ast.Name("os"), "open") if names & CREATING_FLAGS:
-            return f"os.open with {', '.join(sorted(names & CREATING_FLAGS))}"
+        case ast.Attribute(ast.Name("os"), "open") | ast.Attribute(ast.Name("host"), "open_fd") if names & CREATING_FLAGS:
+            return f"open with {', '.join(sorted(names & CREATING_FLAGS))}"
         case ast.Attribute(ast.Name("os" | "io" | "codecs"), "open" | "fdopen") if call.func.attr == "fdopen" and writes(mode_of(call, 1)):
             return "fdopen to write"
         case ast.Attribute(ast.Name("io" | "codecs"), "open") if writes(mode_of(call, 1)):
@@ -283,7 +283,35 @@ def test_every_change_of_a_file_is_a_crash_point() -> None:
     assert all_breaches(file_breaches, modules) == []
 
 
-BY_PATH = {"create", "create_unnamed", "give_name", "open_write", "rename", "link", "unlink", "mkdir", "rmdir"}
+NEW_DESCRIPTORS = {
+    ("os", "open"), ("os", "dup"), ("os", "eventfd"), ("os", "memfd_create"), ("os", "pipe"), ("os", "pipe2"), ("select", "epoll"),
+    ("socket", "socketpair"),
+}  # fmt: skip
+"""Calls that may give a new file the number of a standard stream that is closed."""
+
+
+def standard_breaches(source: str) -> list[str]:
+    """Descriptors that a function has made, and not passed through `host.not_standard`."""
+    found = []
+    for function in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]:
+        made = [n.func for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+        if not any(func.attr == "not_standard" for func in made):
+            new = [func for func in made if isinstance(func.value, ast.Name) and (func.value.id, func.attr) in NEW_DESCRIPTORS]
+            found += [f"{func.lineno} {ast.unparse(func)}" for func in new]
+    return found
+
+
+def test_no_file_takes_the_place_of_a_standard_stream() -> None:
+    modules = MODULES.keys() - {"_kernel.host", "_config_file"}  # the latter reads, and closes at once
+    assert {m: found for m in sorted(modules) if (found := standard_breaches(MODULES[m].read_text()))} == {}
+
+
+def test_the_look_for_descriptors_sees() -> None:
+    assert standard_breaches("def f():\n    return os.open(p, os.O_RDONLY)") == ["2 os.open"]
+    assert standard_breaches("def f():\n    return host.not_standard(os.eventfd(0))") == []
+
+
+BY_PATH = {"create", "create_unnamed", "give_name", "open_fd", "open_write", "rename", "link", "unlink", "mkdir", "rmdir"}
 
 
 def link_breaches(source: str) -> list[str]:

@@ -131,6 +131,8 @@ class Engine(Hits):
             self.reopen(error, recoveries)
         elif isinstance(error, FileNotFoundError) and not self.root.is_same():  # of a lock file, such as the first one that is asked for
             self.reopen(CatalogBroken(f"the root {self.root.path} was deleted: {error.strerror}"), recoveries)
+        elif isinstance(error, errors.RootError):  # it was another's when it was opened, but nothing needed the catalog yet
+            raise errors.CacheFault(f"the cache in {self.root.path} cannot be used: {error}") from error
         elif not (isinstance(error, DiskFull) and error.relieved):
             raise error
 
@@ -155,26 +157,29 @@ class Engine(Hits):
                 return
             (log.info if error.damaged else log.warning)("%s: opening it again", str(error))
             try:
-                root = open_directory(self.root.path, shared=self.root.shared)
+                self._reopen(error)
             except errors.RootError as refused:  # given to another user, say: the job that has it open goes on without
                 raise errors.CacheFault(f"the cache in {self.root.path} cannot be used any more: {refused}") from refused
-            parts = self._parts
-            if parts is None or root.id != self.root.id or not self.index.is_same() or not parts.catalog.has_its_lock():
-                if parts is not None:
-                    parts.close()
-                if self._limits is not None:
-                    self._limits.close()
-                    self._limits = None
-                self.connect(root, self.settings.known)
-                if parts is not None:
-                    self._make_parts()
-            elif error.damaged:
-                parts.catalog.rebuild(str(error))
-            self.forget()
-            (self._parts or self._make_parts()).start()
-            self._is_open = True
-            self.configure(Settings())
-            self.recoveries += 1
+
+    def _reopen(self, error: CatalogBroken) -> None:
+        root = open_directory(self.root.path, shared=self.root.shared)
+        parts = self._parts
+        if parts is None or root.id != self.root.id or not self.index.is_same() or not parts.catalog.has_its_lock():
+            if parts is not None:
+                parts.close()
+            if self._limits is not None:
+                self._limits.close()
+                self._limits = None
+            self.connect(root, self.settings.known)
+            if parts is not None:
+                self._make_parts()
+        elif error.damaged:
+            parts.catalog.rebuild(str(error))
+        self.forget()
+        (self._parts or self._make_parts()).start()
+        self._is_open = True
+        self.configure(Settings())
+        self.recoveries += 1
 
     # -- opening ---------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ def _open_at_once(path: str, flags: int, mode: int = 0) -> int:
     fd: int = _openat2(_OPENAT2, _HERE, os.fsencode(path), _how(flags, mode), ctypes.sizeof(_How))
     if fd < 0 and ctypes.get_errno() == errno.ENOENT:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    return fd
+    return host.not_standard(fd)
 
 
 # Of `open_quickly`. Arguments that are converted once, and a function that converts none: the call takes as long as `os.open`.
@@ -69,7 +69,7 @@ def open_quickly(path: str) -> int:
     """A descriptor to read a file with; negative where there is none, or one system call cannot open it without following a link. Its
     caller checks that it is a plain file."""
     fd: int = _openat2_converted(_NUMBER, _FROM, path.encode(_ENCODING, _ERRORS), _HOW, _HOW_SIZE)
-    return fd
+    return fd if fd > 2 else host.not_standard(fd)
 
 
 _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -116,7 +116,7 @@ class _Walk:
 
     def __enter__(self) -> int:
         if not self._names:  # the top itself may be reached through links: its owner chose it
-            self._fd = os.open(self._top, self._flags & ~os.O_NOFOLLOW)
+            self._fd = host.open_fd(self._top, self._flags & ~os.O_NOFOLLOW)
             return self._fd
         self._fd = _open_at_once("/".join((self._top.rstrip("/"), *self._names)), self._flags)
         if self._fd >= 0:
@@ -126,9 +126,9 @@ class _Walk:
             above, path, left = fd, f"{path}/{name}", left - 1
             try:
                 if above < 0:
-                    fd = os.open(path, self._flags if not left else _STEP)
+                    fd = host.open_fd(path, self._flags if not left else _STEP)
                 else:
-                    fd = os.open(name, self._flags if not left else _STEP, dir_fd=above)
+                    fd = host.open_fd(name, self._flags if not left else _STEP, dir_fd=above)
             except NotADirectoryError:
                 raise LinkInTheWay(errno.ELOOP, f"{_IN_THE_WAY}: remove it", path) from None
             finally:
@@ -193,7 +193,7 @@ class Below:
         if fd >= 0:
             return fd
         with _Walk(self.top, names[:-1], _STEP) as directory:
-            return os.open(names[-1], flags, dir_fd=directory)
+            return host.open_fd(names[-1], flags, dir_fd=directory)
 
     def lstat(self, path: Path) -> os.stat_result:
         with self._parent(path) as fd:
@@ -224,7 +224,7 @@ class Below:
         fd = _open_at_once(os.fspath(path), host.CREATE, mode)
         if fd < 0:
             with _Walk(self.top, names[:-1], _STEP) as directory:
-                fd = os.open(names[-1], host.CREATE, mode, dir_fd=directory)
+                fd = host.open_fd(names[-1], host.CREATE, mode, dir_fd=directory)
         return fd if masked else host.with_mode(fd, mode)
 
     def open_write(self, path: Path) -> int:

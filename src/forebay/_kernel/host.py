@@ -33,6 +33,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _FICLONE = 0x40049409
+_GET_FLAGS, _SET_FLAGS, _NO_COPY, _COMPRESS = 0x80086601, 0x40086602, 0x00800000, 0x04  # see ioctl_iflags(2)
+_COPYING = frozenset(["btrfs"])
 _IOV_MAX = 1024
 _HIGH = 512
 _PUNCH_HOLE_KEEP_SIZE = 0x03
@@ -63,11 +65,27 @@ def _last(path: Path, directory: int | None) -> Path:
     return path if directory is None else os.path.basename(path)
 
 
+def open_fd(path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    """`os.open`, with a descriptor that is not one of the standard streams': see `not_standard`."""
+    return not_standard(os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd))
+
+
+def not_standard(fd: int) -> int:
+    """Return the same open file under a number above 2: in a process that was started with a closed standard stream, the kernel gives a
+    new file that stream's number, and what C code then prints overwrites the file. ``fd`` must not be used any more."""
+    if fd > 2 or fd < 0:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
+
+
 def create(path: Path, mode: int, *, masked: bool = False, directory: int | None = None) -> int:
     """A descriptor of a new file, which has ``mode`` whatever the umask, or, ``masked``, what the umask leaves of it.
     Raises FileExistsError."""
     step("create", path)
-    fd = os.open(_last(path, directory), CREATE, mode, dir_fd=directory)
+    fd = open_fd(_last(path, directory), CREATE, mode, dir_fd=directory)
     return fd if masked else with_mode(fd, mode)
 
 
@@ -85,7 +103,7 @@ def with_mode(fd: int, mode: int) -> int:
 def create_unnamed(directory: Path, mode: int) -> int:
     """Return a descriptor of a new, unnamed file. It disappears with the descriptor unless `give_name` names it."""
     step("create_unnamed", directory)
-    return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode)
+    return open_fd(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode)
 
 
 def give_name(fd: int, path: str | os.PathLike[str]) -> None:
@@ -97,7 +115,7 @@ def give_name(fd: int, path: str | os.PathLike[str]) -> None:
 
 def open_write(path: Path, directory: int | None = None) -> int:
     """A descriptor to change a file that is there. Symbolic links are not followed."""
-    return os.open(_last(path, directory), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+    return open_fd(_last(path, directory), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
 
 
 def out_of_the_way(fd: int) -> int:
@@ -169,6 +187,30 @@ def truncate(fd: int, length: int) -> None:
     os.ftruncate(fd, length)
 
 
+def store_in_place(fd: int, wanted: bool = True) -> None:
+    """Where the file system copies blocks that are written to, have it write those of a new, empty file in place: else a store into a
+    mapping needs a new block, and kills the process on a full disk. Of a directory: of the files that are made in it. With ``wanted``
+    False those are written as is usual there. Raises OSError where the file system cannot."""
+    if fs_kind(fd) not in _COPYING:
+        return
+    flags = _flags_of(fd)
+    changed = (flags | _NO_COPY) & ~_COMPRESS if wanted else flags & ~_NO_COPY
+    if flags != changed:
+        step("store_in_place", fd)
+        fcntl.ioctl(fd, _SET_FLAGS, changed.to_bytes(8, "little"))
+        if _flags_of(fd) & _NO_COPY != changed & _NO_COPY:
+            raise OSError(errno.EOPNOTSUPP, "the file system does not switch copy-on-write off")
+
+
+def _flags_of(fd: int) -> int:
+    return int.from_bytes(fcntl.ioctl(fd, _GET_FLAGS, bytes(8))[:4], "little")
+
+
+def stores_in_place(directory: int) -> bool:
+    """Whether blocks of the files that are made in this directory are written in place: see `store_in_place`."""
+    return fs_kind(directory) not in _COPYING or bool(_flags_of(directory) & _NO_COPY)
+
+
 def sync(fd: int) -> None:
     """Have on the disk what was written to a file, so that it is there after a power cut too."""
     step("sync", fd)
@@ -221,7 +263,7 @@ def chmod(path: Path | int, mode: int, directory: int | None = None) -> None:
             os.chmod(f"/proc/self/fd/{path}", mode)  # os.fchmod takes none of O_PATH
         return
     # os.chmod follows links, and on Linux cannot do else.
-    fd = os.open(_last(path, directory), os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+    fd = open_fd(_last(path, directory), os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
     try:
         with _needs_proc():
             os.chmod(f"/proc/self/fd/{fd}", mode)
@@ -319,7 +361,7 @@ def mount_number(path: Path) -> int:
 def read_small(path: Path, largest: int) -> bytes | None:
     """Return the whole content of a file; None if it is not a plain file, or has more than ``largest`` bytes. Raises OSError. Never
     blocks, and follows no symbolic link."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = open_fd(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > largest:
@@ -371,14 +413,15 @@ NETWORK_KINDS = frozenset(
 """File systems whose locks or mappings other machines, or the host, may not share."""
 
 
-def fs_kind(path: Path) -> str:
-    """The kind of the file system that holds ``path``, such as ``ext4`` or ``nfs``; its magic number in hex if unknown.
+def fs_kind(path: Path | int) -> str:
+    """The kind of the file system that holds what a path or a descriptor names, such as ``ext4`` or ``nfs``; its magic number in hex if
+    unknown.
 
     virtiofs reports itself as ``fuse``."""
     buffer = (ctypes.c_long * 32)()
-    if libc.statfs(os.fsencode(path), buffer):
+    if libc.fstatfs(path, buffer) if isinstance(path, int) else libc.statfs(os.fsencode(path), buffer):
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), os.fspath(path))
+        raise OSError(code, os.strerror(code), path)
     magic = buffer[0] & 0xFFFFFFFF
     return _KINDS.get(magic, f"{magic:#x}")
 

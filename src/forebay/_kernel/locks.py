@@ -76,7 +76,7 @@ Opener: TypeAlias = Callable[[str, int], int]
 
 def open_plainly(path: str, flags: int) -> int:
     """The `Opener` of a path whose directories only the user can change; the file itself must not be a symbolic link."""
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    return host.open_fd(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 Holds: TypeAlias = dict[int, list[int]]  # offset -> [holders in this process, exclusive]

@@ -12,6 +12,7 @@ import mmap
 import os
 from typing import Any, cast
 
+from forebay._kernel import host
 from forebay._kernel.host import libc
 
 _map = libc.mmap
@@ -87,7 +88,7 @@ def _mapped_again(view: memoryview, of: object) -> memoryview | None:
     at = _begins_at(view) - ctypes.addressof(cast(Any, of))
     before = at % mmap.PAGESIZE
     try:
-        fd = os.open(known[0], os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = host.open_fd(known[0], os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in _ANOTHER:
             return None

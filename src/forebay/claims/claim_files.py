@@ -57,7 +57,7 @@ class Gone(errors.Closed, FileNotFoundError):
 def inside(directory: str | Path, access: int = os.O_PATH) -> Iterator[int]:
     """Open a claim's directory, to name files relative to it; with ``os.O_RDONLY`` also for `os.listdir`. Raises `Gone`, OSError."""
     try:
-        fd = os.open(directory, access | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = host.open_fd(directory, access | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         raise Gone(f"{directory} was freed") from None
     try:
@@ -88,7 +88,7 @@ def open_read(path: str, directory: int | None = None) -> int | None:
     """Open a file of a claim for reading; None if there is none, or this user may not read it. Raises OSError if this process cannot open
     any file."""
     try:
-        return os.open(path, _TO_READ, dir_fd=directory)
+        return host.open_fd(path, _TO_READ, dir_fd=directory)
     except OSError as error:
         if error.errno in _OWN_LIMITS:
             raise  # taken for dead, the claim would be given away
@@ -163,6 +163,7 @@ def make_file(parent: int, name: str, size: int, content: bytes = b"", *, mode: 
     """Create a file of a claim with its blocks. Raises OSError."""
     fd = host.create(name, mode, directory=parent)
     try:
+        host.store_in_place(fd)
         host.allocate(fd, 0, size)
         if content:
             host.pwrite(fd, content, 0)

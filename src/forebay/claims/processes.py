@@ -41,7 +41,7 @@ class Status:
 
 def read(path: str) -> bytes:
     """Return a short file of /proc, in a third of the time that `open` takes. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = host.open_fd(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 1 << 16)
     finally:

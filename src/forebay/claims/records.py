@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 from forebay import errors
+from forebay._kernel import host
 
 VERSION = 1
 LARGEST = 1 << 24  # bytes of a record that are read: any user may write one
@@ -84,7 +85,7 @@ def _folded(names: tuple[str, ...], deepest: str) -> tuple[str, ...]:
 def _ignores_case(directory: str) -> bool:
     """Whether names in the directory ignore case: according to its flags, or because its own name does."""
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = host.open_fd(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
         return False  # unreadable: names are compared as they are
     try:

@@ -348,6 +348,7 @@ def _make(path: str, header: dict[str, Any], members: Members) -> memoryview:
             host.unlink(temporary, directory)  # left by a killed process
             fd = host.create(temporary, 0o600, directory=directory)
             try:
+                host.store_in_place(fd)
                 host.allocate(fd, 0, size)
                 host.pwrite(fd, _START.pack(_MAGIC, start) + text, 0)
                 host.link(temporary, path, directory, directory)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import click
 
 from forebay._config import EnvironmentSettings, format_age, format_size
+from forebay._kernel import host
 from forebay._logs import escaped
 from forebay.cli.hints import OutputFailed, hint_for
 
@@ -394,7 +395,7 @@ def guarded_streams() -> Iterator[None]:
 
 def discard(*streams: Any) -> None:
     """Discard what is still to be written, so that the interpreter's last flush does not fail too."""
-    null = os.open(os.devnull, os.O_WRONLY)
+    null = host.open_fd(os.devnull, os.O_WRONLY)
     for stream in streams:
         os.dup2(null, stream.fileno())
     os.close(null)

@@ -113,7 +113,7 @@ def locked(target: Path) -> Iterator[None]:
         if above:
             os.makedirs(target.parent, exist_ok=True)
         try:
-            fd = os.open(target.parent if above else target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = host.open_fd(target.parent if above else target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             continue  # it was removed meanwhile
         try:
@@ -153,7 +153,7 @@ def copy_tree(
     @contextlib.contextmanager
     def opened(file: File) -> Iterator[int]:
         path = top / file.name
-        fd = within.open(path) if within is not None else os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = within.open(path) if within is not None else host.open_fd(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             yield fd
         finally:

@@ -187,7 +187,7 @@ class LocalFile:
     def digest(self) -> str:
         """Its checksum in hex. Raises `SourceChanged`, OSError."""
         self.check()
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = host.open_fd(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             digest = checksum_of(fd).hex()
         finally:

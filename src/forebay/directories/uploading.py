@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from forebay import errors
-from forebay._kernel import interrupts
+from forebay._kernel import host, interrupts
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import BufferSink, ObjectInfo
@@ -358,5 +358,5 @@ def _state(info: ObjectInfo | None) -> str | None:
 
 
 def _md5_of(file: LocalFile) -> str:
-    with open(file.path, "rb") as opened:
+    with open(file.path, "rb", opener=host.open_fd) as opened:
         return interrupts.digest(opened, hashlib.md5(usedforsecurity=False))

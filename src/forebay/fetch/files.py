@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from forebay import errors
 from forebay._engine.files.layout import faults
 from forebay._engine.leases import Lease
+from forebay._kernel import host
 from forebay._kernel.interrupts import guarded_methods
 from forebay._model import ObjectInfo, Span
 from forebay.fetch.request import is_same_version
@@ -116,7 +117,7 @@ def open_object(fetcher: Fetcher, target: Target, options: FetchOptions) -> Bina
             target.remote.stat(target.url)  # raises as `read` does
         from forebay.fetch.job import in_place_file
 
-        return open(in_place_file(target, target.in_place), "rb")
+        return open(in_place_file(target, target.in_place), "rb", opener=host.open_fd)
     if options.bypass:
         return stream(fetcher, target, options)
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
 
 from forebay import _config, errors
 from forebay._engine.index.memo import Remembered
-from forebay._kernel import interrupts, waits
+from forebay._kernel import host, interrupts, waits
 from forebay._model import Content, ObjectInfo, Remote, noted
 from forebay.remote import urls
 
@@ -190,7 +190,7 @@ def sha256_of(content: Content) -> str:
 
     if isinstance(content, (bytes, bytearray, memoryview)):
         return hashlib.sha256(content).hexdigest()
-    with open(content, "rb") as file:
+    with open(content, "rb", opener=host.open_fd) as file:
         return interrupts.digest(file, hashlib.sha256())
 
 

@@ -49,7 +49,7 @@ def sweep(folder: str) -> None:
 def _is_locked(path: str) -> bool:
     """Whether a living process of this host has the file locked: the clock may have jumped since it wrote last."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = host.open_fd(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except PermissionError:
         return False
     try:
@@ -202,7 +202,7 @@ def _reading(url: str) -> Iterator[int]:
     """A descriptor of the file. Raises `NotFound`, `AccessDenied`, or `RemoteError` if it is not a regular file."""
     path = _path(url)
     with _os_errors(url):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
+        fd = host.open_fd(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
     try:
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
@@ -245,7 +245,7 @@ def staged(path: str | os.PathLike[str]) -> Iterator[tuple[str, int]]:
     caller gives the file the name ``path``; its first name is removed at the end."""
     folder, name = os.path.split(path)
     part = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}{UNFINISHED}")
-    fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = host.open_fd(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with suppress(OSError):  # a file system without locks
             locks.take(fd, 0)
@@ -263,7 +263,7 @@ def _opened(source: Content) -> Iterator[tuple[int, int | None, Callable[[int], 
         view = memoryview(source).cast("B")
         yield len(view), None, lambda at: view[at : at + BLOCK]
         return
-    fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    fd = host.open_fd(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield os.fstat(fd).st_size, fd, lambda at: os.pread(fd, BLOCK, at)
     finally:

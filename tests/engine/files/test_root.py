@@ -18,9 +18,10 @@ import forebay
 from forebay._engine.catalog import schema
 from forebay._engine.files import root as roots
 from forebay._engine.files.root import LOCKS, Root, open_root, parse_blob_name, parse_tmp_name
+from forebay._engine.store import Settings, Store
 from forebay._kernel import host, locks
 from forebay.errors import NewerFormat, RootRefused
-from tests.harness import MiB, opened
+from tests.harness import MiB, bytes_of, opened
 
 as_root = pytest.mark.root
 
@@ -42,7 +43,7 @@ def test_a_new_root_is_whole_and_is_found_again(tmp_path: Path) -> None:
     assert open_root(tmp_path / "a" / "b") == made
     assert made.is_same()
     assert stat.S_IMODE(made.path.stat().st_mode) == 0o700
-    assert made.path.joinpath("FORMAT").read_text() == f"forebay 2 {made.id:016x}\n"
+    assert made.path.joinpath("FORMAT").read_text() == f"forebay 3 {made.id:016x}\n"
     assert made.path.joinpath("CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
 
 
@@ -212,9 +213,9 @@ def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_newer_format_is_refused_naming_both(root: Root) -> None:
     (root.path / "FORMAT").write_text(f"forebay 7 {root.id:016x}\n")
-    with pytest.raises(NewerFormat, match=r"format 7.*format 2") as caught:
+    with pytest.raises(NewerFormat, match=r"format 7.*format 3") as caught:
         open_root(root.path)
-    assert (caught.value.found, caught.value.known) == (7, 2)
+    assert (caught.value.found, caught.value.known) == (7, 3)
 
 
 @pytest.fixture
@@ -231,7 +232,7 @@ def older(place: Path) -> Root:
     with contextlib.closing(sqlite3.connect(place / "catalog.sqlite")) as con, con:
         con.execute("UPDATE meta SET value = 4 WHERE name = 'format'")
     shutil.rmtree(place / "shared")
-    for name in ("slots/000", "index/table", "index/000", "index/policy-3", "index/theirs"):
+    for name in ("slots/000", "index/table", "index/000", "index/policy-3", "index/theirs", "locks/names"):
         (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_bytes(b"older")
     (place / "FORMAT").write_text(f"forebay 1 {root.id:016x}\n")
@@ -282,11 +283,155 @@ def test_an_older_root_that_a_process_has_open_is_left_alone(place: Path, monkey
     assert_emptied(place)
 
 
-@pytest.mark.parametrize("text", ["forebay", "forebay 0 0123456789abcdef\n", "forebay 1 123\n", "\n", "\0" * 5000])
-def test_a_scribbled_format_is_refused(root: Root, text: str) -> None:
+SCRIBBLED = ["forebay", "forebay 0 0123456789abcdef\n", "forebay 1 123\n", "\n", "[W] warning\n" * 3, "\0" * 5000]
+
+
+@pytest.mark.parametrize("text", SCRIBBLED)
+def test_a_scribbled_format_is_refused_where_nothing_else_names_the_root(root: Root, text: str) -> None:
     (root.path / "FORMAT").write_text(text)
     with pytest.raises(RootRefused, match="FORMAT"):
         open_root(root.path)
+    with pytest.raises(RootRefused, match="FORMAT"):
+        forebay.Cache(root.path)
+    assert (root.path / "FORMAT").read_text() == text
+
+
+@pytest.mark.parametrize("text", [*SCRIBBLED, "", "forebay 3 0123456789ab"])
+def test_a_damaged_format_is_repaired_from_the_catalog(place: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(place) as store:
+        store.put("v", "large", bytes(100_000))
+    before = (place / "FORMAT").read_bytes()
+    (place / "FORMAT").write_text(text)
+    with contextlib.closing(Store.open(place, Settings(), read_only=True)) as reader:
+        assert bytes_of(reader, "large") == bytes(100_000)
+    assert (place / "FORMAT").read_text() == text
+    with opened(place) as store:
+        assert bytes_of(store, "large") == bytes(100_000)
+        assert store.check(deep=True) == []
+    assert (place / "FORMAT").read_bytes() == before
+    (warning,) = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
+    assert "it is rewritten" in warning
+
+
+def test_a_process_that_has_the_root_open_goes_on_when_its_format_is_damaged(place: Path) -> None:
+    with forebay.Cache(place, budget=50 * MiB) as cache:
+        cache.put("before", bytes(100_000))
+        (place / "FORMAT").write_text("warning")
+        assert cache.put("after", bytes(100_000))
+        with forebay.Cache(place) as other:
+            assert [len(other.get(key) or b"") for key in ("before", "after")] == [100_000] * 2
+        assert cache.put("later", bytes(100_000))
+        assert [len(cache.get(key) or b"") for key in ("before", "after", "later")] == [100_000] * 3
+
+
+def _make_foreign(place: Path) -> None:
+    (place / "notes.txt").write_text("somebody's")
+
+
+def _remove_root_id(place: Path) -> None:
+    shutil.rmtree(place / "shared")
+    with contextlib.closing(sqlite3.connect(place / "catalog.sqlite")) as con, con:
+        con.execute("DELETE FROM meta WHERE name = 'root'")
+
+
+def _change_root_id(place: Path) -> None:
+    with contextlib.closing(sqlite3.connect(place / "catalog.sqlite")) as con, con:
+        con.execute("UPDATE meta SET value = 5 WHERE name = 'root'")
+
+
+def _damage_catalog(place: Path) -> None:
+    (place / "catalog.sqlite").write_bytes(b"garbage" * 5000)
+
+
+def _age(place: Path) -> None:
+    with contextlib.closing(sqlite3.connect(place / "catalog.sqlite")) as con, con:
+        con.execute("UPDATE meta SET value = 8 WHERE name = 'format'")
+
+
+def _give_away(place: Path) -> None:
+    os.chown(place / "catalog.sqlite", 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_make_foreign, _remove_root_id, _change_root_id, _damage_catalog, _age, pytest.param(_give_away, marks=as_root)],
+)
+def test_a_damaged_format_stays_where_the_root_cannot_be_told(place: Path, change: Callable[[Path], None]) -> None:
+    with opened(place) as store:
+        store.put("v", "large", bytes(100_000))
+    change(place)
+    (place / "FORMAT").write_text("warning")
+    files = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    with pytest.raises(RootRefused, match=r"FORMAT|not Forebay"):
+        open_root(place, id_in_catalog=lambda catalog: schema.root_id(catalog))
+    with pytest.raises(RootRefused):
+        forebay.Cache(place)
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == files
+
+
+ANOTHER_VERSION = """
+import sys
+from forebay._engine.catalog import schema
+from forebay._engine.files import layout, root
+import forebay
+layout.VERSION = root.VERSION = int(sys.argv[2])
+schema.FORMAT = int(sys.argv[3])
+schema.TABLES += "CREATE TABLE another(id);"
+with forebay.Cache(sys.argv[1], budget="100MB") as cache:
+    assert cache.put("theirs", bytes(100_000)) and len(cache.get("theirs")) == 100_000
+    print(cache.get("ours") is not None)
+"""
+
+
+def another_version(place: Path, version: int, format: int) -> str:
+    """What a Forebay of this version of the root, whose catalog has this format, says of the value `ours`."""
+    command = [sys.executable, "-c", ANOTHER_VERSION, str(place), str(version), str(format)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def catalog_of(place: Path) -> int:
+    return (place / "catalog.sqlite").stat().st_ino
+
+
+def test_a_newer_catalog_is_refused_by_name_and_stays(place: Path) -> None:
+    another_version(place, roots.VERSION, schema.FORMAT + 1)
+    made = catalog_of(place)
+    with pytest.raises((NewerFormat, forebay.errors.CacheFault), match=f"format {schema.FORMAT + 1}.* {schema.FORMAT} at most"):
+        with opened(place) as store:
+            store.put("v", "ours", bytes(100_000))
+    with contextlib.suppress(NewerFormat), forebay.Cache(place) as cache:  # which may notice it at the first call only
+        assert not cache.put("ours", bytes(100_000))
+        assert cache.get_or_put("ours", lambda: b"made") == b"made"
+    assert catalog_of(place) == made
+    (place / "FORMAT").write_text("warning")
+    with pytest.raises(NewerFormat, match=f"format {schema.FORMAT + 1}"):
+        forebay.Cache(place)
+    assert catalog_of(place) == made
+    assert another_version(place, roots.VERSION, schema.FORMAT + 1) == "False"
+
+
+def test_a_newer_version_takes_the_root_once_and_the_older_then_refuses(place: Path) -> None:
+    with forebay.Cache(place, budget="100MB") as cache:
+        cache.put("ours", bytes(100_000))
+    another_version(place, roots.VERSION + 1, schema.FORMAT + 1)
+    made = catalog_of(place)
+    for _ in range(3):
+        with pytest.raises(NewerFormat, match=f"format {roots.VERSION + 1}"):
+            forebay.Cache(place)
+        another_version(place, roots.VERSION + 1, schema.FORMAT + 1)
+    assert catalog_of(place) == made
+
+
+def test_a_newer_version_with_the_same_catalog_keeps_the_entries(place: Path) -> None:
+    with forebay.Cache(place, budget="100MB") as cache:
+        cache.put("ours", bytes(100_000))
+    made = catalog_of(place)
+    (place / "FORMAT").write_text((place / "FORMAT").read_text().replace(f" {roots.VERSION} ", f" {roots.VERSION - 1} "))
+    with forebay.Cache(place) as cache:
+        assert len(cache.get("ours") or b"") == 100_000
+        assert cache.check(deep=True) == []
+    assert catalog_of(place) == made
+    assert (place / "FORMAT").read_text().startswith(f"forebay {roots.VERSION} ")
 
 
 def test_a_root_without_format_gets_a_new_id(root: Root) -> None:
@@ -364,7 +509,7 @@ def test_names_are_parsed_as_they_are_made(root: Root) -> None:
 def test_foreign_names_do_not_parse(name: str) -> None:
     assert parse_blob_name(name) is None
     assert parse_tmp_name(name) is None
-    assert roots.VERSION == 2
+    assert roots.VERSION == 3
 
 
 def test_a_process_whose_own_directory_is_gone_opens_a_root_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

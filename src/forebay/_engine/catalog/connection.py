@@ -266,6 +266,7 @@ class Catalog:
             con.execute(f"PRAGMA journal_size_limit = {transactions.KEEP}")
         con.execute("PRAGMA temp_store = MEMORY")
         meta = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root')").fetchall())
+        schema.refuse_newer(self._path, meta.get("format"))
         if meta.get("format") != schema.FORMAT:
             raise CatalogBroken(f"the catalog has format {meta.get('format')!r}, {schema.FORMAT} was expected")
         if meta.get("root") != self._root.id:

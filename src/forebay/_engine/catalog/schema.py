@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from pathlib import Path
+
+from forebay.errors import NewerFormat
 
 FORMAT = 9
 LIVE, SUPERSEDED = 0, 1
@@ -109,14 +112,25 @@ def damage(con: sqlite3.Connection) -> str | None:
     return None
 
 
+def refuse_newer(path: str | os.PathLike[str], format: object) -> None:
+    """Raise `NewerFormat` for the format of a catalog that a newer Forebay made: its entries are that one's, which may still use them."""
+    if type(format) is int and format > FORMAT:
+        message = (
+            f"the catalog {path} has format {format}, this Forebay reads format {FORMAT} at most: upgrade it, or choose another directory"
+        )
+        raise NewerFormat(message, path=os.path.dirname(path), found=format, known=FORMAT)
+
+
 def root_id(path: Path) -> int | None:
-    """The id of the root that a catalog belongs to, read without a lock; None where it does not say. It was written when the catalog was
-    made, so it is not in the log."""
+    """The id of the root that a catalog of this format belongs to, read without a lock; None where it does not say. It was written when the
+    catalog was made, so it is not in the log. Raises `NewerFormat`."""
     if not (path.is_file() and not path.is_symlink()):
         return None
     try:
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)) as con:
-            ((id,),) = con.execute("SELECT value FROM meta WHERE name = 'root'").fetchall()
+            meta = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root')").fetchall())
     except (sqlite3.Error, ValueError):
         return None
+    refuse_newer(path, meta.get("format"))
+    id = meta.get("root") if meta.get("format") == FORMAT else None
     return id if type(id) is int and id >> 62 == 0 else None

@@ -18,7 +18,8 @@ from forebay._kernel import host
 from forebay._kernel.below import Below
 from forebay._model import Buffer
 
-VERSION = 2
+VERSION = 3
+"""Of all that a root has: it rises with each change of the catalog's format, or of another file's."""
 HEAD_MAGIC = b"FBHEAD02"
 LONGEST_FORMAT = 4096
 PAGE = 4096
@@ -108,7 +109,7 @@ def id_left(directory: Path, id_in_catalog: Callable[[Path], int | None]) -> int
 
 def _id_in_head(directory: Path) -> int | None:
     try:
-        fd = os.open(directory / "shared" / "head", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = host.open_fd(directory / "shared" / "head", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
@@ -150,6 +151,12 @@ class Root:
     def epoch_tag(self) -> int:
         """The epoch in 32 bits."""
         return xxhash.xxh32_intdigest(self.epoch.encode())
+
+    @host.cached_property
+    def is_layered(self) -> bool:
+        """Whether a file may lie in a lower layer until it is opened for writing. What was mapped before shows nothing of what is written
+        then: only a file that is opened again does."""
+        return host.fs_kind(self.path) == "overlay"
 
     @host.cached_property
     def _blobs(self) -> str:
@@ -276,6 +283,7 @@ class Root:
             fd = self.files.create(scrap, self.file_mode)
             try:
                 host.chmod(fd, self.file_mode)
+                host.store_in_place(fd)
                 fill(fd)
                 try:
                     self.files.link(scrap, path)
@@ -296,6 +304,7 @@ class Root:
             scrap = self.path / f"new-{os.urandom(8).hex()}"
             fd = self.files.create(scrap, self.file_mode)
             try:
+                host.store_in_place(fd)
                 host.pwrite(fd, content, 0)
                 host.sync(fd)
                 try:

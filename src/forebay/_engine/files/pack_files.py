@@ -75,6 +75,7 @@ def build(root: Root, id: int, length: int, *, keyhash: int = 0) -> None:
         root.files.chmod(staged, root.dir_mode)
         fd = root.files.create(staged / "index", root.file_mode)
         try:
+            host.store_in_place(fd)
             host.allocate(fd, 0, index_size(length))
             host.pwrite(fd, b"".join(word.to_bytes(8, "little") for word in (_MAGIC, root.id, id, length)), 0)
         finally:

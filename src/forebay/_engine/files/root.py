@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import stat
@@ -30,6 +29,7 @@ from forebay._engine.files.layout import (
     parse_tmp_name,
 )
 from forebay._kernel import host, interrupts, locks
+from forebay._kernel.below import LinkInTheWay, NoPlainFile
 from forebay._logs import logger
 from forebay.errors import NewerFormat, RootRefused
 
@@ -38,10 +38,13 @@ __all__ = ["LEASE_FILES", "LOCKS", "VERSION", "Root", "open_root", "parse_blob_n
 log = logger("forebay.root")
 
 _WORDS_SIZE = 4096
-_EMPTY = -1
+_EMPTY, _DAMAGED = -1, -2
 _PATIENCE = 10.0
-_OLDER = r"\d+|table|values|history|waiting|(policy|order)-\d+"  # files of the format 1, in directories that this one does not have
-_FORMAT = rb"forebay ([1-9][0-9]{0,8}) ([0-9a-f]{16})\n"
+# What the format 1 had, and this one does not have, by directory.
+_OF_INDEX = r"\d+|table|values|history|waiting|(policy|order)-\d+"
+_OLDER = {"slots": _OF_INDEX, "index": _OF_INDEX, "locks": "names"}
+_VERSION = rb"forebay ([1-9][0-9]{0,8}) "
+_FORMAT = rb"forebay [1-9][0-9]{0,8} ([0-9a-f]{16})\n"
 _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This directory is a cache of Forebay: backups need not keep it.\n"
 _FANS = frozenset(FANS)
 _LOCK_FILES = frozenset({*LOCKS, "words"})
@@ -80,12 +83,12 @@ def open_root(
     id = _read_format(directory)
     if id is None:
         id = _create(Root(directory, id_left(directory, id_in_catalog) or int.from_bytes(os.urandom(8)) >> 2, shared=shared))
-    elif id == _EMPTY:
+    elif id in (_EMPTY, _DAMAGED):
         id = _restore_format(directory, id_in_catalog)
     root = Root(directory, id, shared=_is_a_groups(directory.stat()))
     _check_trust(root, shared)
-    if not root.is_same():
-        _empty_older(root)
+    if not (root.is_same() and _stores_in_place(root)):
+        _bring_up(root)
     if shared and not root.shared:
         _refuse(directory, "a root for a group", "a root for its owner only", "choose another directory, or remove it first")
     _complete(root)
@@ -123,19 +126,21 @@ def _check_trust(root: Root, shared: bool) -> None:
 
 def _open_read_only(directory: Path, shared: bool, id_in_catalog: Callable[[Path], int | None]) -> Root:
     id = _read_format(directory)
-    if id == _EMPTY:
-        id = id_left(directory, id_in_catalog)
+    is_lost = id in (_EMPTY, _DAMAGED)
+    if id is not None and is_lost:
+        id = _id_without_format(directory, id, id_in_catalog)
     if id is None:
         _refuse(directory, "a cache to read from", "no FORMAT file", "check the path: a read-only root is never created")
     root = Root(directory, id, shared=_is_a_groups(directory.stat()), read_only=True)
     _check_trust(root, shared)
-    if not root.is_same() and _read_format(directory) != _EMPTY:
-        _refuse(directory, f"a root of format {VERSION}", "an older one", "open it for writing once: it is emptied, and its settings stay")
+    if not is_lost and not root.is_same():
+        _refuse(directory, f"a root of format {VERSION}", "an older one", "open it for writing once")
     return root
 
 
-def _empty_older(root: Root) -> None:
-    """Give a root of an older format this one, once no process has it open: its entries go, its settings stay."""
+def _bring_up(root: Root) -> None:
+    """Give a root of an older format this one, once no process has it open. Its settings stay. Its entries stay if the catalog has this
+    format, as after format 2; else they go when the catalog is opened, which is then replaced, with a warning."""
     lock = locks.LockFile(root.path / "FORMAT", root.files.open, writable=True)
     until = time.monotonic() + _PATIENCE
     try:
@@ -143,17 +148,51 @@ def _empty_older(root: Root) -> None:
             if time.monotonic() > until:
                 _refuse(root.path, f"a root of format {VERSION}", "an older one that processes have open", "end them")
             interrupts.sleep(0.05)
-        if root.is_same():
+        if root.is_same() and _stores_in_place(root):
             return
-        for folder in ("slots", "index"):
+        for folder, older in _OLDER.items():
             for name in root.files.names_in(root.path / folder):
-                if re.fullmatch(_OLDER, name):
+                if re.fullmatch(older, name):
                     root.files.unlink(root.path / folder / name)
             with contextlib.suppress(OSError):  # it has files of others
                 root.files.rmdir(root.path / folder)
-        root.replace(root.path / "FORMAT", root.format_line)  # the catalog has an older format too: it is replaced, with a warning
+        if not _stores_in_place(root):
+            _move_into_place(root)
+        root.replace(root.path / "FORMAT", root.format_line)
     finally:
         lock.close()
+
+
+def _stores_in_place(root: Root) -> bool:
+    with root.files.listing(root.path) as fd:
+        return host.stores_in_place(fd)
+
+
+def _store_in_place(root: Root) -> None:
+    """See `host.store_in_place`: of the directories whose files are mapped to be written to; SQLite does that, too."""
+    for name in (*_DIRECTORIES, ""):  # the root itself last: it says that this is done
+        with root.files.listing(root.path / name) as fd:
+            try:
+                host.store_in_place(fd, name in ("shared", "locks", ""))
+            except OSError as error:
+                found = f"one that always writes to other blocks ({error.strerror}), so that a full disk would end processes"
+                todo = "choose a directory on another file system"
+                _refuse(root.path, "a file system that writes in place where it is told to", found, todo)
+
+
+def _move_into_place(root: Root) -> None:
+    """Copy the files that are mapped to be written to, so that they are stored in place from now on: on btrfs that is set when a file is
+    made. Caller: no process has the root open."""
+    root.files.unlink(root.shared_dir / "cells")  # they are copies, and many
+    root.files.unlink(Path(f"{root.catalog}-shm"))  # a killed process left it: SQLite makes another
+    mapped = [root.words, root.counters, root.hosts, *(root.shared_dir / name for name in root.files.names_in(root.shared_dir))]
+    mapped += [root.packs_dir / name / "index" for name in root.files.names_in(root.packs_dir)]
+    mapped += [root.tmp_dir / name for name in root.files.names_in(root.tmp_dir) if name.endswith(".map")]
+    for path in mapped:
+        with contextlib.suppress(FileNotFoundError, NoPlainFile, LinkInTheWay), open(root.files.open(path), "rb") as file:
+            root.replace(path, file.read())
+    with contextlib.suppress(FileNotFoundError):  # a directory is missing: it is made, and this done, by `_lay_out`
+        _store_in_place(root)
 
 
 def _refuse(directory: str | Path, expected: str, actual: str, todo: str) -> NoReturn:
@@ -161,29 +200,28 @@ def _refuse(directory: str | Path, expected: str, actual: str, todo: str) -> NoR
 
 
 def _read_format(directory: Path) -> int | None:
-    """The id of the root at ``directory``; None if there is no root, `_EMPTY` if a power cut left FORMAT empty."""
+    """The id of the root at ``directory``; None if there is no root, `_EMPTY` if a power cut left FORMAT empty, `_DAMAGED` if it has
+    other content than Forebay writes."""
+    path = directory / "FORMAT"
     try:
-        text = host.read_small(directory / "FORMAT", LONGEST_FORMAT)
+        if not stat.S_ISREG(path.lstat().st_mode):
+            _refuse(directory, "a root of Forebay", "a FORMAT that is not a plain file", "choose another directory, or remove this one")
+        text = host.read_small(path, LONGEST_FORMAT)
     except FileNotFoundError:
         return None
     except NotADirectoryError:
         _refuse(directory, "a directory", "something else", "choose another directory")
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a symbolic link, a socket
-            raise
-        text = None
     if text is None:
-        _refuse(directory, "a root of Forebay", "a FORMAT that is not a plain file", "choose another directory, or remove this one")
+        return _DAMAGED  # it is too long
     if not text.strip(b"\0"):
         return _EMPTY
+    version = re.match(_VERSION, text)  # what follows it may be another in a newer format
+    found = int(version[1]) if version else VERSION
+    if found > VERSION:
+        message = f"{directory} has format {found}, this Forebay reads format {VERSION} at most: upgrade it, or choose another directory"
+        raise NewerFormat(message, path=str(directory), found=found, known=VERSION)
     match = re.fullmatch(_FORMAT, text)
-    if not match:
-        _refuse(directory, "a root of Forebay", f"a FORMAT file containing {text[:40]!r}", "choose another directory, or remove this one")
-    version = int(match[1])
-    if version > VERSION:
-        message = f"{directory} has format {version}, this Forebay reads format {VERSION} at most: upgrade it, or choose another directory"
-        raise NewerFormat(message, path=str(directory), found=version, known=VERSION)
-    return int(match[2], 16)
+    return int(match[1], 16) if match else _DAMAGED
 
 
 def _refuse_network(directory: Path) -> None:
@@ -258,31 +296,54 @@ def _create(new: Root) -> int:
     _lay_out(new)
     new.install(new.path / "FORMAT", lambda fd: host.pwrite(fd, new.format_line, 0))
     id = _read_format(new.path)
-    if id is None:
-        _refuse(new.path, "an undisturbed directory", "a FORMAT file that vanished at once", "stop the program that removes it")
+    if id is None or id in (_EMPTY, _DAMAGED):
+        _refuse(new.path, "an undisturbed directory", "a FORMAT file that changed at once", "stop the program that changes it")
     return id
 
 
 def _restore_format(directory: Path, id_in_catalog: Callable[[Path], int | None]) -> int:
-    """Rewrite an empty FORMAT. Any number of processes may do so at once: each writes the same content."""
+    """Rewrite a FORMAT that is empty or damaged. Any number of processes may do so at once: each writes the same content."""
     _refuse_foreign(directory)
-    fd = os.open(directory / "FORMAT", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        status, text = os.fstat(fd), os.pread(fd, LONGEST_FORMAT, 0)
-    finally:
-        os.close(fd)
-    if text.strip(b"\0"):  # another process was first
-        written = _read_format(directory)
-        if written is None or written == _EMPTY:
-            _refuse(directory, "an undisturbed directory", "a FORMAT file that keeps changing", "stop the program that changes it")
-        return written
-    id = id_left(directory, id_in_catalog)
+    status = os.lstat(directory / "FORMAT")
+    found = _read_format(directory)
+    if found is None:
+        _refuse(directory, "an undisturbed directory", "a FORMAT file that keeps changing", "stop the program that changes it")
+    if found not in (_EMPTY, _DAMAGED):  # another process was first
+        return found
+    id = _id_without_format(directory, found, id_in_catalog)
     if id is None:
         id = xxhash.xxh3_64_intdigest(f"{status.st_dev} {status.st_ino} {status.st_mtime_ns}".encode()) >> 2
-    log.warning("%s: its FORMAT is empty, as after a power cut: it is rewritten", directory)
+    what = "empty, as after a power cut" if found == _EMPTY else "damaged"
+    log.warning("%s: its FORMAT is %s: it is rewritten", directory, what)
     root = Root(directory, id, shared=_is_a_groups(directory.stat()))
     root.replace(directory / "FORMAT", root.format_line)
     return id
+
+
+def _id_without_format(directory: Path, found: int, id_in_catalog: Callable[[Path], int | None]) -> int | None:
+    """The id of a root whose FORMAT is empty or damaged, from its other files. A damaged one may be another program's: so the catalog has
+    to name the root, belong to the directory's owner, and agree with the head. Raises `RootRefused` where it does not."""
+    if found == _EMPTY:
+        return id_left(directory, id_in_catalog)
+    in_catalog = id_in_catalog(directory / "catalog.sqlite")
+    if in_catalog is None or not _is_of_owner(directory) or id_left(directory, id_in_catalog) != in_catalog:
+        text = _start_of_format(directory)
+        _refuse(directory, "a root of Forebay", f"a FORMAT file containing {text!r}", "choose another directory, or remove this one")
+    return in_catalog
+
+
+def _is_of_owner(directory: Path) -> bool:
+    """Whether the catalog belongs to the user, or to the group, that the directory belongs to."""
+    above, catalog = directory.stat(), os.lstat(directory / "catalog.sqlite")
+    return catalog.st_uid == above.st_uid or (_is_a_groups(above) and catalog.st_gid == above.st_gid)
+
+
+def _start_of_format(directory: Path) -> bytes:
+    fd = host.open_fd(directory / "FORMAT", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return os.pread(fd, 40, 0)
+    finally:
+        os.close(fd)
 
 
 def _refuse_foreign(directory: Path) -> None:
@@ -320,6 +381,8 @@ def _lay_out(root: Root) -> None:
             for path in [f"{directory}/{name}" for name in names]:  # a `Path` of each would take longer than its directory
                 host.mkdir(path, root.dir_mode, fd)
                 _settle(root, path, root.dir_mode, fd)
+        if directory == root.path:
+            _store_in_place(root)
     locks = root.words.parent
     with root.files.directory(locks) as fd:
         there = root.files.names_in(root.path / "locks")

@@ -117,6 +117,7 @@ class ChunkMap:
         fd = root.files.create(path, root.file_mode)
         try:
             host.chmod(fd, root.file_mode)
+            host.store_in_place(fd)
             host.allocate(fd, 0, size_of(total))
             host.pwrite(fd, header + xxhash.xxh3_64_digest(header), 0)
         finally:

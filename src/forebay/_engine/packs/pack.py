@@ -24,7 +24,7 @@ from forebay._engine.files.root import Root
 from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
 from forebay._engine.index.head import SharedHead
 from forebay._engine.leases import Lease
-from forebay._engine.packs.segments import GONE, MANY_HITS, Appender, Finder, Mapped, finder
+from forebay._engine.packs.segments import GONE, MANY_HITS, NOTHING, Appender, Finder, Mapped, finder
 from forebay._kernel import host, interrupts, mappings
 from forebay._model import Buffer
 
@@ -55,7 +55,8 @@ class Pack:
         self._segments, self._head, self._counters, self._space = segments, head, counters, space
         self._root, self._epoch, self._seed = root, root.epoch_tag, pack_files.seed_of(self.id)
         words = pack_files.map_index(self._root, self.id, length, writable=not self._root.read_only)
-        self._words, self._cells, self._hints = words, pack_files.cells_of(words), pack_files.hints_of(words)
+        self._words, self._cells = words, pack_files.cells_of(words)
+        self._hints = NOTHING if root.is_layered else pack_files.hints_of(words)  # a hint does not say whether the record is seen here
         self._hint_key = pack_files.hint_key(self._epoch, self.id)
         self._starts, self._ends = mappings.words_of_process(length), mappings.words_of_process(length)
         self._mapped = Mapped(root, self.id)
@@ -163,7 +164,11 @@ class Pack:
             self._view = self._mapped.view
             self.finder().show(self._view)
         begin, length = placed
-        size = pack_files.length_of(self._view[begin : begin + length], offset, self._seed, slot, trusted=self._epoch) if length else None
+        record = self._view[begin : begin + length], offset, self._seed, slot
+        size = pack_files.length_of(*record, trusted=self._epoch) if length else None
+        if size is None and length and self._root.is_layered:  # perhaps it was mapped before another process opened it to write
+            self._mapped.look_again(number)
+            size = pack_files.length_of(*record, trusted=self._epoch)
         if size is None:
             self._empty(slot, word)
             return False
@@ -176,7 +181,7 @@ class Pack:
 
     def _note_length(self, slot: int, word: int, length: int) -> None:
         """Let other processes find a record without reading its header. Caller: has written it, or found it sound."""
-        if not self._root.read_only:
+        if self._hints and not self._root.read_only:
             self._hints[slot] = pack_files.length_hint(self._hint_key, word, length)
 
     def _empty(self, slot: int, word: int) -> None:

@@ -11,6 +11,7 @@ see `eviction`."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -147,6 +148,17 @@ class Mapped:
             if placed is None or offset >= placed[1]:  # truncated when it was mapped, and perhaps restored since
                 placed = self._place_locked(number)
             return placed
+
+    def look_again(self, number: int) -> None:
+        """Show what the file of a segment has now, at the same place: see `Root.is_layered`."""
+        with self._mutex, contextlib.suppress(OSError, errors.Damaged):
+            begin, length = self._placed[number]
+            fd = pack_files.open_segment(self._root, self._pack, number)
+            try:
+                if os.fstat(fd).st_size >= length:
+                    self._window.map_at(fd, length, begin)
+            finally:
+                os.close(fd)
 
     def private(self, number: int, start: int, length: int) -> memoryview:
         """Bytes of a segment, mapped privately: stores to them are not seen elsewhere, and never kept. Raises OSError."""

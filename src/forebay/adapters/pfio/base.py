@@ -427,13 +427,13 @@ def _checked_limit(limit: Any) -> Any:
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+    return host.open_fd(path, flags | os.O_CLOEXEC, 0o600)
 
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[int]:
     """A descriptor of the file, while no other thread or process has one. Raises OSError if the file is gone."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = host.open_fd(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield fd
@@ -483,7 +483,7 @@ def _creating_root(directory: str) -> Iterator[list[str]]:
     """Keep other processes from cleaning up while a root is created that nothing has open yet; give the roots that nothing has open.
 
     Processes that create roots share the directory's lock: a process that holds it alone knows that no root is half created."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = host.open_fd(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         abandoned = _abandoned_in(directory) if _try_exclusive(fd) else []
         fcntl.flock(fd, fcntl.LOCK_SH)

@@ -107,7 +107,7 @@ def directories_of_others(ours: Container[int]) -> Iterator[tuple[int, list[str]
 def is_used(path: str, *, here: bool = True) -> bool:
     """Whether a process may have this file open or mapped for writing; without ``here``, a process other than this one.
     Raises OSError if it is no readable file."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = host.open_fd(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if _is_open_nowhere(fd):
             return False

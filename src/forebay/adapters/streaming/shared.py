@@ -78,7 +78,7 @@ class Block:
     def attach(cls, name: str, *, at: Path | None = None, private: bool = False) -> Block:
         """Open the block of this name, whichever library created it. ``at``: its path, if it is another. ``private``: stores stay in this
         process. Raises FileNotFoundError, PermissionError; ValueError if it stays empty."""
-        fd = os.open(at or path_of(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = host.open_fd(at or path_of(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             return cls(name, mappings.map_file(fd, _size_of(fd, name), writable=True, private=private), locks.file_of(fd))
         finally:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
+from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, ObjectInfo, Span
 from forebay.errors import ConfigError, RemoteProtocolError, Unsupported
@@ -219,7 +220,7 @@ class ArrowClient:
 
     def _put(self, path: str, source: str | bytes, on_sent: OnSent) -> None:
         done = 0
-        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
+        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb", opener=host.open_fd) as file:
             out = self._fs.open_output_stream(path)
             try:
                 while block := file.read(BLOCK):

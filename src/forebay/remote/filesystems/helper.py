@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, cast
 
 from forebay import errors
-from forebay._kernel import host, interrupts
+from forebay._kernel import host, interrupts, locks
 from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay._model import Buffer
@@ -319,7 +319,7 @@ class _Helper:
         """A socket whose other end the helper serves. Raises OSError."""
         if self._pid != os.getpid():  # forked by C code, which runs no fork hook
             self.after_fork_child()
-        ours, theirs = socket.socketpair()
+        ours, theirs = _pair()
         try:
             with theirs, self._lock:
                 if self._process is not None:
@@ -338,11 +338,12 @@ class _Helper:
 
     def _start(self) -> None:
         self._process = None
-        self._control, theirs = socket.socketpair()
+        self._control, theirs = _pair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _COMMAND, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=None if locks.file_of(2) is not None else subprocess.DEVNULL, pass_fds=[theirs.fileno()],
                 process_group=0,  # Ctrl-C is for this process, which closes the channels of the calls that it gives up
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )  # fmt: skip
@@ -354,6 +355,12 @@ class _Helper:
             self._control.close()
             self._process.returncode = 0  # otherwise its finalizer warns of a child that is still running
         self._reset()
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Connected sockets, neither of which has the number of a standard stream."""
+    ours, theirs = (socket.socket(fileno=host.not_standard(each.detach())) for each in socket.socketpair())
+    return ours, theirs
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 import pycurl
 
+from forebay._kernel import host
 from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay.errors import RemoteTimeout
@@ -50,7 +51,9 @@ class _Loop:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self._multi, self._epoll = pycurl.CurlMulti(), select.epoll()
+        self._multi = pycurl.CurlMulti()
+        with select.epoll() as epoll:
+            self._epoll = select.epoll.fromfd(host.not_standard(os.dup(epoll.fileno())))
         self._watched: set[int] = set()
         self._changed: deque[HttpTransfer] = deque()
         self._awake = False  # whether the loop will look at what changed without being woken. Only the loop sets it
@@ -69,7 +72,7 @@ class _Loop:
         self._multi.setopt(pycurl.M_MAXCONNECTS, MAX_IDLE)
         self._stopping = False
         self._thread = DaemonThread(self._run, name="http-transfers")
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = host.not_standard(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         try:
             self._epoll.register(self._wake, select.EPOLLIN)
             if not self._thread.begin():
@@ -312,7 +315,7 @@ class _Loop:
         for descriptor in [each for each in there if each not in used][: max(0, len(there) - keep)]:
             del self.peers[descriptor]
             # libcurl notices it as if the server had closed the connection
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            with suppress(OSError), socket.socket(fileno=host.not_standard(os.dup(descriptor))) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
         return True
 

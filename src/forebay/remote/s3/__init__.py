@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from forebay import errors
+from forebay._kernel import host
 from forebay._logs import escaped, logger
 from forebay._model import Content, ObjectInfo
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, run_parts
@@ -272,7 +273,7 @@ class _ObjectUpload:
 
     def _read_and_send(self, source: Content) -> ObjectInfo:
         if isinstance(source, (str, os.PathLike)):
-            with open(source, "rb") as file:
+            with open(source, "rb", opener=host.open_fd) as file:
                 size = os.fstat(file.fileno()).st_size
                 return self._send(size, lambda part: _pieces(file, size, part))
         view = memoryview(source).cast("B")

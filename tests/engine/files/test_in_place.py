@@ -1,0 +1,134 @@
+"""Roots on a file system that copies the blocks that are written to: a real btrfs, in an image."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay._engine.files.root import open_root
+from forebay._kernel import host
+from forebay.errors import RootRefused
+from tests.harness import MiB
+
+FULL = """
+import forebay, os, sys
+root, other = sys.argv[1:]
+with forebay.Cache(root, budget=100_000_000, min_free=0) as cache:
+    samples = cache.samples("a", length=100, codec="raw", fingerprint="1")
+    for number in range(50):
+        cache.put(f"small{number}", os.urandom(1000))
+        cache.put(f"large{number}", os.urandom(100_000))
+        samples.put(number, os.urandom(10_000))
+    try:
+        with open(other, "wb", buffering=0) as file:
+            while True:
+                file.write(os.urandom(1 << 16))
+    except OSError:
+        os.sync()
+    found = 0
+    for turn in range(2000):
+        number = turn % 50
+        found += cache.get(f"small{number}") is not None and cache.get(f"large{number}") is not None and samples.get(number) is not None
+        cache.put(f"more{turn}", os.urandom(50_000)) if turn % 20 == 0 else None
+        samples.put(50 + turn % 50, os.urandom(10_000)) if turn % 20 == 0 else None
+        os.sync() if turn % 200 == 0 else None  # else the kernel stores to pages that it has not written back
+    print(found > 0)
+"""
+
+
+@pytest.fixture
+def btrfs(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    program = shutil.which("mkfs.btrfs", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    if program is None:
+        pytest.skip("mkfs.btrfs is not there: `make deps` installs it")
+    image, place = tmp_path / "image", tmp_path / "btrfs"
+    place.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(300 * MiB)
+    for command in ([program, "-q", image], ["mount", "-o", "loop", image, place]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no btrfs can be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def in_place(path: Path) -> bool:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return bool(fcntl.ioctl(fd, 0x80086601, bytes(8))[2] & 0x80)  # FS_NOCOW_FL of FS_IOC_GETFLAGS
+    finally:
+        os.close(fd)
+
+
+def mapped(root: Path) -> list[Path]:
+    """The files that processes store to by mappings."""
+    return [
+        root / "counters", root / "catalog.sqlite-shm", root / "locks/words", *(root / "shared").iterdir(), *root.glob("packs/*/index"),
+    ]  # fmt: skip
+
+
+def test_a_full_disk_ends_no_process(btrfs: Path) -> None:
+    command = [sys.executable, "-c", FULL, btrfs / "root", btrfs / "other"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
+
+
+def fill(cache: forebay.Cache) -> None:
+    assert cache.put("small", b"s" * 100)
+    assert cache.put("large", b"l" * 100_000)
+    assert cache.samples("a", length=10, codec="raw", fingerprint="1").put(3, b"p" * 100)
+
+
+def assert_whole(cache: forebay.Cache) -> None:
+    assert [bytes(cache.get(key) or b"") for key in ("small", "large")] == [b"s" * 100, b"l" * 100_000]
+    assert bytes(cache.samples("a", length=10, codec="raw", fingerprint="1").get(3)) == b"p" * 100
+    assert cache.check(deep=True) == []
+
+
+def test_files_that_are_mapped_are_written_in_place_and_no_others(btrfs: Path) -> None:
+    with forebay.Cache(btrfs / "root", budget=100 * MiB, min_free=0) as cache:
+        fill(cache)
+        files = mapped(cache.path)
+        assert len(files) > 6
+        assert dict.fromkeys(files, True) == {path: in_place(path) for path in files}
+        blobs = [path for path in cache.path.glob("blobs/*/*") if path.is_file()]
+        assert [in_place(path) for path in blobs] == [False] * len(blobs) != []
+        assert_whole(cache)
+
+
+def test_a_root_that_was_made_otherwise_is_changed_when_no_process_has_it_open(btrfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "_COPYING", frozenset())
+        with forebay.Cache(btrfs / "root", budget=100 * MiB, min_free=0) as cache:
+            fill(cache)
+            assert not any(map(in_place, mapped(cache.path)))
+    with forebay.Cache(btrfs / "root") as cache:
+        assert_whole(cache)
+        files = mapped(cache.path)
+        assert dict.fromkeys(files, True) == {path: in_place(path) for path in files}
+        with forebay.Cache(btrfs / "root") as other:
+            assert_whole(other)
+
+
+def test_a_file_system_that_cannot_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "fs_kind", lambda path: "btrfs")
+    flags = bytearray(8)
+
+    def ioctl(fd: int, request: int, argument: bytes) -> bytes:  # sets nothing
+        return bytes(flags)
+
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    with pytest.raises(RootRefused, match="copy-on-write"):
+        open_root(tmp_path / "root")
+    assert not (tmp_path / "root" / "FORMAT").exists()
