@@ -12,6 +12,7 @@ import mmap
 import os
 from typing import Any, cast
 
+from forebay._kernel import fences
 from forebay._kernel.host import libc
 
 _map = libc.mmap
@@ -152,7 +153,8 @@ def address(view: memoryview) -> int:
 
 
 def words(view: memoryview) -> memoryview:
-    """The mapping as aligned 8-byte words, which are loaded and stored whole."""
+    """The mapping as aligned 8-byte words, which are loaded and stored whole. See `fences` for their order."""
+    fences.join()
     return view.cast("Q")
 
 
