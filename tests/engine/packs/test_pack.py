@@ -229,8 +229,9 @@ def test_a_record_is_whole_before_its_word_on_every_core(
         (segment,) = (path for path in place_of(cache).iterdir() if path.name != "index")
         seen.append((word(place_of(cache), 1), body(1) in segment.read_bytes()))
 
-    monkeypatch.setattr(fences, "fence", look)
-    samples.put(1, body(1))
+    with monkeypatch.context() as m:
+        m.setattr(fences, "fence", look)
+        samples.put(1, body(1))
     assert seen == [(0, True)]
 
 

@@ -130,11 +130,10 @@ class Memo:
                 return None
             now, slot = now_ns(), entry.slot
             since, until, skew = self.window
-            validated = slot[VALIDATED]  # before the id: so it was this entry's
-            if slot[ID] != entry.id or not since <= now < until:
+            if not since <= now < until:
                 return None
             now += skew
-            if not 0 <= now - validated < max_age:
+            if not 0 <= now - slot[VALIDATED] < max_age or slot[ID] != entry.id:  # in this order: so it was this entry's time
                 return None
             slot[USED] = now
             due = entry.due

@@ -80,7 +80,7 @@ def finder(
                 start, limit = places[word >> 40]
                 start += header + ((word & sixteenths) << 4)
                 end = start + length
-                if hint >> bits != proof(facts(key, word, length)) & proofs or end > limit:  # `pack_files.length_hint`, without a call
+                if hint >> bits != proof(facts(word, length), key) & proofs or end > limit:  # `pack_files.length_hint`, without a call
                     return slowly(slot, copy)
                 starts[slot] = start
                 ends[slot] = end  # last: a reader that sees it relies on the other
