@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from forebay import errors
-from forebay._kernel import host, waits
+from forebay._kernel import fences, host, waits
 from forebay.claims import barriers, shared
 from forebay.claims.barriers import Barrier
 from forebay.claims.members import Members
@@ -765,3 +765,17 @@ def test_ranks_are_killed_one_after_the_other(place: Path, context: Members, chi
     for child in ranks[count - 2 :]:
         child.wait()
     assert [child.result() for child in ranks[count - 2 :]] == [names, names]
+
+
+def test_what_was_stored_before_a_barrier_is_seen_after_it_on_every_core(context: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits loads the round, and then what others stored: the fence is the last that happens before the round changes."""
+    barrier, steps = Barrier(context, NAME), list[str]()
+    state = barriers.state_of(context, NAME)
+    monkeypatch.setattr(fences, "fence", lambda: steps.append("fence"))
+    host.on_step(lambda call, subject: steps.append(f"{call} {subject}"))
+    before = state.round
+    barrier.wait(1)
+    host.on_step(None)
+    assert state.round == before + 1
+    at = steps.index("fence")
+    assert steps[at + 1] == f"set_word {barriers._STATE}"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
-from forebay._kernel import locks
+from forebay._kernel import fences, locks
 from forebay.claims import claim_files, members
 from forebay.claims.claim_files import CLAIM, Gone
 from forebay.claims.members import Member, Members
@@ -110,6 +110,15 @@ def test_what_a_child_of_c_leaves_takes_nothing_from_its_parent(place: Path, con
         child.say()
         child.wait()
     assert context.is_in(0)
+
+
+def test_an_entry_is_whole_before_it_says_in_on_every_core(place: Path, context: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, members.Identity]] = []
+    table = context._table
+    monkeypatch.setattr(fences, "fence", lambda: seen.append((table.state(1), table.identity(1))))
+    found = Members.attach(place, rank=1)
+    assert seen == [(members.FREE, found.identity)]
+    found.leave()
 
 
 def test_a_killed_process_has_vanished(place: Path, context: Members) -> None:

@@ -20,6 +20,7 @@ ORDER = """
     _config_file < _config
     _kernel.interrupts < _kernel.host
     _model < _kernel.host < _kernel.locks _kernel.mappings < _kernel.waits
+    _logs < _kernel.fences < _kernel.mappings
     _model _kernel.interrupts < _kernel.threads < remote
     _model < _kernel.events < _engine.files
     _kernel.host < _kernel.below

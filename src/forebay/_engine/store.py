@@ -241,8 +241,10 @@ class Store:
         return clock.look() if exact else clock.now()
 
     def validated(self, entry: Entry) -> int:
-        """When an entry was last seen to be the version of the remote, on the clock of `now`; 0: not known, the remote must be asked."""
-        return self.engine.index.validated(entry.slot)
+        """When an entry was last seen to be the version of the remote, on the clock of `now`; 0: not known, or it is gone: the remote must
+        be asked."""
+        at, id = self.engine.index.validated(entry.slot), self.engine.index.id_of(entry.slot)  # in this order: so it was this entry's
+        return at if id == entry.id else 0
 
     def stamp(self, entry: Entry) -> tuple[int, int]:
         """Identifies an entry and its last validation: a different stamp means that there was another one since."""

@@ -12,7 +12,7 @@ import mmap
 import os
 from typing import Any, cast
 
-from forebay._kernel import host
+from forebay._kernel import fences, host
 from forebay._kernel.host import libc
 
 _map = libc.mmap
@@ -153,7 +153,8 @@ def address(view: memoryview) -> int:
 
 
 def words(view: memoryview) -> memoryview:
-    """The mapping as aligned 8-byte words, which are loaded and stored whole."""
+    """The mapping as aligned 8-byte words, which are loaded and stored whole. See `fences` for their order."""
+    fences.join()
     return view.cast("Q")
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, SupportsIndex, cast
 
 from forebay import _config, errors
-from forebay._kernel import host, mappings, waits
+from forebay._kernel import fences, host, mappings, waits
 from forebay._kernel.interrupts import guarded_methods
 from forebay.claims.members import Identity, Member, Members
 from forebay.claims.shared import NamedLock, map_shared, name_hash, words_of
@@ -106,6 +106,7 @@ class BarrierState:
         parties = self.parties
         self._clear_locked(after)
         host.set_word(self._words, _PARTIES + after % 2, parties)
+        fences.fence()  # who crosses sees what all stored before they came, in the arrays of the claim too
         host.set_word(self._words, _STATE, after << 1)
 
     def _clear_locked(self, number: int) -> None:
@@ -116,6 +117,7 @@ class BarrierState:
     def break_locked(self) -> None:
         """Mark the round as broken. The caller wakes the waiting processes after."""
         host.set_word(self._words, _BROKEN_AT, time.monotonic_ns())
+        fences.fence()
         host.set_word(self._words, _STATE, self.state | _BROKEN)
 
 

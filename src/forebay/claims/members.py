@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
 from forebay import errors
-from forebay._kernel import host, interrupts, locks, mappings
+from forebay._kernel import fences, host, interrupts, locks, mappings
 from forebay._logs import logger
 from forebay.claims import claim_files, processes, records
 from forebay.claims.claim_files import CLAIM, LEADER, SLOTS, TABLE, TABLE_BYTES, Gone
@@ -112,6 +112,7 @@ class MemberTable:
         entry = (pid, own.space, own.start, 0 if rank is None else rank + 1, time.monotonic_ns(), depth)
         host.step("set_words", slot)
         self._words[slot * _WORDS : slot * _WORDS + _USED_WORDS] = memoryview(array("Q", entry))
+        fences.fence()
         self.set_state(slot, IN)  # last: until then the entry belongs to no process
         return slot, pid, own.start
 

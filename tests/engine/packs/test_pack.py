@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import forebay
 from forebay._engine.files import pack_files
-from forebay._kernel import host, locks
+from forebay._kernel import fences, host, locks
 from tests.harness import KiB, MiB, usage
 from tests.processes import Gate, Line, ProcessGroup, fork, in_child, talk_to
 
@@ -218,6 +218,21 @@ def test_a_forged_word_leads_to_nothing(cache: forebay.Cache, samples: forebay.S
 def hints(samples: forebay.Samples) -> memoryview:
     found: memoryview = samples._pack._hints  # type: ignore[union-attr]
     return found
+
+
+def test_a_record_is_whole_before_its_word_on_every_core(
+    cache: forebay.Cache, samples: forebay.Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def look() -> None:
+        (segment,) = (path for path in place_of(cache).iterdir() if path.name != "index")
+        seen.append((word(place_of(cache), 1), body(1) in segment.read_bytes()))
+
+    with monkeypatch.context() as m:
+        m.setattr(fences, "fence", look)
+        samples.put(1, body(1))
+    assert seen == [(0, True)]
 
 
 @pytest.mark.parametrize("forged", ["none", "of slot 4", "one byte more", "of another pack", "of another epoch", "beyond the segment"])

@@ -130,10 +130,10 @@ class Memo:
                 return None
             now, slot = now_ns(), entry.slot
             since, until, skew = self.window
-            if slot[ID] != entry.id or not since <= now < until:
+            if not since <= now < until:
                 return None
             now += skew
-            if not 0 <= now - slot[VALIDATED] < max_age:
+            if not 0 <= now - slot[VALIDATED] < max_age or slot[ID] != entry.id:  # in this order: so it was this entry's time
                 return None
             slot[USED] = now
             due = entry.due
@@ -358,13 +358,14 @@ class Hits:
             return None
         maps = maps or again or size > COPIED
         data = self._file_of(id, suffix, size, mark, maps=maps) if is_file else self._value_of(slot, id, size, mark)
+        number = words[base + SPACE]
         if data is None or words[base + ID] != id:  # the last look: what was read of the slot was of this entry
             return None
         if again:
             memo.add_mapped(space, (key, alias) if alias != key else (key,), slot, id, data, is_file=is_file)
         if not self.root.read_only:
             words[base + USED] = now
-            self.adaptive.hit(space, words[base + SPACE], key, charge_of(size, is_file=is_file), now)
+            self.adaptive.hit(space, number, key, charge_of(size, is_file=is_file), now)
         counts, at = self.counters.block()
         counts[at + HITS] += 1
         counts[at + BYTES_HIT] += size
@@ -435,9 +436,10 @@ class Hits:
         if noted_meta != meta_hash(meta) or self.memo.is_again(id, size):
             return None
         view = self._file_of(id, suffix, size, mark, maps=True) if is_file else self._value_of(slot, id, size, mark)
+        number = words[base + SPACE]
         if view is None or words[base + ID] != id:  # the last look: what was read of the slot was of this entry
             return None
         if not self.root.read_only:
             words[base + USED] = now
-            self.adaptive.hit(space, words[base + SPACE], key, charge_of(size, is_file=is_file), now)
+            self.adaptive.hit(space, number, key, charge_of(size, is_file=is_file), now)
         return view

@@ -11,6 +11,11 @@ A reader believes a record that *proves itself*: it has the whole hash of the ke
 secret of the head, since it alone decides whose bytes are served. A bucket or a record that is stale, torn, full or missing sends the
 reader to the catalog, and the reader mends it.
 
+The proof is the same in each process, whatever its Python: an XXH3 of the words, since `hash` promises nothing. It does not cover the
+three words that other processes store to. So that no reader takes the time of validation of another entry for that of this one, the words
+lie between two fences when they are stored: after the id of the entry before is gone, and before that of the new one is there. A reader
+loads the time of validation while the record has the id.
+
 A record also says that the entry was published or verified in this epoch: one process of the node verifies it, not each."""
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from forebay._engine.files.table import HEADER, SharedTable
 from forebay._engine.index.head import SharedBroken as SharedBroken
 from forebay._engine.index.head import SharedHead, SharedReplaced
 from forebay._engine.index.values import ValueCells
-from forebay._kernel import host, locks, mappings
+from forebay._kernel import fences, host, locks, mappings
 from forebay._logs import logger
 from forebay._model import Buffer, Entry
 from forebay.errors import CacheFault
@@ -55,15 +60,15 @@ TICK = 100_000_000
 _WORDS, _HASH, _PROOF, _SOUND = 16, 4, 5, 11
 _KEYS_MAGIC = int.from_bytes(b"FBKEYS02", "little")
 _MAGIC, _ROOT, _SIZE, _USED, _MOVED = range(5)  # words of the header of the table of keys
-_MASK = (1 << 64) - 1
 _LARGEST = 1 << 30
 _KINDS = {"blob": 1, "value": 2, "tree": 3, "pack": 4, "session": 5}
 _BLOB, _META = _KINDS["blob"], 16  # of the word of the kind; `_META`: the words of the suffix are the hash of the entry's meta instead
 _FOUND = frozenset((1, 2, 1 | _META, 2 | _META))  # what a reader needs no row of
 
 _halves = struct.Struct("<QQ").unpack
-_read_record = struct.Struct("12Q").unpack_from
-_times, _facts = struct.Struct("3Q").pack_into, struct.Struct("8Q")
+_read_record = struct.Struct("6Q40sQ").unpack_from
+_times, _facts, _content = struct.Struct("3Q").pack_into, struct.Struct("8Q"), struct.Struct("5Q")
+_proof_of = xxhash.xxh3_64_intdigest
 
 EntryHint = tuple[memoryview, int, int, int, int, bool, int, str, tuple[int, int] | None]
 """What the index knows of an entry: the words of its record, and where they begin; its slot, id and size; whether it is a file; the seal
@@ -129,10 +134,10 @@ class EntryIndex:
             words, base = self.record(slot)
         except (CacheFault, OSError):
             return None
-        record = _read_record(words, 8 * base)
-        id, _, _, _, whole, proof, size, _, kind, suffix, more, sound = record
-        if whole != first or proof != second ^ hash((id, *record[6:11])) & _MASK or sound != self._epoch ^ id or not id:
+        id, _, _, _, whole, proof, content, sound = _read_record(words, 8 * base)
+        if whole != first or proof != second ^ _proof_of(content, id) or sound != self._epoch ^ id or not id:
             return None
+        size, _, kind, suffix, more = _content.unpack(content)
         form = kind & 0xFF
         if form not in _FOUND:
             return None
@@ -186,9 +191,11 @@ class EntryIndex:
         """Let the entry's slot have its record. Caller: holds the writer lock, has noted the intent and committed the row; the slot is
         free, or has this entry already."""
         words, base = self.record(entry.slot)
+        fences.fence()  # who sees what follows sees that the entry before is gone
         _times(words, 8 * (base + USED), used, validated, space)
         host.step("store", self._root.shared_dir)
         _facts.pack_into(words, 8 * (base + _HASH), *self._facts_of(entry, is_sound=is_sound))
+        fences.fence()  # who sees the id sees all of it
         host.set_word(words, base + ID, entry.id)
 
     def restore(self, space: int, entry: Entry) -> None:
@@ -246,7 +253,8 @@ class EntryIndex:
         elif entry.meta:
             form, (suffix, more) = form | _META, meta_hash(entry.meta)
         content = entry.size, entry.charge, form | mark << 8, suffix, more
-        return first, second ^ hash((entry.id, *content)) & _MASK, *content, self._epoch ^ entry.id if is_sound else 0
+        proof = second ^ _proof_of(_content.pack(*content), entry.id)
+        return first, proof, *content, self._epoch ^ entry.id if is_sound else 0
 
     def clear(self, slot: int, id: int) -> bool:
         """Empty ``slot`` if it has the entry ``id``; False if it has not. Caller: holds the writer lock, so that no process stores in
@@ -497,7 +505,7 @@ class EntryIndex:
             bucket += 1
         if chosen < 0 and bucket < at + PROBES:
             chosen = bucket
-            words[_USED] = min(words[_USED] + 1, _MASK)  # two processes may count one: it is corrected when the table is rebuilt
+            words[_USED] = min(words[_USED] + 1, _LARGEST)  # two processes may count one: it is corrected when the table is rebuilt
         host.set_word(words, chosen if chosen >= 0 else at, ours)
         if words[_USED] > (mask + 1) * 5 // 8:
             self._grow(keys)

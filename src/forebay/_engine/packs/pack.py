@@ -25,7 +25,7 @@ from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HIT
 from forebay._engine.index.head import SharedHead
 from forebay._engine.leases import Lease
 from forebay._engine.packs.segments import GONE, MANY_HITS, NOTHING, Appender, Finder, Mapped, finder
-from forebay._kernel import host, interrupts, mappings
+from forebay._kernel import fences, host, interrupts, mappings
 from forebay._model import Buffer
 
 MAPPED = 1 << 20
@@ -244,6 +244,7 @@ class Pack:
             if self._cells[slot]:
                 return False
             word = pack_files.word_of(appender.number, tail)
+            fences.fence()  # readers load the record from a mapping, without a call
             self._note_length(slot, word, length)
             host.set_word(self._cells, slot, word)
         finally:

@@ -65,6 +65,7 @@ def finder(
     header, sixteenths, hinted, bits, proofs = (
         pack_files.HEADER, pack_files.SIXTEENTHS, pack_files.HINTED, pack_files.HINT_BITS, pack_files.PROOFS
     )  # fmt: skip
+    facts, proof = pack_files.hint_facts, pack_files.hint_proof
 
     def find(slot: int, copy: bool = False) -> memoryview | None:
         nonlocal hits, size
@@ -80,7 +81,7 @@ def finder(
                 start, limit = places[word >> 40]
                 start += header + ((word & sixteenths) << 4)
                 end = start + length
-                if hint >> bits != hash((key, word, length)) & proofs or end > limit:  # `pack_files.length_hint`, without a call
+                if hint >> bits != proof(facts(word, length), key) & proofs or end > limit:  # `pack_files.length_hint`, without a call
                     return slowly(slot, copy)
                 starts[slot] = start
                 ends[slot] = end  # last: a reader that sees it relies on the other
