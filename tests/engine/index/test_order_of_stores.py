@@ -26,7 +26,7 @@ HINT = 0xAAC4_54F6_5600_0BB8
 def store(quick_path: Path) -> Iterator[Store]:
     with opened(quick_path / "root", 64 * MiB) as store:
         store.put("v", "large", LARGE)
-        store.spaces.lookup("v")
+        store.spaces.number("v")
         yield store
 
 
