@@ -330,3 +330,10 @@ def test_a_text_is_refused_with_what_to_do(cache: Cache) -> None:
     with pytest.raises(errors.NotBytes, match=r"pass text\.encode\(\)"):
         cache["k"] = "text"  # type: ignore[assignment]
     assert "k" not in cache
+
+
+def test_verify_is_check(cache: Cache, tmp_path: Path) -> None:
+    assert cache.verify() == []
+    (tmp_path / "root" / "blobs" / "foreign").write_bytes(b"x")
+    assert cache.verify(deep=True) == cache.check(deep=True) != []
+    (tmp_path / "root" / "blobs" / "foreign").unlink()

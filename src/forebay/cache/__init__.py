@@ -470,6 +470,10 @@ class Cache(DictLike):
         """The problems of the root; an empty list means it is sound. ``deep`` reads every byte."""
         return self._store.check(deep=deep)
 
+    def verify(self, *, deep: bool = False) -> list[Problem]:
+        """`check`, by the name of the command ``forebay verify``."""
+        return self.check(deep=deep)
+
     def repair(self, *, deep: bool = True) -> list[Problem]:
         """Repair what `check` reports: set damaged files aside, remove files that no entry names. Returns the repaired problems."""
         return self._store.repair(deep=deep)

@@ -66,7 +66,7 @@ class _ClaimLocks:
         self.threads = {}
 
 
-class _Held:
+class _HeldLock:
     """A named lock that this process holds, from before it is taken until it is released, or this object is dropped."""
 
     def __init__(self, claim_locks: _ClaimLocks, offset: int) -> None:
@@ -127,7 +127,7 @@ class NamedLock:
     the next one enters within 0.1 s. A forked child does not hold what its parent holds. Not reentrant: a thread that enters a second
     time gets a `ConfigError` at once. Callable from any thread; unpickling gives the same lock."""
 
-    _held: _Held | None = None
+    _held: _HeldLock | None = None
 
     def __init__(self, members: Members, name: str, timeout: float | None = None, *, kind: Kind = "lock") -> None:
         if not isinstance(name, str):
@@ -156,7 +156,7 @@ class NamedLock:
         claim_locks, offset = self._locks, self._offset
         if claim_locks.threads.get(offset) == threading.get_ident():
             raise errors.ConfigError(f"{self._label()} is already held by this thread, and is not reentrant")
-        held = _Held(claim_locks, offset)
+        held = _HeldLock(claim_locks, offset)
 
         def attempt() -> Literal[True] | None:
             self._members.check()

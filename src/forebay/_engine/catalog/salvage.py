@@ -38,7 +38,7 @@ class Salvaged(NamedTuple):
     lost: int
 
 
-class _Source:
+class _Damaged:
     """The damaged catalog, as `checked` asks for it."""
 
     def __init__(self, con: sqlite3.Connection) -> None:
@@ -107,10 +107,10 @@ def salvage(damaged: sqlite3.Connection, new: sqlite3.Connection, root: Root, gi
     the new one is worth nothing."""
     damaged.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
     damaged.text_factory = text_or_bytes
-    source = _Source(damaged)
+    source = _Damaged(damaged)
     if not _is_of(source, root):
         return Salvaged(0, 0)
-    copy = _Copy(source, new, root, given)
+    copy = _Successor(source, new, root, given)
     copy.spaces()
     copy.entries()
     copy.trees()
@@ -118,16 +118,16 @@ def salvage(damaged: sqlite3.Connection, new: sqlite3.Connection, root: Root, gi
     return copy.end()
 
 
-def _is_of(source: _Source, root: Root) -> bool:
+def _is_of(source: _Damaged, root: Root) -> bool:
     """Whether a catalog is this root's, and of this format, or does not say."""
     meta = dict(source.all("SELECT name, value FROM meta WHERE name IN ('format', 'root')"))
     return bool(meta.get("format", schema.FORMAT) == schema.FORMAT and meta.get("root", root.id) == root.id)
 
 
-class _Copy:
+class _Successor:
     """One copy of a damaged catalog into a new one."""
 
-    def __init__(self, source: _Source, new: sqlite3.Connection, root: Root, given: int) -> None:
+    def __init__(self, source: _Damaged, new: sqlite3.Connection, root: Root, given: int) -> None:
         self._source, self._new, self._root = source, new, root
         self._largest = given
         self._names: dict[int, str] = {}
