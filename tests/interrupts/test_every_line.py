@@ -154,17 +154,29 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_signal_at_any_line(place: Place, name: str, children: ProcessGroup) -> None:
-    moments, make = Moments(), CALLS[name]
+    interrupted(place, CALLS[name], Moments(), STRIDE, children)
+
+
+@pytest.mark.rotates
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["put a value", "put a file", "get_or_put", "read", "samples", "a lock", "a claim"])
+def test_a_signal_at_any_opcode(place: Place, name: str, children: ProcessGroup) -> None:
+    """Between two instructions of one line, too: of the guard itself, above all."""
+    interrupted(place, CALLS[name], Moments(opcodes=True), 5 * STRIDE, children)
+
+
+def interrupted(place: Place, make: Callable[[Place], Callable[[], Any]], moments: Moments, stride: int, children: ProcessGroup) -> None:
+    """Make a call again and again, with a signal at another moment each time."""
     for _ in range(3):  # what is opened once
         moments.run(make(place))
     held, at, raised = {*held_locks()}, 1, 0
     while True:
-        if parts.takes(at, STRIDE):
+        if parts.takes(at, stride):
             call = make(place)
             raised += moments.run(call, at)
             if not moments.where:
                 break
-            where = f"a signal at line {at}: {moments.where}"
+            where = f"a signal at moment {at}: {moments.where}"
             gc.collect()
             for claim in [*forebay.claims._open.values()]:  # one that was interrupted before it was closed stays open
                 if claim is not place.claim:
@@ -174,7 +186,7 @@ def test_a_signal_at_any_line(place: Place, name: str, children: ProcessGroup) -
             assert place.cache.put("after", where.encode()), where
             until(lambda: {*held_locks()} <= held, where)  # a thread that loads ahead goes on
         at += 1
-    assert raised > at // STRIDE // 2, f"the handler raised in {raised} of about {at // STRIDE} calls"
+    assert raised > at // stride // 2, f"the handler raised in {raised} of about {at // stride} calls"
     root = place.folder / "root"
     assert children(lambda: forebay.Cache(root).put("from another process", b"x" * 30_000)).result()
     assert place.cache.check() == []
