@@ -20,24 +20,38 @@ class Interrupt(Exception):
     """What the handler raises. An Exception, so that code that takes it for an error of its own shows."""
 
 
+class Handler:
+    """The handler of the signals. ``ran``: how often."""
+
+    ran = 0
+
+    def __call__(self, *_: object) -> None:
+        self.ran += 1
+        raise Interrupt
+
+
+interrupt = Handler()
+
+
 class Moments:
     """Counts the lines of a call, and raises a signal at one of them."""
 
     def __init__(self, *, opcodes: bool = False) -> None:
         self._opcodes = opcodes
         self.seen = self._at = 0
-        self.sent_at = 0.0
         self.where = ""
 
     def run(self, call: Callable[[], Any], at: int = 0) -> bool:
         """Make a call, with a signal at line ``at`` of it, if there is one. Returns whether the handler raised."""
-        self.seen, self._at, self.where, self.sent_at = 0, at, "", 0.0
+        self.seen, self._at, self.where, ran = 0, at, "", interrupt.ran
         try:
             sys.settrace(self._trace)
             try:
                 call()
             finally:
                 sys.settrace(None)
+            while self.where and interrupt.ran == ran:  # one that came during a finalizer is sent again
+                time.sleep(0.001)
         except Interrupt:
             return True
         return False
@@ -54,7 +68,6 @@ class Moments:
             self.seen += 1
             if self.seen == self._at:
                 self.where = f"{frame.f_code.co_filename.removeprefix(OURS)}:{frame.f_lineno} {frame.f_code.co_name}"
-                self.sent_at = time.monotonic()
                 signal.raise_signal(signal.SIGUSR1)
         return self._line
 

@@ -19,7 +19,7 @@ from forebay._kernel import interrupts
 from forebay.testing import ScriptedServer
 from tests import parts
 from tests.harness import KiB, MiB
-from tests.interrupts.every_line import Interrupt, Moments, held_locks
+from tests.interrupts.every_line import Moments, held_locks, interrupt
 from tests.items import until
 from tests.processes import ProcessGroup
 
@@ -131,10 +131,6 @@ CALLS: dict[str, Callable[[Place], Callable[[], Any]]] = {
     "evict": _evict,
     "pin": _pin,
 }
-
-
-def interrupt(*_: object) -> None:
-    raise Interrupt
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_each_interpreter_has_an_environment_of_its_own(python: str, place: str) -> None:
-    assert f"\n{place}/bin/forebay demo\n" in make("-n", "demo", f"PYTHON={python}").stdout
+    assert f"{place}/bin/forebay demo" in make("-n", "demo", f"PYTHON={python}").stdout.splitlines()
 
 
 def test_half_an_environment_is_made_again(tmp_path: Path) -> None:

@@ -97,4 +97,4 @@ def test_an_interrupt_of_the_caller_ends_the_helpers(call: Call) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run_parts(iter([work] * 4), 3, call)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("forebay")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("forebay") and thread.is_alive()]

@@ -20,8 +20,8 @@ from forebay.testing import ScriptedServer
 from tests import parts
 from tests.fronts import Fronts
 from tests.harness import MiB, assert_counted, data_usage
-from tests.interrupts.every_line import Interrupt, held_locks
-from tests.interrupts.test_every_line import CALLS, Place, interrupt
+from tests.interrupts.every_line import Interrupt, held_locks, interrupt
+from tests.interrupts.test_every_line import CALLS, Place
 from tests.items import until
 from tests.processes import Child, ProcessGroup, in_child
 from tests.servers.counting import Shelf
@@ -85,8 +85,9 @@ def test_interrupts_at_random_moments(place: Place, name: str, children: Process
     most, held, alarm = (time.monotonic() - began) / 4, {*held_locks()}, Alarm(chance)
     wanted = parts.share(INTERRUPTS)
     while raised < wanted:
-        with contextlib.suppress(Interrupt):  # a signal that came just after the call
+        with contextlib.suppress(Interrupt):  # a signal that came just after the call, or during a finalizer
             raised += alarm.around(make(place), most)
+            time.sleep(0.005)
         for claim in [*forebay.claims._open.values()]:
             if claim is not place.claim:
                 claim.close()

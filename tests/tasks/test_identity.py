@@ -460,6 +460,7 @@ OTHERS |= {str(path) for n in (11, 12, 13, 14) for path in Path.home().glob(f".p
 ELSEWHERE = """
 import ast, sys, types
 sys.modules["xxhash"] = types.ModuleType("xxhash")
+sys.modules["xxhash"].__getattr__ = lambda name: None
 from forebay.tasks.code import tree_of
 sys.stdout.buffer.write(tree_of(ast.parse(sys.stdin.read()).body[0]))
 """

@@ -133,8 +133,8 @@ class Publisher:
         """`publish`, where there is room. ``id``: of what is staged under it. Before the commit others see only empty slots."""
         name, now, created = batch[0].label.space, self._index.head.clock.now(), time.time()
         space = txn.space(name, "packs" if batch[0].kind == "pack" else "values")
-        if not self._adaptive.knows(space, name):
-            self._adaptive.know(space, name)
+        if not self._adaptive.knows(space, name):  # after the commit: of a space that is not there, nothing may stay
+            txn.after_commit.append(partial(self._adaptive.know, space, name))
         room, store = self.budget.room, self._index.store
         rows, leases = list[tuple[Entry, bytes | None]](), list[Lease | None]()
         ids = [id] if id else txn.new_ids(len(batch))

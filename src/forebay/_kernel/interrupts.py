@@ -415,22 +415,38 @@ class Steps(Generator[Any, Any, Any]):
 
     def __init__(self, steps: Generator[Any, Any, Any] | Coroutine[Any, Any, Any]) -> None:
         self._steps = steps
+        self._rest: _Rest | None = _Rest(steps)
 
     @guarded
     def __next__(self) -> Any:
-        return self._steps.send(None)
+        return self._step(self._steps.send, None)
 
     @guarded
     def send(self, value: Any) -> Any:
-        return self._steps.send(value)
+        return self._step(self._steps.send, value)
 
     @guarded
     def throw(self, *error: Any) -> Any:
-        return self._steps.throw(*error)
+        return self._step(self._steps.throw, *error)
 
     @guarded
     def close(self) -> None:
-        self._steps.close()
+        self._step(self._steps.close)
+
+    def _step(self, call: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return call(*given)
+        finally:
+            if getattr(self._steps, "gi_frame", None) is None and getattr(self._steps, "cr_frame", None) is None:  # it has ended
+                self._rest = None
+
+
+class _Rest:
+    """What is left of a generator or a coroutine: ends it when it is dropped. It has its own finalizer, which runs inside of the last
+    guarded step, since Python ignores what a finalizer raises."""
+
+    def __init__(self, steps: Generator[Any, Any, Any] | Coroutine[Any, Any, Any]) -> None:
+        self._steps = steps
 
     @finalizer
     def __del__(self) -> None:

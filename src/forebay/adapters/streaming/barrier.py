@@ -73,7 +73,7 @@ class Lock:
     ``lock_file`` is unused. A forked child does not hold what its parent holds."""
 
     def __init__(self, lock: NamedLock, lock_file: str) -> None:
-        self.lock_file, self._lock = lock_file, lock
+        self.lock_file, self._lock, self._held = lock_file, lock, lock
         self._depth: Counter[tuple[int, int]] = Counter()  # by process and thread
 
     def acquire(self, timeout: float | None = None, *_: Any, blocking: bool = True, **__: Any) -> Self:
@@ -81,7 +81,7 @@ class Lock:
         me = os.getpid(), threading.get_ident()
         if not self._depth[me]:
             limit = None if timeout is None or timeout < 0 else timeout
-            self._lock.within(limit if blocking else 0.0).__enter__()
+            self._held = self._lock.within(limit if blocking else 0.0).__enter__()
         self._depth[me] += 1
         return self
 
@@ -92,7 +92,7 @@ class Lock:
         if depth > 1 and not force:
             self._depth[me] = depth - 1
         elif depth:
-            self._lock.__exit__(None, None, None)
+            self._held.__exit__(None, None, None)
 
     @property
     def is_locked(self) -> bool:
