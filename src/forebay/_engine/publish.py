@@ -133,8 +133,6 @@ class Publisher:
         """`publish`, where there is room. ``id``: of what is staged under it. Before the commit others see only empty slots."""
         name, now, created = batch[0].label.space, self._index.head.clock.now(), time.time()
         space = txn.space(name, "packs" if batch[0].kind == "pack" else "values")
-        if not self._adaptive.knows(space, name):  # after the commit: of a space that is not there, nothing may stay
-            txn.after_commit.append(partial(self._adaptive.know, space, name))
         room, store = self.budget.room, self._index.store
         rows, leases = list[tuple[Entry, bytes | None]](), list[Lease | None]()
         ids = [id] if id else txn.new_ids(len(batch))
@@ -155,8 +153,14 @@ class Publisher:
             validated = now if label.validated is None else label.validated
             txn.after_commit.append(partial(store, space, entry, validated if label.ahead else now, validated))
         added = entries.insert(txn, space, rows, partial(self._eviction.supersede, txn))
-        if (adaptive := self._adaptive.of(space)) is not None:
-            self._try(txn, adaptive, space, [entry for one, entry in zip(batch, added, strict=True) if not one.label.ahead], now)
+        used = [
+            entry for one, entry in zip(batch, added, strict=True)
+            if not one.label.ahead and entry.life == "cached" and entry.kind in ("blob", "value")
+        ]  # fmt: skip
+        if not self._adaptive.knows(space, name):  # after the commit: of a space that is not there, no file may stay
+            txn.after_release.append(partial(self._introduce, space, name, used, now))
+        elif (adaptive := self._adaptive.of(space)) is not None:
+            self._try(txn, adaptive, space, used, now)
         txn.after_release.append(partial(self._index.note_new, rows))
         return list(map(Published, added, leases))
 
@@ -170,9 +174,15 @@ class Publisher:
         txn.at_end.append(lambda: None if txn.is_committed else lease.close())
         return lease
 
-    def _try(self, txn: Txn, adaptive: AdaptiveSpace, space: int, several: Sequence[Entry], now: int) -> None:
+    def _introduce(self, space: int, name: str, used: Sequence[Entry], now: int) -> None:
+        """Tell a space that this process did not know of its new entries, if it is adaptive."""
+        self._adaptive.know(space, name)
+        if (adaptive := self._adaptive.of(space)) is not None:
+            for entry in used:
+                adaptive.use(entry.key, entry.charge, now, is_hit=False)
+
+    def _try(self, txn: Txn, adaptive: AdaptiveSpace, space: int, used: Sequence[Entry], now: int) -> None:
         """Tell an adaptive space of its new entries, and put them on probation where bimodal insertion leads."""
-        used = [entry for entry in several if entry.life == "cached" and entry.kind in ("blob", "value")]
         if used and adaptive.ghosts.bimodal:
             row = spaces.by_id(txn, space)
             charge = row.charge if row is not None else 0
