@@ -62,7 +62,7 @@ class Decorator(Protocol):
     def __call__(self, fn: classmethod[Any, Any, Any] | staticmethod[Any, Any], /) -> Any: ...
 
 
-@guarded_methods("tag_of", "call_uncached")
+@guarded_methods("__call__", "tag_of", "call_uncached")
 class Cached(Generic[P, R_co]):
     """A function whose output is stored: a call returns what the same arguments gave before, and runs the function if there is nothing.
 
@@ -111,16 +111,28 @@ class Cached(Generic[P, R_co]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         value: R_co
         if self._config is not None:
-            value = waits.run(self._call(args, kwargs))
+            value = self._call_configured(args, kwargs)
             return value
         parts = self._naming.parts(args, kwargs)
         if parts is None:
             return self.call_uncached(*args, **kwargs)
         key, digest, _ = parts
+        hit = self._values.hit(key, digest, copy=self._copy)
+        if hit is None:
+            return self._call_missed(key, digest, args, kwargs)  # type: ignore[no-any-return]
+        self._hits += 1
+        value = hit[0]
+        return value
+
+    @guarded
+    def _call_configured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return waits.run(self._call(args, kwargs))
+
+    @guarded
+    def _call_missed(self, key: str, digest: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hit = self._look(key, digest)
         if hit is not None:
-            value = hit[0]
-            return value
+            return hit[0]
         run, label = functools.partial(self.call_uncached, *args, **kwargs), self._naming.identity
         return self._values.single(key, digest, run, label=label, looked=True, copy=self._copy)
 

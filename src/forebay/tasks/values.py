@@ -65,6 +65,20 @@ class Values:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
+    def hit(self, key: str, digest: str, *, copy: bool = False) -> tuple[Any] | None:
+        """`look`, of a value that this process remembers, without a lock; None: `look` tells. Raises `Closed`."""
+        store, hit = self._store(), self._quick(key)
+        if hit is None or hit.entry.meta != f"{self.codec.name} {digest}":
+            return None
+        try:
+            value = self._decode(hit.view, copy)
+        except Exception:  # noqa: BLE001  # whatever a value's own code raises: `look` reports it
+            return None
+        store.touch(hit.entry)
+        self.fetcher.store.count_hit(hit.size)
+        self.counted["hits"] += 1
+        return (value,)
+
     def look(self, key: str, digest: str | None = None, *, label: str = "", copy: bool = False) -> tuple[Any] | None:
         """The value of a key, in a tuple, since it may be None; None if there is none. Counts a hit, which is a use, or a miss.
 

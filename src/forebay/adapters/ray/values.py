@@ -100,6 +100,9 @@ class RemoteValues(Values):
         super().__init__(fetcher, space, codec)
         self._ask = ask
 
+    def hit(self, key: str, digest: str, *, copy: bool = False) -> tuple[Any] | None:
+        return None  # the head is asked
+
     def _look(self, key: str, digest: str | None, label: str, copy: bool) -> tuple[Any] | None:
         store, own, meta = self._store(), self._stored(key), self._meta(digest)
         try:
