@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -133,19 +134,27 @@ CALLS: dict[str, Callable[[Place], Callable[[], Any]]] = {
 }
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setenv("FOREBAY_CLAIMS", str(tmp_path / "claims"))
-    before = signal.signal(signal.SIGUSR1, interrupt)
+@contextlib.contextmanager
+def opened_place(folder: Path, monkeypatch: pytest.MonkeyPatch, *signals: signal.Signals) -> Iterator[Place]:
+    """A place to make the calls in, while these signals interrupt."""
+    monkeypatch.setenv("FOREBAY_CLAIMS", str(folder / "claims"))
+    before = {number: signal.signal(number, interrupt) for number in signals}
     try:
         with ScriptedServer() as server:
-            made = Place(tmp_path, server)
+            made = Place(folder, server)
             yield made
             made.claim.close()
             made.samples.close()
             made.cache.close()
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    with opened_place(tmp_path, monkeypatch, signal.SIGUSR1) as made:
+        yield made
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -21,7 +21,7 @@ from tests import parts
 from tests.fronts import Fronts
 from tests.harness import MiB, assert_counted, data_usage
 from tests.interrupts.every_line import Interrupt, held_locks, interrupt
-from tests.interrupts.test_every_line import CALLS, Place
+from tests.interrupts.test_every_line import CALLS, Place, opened_place
 from tests.items import until
 from tests.processes import Child, ProcessGroup, in_child
 from tests.servers.counting import Shelf
@@ -32,18 +32,8 @@ INTERRUPTS = 1000
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setenv("FOREBAY_CLAIMS", str(tmp_path / "claims"))
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGALRM, signal.SIGINT)}
-    try:
-        with ScriptedServer() as server:
-            made = Place(tmp_path, server)
-            yield made
-            made.claim.close()
-            made.samples.close()
-            made.cache.close()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with opened_place(tmp_path, monkeypatch, signal.SIGALRM, signal.SIGINT) as made:
+        yield made
 
 
 class Alarm:
