@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 
+from forebay._engine.catalog import recovery, spaces
 from forebay._engine.catalog.connection import Catalog
+from forebay._engine.engine import Engine
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.records import EntryIndex
+from forebay._engine.parts import Parts
 from forebay._engine.store import Store
 from forebay._model import ObjectInfo
 from tests.harness import KiB, MiB, bytes_of, opened
 
 SMALL, FILE = b"small" * 10, os.urandom(50 * KiB)
+FOREVER = 1 << 62
 
 
 @pytest.fixture
@@ -36,10 +40,27 @@ def in_thread(call: Callable[[], object]) -> None:
     thread.join()
 
 
-def lose_catalog(store: Store) -> None:
+def unlink_catalog(store: Store) -> None:
     for ending in ("", "-wal", "-shm"):
         (store.root.path / f"catalog.sqlite{ending}").unlink(missing_ok=True)
+
+
+def lose_catalog(store: Store) -> None:
+    unlink_catalog(store)
     in_thread(lambda: store.put("other", "first", SMALL))  # finds it gone, and makes another, in which `v` is no space
+
+
+def give_every_catalog_one_inode(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ext4 does, which gives the number of a file that was deleted to the next one that is made."""
+    stat = os.stat
+
+    def reused(path: Any, **how: Any) -> os.stat_result:
+        status = stat(path, **how)
+        return os.stat_result((status[0], 1, *status[2:])) if path == str(store.root.catalog) else status
+
+    monkeypatch.setattr(os, "stat", reused)
+    store.engine.parts.catalog.close()
+    store.put("v", "before", SMALL)
 
 
 def put_collected(store: Store) -> None:
@@ -136,3 +157,81 @@ def test_a_file_is_not_installed_in_a_directory_that_is_gone(store: Store) -> No
     with pytest.raises(FileNotFoundError):
         store.root.replace(path, b"content")
     assert not [name for name in os.listdir(store.root.path) if name.startswith("new-")]
+
+
+@pytest.mark.parametrize("lost", ["the catalog and the locks", "the catalog, whose inode the next one gets"])
+def test_an_epoch_begins_before_the_first_write_of_whichever_thread(store: Store, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    """T1 is about to write / T2 opens the root again, which has lost its catalog, and has yet to begin the epoch in the new one / T1
+    writes: it does not find the record of the lost catalog's entry."""
+    if lost != "the catalog and the locks":
+        give_every_catalog_one_inode(store, monkeypatch)
+    begin, reached, wrote = Parts.begin_epoch, threading.Event(), threading.Event()
+
+    def wait_before(self: Parts) -> None:
+        if threading.current_thread() is thread and store.root.catalog.exists():
+            reached.set()
+            assert wrote.wait(60)
+        begin(self)
+
+    usable = Engine.check_usable
+
+    def lose_behind(self: Engine, *, writing: bool = False) -> None:
+        usable(self, writing=writing)
+        if writing and not reached.is_set() and threading.current_thread() is threading.main_thread():
+            if lost == "the catalog and the locks":
+                shutil.rmtree(store.root.path / "locks")
+            unlink_catalog(store)
+            thread.start()
+            assert reached.wait(60)
+
+    thread = threading.Thread(target=lambda: store.put("other", "first", SMALL))
+    monkeypatch.setattr(Parts, "begin_epoch", wait_before)
+    monkeypatch.setattr(Engine, "check_usable", lose_behind)
+    try:
+        store.put("v", "before", b"new")
+        assert reached.is_set()
+        found = store.first_touch("v", "before", FOREVER)
+        assert found is None or bytes(found) == b"new"
+        assert bytes_of(store, "before") == b"new"
+    finally:
+        wrote.set()
+        thread.join()
+    assert bytes_of(store, "before") == b"new"
+
+
+def test_an_epoch_begins_in_the_catalog_that_it_was_prepared_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 compares rows and records of a new epoch / T2 finds the catalog deleted, and makes another / T1 would note that the epoch has
+    begun, and T2 that there is nothing to compare: no record of the lost catalog is served."""
+    begin, reconcile, reached, ended = Parts.begin_epoch, recovery.reconcile, threading.Event(), threading.Event()
+
+    def begin_in_turn(self: Parts) -> None:
+        if threading.current_thread() is not thread:
+            try:
+                begin(self)
+            finally:
+                ended.set()
+        else:
+            if store.root.catalog.exists():
+                reached.set()
+                assert ended.wait(60)
+            begin(self)
+
+    def lose_behind(catalog: Catalog, index: EntryIndex) -> int:
+        lacking = reconcile(catalog, index)
+        if not reached.is_set():
+            unlink_catalog(store)
+            thread.start()
+            assert reached.wait(60)
+        return lacking
+
+    thread = threading.Thread(target=lambda: store.put("other", "first", SMALL))
+    with store.engine.parts.catalog.write() as txn:
+        spaces.set_setting(txn, "boot", "an earlier one")
+    store.engine.parts.catalog.begun(None)
+    monkeypatch.setattr(Parts, "begin_epoch", begin_in_turn)
+    monkeypatch.setattr(recovery, "reconcile", lose_behind)
+    store.put("v", "k", SMALL)
+    thread.join()
+    assert reached.is_set()
+    assert store.first_touch("v", "before", FOREVER) is None
+    assert bytes_of(store, "before") is None

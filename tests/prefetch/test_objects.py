@@ -97,7 +97,7 @@ def test_without_room_a_few_objects_wait_in_memory(small: forebay.Cache, server:
         until(lambda: sum(lazy.done for lazy in lazies.values()) >= pool.count + 3, "those that wait")
         kept = pool.count
         assert kept >= 5
-        assert server.gets == kept + 3, "no more are asked for"
+        assert kept + 3 <= server.gets <= kept + 2 * 3, "some were asked for before one was refused, and no more since"
         assert small.stats().fallbacks == 0
         for name in NAMES:
             assert lazies.pop(name).get() == body(name)

@@ -42,8 +42,8 @@ class Parts:
         self.words = waits.Words(root.words, root.files.open, writable=not root.read_only)
         self.catalog = Catalog(
             root, self.words, self.index.head, immutable=root.read_only and not host.is_local(host.fs_kind(root.path)),
-            recover=self._finish_intent, sweep=lambda: self.writers.eviction.sweep(),  # noqa: PLW0108 (there are no writers yet)
-            budget=hits.budget,
+            begin=self.begin_epoch, recover=self._finish_intent, budget=hits.budget,
+            sweep=lambda: self.writers.eviction.sweep(),  # noqa: PLW0108 (there are no writers yet)
         )  # fmt: skip
         self.leases = Leases(root, self.catalog, self.index)
         self.owners = Owners(root, self.catalog)
@@ -55,10 +55,6 @@ class Parts:
 
     def start(self) -> None:
         """Open the catalog, recreating it where it is broken, and end what processes that died have left. It may be repeated."""
-        with self.catalog.beginning():
-            self._start()
-
-    def _start(self) -> None:
         for _ in range(OPENINGS):
             try:
                 self._begin()
@@ -91,10 +87,11 @@ class Parts:
         self._has_index = True
         self.catalog.ballast.make()
         try:
-            if self.index.head.intent() or self.owners.any_dead():
-                with self.catalog.write(0) as txn:  # one that writes now has seen to it
-                    self.owners.reap(txn)
-            self.begin_epoch()
+            with self.catalog.beginning():
+                if self.index.head.intent() or self.owners.any_dead():
+                    with self.catalog.write(0) as txn:  # one that writes now has seen to it
+                        self.owners.reap(txn)
+                self.begin_epoch()
             if entries.held(self.catalog, 0, 1):  # perhaps of processes that are dead
                 with waits.time_limit(0):
                     self.writers.eviction.sweep()
@@ -148,11 +145,12 @@ class Parts:
         remove files that it left without a row, compare records and rows, and measure all segments: their rows may be older than they are.
 
         Each step may be repeated: the epoch is noted last."""
-        with self.catalog.beginning():
+        with self.catalog.beginning() as seen:
             self._begin_epoch()
+            self.catalog.begun(seen)
 
     def _begin_epoch(self) -> None:
-        head, seen = self.index.head, self.catalog.seen()
+        head = self.index.head
         epoch, number = spaces.setting(self.catalog, "boot"), head.number_of(self.root.epoch)
         is_older = forgotten(number_below(spaces.setting(self.catalog, "next_id"), "next_id", NUMBERS), head.words()[NEXT])
         if epoch != self.root.epoch or head.epoch != number or is_older:
@@ -174,7 +172,6 @@ class Parts:
                     failures.forget(txn)
                     spaces.set_setting(txn, "boot", self.root.epoch)
             head.epoch = number
-        self.catalog.begun(seen)
 
     def begin_write(self) -> None:
         """Before a write: begin the epoch."""

@@ -49,6 +49,8 @@ VOUCHED = 60.0
 # https://www.sqlite.org/lockingv3.html: a writer with a rollback journal has the first byte of the database locked; a process that closes
 # it last locks all of those of which the second is one, while it copies the log.
 _RESERVED, _SHARED = 0x4000_0001, 0x4000_0002
+Identity = tuple[int, int, object]
+"""Which catalog it is: device, inode, and the first id that it gave, since a file may get the inode of the one that was deleted."""
 
 
 class _Peers:
@@ -76,11 +78,13 @@ class Catalog:
 
     def __init__(
         self, root: Root, words: waits.Words, head: SharedHead, *, immutable: bool = False,
-        recover: Callable[[], None] = lambda: None, sweep: Callable[[], object] = lambda: None, budget: Callable[[], int] = lambda: 0,
+        begin: Callable[[], None] = lambda: None, recover: Callable[[], None] = lambda: None, sweep: Callable[[], object] = lambda: None,
+        budget: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
-        """``recover`` is called under the writer lock before each transaction, and after one that failed; ``sweep`` without any lock after
-        one with leftovers; ``budget`` returns the budget of the root."""
-        self._head, self._recover, self._sweep, self._budget = head, recover, sweep, budget
+        """``begin`` is called before the first transaction in a catalog, and begins the epoch; ``recover`` is called under the writer lock
+        before each transaction, and after one that failed; ``sweep`` without any lock after one with leftovers; ``budget`` returns the
+        budget of the root."""
+        self._head, self._begin, self._recover, self._sweep, self._budget = head, begin, recover, sweep, budget
         self._root, self._words, self._immutable = root, words, immutable
         self._path, self._wal = str(root.catalog), Wal(str(root.catalog), root.files)
         self._writer = WriterLock(root, words)
@@ -88,10 +92,11 @@ class Catalog:
         self._mutex = self._peers.mutex  # guards _con, _guard, _seen, _index, _pid, _ids
         self._guard: locks.LockFile | None = None
         self._con: sqlite3.Connection | None = None
-        self._begun: tuple[int, int] | None = None  # the catalog, as of `_seen`, in which the epoch has begun
-        self._beginners: set[int] = set()  # the threads that are about to begin it
+        self._begun: Identity | None = None  # the catalog, as of `_seen`, in which the epoch has begun
+        self._beginners: dict[int, Identity | None] = {}  # the threads that are about to begin it, and where
         self._spaces: dict[str, int] = {}  # see `space`; another one with each connection, which may be to another catalog
-        self._seen: tuple[int, int] | None = None
+        self._seen: Identity | None = None
+        self._first_id: object = None  # see `Identity`
         self._index: tuple[int, int] | None = None
         self._log_size = 0  # before the transaction that runs
         self.log_over = 0
@@ -103,7 +108,7 @@ class Catalog:
         self._ids = [0, 0]  # ids from, to, that this process has taken and not used yet
         self.ballast = Ballast(root)
         self._still = False
-        self._vouched: tuple[str, tuple[int, int] | None, float] = "", None, 0.0  # a fault that was none, of which catalog, and when
+        self._vouched: tuple[str, Identity | None, float] = "", None, 0.0  # a fault that was none, of which catalog, and when
         self.lost = ""  # why the previous catalog was replaced, until a caller has reported it
         self.salvaged: Salvaged | None = None
         """What was kept of the catalog that was replaced last."""
@@ -207,7 +212,7 @@ class Catalog:
         except FileNotFoundError as error:  # P1 connects / P2 finds the catalog broken, and removes it before it makes another
             con.close()
             raise CatalogBroken(f"the catalog {self._path} is gone") from error
-        seen, self._seen = self._seen, (where.st_dev, where.st_ino)
+        seen, self._seen = self._seen, (where.st_dev, where.st_ino, self._first_id)
         if seen not in (None, self._seen):
             self._seen = None
             con.close()
@@ -265,7 +270,7 @@ class Catalog:
             con.execute("PRAGMA wal_autocheckpoint = 0")
             con.execute(f"PRAGMA journal_size_limit = {transactions.KEEP}")
         con.execute("PRAGMA temp_store = MEMORY")
-        meta = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root')").fetchall())
+        meta = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root', 'first_id')").fetchall())
         schema.refuse_newer(self._path, meta.get("format"))
         if meta.get("format") != schema.FORMAT:
             raise CatalogBroken(f"the catalog has format {meta.get('format')!r}, {schema.FORMAT} was expected")
@@ -274,6 +279,7 @@ class Catalog:
         if not self._root.read_only and con.execute("PRAGMA journal_mode").fetchone() != ("wal",):
             raise CatalogBroken(f"the catalog {self._path} has lost its log: its header says so", damaged=True)
         con.execute("SELECT 1 FROM meta").fetchone()  # opens the index of the log
+        self._first_id = meta.get("first_id")
         self._index = self._wal.current_index()
 
     def _connection_locked(self) -> sqlite3.Connection:
@@ -382,38 +388,42 @@ class Catalog:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the epoch has begun in the catalog that is open. In one that replaced another, only the thread that is `beginning` it
-        writes until then.
+        """Whether the epoch has begun in the catalog that is open. Until then only a thread that is `beginning` it there writes.
 
         T1 looks whether it has / T2 replaces a deleted catalog / T1 puts a key into it that a record of the lost one has, too: whichever
-        record is found would be served."""
+        record is found would be served. So each transaction looks."""
         return self._begun is not None and self._begun == self._seen
 
     @contextlib.contextmanager
-    def beginning(self) -> Iterator[None]:
-        """Around what has to be done before the first write: its own writes are the only ones."""
+    def beginning(self) -> Iterator[Identity | None]:
+        """Around what has to be done before the first write: its own writes are the only ones. Yields the catalog that it is done for.
+
+        T1 compares rows and records / T2 replaces the catalog, which was deleted / T1 notes that the epoch has begun: not in that one."""
         me = threading.get_ident()
         is_nested = me in self._beginners
-        self._beginners.add(me)
+        if not is_nested:
+            self._beginners[me] = self._identity()
         try:
-            yield
+            yield self._beginners[me]
         finally:
             if not is_nested:
-                self._beginners.discard(me)
+                del self._beginners[me]
 
-    def seen(self) -> tuple[int, int] | None:
-        """Which file the catalog is that is open."""
+    def _identity(self) -> Identity | None:
         self.one("SELECT 1 FROM meta")
         return self._seen
 
-    def begun(self, seen: tuple[int, int] | None) -> None:
-        """The epoch has begun in this catalog, which was open before the first step."""
+    def begun(self, seen: Identity | None) -> None:
+        """The epoch has begun in this catalog; None: in none."""
         self._begun = seen
 
     @contextlib.contextmanager
     def write(self, timeout: float | None = None) -> Iterator[Txn]:
         """One transaction under the writer lock. Leaves by an exception: nothing of it is kept. ``timeout``: see `WriterLock.holding`."""
         interrupts.point()
+        if not (self.has_begun or threading.get_ident() in self._beginners or self._root.read_only):
+            with waits.time_limit(timeout):
+                self._begin()
         try:
             with self._writer.holding(timeout):
                 self.check_same()
@@ -480,7 +490,7 @@ class Catalog:
             raise errors.CacheFault(f"{message}: continue that process, or end it")
         txn.con, txn.is_committed = self._connection_locked(), False
         txn.spaces = self._spaces
-        if self._begun not in (None, self._seen) and threading.get_ident() not in self._beginners:
+        if not self.has_begun and self._beginners.get(threading.get_ident()) != self._seen:
             raise CatalogBroken(f"the catalog {self._path} was replaced")
         txn.con.execute("BEGIN IMMEDIATE")
         words = self._head.words()
@@ -566,7 +576,7 @@ class Catalog:
             where = os.stat(self._path)
         except FileNotFoundError as error:
             raise CatalogBroken(f"the catalog {self._path} was deleted") from error
-        if self._seen is not None and self._seen != (where.st_dev, where.st_ino):
+        if self._seen is not None and self._seen[:2] != (where.st_dev, where.st_ino):
             raise CatalogBroken(f"the catalog {self._path} was replaced")
 
     def has_its_lock(self) -> bool:
@@ -663,4 +673,5 @@ class Catalog:
         self._peers = self._peers_now()
         self._mutex = self._peers.mutex
         self._con, self._index, self._pid, self._ids = None, None, os.getpid(), [0, 0]
+        self._beginners = {me: seen for me, seen in self._beginners.items() if me == threading.get_ident()}
         self._writer.after_fork_child()

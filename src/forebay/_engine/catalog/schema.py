@@ -57,7 +57,7 @@ def create(con: sqlite3.Connection, root_id: int) -> None:
     con.executescript(f"BEGIN IMMEDIATE; {TABLES}")
     con.executemany(
         "INSERT INTO meta VALUES (?, ?)",
-        [("format", FORMAT), ("root", root_id), ("next_id", first), ("boot", "")],
+        [("format", FORMAT), ("root", root_id), ("first_id", first), ("next_id", first), ("boot", "")],
     )
     con.execute("COMMIT")
 
