@@ -34,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TAKEN = ("src", "tests", "tools", "docs", "benchmarks", "examples", "pyproject.toml", "mkdocs.yml", "Makefile", "README.md", "CHANGELOG.md")
 MOST = 100
-MOST_EACH = 8
+MOST_EACH = 10
 FEWEST_EACH = 6
 FEW = {8: 3}  # invariants that have fewer
 SECONDS = 60  # for one test
@@ -81,6 +81,11 @@ MUTANTS = (
         "txn.after_commit.append(partial(store, space, entry, validated if label.ahead else now, validated))",
         "self._index.store(space, entry, now, now)\nself._index.note(space, entry)",
         "engine/index/test_records.py::test_nothing_is_led_to_before_its_commit[large]",
+    ),
+    Mutant(
+        1, "a write goes to a catalog before its epoch has begun", "_engine.catalog.connection:Catalog._begin_locked",
+        "self._beginners.get(threading.get_ident()) != self._seen", "False",
+        "engine/test_lost_meanwhile.py::test_an_epoch_begins_in_the_catalog_that_it_was_prepared_for",
     ),
     Mutant(
         1, "a mixture of two records is believed", "_engine.index.records:EntryIndex._read",
@@ -353,6 +358,16 @@ MUTANTS = (
         "'DELETE FROM reservations WHERE owner = ? AND keyhash = 0'",
         "'DELETE FROM reservations WHERE owner = ? AND FALSE'",
         "engine/space/test_budget.py::test_what_a_dead_process_had_reserved_is_free",
+    ),
+    Mutant(
+        7, "a signal does not wait while a call runs", "_kernel.interrupts:guarded",
+        "_begin()", "pass",
+        "interrupts/test_every_line.py::test_a_signal_at_any_line[a lock]",
+    ),
+    Mutant(
+        7, "what a call returned stays where a signal comes at its end", "_kernel.interrupts:undone_by",
+        "undo_guarded(done[0])", "pass",
+        "interrupts/test_every_line.py::test_a_signal_at_any_line[a claim]",
     ),
     # 8. A hit takes no lock, no system call, no copy
     Mutant(

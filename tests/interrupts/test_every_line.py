@@ -39,6 +39,7 @@ class Place:
         self.function = self.cache.tasks("t").cached(_square)
         self.claim = forebay.claim([], world=forebay.World(1, 1, 1, 0), job=f"interrupts {os.getpid()}")
         self.lock = self.claim.lock("lock")
+        self.claimed: forebay.Claim | None = None
         self.files = fsspec.filesystem("memory")
 
     def url(self, size: int = 100_000) -> str:
@@ -95,7 +96,9 @@ def _read_blocks(place: Place, url: str) -> None:
 
 
 def _claimed(place: Place, name: str) -> None:
-    with forebay.claim([], world=forebay.World(1, 1, 1, 0), job=place.claim.job, name=name):
+    place.claimed = None
+    place.claimed = forebay.claim([], world=forebay.World(1, 1, 1, 0), job=place.claim.job, name=name)
+    with place.claimed:
         pass
 
 
@@ -185,6 +188,7 @@ def interrupted(place: Place, make: Callable[[Place], Callable[[], Any]], moment
             gc.collect()
             for claim in [*forebay.claims._open.values()]:  # one that was interrupted before it was closed stays open
                 if claim is not place.claim:
+                    assert claim is place.claimed, where
                     claim.close()
             assert not interrupts._saved, where
             assert signal.getsignal(signal.SIGUSR1) is interrupt, where
