@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -14,10 +15,12 @@ import pytest
 from forebay._engine.catalog import recovery, spaces
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.engine import Engine
+from forebay._engine.files.layout import CatalogBroken
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.parts import Parts
 from forebay._engine.store import Store
+from forebay._kernel.below import Below
 from forebay._model import ObjectInfo
 from tests.harness import KiB, MiB, bytes_of, opened
 
@@ -235,3 +238,43 @@ def test_an_epoch_begins_in_the_catalog_that_it_was_prepared_for(store: Store, m
     assert reached.is_set()
     assert store.first_touch("v", "before", FOREVER) is None
     assert bytes_of(store, "before") is None
+
+
+@pytest.mark.parametrize("door", ["a file", "a large file", "several", "collected"])
+def test_no_file_stays_in_a_root_that_takes_the_place(store: Store, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 is about to put a file into a root / another root takes its place / T1 puts the file there, and commits nothing."""
+    place, spare = store.root.path, store.root.path.with_name("spare")
+    with opened(spare, 32 * MiB) as other:
+        other.put("v", "k", SMALL)
+    create, rename, swapped = Below.create, Below.rename, list[bool]()
+
+    def swap_before(path: Any) -> None:
+        if not swapped and "/blobs/" in os.fspath(path):
+            swapped.append(True)
+            place.rename(place.with_name("aside"))
+            spare.rename(place)
+            place.with_name("aside").rename(spare)
+
+    monkeypatch.setattr(Below, "create", lambda self, path, *how, **more: (swap_before(path), create(self, path, *how, **more))[1])
+    monkeypatch.setattr(Below, "rename", lambda self, old, new: (swap_before(new), rename(self, old, new))[1])
+    with contextlib.suppress(CatalogBroken) if door == "collected" else contextlib.nullcontext():  # its caller has the bytes still
+        DOORS[door](store)
+    assert swapped
+    assert store.check() == []
+    with opened(spare) as other:
+        assert bytes_of(other, "before") == SMALL
+        assert other.check() == []
+
+
+def test_a_fork_copies_no_half_of_a_root_that_is_opened_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 opens a deleted root again / T2 forks: it waits, since the hook before the fork takes the locks of parts that T1 replaces."""
+    connect, waits = Engine.connect, list[bool]()
+
+    def fork_between(self: Engine, *arguments: Any) -> None:
+        connect(self, *arguments)
+        in_thread(lambda: waits.append(not (self.making.acquire(blocking=False) and not self.making.release())))
+
+    monkeypatch.setattr(Engine, "connect", fork_between)
+    shutil.rmtree(store.root.path)
+    store.put("v", "k", FILE)
+    assert waits == [True]

@@ -170,9 +170,10 @@ class Engine(Hits):
             if self._limits is not None:
                 self._limits.close()
                 self._limits = None
-            self.connect(root, self.settings.known)
-            if parts is not None:
-                self._make_parts()
+            with self.making:  # a fork in between would take one part of the old root, and another one of the new
+                self.connect(root, self.settings.known)
+                if parts is not None:
+                    self._make_parts()
         elif error.damaged:
             parts.catalog.rebuild(str(error))
         self.forget()
