@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from forebay._engine.catalog import recovery, spaces
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.engine import Engine
+from forebay._engine.files import blobs
 from forebay._engine.files.layout import CatalogBroken
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.records import EntryIndex
@@ -23,6 +25,7 @@ from forebay._engine.store import Store
 from forebay._kernel.below import Below
 from forebay._model import ObjectInfo
 from tests.harness import KiB, MiB, bytes_of, opened
+from tests.processes import ended, forked
 
 SMALL, FILE = b"small" * 10, os.urandom(50 * KiB)
 FOREVER = 1 << 62
@@ -263,6 +266,46 @@ def test_no_file_stays_in_a_root_that_takes_the_place(store: Store, door: str, m
     assert store.check() == []
     with opened(spare) as other:
         assert bytes_of(other, "before") == SMALL
+        assert other.check() == []
+
+
+@pytest.mark.parametrize("at", ["the eviction", "what a killed process left of one"])
+def test_no_file_stays_in_a_root_that_is_moved_while_it_goes(store: Store, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 commits that an entry goes / another root takes the place / T1 removes the file, finds none, and must not forget it."""
+    place, spare, aside = (store.root.path.with_name(name) for name in (store.root.path.name, "spare", "aside"))
+    with opened(spare, 32 * MiB) as other:
+        other.put("v", "k", SMALL)
+    store.put("v", "going", FILE)
+    name = "remove_blob" if at == "the eviction" else "remove_whatever_suffix"
+    remove, swapped = getattr(blobs, name), list[bool]()
+
+    def swap_before(*arguments: Any) -> Any:
+        if not swapped:
+            swapped.append(True)
+            place.rename(aside)
+            spare.rename(place)
+            aside.rename(spare)
+        return remove(*arguments)
+
+    entry = store.entry("v", "going")
+    assert entry is not None
+
+    def die() -> None:
+        blobs.remove_blob = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        store.remove([entry])
+
+    if at != "the eviction":
+        assert ended(forked(die)) == -signal.SIGKILL
+    monkeypatch.setattr(blobs, name, swap_before)
+    if at == "the eviction":
+        store.remove([entry])
+    else:
+        store.put("v", "k", SMALL)
+    assert swapped
+    assert store.check() == []
+    with opened(spare) as other:
+        other.put("v", "next", SMALL)
+        assert other.entry("v", "going") is None
         assert other.check() == []
 
 

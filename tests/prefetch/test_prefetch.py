@@ -901,8 +901,10 @@ def test_items_that_wait_for_memory_are_left_to_other_pools(cache: forebay.Cache
         assert [other.get_lazy(key).get() for key in KEYS] == [body(key) for key in KEYS]
 
 
-def test_what_waits_for_room_goes_on_as_lazies_are_dropped(cache: forebay.Cache) -> None:
-    """Nobody calls `get`: the thread stores what waits in memory, and reads on."""
+@pytest.mark.parametrize("stale", [0.1, -1.0], ids=["", "keys are given up at every turn"])
+def test_what_waits_for_room_goes_on_as_lazies_are_dropped(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch, stale: float) -> None:
+    """Nobody calls `get`: the thread stores what waits in memory, and reads on, in the order in which they were asked for."""
+    monkeypatch.setattr("forebay.fetch.pipeline.STALE", stale)
     source = Items(20_000)
     with cache.prefetcher(source, max_count=2, workers=2) as pool:
         lazies = [pool.get_lazy(key) for key in KEYS[:16]]
@@ -911,6 +913,7 @@ def test_what_waits_for_room_goes_on_as_lazies_are_dropped(cache: forebay.Cache)
             del lazies[0]
             until(lambda: all(lazy.done for lazy in lazies[:2]), "the next")
     assert sorted(source.reads) == sorted(KEYS[:16])
+    assert max(abs(source.reads.index(key) - place) for place, key in enumerate(KEYS[:16])) <= 6, "no further than was begun ahead"
 
 
 def test_a_get_takes_the_bytes_that_wait_for_room(cache: forebay.Cache) -> None:
@@ -1087,8 +1090,11 @@ def test_demand_goes_before_what_is_queued(lone: Prefetcher, source: Items) -> N
     busy.get()
 
 
-def test_what_is_too_large_occupies_no_worker(cache: forebay.Cache, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_too_large_occupies_no_worker(
+    cache: forebay.Cache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its size is known: nobody reads it before it is wanted, and then whoever wants it."""
+    monkeypatch.setattr("forebay.prefetch.loader.STORE_WAIT", HANG)  # however slow this machine is, all are stored
     source = Sized()
     source.sizes |= {"huge": 200_000, "vast": 300_000}
     with cache.prefetcher(source, budget=100_000, workers=1) as pool:

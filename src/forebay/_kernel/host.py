@@ -485,9 +485,13 @@ def notify(call: str, listeners: Iterable[Inherited]) -> None:
             log.exception("%s of %r failed", call, listener)
 
 
+@interrupts.ignored
 def _before() -> None:
-    _fork.shield = interrupts.shielded()
-    _fork.shield.__enter__()
+    if _fork.shield is not None:
+        return
+    shield = interrupts.shielded()
+    shield.__enter__()
+    _fork.shield = shield
     collects = gc.isenabled()
     try:
         gc.disable()  # a collection in the middle of the copy may shorten the list, and CPython 3.11 then copies what is freed
@@ -518,12 +522,14 @@ def _end_imports() -> None:
         time.sleep(0.001)
 
 
+@interrupts.ignored
 def _after_parent() -> None:
     prepared, _fork.listeners = _fork.listeners, None
     notify("after_fork_parent", prepared or ())
     _end_shield()
 
 
+@interrupts.ignored
 def _after_child() -> None:
     global _hooked_pid
     prepared, _fork.listeners = _fork.listeners, None
@@ -558,3 +564,4 @@ class cached_property(Generic[T]):
 
 
 os.register_at_fork(before=_before, after_in_parent=_after_parent, after_in_child=_after_child)
+os.register_at_fork(before=_before)  # a handler that raises before the first one has its shield ends it, and Python ignores that

@@ -12,6 +12,7 @@ is delivered at once: a call that hangs can be stopped."""
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` makes enumerations of all numbers, which takes thrice as long
+import _thread
 import contextlib
 import ctypes
 import functools
@@ -23,7 +24,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
 from itertools import compress
 from threading import get_ident
-from types import FrameType, FunctionType, TracebackType
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -36,11 +37,12 @@ PATIENCE = 1.0
 TURN = 0.1
 """The longest time, in seconds, between two points."""
 LATER = 0.001
-"""Seconds after which a signal is sent again that came during a finalizer or a fork: Python ignores what these raise."""
+"""Seconds until it is looked again whether a finalizer or a fork has ended, during which a signal came: Python ignores what these raise."""
 _SIGNALS = tuple(range(1, 32))
 SPECIAL = frozenset((
     "__aenter__", "__aexit__", "__anext__", "__call__", "__contains__", "__del__", "__delitem__", "__enter__", "__exit__", "__getitem__",
     "__init__", "__iter__", "__len__", "__next__", "__setitem__"))  # fmt: skip
+ENDINGS = frozenset(("__exit__", "close"))
 
 _sigaction = ctypes.PyDLL(None).sigaction
 _sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
@@ -58,11 +60,15 @@ _raised = False
 _shields = 0
 """How many blocks are entered in which no handler may run."""
 _saved: dict[int, tuple[Any, bytes]] = {}
-"""By signal, the handler that `_note` replaces, and the action of the system if it has other flags than `signal.signal` sets."""
+"""By signal, the handler that a `_Note` replaces, and the action of the system if it has other flags than `signal.signal` sets."""
 _noted: dict[int, float] = {}
 """The signals to be delivered, in order of arrival, and when they came."""
+_notes: dict[int, _Note] = {}
+"""By signal, the last one that was in place."""
 _plain = b""
 """The action that `signal.signal` sets: a function of Python's own, and flags."""
+_ignored = set[CodeType]()
+"""Functions of which Python ignores what they raise."""
 
 
 class Delivered(BaseException):
@@ -77,30 +83,45 @@ class Delivered(BaseException):
 # -- handlers ----------------------------------------------------------------------------------------------------------
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    """The handler of all signals during a guarded call."""
-    now = time.monotonic()
-    if now - _noted.setdefault(number, now) >= PATIENCE and number in _saved:
-        _noted.pop(number, None)
-        _saved[number][0](number, frame)
+class _Note:
+    """The handler of a signal during a guarded call, instead of one of the program's. A codec may take it for the program's own, and keep
+    it for a handler that calls it later: then it is that one."""
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: Any) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number not in _saved or _saved[number][0] is not self.handler:
+            self.handler(number, frame)
+        elif now - _noted.setdefault(number, now) >= PATIENCE:
+            _noted.pop(number, None)
+            self.handler(number, frame)
 
 
 def _begin() -> None:
-    """Replace all handlers by `_note`. Caller: calls `_end` in any event."""
+    """Replace all handlers. Caller: calls `_end` in any event."""
     global _inside, _main
     _inside = True
     for number in compress(_SIGNALS, map(callable, map(_signal.getsignal, _SIGNALS))):
         handler = _signal.getsignal(number)
-        if handler is _note:
-            continue
+        if isinstance(handler, _Note):
+            if number in _saved:
+                continue
+            handler = handler.handler  # the program has put it back in place of its own
         _sigaction(number, None, _action_at)
         action = _action.raw
         if action != _plain and action[_ADDRESS] != _plain_action(number, handler, action)[_ADDRESS]:
             continue  # C code has put a function of its own in front of Python's
         action = b"" if action == _plain else action
+        note = _notes.get(number)
+        if note is None or note.handler is not handler:
+            note = _notes[number] = _Note(handler)
         _saved[number] = handler, action
         try:
-            _signal.signal(number, _note)
+            _signal.signal(number, note)
         except ValueError:  # in a subinterpreter no thread runs handlers
             _main = None
             return
@@ -121,7 +142,7 @@ def _plain_action(number: int, handler: Any, action: bytes) -> bytes:
 def _put_back() -> None:
     """Restore the handlers, except where the program has set others meanwhile. Can be interrupted, and repeated."""
     for number, (handler, action) in tuple(_saved.items()):
-        if _signal.getsignal(number) is _note:
+        if isinstance(_signal.getsignal(number), _Note):
             _signal.signal(number, handler)
             if action:
                 _sigaction(number, action, None)
@@ -133,15 +154,17 @@ def _end(*, later: bool = False) -> None:
     global _inside, _raised, _shields
     _inside = False  # first: if handlers raise between the next lines, the end of the next call does what is left
     try:
-        _put_back()
-    finally:
-        if _saved:
+        try:
             _put_back()
-        _raised, _shields = False, 0
-    if _noted and later:
-        _send_again()
-    elif _noted:
-        _run_handlers()
+        finally:
+            if _saved:
+                _put_back()
+            _raised, _shields = False, 0
+    finally:
+        if _noted and later:
+            _send_again()
+        elif _noted:
+            _run_handlers()
 
 
 def _run_handlers() -> None:
@@ -161,16 +184,46 @@ def _run_handlers() -> None:
 
 
 def _send_again() -> None:
-    """Send what was noted to the main thread a moment later, when it is out of the finalizer or the hook that runs now."""
-    numbers = tuple(_noted)
+    """Send what was noted to the main thread again, once it is out of the finalizer or the hook that runs now: if the program has by then
+    another handler, such as that of the next time limit, it is too late."""
+    waiting = {number: _signal.getsignal(number) for number in _noted}
     _noted.clear()
 
     def send() -> None:
-        time.sleep(LATER)
-        for number in numbers:
-            signal.pthread_kill(_main or 0, number)
+        while _is_ignored(sys._current_frames().get(_main or 0)):
+            time.sleep(LATER)
+        for number, handler in waiting.items():
+            if _signal.getsignal(number) is handler:
+                _signal.pthread_kill(_main or 0, number)
 
-    threading.Thread(target=send, name="forebay-signals", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, or the system has no thread left: nobody would hear it
+        _thread.start_new_thread(send, ())
+
+
+def _is_ignored(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code not in _ignored:
+        frame = frame.f_back
+    return frame is not None
+
+
+def ignored(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, which Python calls itself, as it does hooks: it ignores what these raise."""
+    _ignored.add(function.__code__)
+    return function
+
+
+def _is_of_handler(trace: TracebackType | None) -> bool:
+    """Whether a handler that is in place raised the exception with this traceback."""
+    codes = {_code_of(handler) for handler in map(_signal.getsignal, _SIGNALS) if callable(handler)}
+    while trace is not None and trace.tb_frame.f_code not in codes:
+        trace = trace.tb_next
+    return trace is not None
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    return getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
 
 
 # -- inside a call -----------------------------------------------------------------------------------------------------
@@ -227,7 +280,10 @@ class outside:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._before is not None:
             raised, shields = self._before
-            _resume(raised or (kind is not None and not issubclass(kind, Exception)), shields)
+            is_delivered = isinstance(error, Exception) and _is_of_handler(trace)
+            _resume(raised or is_delivered or (kind is not None and not issubclass(kind, Exception)), shields)
+            if is_delivered and error is not None:  # else it would be taken for an error of the program's function
+                raise Delivered(error) from None
 
 
 def _resume(raised: bool, shields: int) -> None:
@@ -280,9 +336,10 @@ def after_fork_child() -> None:
 # -- public calls ------------------------------------------------------------------------------------------------------
 
 
-def guarded(function: Callable[P, R]) -> Callable[P, R]:
+def guarded(function: Callable[P, R], *, always: bool = False) -> Callable[P, R]:
     """Have signals wait while ``function`` runs, unless a guarded call runs already. Of a function that returns a generator or a coroutine,
-    each step is guarded. What a call returns is dropped if a handler raises at the end of the call: see `undone_by`."""
+    each step is guarded. What a call returns is dropped if a handler raises at the end of the call: see `undone_by`. ``always``: it runs
+    even if a handler raises at the beginning, since it ends something."""
     flags = function.__code__.co_flags if isinstance(function, FunctionType) else 0
     if flags & _GENERATOR:
 
@@ -305,7 +362,13 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         try:
             try:
-                _begin()
+                try:
+                    _begin()
+                except BaseException:
+                    if always:
+                        _begin()
+                        function(*args, **kwargs)
+                    raise
                 return function(*args, **kwargs)
             except Delivered as delivered:
                 error = delivered.error
@@ -329,7 +392,7 @@ def undone_by(undo: Callable[[Any], object]) -> Callable[[Callable[P, R]], Calla
     """`guarded`, for a function whose result does not end when it is dropped: ``undo`` ends it."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        undo_guarded = guarded(undo)
+        undo_guarded = guarded(undo, always=True)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -355,7 +418,7 @@ def finalizer(function: Callable[P, R]) -> Callable[P, R]:
         with shielded():
             return function(*args, **kwargs)
 
-    return call
+    return ignored(call)
 
 
 def guarded_methods(*but: str) -> Callable[[C], C]:
@@ -369,7 +432,7 @@ def guarded_methods(*but: str) -> Callable[[C], C]:
             if isinstance(member, FunctionType) and member.__code__.co_filename == contextlib.__file__:
                 continue  # makes a context manager of a generator, which is guarded itself
             if isinstance(member, FunctionType):
-                setattr(cls, name, finalizer(member) if name == "__del__" else guarded(member))
+                setattr(cls, name, finalizer(member) if name == "__del__" else guarded(member, always=name in ENDINGS))
             elif isinstance(member, (classmethod, staticmethod)):
                 setattr(cls, name, type(member)(guarded(member.__func__)))
             elif isinstance(member, property):
@@ -416,21 +479,30 @@ class Steps(Generator[Any, Any, Any]):
     def __init__(self, steps: Generator[Any, Any, Any] | Coroutine[Any, Any, Any]) -> None:
         self._steps = steps
         self._rest: _Rest | None = _Rest(steps)
+        self._came = list[Any]()  # what the last step gave: if a handler raises at its end, the next step gives it
+
+    def __next__(self) -> Any:
+        if not self._came:
+            self._advance()
+        return self._came.pop()
 
     @guarded
-    def __next__(self) -> Any:
-        return self._step(self._steps.send, None)
+    def _advance(self) -> None:
+        self._came.append(self._step(self._steps.send, None))
 
     @guarded
     def send(self, value: Any) -> Any:
+        self._came.clear()
         return self._step(self._steps.send, value)
 
     @guarded
     def throw(self, *error: Any) -> Any:
+        self._came.clear()
         return self._step(self._steps.throw, *error)
 
-    @guarded
+    @functools.partial(guarded, always=True)
     def close(self) -> None:
+        self._came.clear()
         self._step(self._steps.close)
 
     def _step(self, call: Callable[..., Any], *given: Any) -> Any:

@@ -73,6 +73,7 @@ class Loader:
         self._refs: dict[str, LoadRef] = {}
         self._queued: deque[LoadRef] = deque()
         self._elsewhere: list[tuple[LoadRef, str, str]] = []  # other processes fetch them: with the space and the key
+        self._given_up: list[LoadRef] = []  # begun, and given up for a while, since no thread was free to read them: no others are begun
         self._stalled: list[LoadRef] = []  # LOADED, without room
         self._retries = False  # there may be room for them
         self._links: deque[tuple[LoadRef, Lease]] = deque()  # objects in `urls` that are to get a second name
@@ -281,6 +282,8 @@ class Loader:
 
     def _turn(self) -> float | None:
         """Load what is queued. Returns how long there is nothing to do; None: until there is news."""
+        if self._given_up:
+            self._look_again()
         with self._lock:
             has_next = not self.closed and self._places() > 0 and any(ref() is not None for ref in self._queued)
             may_retry = self._retries and not self.closed and self._next_stalled() is not None
@@ -335,7 +338,7 @@ class Loader:
         with self._lock:
             retried = self._next_stalled() if self._retries and not self.closed else None
             self._retries = False
-            loads = self._next_queued(min(most, self._places()))
+            loads = self._next_queued(min(most, self._places()) if not self._given_up else 0)
         if retried is not None and retried.data is not None:
             jobs.append(self._items.stored_job(retried.ref, self._enter(retried.ref), retried.data))
         there = self._items.linked([load.name for load in loads.values()])
@@ -416,7 +419,10 @@ class Loader:
             elif lease is not None:
                 self._set(load, State.LOADED, leased=lease)
             elif job.is_busy:
-                self._elsewhere.append((ref, job.target.space, job.target.key))
+                if job.since is None:
+                    self._given_up.append(ref)
+                else:
+                    self._elsewhere.append((ref, job.target.space, job.target.key))
                 if load.state is State.LOADING:
                     load.busy_since = job.since
                     self._set(load, State.QUEUED)
@@ -456,6 +462,8 @@ class Loader:
         with self._lock:
             again, self._elsewhere = self._elsewhere, []
             self._queued.extend(ref for ref, _, _ in again)
+            self._queued.extendleft(reversed(self._given_up))
+            self._given_up.clear()
             self._retries = True
             if self._pipeline is not None and (again or self._stalled):
                 self._pipeline.wake()
@@ -550,6 +558,7 @@ class Loader:
                     self._set(load, State.DROPPED)
             self._queued.clear()
             self._elsewhere.clear()
+            self._given_up.clear()
             thread = self._thread
             if gives_up and self._pipeline is not None:
                 self._pipeline.stop()

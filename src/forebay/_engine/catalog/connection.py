@@ -502,7 +502,7 @@ class Catalog:
     def _commit_locked(self, txn: Txn) -> None:
         words = self._head.words()
         words[CHANGED] = txn.change
-        self._check_named()  # else the files of this transaction may be in another root by now
+        self.check_named()  # else the files of this transaction may be in another root by now
         host.step("commit", self._path)
         txn.run("COMMIT")
         txn.is_committed = True
@@ -563,15 +563,15 @@ class Catalog:
             raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
         with self._mutex:
             try:
-                self._check_named()
+                self.check_named()
             except CatalogBroken:
                 self._close_locked()
                 raise
             if self._con is not None and self._index != self._wal.current_index():
                 self._close_peers_locked()
 
-    def _check_named(self) -> None:
-        """Raise `CatalogBroken` if the path of the catalog leads to another one than what is open. Caller: holds the mutex."""
+    def check_named(self) -> None:
+        """Raise `CatalogBroken` if the path of the catalog leads to another one than what is open."""
         try:
             where = os.stat(self._path)
         except FileNotFoundError as error:

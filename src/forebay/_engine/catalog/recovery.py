@@ -46,6 +46,7 @@ def recover(root: Root, catalog: Catalog, index: EntryIndex) -> None:
         parsed = parse_tmp_name(name)
         if parsed is not None and parsed.id in published:  # the map of a whole download
             root.files.unlink(root.tmp_dir / name)
+    catalog.check_named()  # else another root has the path by now, and what had to go lies in this one still
     index.head.finish()
 
 

@@ -87,6 +87,7 @@ class Eviction:
     def _leave(self, ended: Sequence[Ended]) -> None:
         """Remove the files of entries whose rows are gone. What cannot be removed is counted, and tried again by a sweep."""
         stuck = [one for one in ended if not self._unlink((one.id, one.kind, one.suffix))]
+        self._catalog.check_named()  # else another root has the path by now: the files lie in this one still, and the intent stays
         if stuck:
             self.stuck += len(stuck)
             self._catalog.again(lambda txn: entries.keep(txn, stuck))
