@@ -20,7 +20,7 @@ pytest.importorskip("fsspec.implementations.chained")
 import forebay  # noqa: E402
 from forebay import errors  # noqa: E402
 from forebay.adapters.fsspec import ForebayFileSystem, _opened  # noqa: E402
-from forebay.adapters.fsspec.files import MappedFile  # noqa: E402
+from forebay.adapters.fsspec.files import MappedFile, WrittenFile  # noqa: E402
 from tests.processes import ProcessGroup  # noqa: E402
 from tests.servers.nginx import Nginx, nginx  # noqa: E402
 from tests.strikes import soon, strike_once  # noqa: E402
@@ -383,7 +383,7 @@ def test_a_signal_while_a_written_file_is_dropped_is_not_lost(
     fs = ForebayFileSystem(fs=memory, cache=cache)
     file = fs.open("/d/a", "wb")
     file.write(b"a")
-    strike_once(monkeypatch, ForebayFileSystem, "_forget")
+    strike_once(monkeypatch, WrittenFile, "close")
     with soon():
         del file
     assert memory.cat("/d/a") == b"a"

@@ -481,7 +481,7 @@ def test_a_directory_that_appears_while_its_lock_is_waited_for_is_locked_itself(
         target.mkdir()
 
     def late(fd: int, how: int) -> None:
-        if how == fcntl.LOCK_EX and next(waits) == 0:  # who had the lock until now, and let go
+        if how & fcntl.LOCK_EX and next(waits) == 0:  # who had the lock until now, and let go
             if before:
                 target.rename(tmp_path / "before")
             target.mkdir()

@@ -1310,7 +1310,8 @@ def test_a_signal_while_it_is_dropped_is_not_lost(cache: forebay.Cache, source: 
 def test_a_signal_while_a_lease_of_a_load_is_dropped_is_not_lost(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     news = loads.News()
     load = loads.Load("a", "a", True, news.gone)
-    load.ref.lease = cache.put("a", b"a" * 100_000, lease=True)
+    cache.put("a", b"a" * 100_000)
+    load.ref.lease = cache.hold("a")
     strike_once(monkeypatch, type(load.ref.lease), "close")
     ref = load.ref
     with soon():

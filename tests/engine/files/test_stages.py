@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import random
+import signal
 import stat
 import subprocess
 import threading
@@ -18,8 +19,8 @@ from forebay._engine.files import stages
 from forebay._engine.files.blobs import CHUNK, checksum_of
 from forebay._engine.files.root import Root, open_root, parse_tmp_name
 from forebay._engine.files.stages import Stage
-from forebay._kernel import host
-from forebay._model import Partial, Span
+from forebay._kernel import host, interrupts
+from forebay._model import Buffer, Partial, Span
 from forebay.errors import CacheFault, NoSpace
 from tests.conftest import descriptors
 
@@ -534,7 +535,7 @@ def test_a_signal_ends_the_write_of_one_large_piece(root: Root, stage: Stage, mo
 
     def struck(fd: int, data: Buffer, offset: int) -> None:
         signal.raise_signal(signal.SIGINT)
-        written.append(len(data))
+        written.append(memoryview(data).nbytes)
         pwrite(fd, data, offset)
 
     stage.begin(size)
