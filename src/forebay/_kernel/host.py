@@ -37,6 +37,8 @@ _GET_FLAGS, _SET_FLAGS, _NO_COPY, _COMPRESS = 0x80086601, 0x40086602, 0x00800000
 _COPYING = frozenset(["btrfs"])
 _IOV_MAX = 1024
 _HIGH = 512
+SLICE = 64 << 20
+"""The most bytes that are written between two points, where others need not wait for the whole."""
 _PUNCH_HOLE_KEEP_SIZE = 0x03
 _FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.02  # seconds between two attempts to lock a file
 _UNSUPPORTED = frozenset([errno.EOPNOTSUPP, errno.ENOSYS])

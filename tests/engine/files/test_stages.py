@@ -539,7 +539,7 @@ def test_a_signal_ends_the_write_of_one_large_piece(root: Root, stage: Stage, mo
         pwrite(fd, data, offset)
 
     stage.begin(size)
-    monkeypatch.setattr(stages, "SLICE", CHUNK)
+    monkeypatch.setattr(host, "SLICE", CHUNK, raising=False)
     monkeypatch.setattr(host, "pwrite", struck)
     with pytest.raises(KeyboardInterrupt):
         interrupts.guarded(stage.write)(0, bytes(size))

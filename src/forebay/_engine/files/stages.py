@@ -31,8 +31,6 @@ from forebay._logs import logger
 from forebay._model import Buffer, Partial, Span, is_frozen
 from forebay.errors import CacheFault, NoSpace
 
-SLICE = 64 << 20
-"""The most bytes that are written between two points."""
 _HEADER = 512
 _FIELDS = struct.Struct("<8sQQQ36sH")  # magic, root id, total, chunk size, epoch, length of the validator
 _MAGIC = b"FBCHUNK3"
@@ -403,8 +401,8 @@ class Stage:
             fd = self._descriptor()
             self._writers += 1
         try:
-            for at in range(0, len(view), SLICE):
-                piece = view[at : at + SLICE]
+            for at in range(0, len(view), host.SLICE):
+                piece = view[at : at + host.SLICE]
                 host.pwrite(fd, piece, offset + at)
                 with self._idle:
                     self._take_in_locked(Span(offset + at, len(piece)), piece)
