@@ -31,6 +31,7 @@ def interrupted(at: str, release: Callable[[], object]) -> Iterator[None]:
             release()
 
     thread = threading.Thread(target=strike)
+    take_ctrl_c()
     thread.start()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -40,6 +41,11 @@ def interrupted(at: str, release: Callable[[], object]) -> Iterator[None]:
         thread.join()
         release()
     assert not late
+
+
+def take_ctrl_c() -> None:
+    """A framework that another test has loaded may have put a function of C in front of Python's, which is then left alone."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _is_in(thread: int, name: str) -> bool:
@@ -67,4 +73,5 @@ def strike_once(monkeypatch: pytest.MonkeyPatch, cls: type, name: str) -> None:
             signal.raise_signal(signal.SIGINT)
         return method(self, *args, **options)
 
+    take_ctrl_c()
     monkeypatch.setattr(cls, name, struck)

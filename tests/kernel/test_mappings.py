@@ -18,7 +18,7 @@ from forebay._kernel import mappings
 from forebay._kernel.locks import LockFile
 from tests.conftest import descriptors, mapped
 from tests.processes import Line, in_child, talk_to
-from tests.strikes import soon
+from tests.strikes import soon, take_ctrl_c
 
 CONTENT = bytes(range(256)) * 40
 
@@ -211,6 +211,7 @@ def test_a_signal_while_a_large_one_is_unmapped_is_not_lost(path: Path, fd: int,
 
     os.truncate(fd, mappings.LARGE)
     view = mappings.map_file(fd, mappings.LARGE)
+    take_ctrl_c()
     monkeypatch.setattr(mappings._Mapped.__del__, "__defaults__", (struck,))
     with soon():
         del view
