@@ -6,6 +6,7 @@ import asyncio
 import os
 import pickle
 import random
+import signal
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,10 @@ pytest.importorskip("fsspec.implementations.chained")
 import forebay  # noqa: E402
 from forebay import errors  # noqa: E402
 from forebay.adapters.fsspec import ForebayFileSystem, _opened  # noqa: E402
-from forebay.adapters.fsspec.files import MappedFile  # noqa: E402
+from forebay.adapters.fsspec.files import MappedFile, WrittenFile  # noqa: E402
 from tests.processes import ProcessGroup  # noqa: E402
 from tests.servers.nginx import Nginx, nginx  # noqa: E402
+from tests.strikes import soon, strike_once  # noqa: E402
 
 BODY = random.Random(1).randbytes(1_000_000)
 
@@ -348,3 +350,40 @@ def test_coroutines_read_through_the_wrapper_of_fsspec(server: Nginx, cache: for
 
     asyncio.run(work())
     assert server.gets(path.rpartition("/")[2]).total() == 1
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+CALLS = {
+    "info": lambda fs: fs.info("/d/a"), "ls": lambda fs: fs.ls("/d"), "find": lambda fs: fs.find("/d"), "glob": lambda fs: fs.glob("/d/*"),
+    "exists": lambda fs: fs.exists("/d/a"), "isfile": lambda fs: fs.isfile("/d/a"), "isdir": lambda fs: fs.isdir("/d"),
+    "modified": lambda fs: fs.modified("/d/a"), "du": lambda fs: fs.du("/d"), "mkdir": lambda fs: fs.mkdir("/e"),
+    "pipe": lambda fs: fs.pipe("/d/b", b"b"), "rm": lambda fs: fs.rm("/d/a"), "cp_file": lambda fs: fs.cp_file("/d/a", "/d/b"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_signal_is_delivered_within_the_filesystem(name: str, cache: forebay.Cache, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.pipe("/d/a", BODY)
+    fs, after = ForebayFileSystem(fs=memory, cache=cache), []
+
+    def struck(*_: Any, **__: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        after.append(name)
+
+    monkeypatch.setattr(memory, name, struck)
+    with pytest.raises(KeyboardInterrupt):
+        CALLS[name](fs)
+    assert not after
+
+
+def test_a_signal_while_a_written_file_is_dropped_is_not_lost(
+    cache: forebay.Cache, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    fs = ForebayFileSystem(fs=memory, cache=cache)
+    file = fs.open("/d/a", "wb")
+    file.write(b"a")
+    strike_once(monkeypatch, WrittenFile, "close")
+    with soon():
+        del file
+    assert memory.cat("/d/a") == b"a"

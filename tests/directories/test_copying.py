@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import forebay
 from forebay import errors
 from forebay._kernel import host
 from forebay._model import ObjectInfo
@@ -25,6 +26,7 @@ from forebay.directories import copying
 from forebay.directories.copying import FileSink, copy_tree, fetch_tree, has_stamp, locked, stamp, target_of
 from forebay.directories.manifests import File
 from tests.processes import Child, death_of, fork, fork_to_die
+from tests.strikes import interrupted
 
 BODIES = {
     "config.json": b"{}",
@@ -479,7 +481,7 @@ def test_a_directory_that_appears_while_its_lock_is_waited_for_is_locked_itself(
         target.mkdir()
 
     def late(fd: int, how: int) -> None:
-        if how == fcntl.LOCK_EX and next(waits) == 0:  # who had the lock until now, and let go
+        if how & fcntl.LOCK_EX and next(waits) == 0:  # who had the lock until now, and let go
             if before:
                 target.rename(tmp_path / "before")
             target.mkdir()
@@ -714,3 +716,13 @@ def test_a_time_is_known_again_by_a_file_system_that_rounds_it(unit: int) -> Non
     assert has_stamp(ns - ns % unit, ns)
     assert not has_stamp(ns - ns % unit + unit, ns)
     assert not has_stamp(ns, None)
+
+
+def test_a_signal_ends_the_wait_for_the_lock_of_another(source: Path, tmp_path: Path) -> None:
+    (target := tmp_path / "target").mkdir()
+    fd = os.open(target, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with forebay.Cache(tmp_path / "root", enabled=False) as cache, interrupted("locked", lambda: fcntl.flock(fd, fcntl.LOCK_UN)):
+        cache.copy_directory(source, target)
+    os.close(fd)
+    assert found(target) == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import subprocess
 import sys
 import weakref
@@ -17,6 +18,7 @@ from forebay._kernel import mappings
 from forebay._kernel.locks import LockFile
 from tests.conftest import descriptors, mapped
 from tests.processes import Line, in_child, talk_to
+from tests.strikes import soon, take_ctrl_c
 
 CONTENT = bytes(range(256)) * 40
 
@@ -198,3 +200,24 @@ def test_another_thing_in_the_place_of_a_file_is_not_mapped(path: Path, fd: int,
         put(path)
     own = mappings.private(view, view.obj)
     assert (own == CONTENT, type(own.obj) is bytearray) == (True, True)
+
+
+def test_a_signal_while_a_large_one_is_unmapped_is_not_lost(path: Path, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    unmapped = []
+
+    os.truncate(fd, mappings.LARGE)
+    view = mappings.map_file(fd, mappings.LARGE)
+    ours = mappings.address(view)
+
+    def struck(address: int, length: int) -> None:
+        if address == ours:  # not what another test has left
+            signal.raise_signal(signal.SIGINT)
+            unmapped.append(address)
+        mappings._unmap(address, length)
+
+    take_ctrl_c()
+    monkeypatch.setattr(mappings._Mapped.__del__, "__defaults__", (struck,))
+    with soon():
+        del view
+    assert unmapped == [ours]
+    assert not mapped(path.parent)

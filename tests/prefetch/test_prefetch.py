@@ -18,11 +18,12 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.prefetch import PassThrough, Prefetcher, loader
+from forebay.prefetch import PassThrough, Prefetcher, loader, loads
 from forebay.sources import DecodedSource, SourceInfo
 from tests.harness import MiB
 from tests.items import HANG, Items, Sized, body, threads_named, until
 from tests.processes import Gate, fork, in_child
+from tests.strikes import soon, strike_once
 
 KEYS = [f"k{i}" for i in range(40)]
 
@@ -1300,3 +1301,26 @@ def test_counts(cache: forebay.Cache, pool: Prefetcher, monkeypatch: pytest.Monk
     assert stats.bytes_remote == stats.bytes_stored == stats.bytes_hit == 80_000
     assert stats.fallbacks == 0
     assert stats.spaces["prefetch"][0] == 40
+
+
+def test_a_signal_while_it_is_dropped_is_not_lost(cache: forebay.Cache, source: Items, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = cache.prefetcher(source)
+    alive = pool._loader
+    strike_once(monkeypatch, loads.News, "wake")
+    with soon():
+        del pool
+        gc.collect()
+    assert alive.closed
+
+
+def test_a_signal_while_a_lease_of_a_load_is_dropped_is_not_lost(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    news = loads.News()
+    load = loads.Load("a", "a", True, news.gone)
+    cache.put("a", b"a" * 100_000)
+    load.ref.lease = cache.hold("a")
+    strike_once(monkeypatch, type(load.ref.lease), "close")
+    ref = load.ref
+    with soon():
+        del load
+    assert ref.lease.closed
+    assert news.wait(0) == [ref]

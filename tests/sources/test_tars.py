@@ -29,6 +29,7 @@ from forebay.testing import Request, ScriptedServer
 from tests.harness import KiB, MiB
 from tests.processes import fork, in_child
 from tests.servers.nginx import nginx
+from tests.strikes import interrupted
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 every_format = pytest.mark.parametrize("kind", FORMATS)
@@ -864,3 +865,9 @@ def test_shards_that_lead_out_of_the_prefix_are_left_out(monkeypatch: pytest.Mon
     assert [record.message for record in caplog.records if "skipped" in record.message] == [
         "s3://b/p: '../../evil.tar' is outside the source; such shards are skipped"
     ]
+
+
+def test_a_signal_ends_the_wait_for_an_index_that_is_being_built(server: ScriptedServer) -> None:
+    keys = TarSource(server.put("/0.tar", tar_of(samples(2)), stall_after=10)).keys()
+    with interrupted("keys", server.go.set):
+        next(keys)

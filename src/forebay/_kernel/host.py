@@ -37,7 +37,10 @@ _GET_FLAGS, _SET_FLAGS, _NO_COPY, _COMPRESS = 0x80086601, 0x40086602, 0x00800000
 _COPYING = frozenset(["btrfs"])
 _IOV_MAX = 1024
 _HIGH = 512
+SLICE = 64 << 20
+"""The most bytes that are written between two points, where others need not wait for the whole."""
 _PUNCH_HOLE_KEEP_SIZE = 0x03
+_FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.02  # seconds between two attempts to lock a file
 _UNSUPPORTED = frozenset([errno.EOPNOTSUPP, errno.ENOSYS])
 _NOT_BETWEEN_THESE = _UNSUPPORTED | {errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM, errno.ETXTBSY}
 _hook: Hook | None = None
@@ -148,6 +151,18 @@ def pwritev(fd: int, parts: Sequence[Buffer], length: int, offset: int) -> None:
         while rest:
             count = os.pwrite(fd, rest, offset + written)
             rest, written = rest[count:], written + count
+
+
+def flock(fd: int, kind: int) -> None:
+    """Wait for a lock of the open file, ``LOCK_SH`` or ``LOCK_EX`` of `fcntl`, in turns with points. Released when the process dies."""
+    pause = _FIRST_PAUSE
+    for turn in interrupts.turns():
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(min(pause, turn))
+            pause = min(pause * 2, _LAST_PAUSE)
 
 
 def allocate(fd: int, offset: int, length: int) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from forebay._kernel import host
+from forebay._kernel import host, interrupts
 from forebay._logs import logger
 
 log = logger("forebay.locks")
@@ -291,8 +291,9 @@ class LockFile:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing() and self._pid == os.getpid():
-            self._held = {}  # in a reference cycle, the holder of a lock may be finalized after this
-            self._close_locked()
+            with interrupts.shielded():
+                self._held = {}  # in a reference cycle, the holder of a lock may be finalized after this
+                self._close_locked()
 
     # -- forks -----------------------------------------------------------------------------------------------------
 
@@ -384,7 +385,8 @@ class Claims:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
-            self.close()
+            with interrupts.shielded():
+                self.close()
 
 
 def _take(fd: int, holds: Holds) -> Holds:

@@ -10,9 +10,11 @@ import errno
 import functools
 import mmap
 import os
+import sys
+from collections.abc import Callable
 from typing import Any, cast
 
-from forebay._kernel import fences, host
+from forebay._kernel import fences, host, interrupts
 from forebay._kernel.host import libc
 
 _map = libc.mmap
@@ -22,6 +24,7 @@ _unmap = libc.munmap
 _unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
 _ANOTHER = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))  # nothing is there, or a link or socket
+LARGE = 4 << 20  # bytes
 _FIXED, _NORESERVE, _PROT_NONE = 0x10, 0x4000, 0  # of Linux on all its machines that matter here; Python's module has them not
 
 
@@ -35,9 +38,20 @@ class _Mapped:
         unmap(self.address, self.length)
 
 
+_unmap_guarded = interrupts.finalizer(_Mapped.__del__)
+
+
+class _LargeMapped(_Mapped):
+    """Its unmapping takes so long that a signal is likely to come meanwhile. Of a small one, guarding it would take longer than that."""
+
+    def __del__(self, unmap: Any = _unmap_guarded, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # at exit the kernel does it, whatever is left of the interpreter
+            unmap(self)
+
+
 @functools.cache
 def _array_type(size: int) -> Any:
-    return type("Mapped", (_Mapped, ctypes.c_ubyte * size), {})
+    return type("Mapped", (_LargeMapped if size >= LARGE else _Mapped, ctypes.c_ubyte * size), {})
 
 
 def _mapped(address: int) -> int:

@@ -117,7 +117,7 @@ def locked(target: Path) -> Iterator[None]:
         except (FileNotFoundError, NotADirectoryError):
             continue  # it was removed meanwhile
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # released when the process dies; a signal ends the wait
+            host.flock(fd, fcntl.LOCK_EX)
             if _is_lock_of(fd, target, above):  # else the last holder created the directory, and later callers lock that
                 yield
                 return

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
 from forebay._engine.store import Store
-from forebay._kernel import events, host, waits
+from forebay._kernel import events, host, interrupts, waits
 from forebay._logs import logger
 from forebay._model import Entry, ObjectInfo, Remote, Transfer
 from forebay.fetch.opening import NO_OPTIONS, CacheHandle, CacheOptions, in_memory, others_can_write
@@ -122,10 +122,11 @@ class Fetcher:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not self.closed and not is_finalizing():
-            if self.store.keeps:
-                self.store.abandon()
-            if self.upstream is not None:
-                self.upstream.abandon()
+            with interrupts.shielded():
+                if self.store.keeps:
+                    self.store.abandon()
+                if self.upstream is not None:
+                    self.upstream.abandon()
 
     def check_open(self) -> None:
         """Raises `Closed`."""

@@ -13,7 +13,7 @@ from forebay import errors
 from forebay._engine.files.layout import faults
 from forebay._engine.leases import Lease
 from forebay._kernel import host
-from forebay._kernel.interrupts import guarded_methods
+from forebay._kernel.interrupts import finalizer, guarded_methods
 from forebay._model import ObjectInfo, Span
 from forebay.fetch.request import is_same_version
 
@@ -25,7 +25,25 @@ RANGE = 4 << 20
 """Bytes of one read ahead where an object is not cached."""
 
 
-@guarded_methods()
+_end = io.IOBase.__del__
+_end_guarded = finalizer(_end)
+
+
+def close_dropped(file: Any, is_finalizing: Any = sys.is_finalizing, end: Any = _end, end_guarded: Any = _end_guarded) -> None:
+    """The finalizer of our files: that of `io` ignores what `close` raises, which would be a signal's."""
+    if is_finalizing():
+        end(file)
+    elif not file.closed:
+        end_guarded(file)
+
+
+class BufferedFile(io.BufferedReader):
+    """Over one of our files, which it closes."""
+
+    __del__ = close_dropped
+
+
+@guarded_methods("__del__")
 class LeasedFile(io.FileIO):
     """The cached copy, open; closing the file closes its lease."""
 
@@ -38,6 +56,8 @@ class LeasedFile(io.FileIO):
         if not is_finalizing():  # at exit the kernel releases the lease, whatever is left of the interpreter
             self._lease.close()
 
+    __del__ = close_dropped
+
     def _dealloc_warn(self, source: object) -> None:
         """Nothing: as a lease, the file may be dropped instead. pyarrow never closes one that it has asked for its schema."""
 
@@ -47,7 +67,7 @@ def opened(lease: Lease) -> BinaryIO:
     there are no descriptors left, or it is gone because the file system's locks do not work."""
     try:
         with faults(lease.entry.name):
-            return cast(BinaryIO, io.BufferedReader(LeasedFile(lease)))
+            return cast(BinaryIO, BufferedFile(LeasedFile(lease)))
     except errors.CacheFault:
         lease.close()
         raise
@@ -58,6 +78,7 @@ class SeekableFile(io.IOBase):
 
     size: int
     _at = 0
+    __del__ = close_dropped
 
     def readable(self) -> bool:
         return True
@@ -137,4 +158,4 @@ def stream(fetcher: Fetcher, target: Target, options: FetchOptions) -> BinaryIO:
         raise errors.ChecksumMismatch.of(target.key, options.etag, info.validator or "no ETag", callers_own=True)
     if info is None or info.size is None:
         return io.BytesIO(fetcher.direct(target, options))
-    return cast(BinaryIO, io.BufferedReader(RangeFile(fetcher, target, info), RANGE))
+    return cast(BinaryIO, BufferedFile(RangeFile(fetcher, target, info), RANGE))

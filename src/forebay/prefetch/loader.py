@@ -591,6 +591,7 @@ class Loader:
                 self._queued.append(load.ref)
 
 
+@interrupts.finalizer
 def abandon(loader: weakref.ref[Loader]) -> None:
     """Nothing refers to the prefetcher of this loader any more. Called by the garbage collector: nothing here waits."""
     if (alive := loader()) is not None:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 from forebay._engine.leases import Lease
+from forebay._kernel import interrupts
 from forebay._model import Buffer, Entry
 from forebay.fetch.job import Job
 
@@ -113,9 +114,12 @@ class News:
         """A load is gone."""
         if is_finalizing():
             return
-        if ref.lease is not None:
+        if ref.lease is None:
+            self.wake(ref)
+            return
+        with interrupts.shielded():
             ref.lease.close()
-        self.wake(ref)
+            self.wake(ref)
 
     def wait(self, seconds: float | None) -> list[LoadRef | Entry]:
         """Wait for news, and return them."""

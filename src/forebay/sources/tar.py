@@ -7,12 +7,13 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from forebay import errors
+from forebay._kernel import interrupts
 from forebay._kernel.interrupts import guarded_methods
 from forebay._kernel.threads import Threads
 from forebay._logs import logger
@@ -138,6 +139,7 @@ class TarSource:
                 if not window:
                     return
                 first = window.popleft()
+                any(wait([first.built], turn).done for turn in interrupts.turns())
                 yield from (f"{first.shard}/{name}" for name in first.built.result().members)
         finally:
             threads.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import gc
 import io
@@ -30,6 +31,7 @@ from forebay.adapters import pfio
 from forebay.adapters.pfio import FileCache, MultiprocessFileCache, NaiveCache, ReadOnlyFileCache, base
 from forebay.adapters.pfio.file import PfioFile
 from tests.processes import ProcessGroup, fork_to_die, in_child
+from tests.strikes import interrupted
 
 FILLED = [FileCache, MultiprocessFileCache]
 both = pytest.mark.parametrize("kind", FILLED)
@@ -821,3 +823,14 @@ def test_trace_is_recorded_under_the_names_of_the_real_one(place: str, monkeypat
         with kind(3, dir=place) as cache:
             cache.put(0, b"x")
         assert seen == []
+
+
+@pytest.mark.parametrize("what", ["put", "create"])
+def test_a_signal_ends_the_wait_for_a_lock_of_another_process(what: str, place: str) -> None:
+    with FileCache(10, dir=place, cache_size_limit=10_000) as cache:
+        fd = os.open(cache._index if what == "put" else place, os.O_RDONLY)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        with interrupted("_locked" if what == "put" else "_creating_root", lambda: fcntl.flock(fd, fcntl.LOCK_UN)):
+            cache.put(0, b"0") if what == "put" else FileCache(10, dir=place)
+        os.close(fd)
+        assert cache.put(1, b"1")

@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import random
+import signal
 import stat
 import subprocess
 import threading
@@ -18,8 +19,8 @@ from forebay._engine.files import stages
 from forebay._engine.files.blobs import CHUNK, checksum_of
 from forebay._engine.files.root import Root, open_root, parse_tmp_name
 from forebay._engine.files.stages import Stage
-from forebay._kernel import host
-from forebay._model import Partial, Span
+from forebay._kernel import host, interrupts
+from forebay._model import Buffer, Partial, Span
 from forebay.errors import CacheFault, NoSpace
 from tests.conftest import descriptors
 
@@ -527,3 +528,23 @@ def test_s09_a_file_that_somebody_may_have_mapped_is_not_cut(root: Root) -> None
         assert published.read() == b"0123456789"
     assert stage.finish()[0] == 4
     assert stage.path.read_bytes() == b"anew"
+
+
+def test_a_signal_ends_the_write_of_one_large_piece(root: Root, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, pwrite, written = 3 * CHUNK, host.pwrite, list[int]()
+
+    def struck(fd: int, data: Buffer, offset: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        written.append(memoryview(data).nbytes)
+        pwrite(fd, data, offset)
+
+    stage.begin(size)
+    monkeypatch.setattr(host, "SLICE", CHUNK, raising=False)
+    monkeypatch.setattr(host, "pwrite", struck)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.guarded(stage.write)(0, bytes(size))
+    assert written == [CHUNK]
+    monkeypatch.undo()
+    assert stage.missing() == (Span(CHUNK, size - CHUNK),)
+    stage.write(CHUNK, bytes(size - CHUNK))
+    assert stage.finish() == (size, checksum_of(bytes(size)))

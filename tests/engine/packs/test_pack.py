@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -593,4 +594,30 @@ def test_an_array_whose_tail_cannot_be_given_back_is_let_go_all_the_same(cache: 
         host.on_step(None)
     assert samples.closed
     assert cache.evict("samples:r").removed == ("samples:r",)
+    assert cache.check(deep=True) == []
+
+
+def test_a_signal_ends_the_write_of_a_large_sample(
+    cache: forebay.Cache, samples: forebay.Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    large, pwrite, pwritev, written = body(1, 3 * 64 * KiB), host.pwrite, host.pwritev, list[int]()
+
+    def struck(fd: int, data: Any, *rest: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        written.append(memoryview(data).nbytes if not isinstance(data, tuple) else rest[0])
+        (pwritev if isinstance(data, tuple) else pwrite)(fd, data, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "SLICE", 64 * KiB, raising=False)
+        patch.setattr(host, "pwrite", struck)
+        patch.setattr(host, "pwritev", struck)
+        with pytest.raises(KeyboardInterrupt):
+            samples.put(1, large)
+    assert sum(written) <= 64 * KiB
+    assert 1 not in samples
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "SLICE", 64 * KiB)
+        assert samples.put(1, large)
+    assert samples.get(1) == large
+    assert samples.get(0) == body(0)
     assert cache.check(deep=True) == []

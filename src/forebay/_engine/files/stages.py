@@ -401,9 +401,12 @@ class Stage:
             fd = self._descriptor()
             self._writers += 1
         try:
-            host.pwrite(fd, view, offset)
-            with self._idle:
-                self._take_in_locked(written, view)
+            for at in range(0, len(view), host.SLICE):
+                piece = view[at : at + host.SLICE]
+                host.pwrite(fd, piece, offset + at)
+                with self._idle:
+                    self._take_in_locked(Span(offset + at, len(piece)), piece)
+                interrupts.point()
         finally:
             with self._idle:
                 self._writers -= 1

@@ -235,7 +235,10 @@ class Pack:
                 return False
         tail, claims = appender.tail, appender.claims
         header = pack_files.header_of(self._epoch, self._seed, slot, parts, length)
-        host.pwritev(appender.fd, (header, *parts), pack_files.HEADER + length, tail)
+        if length <= host.SLICE:
+            host.pwritev(appender.fd, (header, *parts), pack_files.HEADER + length, tail)
+        else:
+            _write_large(appender.fd, (header, *parts), tail)
         # The record is written; the writer that has the slot's byte stores it. P1 sees it empty / P2 sees it empty, stores /
         # P1 has the byte: look again. A writer that finds the byte taken is second, and does not wait.
         if not claims.try_claim(slot):
@@ -378,6 +381,16 @@ class Pack:
     def _check_open(self) -> None:
         if self.closed:
             raise errors.Closed.of("array of samples")
+
+
+def _write_large(fd: int, parts: Sequence[Buffer], offset: int) -> None:
+    """`host.pwritev`, with points."""
+    for part in parts:
+        view = memoryview(part).cast("B")
+        for at in range(0, len(view), host.SLICE):
+            host.pwrite(fd, view[at : at + host.SLICE], offset + at)
+            interrupts.point()
+        offset += len(view)
 
 
 def _flush_at_exit(pack: Pack) -> None:

@@ -30,7 +30,7 @@ from forebay._engine.publish import Label, Publisher
 from forebay._engine.space import eviction
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.free_space import NO_LIMIT, SpaceRequest
-from forebay._kernel import host, locks, mappings
+from forebay._kernel import host, interrupts, locks, mappings
 
 NOTHING = memoryview(b"").cast("Q")
 
@@ -247,7 +247,8 @@ class Appender:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
-            self.close()
+            with interrupts.shielded():
+                self.close()
 
 
 class Packing:

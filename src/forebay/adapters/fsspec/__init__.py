@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 from forebay import errors
 from forebay._engine.index.memo import Hit, no_hit
 from forebay._kernel import host
-from forebay._kernel.interrupts import guarded_methods
+from forebay._kernel.interrupts import guarded_methods, of_program
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay.adapters.fsspec.files import MappedFile, WrittenFile
@@ -80,7 +80,7 @@ def _passed_on(name: str, changes: bool = False) -> Callable[..., Any]:
 
     @functools.wraps(getattr(ChainedFileSystem, name))
     def method(self: ForebayFileSystem, path: Any, *arguments: Any, **options: Any) -> Any:
-        with self._changing(path) if changes else contextlib.nullcontext(self.fs) as fs:
+        with self._changing(path) if changes else contextlib.nullcontext(self._source_fs) as fs:
             return getattr(fs, name)(_unchained(path), *arguments, **options)
 
     return method
@@ -137,6 +137,11 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
             self._inner = type(self._inner)(*self._inner.storage_args, **self._inner.storage_options)
         self._pid = os.getpid()
         return self._inner
+
+    @property
+    def _source_fs(self) -> Any:
+        """`fs`, for calls that may take long."""
+        return _Outside(self.fs)
 
     @property
     def cache(self) -> Cache:
@@ -311,7 +316,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
 
     def ls(self, path: str, detail: bool = True, **arguments: Any) -> Any:
         """See `fsspec.AbstractFileSystem`; so for all that follow."""
-        return self.fs.ls(_unchained(path), detail=detail, **arguments)
+        return self._source_fs.ls(_unchained(path), detail=detail, **arguments)
 
     info, walk, du, checksum, ukey, created, sign, mkdir, makedirs = map(
         _passed_on, ("info", "walk", "du", "checksum", "ukey", "created", "sign", "mkdir", "makedirs")
@@ -319,14 +324,14 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
 
     def exists(self, path: str, **arguments: Any) -> Any:
         if not self._is_http:
-            return self.fs.exists(_unchained(path), **arguments)
+            return self._source_fs.exists(_unchained(path), **arguments)
         try:
             return bool(self.info(path, **arguments))
         except FileNotFoundError:
             return False
 
     def isfile(self, path: str) -> Any:
-        return self.exists(path) if self._is_http else self.fs.isfile(_unchained(path))
+        return self.exists(path) if self._is_http else self._source_fs.isfile(_unchained(path))
 
     def isdir(self, path: str) -> Any:
         if self._is_http and not _unchained(path).endswith("/"):
@@ -336,17 +341,17 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
                 return False
             if not is_page:
                 return False
-        return self.fs.isdir(_unchained(path))
+        return self._source_fs.isdir(_unchained(path))
 
     def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **options: Any) -> Any:
         if self._is_http and not self.isdir(path):
             return _unchained(self.glob(path, detail=detail))
-        return self.fs.find(_unchained(path), maxdepth=maxdepth, withdirs=withdirs, detail=detail, **options)
+        return self._source_fs.find(_unchained(path), maxdepth=maxdepth, withdirs=withdirs, detail=detail, **options)
 
     def glob(self, path: str, *arguments: Any, **options: Any) -> Any:
         """Names that are URLs begin with ``forebay::``: what opens one by itself, as `datasets` does, reads through the cache, too."""
         if not self._is_http or has_magic(path):
-            found = self.fs.glob(_unchained(path), *arguments, **options)
+            found = self._source_fs.glob(_unchained(path), *arguments, **options)
         else:
             found = [self._stripped(path)] if self.exists(path) else []
             found = {name: self.info(name) for name in found} if options.get("detail") else found
@@ -360,7 +365,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
     def modified(self, path: str) -> Any:
         """When an object was modified; 1970 where the source does not tell."""
         try:
-            return self.fs.modified(_unchained(path))
+            return self._source_fs.modified(_unchained(path))
         except NotImplementedError:  # of HTTP: DuckDB asks
             source = self._source(self._stripped(path))
             known = self._fetcher.target(source.url, source.filesystem).remote.stat(source.url)
@@ -369,7 +374,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
     # -- writing: to the source ------------------------------------------------------------------------------------
 
     def _open_source(self, path: str, mode: str, autocommit: bool, **options: Any) -> Any:
-        fs, options = self.fs, {name: value for name, value in options.items() if value is not None}
+        fs, options = self._source_fs, {name: value for name, value in options.items() if value is not None}
         if "r" in mode and "+" not in mode:
             return fs.open(path, mode, **options)
         if autocommit and not fs._intrans:
@@ -385,16 +390,16 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         return self.fs.transaction
 
     def start_transaction(self) -> Any:
-        return self.fs.start_transaction()
+        return self._source_fs.start_transaction()
 
     def end_transaction(self) -> None:
-        self.fs.end_transaction()
+        self._source_fs.end_transaction()
 
     @contextlib.contextmanager
     def _changing(self, *paths: Any) -> Iterator[Any]:
         """The source, for a call that changes what lies at or below these paths."""
         try:
-            yield self.fs
+            yield self._source_fs
         finally:
             for path in paths:
                 for each in path if isinstance(path, (list, tuple, set, dict)) else [path]:
@@ -409,7 +414,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Drop the source's cached listings; with a path, make the next reader ask the source for everything at or below it."""
-        self.fs.invalidate_cache(None if path is None else _unchained(path))
+        self._source_fs.invalidate_cache(None if path is None else _unchained(path))
         if path is not None:
             self._forget(self._stripped(path))
 
@@ -510,6 +515,17 @@ def _has_urls(filesystem: Any) -> bool:
     options = {**filesystem.storage_options}
     matters = [name for name, value in options.items() if name not in _TUNING and value is not None and value != _DEFAULTS.get(name)]
     return is_known and not filesystem.storage_args and not matters
+
+
+class _Outside:
+    """Stands for a filesystem of the program: its methods run with the program's handlers of signals."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs = fs
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self._fs, name)
+        return of_program(member) if callable(member) else member
 
 
 class _CopyPlan:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from forebay.fetch.files import SeekableFile
+from forebay.fetch.files import SeekableFile, close_dropped
 
 PEEK = 8 << 10
 
@@ -64,6 +64,8 @@ class WrittenFile(io.BufferedIOBase):
 
     def __init__(self, file: Any, on_written: Callable[[], None]) -> None:
         self._file, self._on_written = file, on_written
+
+    __del__ = close_dropped
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)

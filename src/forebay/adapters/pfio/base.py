@@ -25,7 +25,7 @@ from forebay import errors
 from forebay._engine.files.layout import FULL
 from forebay._engine.packs.pack import Pack
 from forebay._kernel import host
-from forebay._kernel.interrupts import guarded_methods
+from forebay._kernel.interrupts import finalizer, guarded_methods
 from forebay._kernel.locks import LockFile
 from forebay._logs import logger
 from forebay.adapters.pfio.file import RECORD, PfioFile, write_array
@@ -160,14 +160,14 @@ class Stored(Shared):
         """Read a source that another process pickled; its cache stays open until this object is collected."""
         self._source = source
         if isinstance(source, Samples):
-            weakref.finalize(self, source._fetcher.close).atexit = False
+            weakref.finalize(self, finalizer(source._fetcher.close)).atexit = False
 
     def _node_cache(self) -> NodeCache:
         """The cache of this node, opened once."""
         cache = self._cache
         if cache is None:
             cache = self._cache = NodeCache()
-            weakref.finalize(self, cache.close)
+            weakref.finalize(self, finalizer(cache.close))
         return cache
 
     def _close_node_cache(self) -> None:
@@ -238,7 +238,7 @@ class Filling(Stored):
         live = self._live = cache.samples(length=self.length, codec="raw")
         self._source, self.closed, self._was_frozen = live, False, False
         self._root = str(own.path) if own is not None else None
-        self._end: weakref.finalize[Any, Any] | None = weakref.finalize(self, _end, self._creator, live, own)
+        self._end: weakref.finalize[Any, Any] | None = weakref.finalize(self, finalizer(_end), self._creator, live, own)
         pack = live._pack
         self._index = str(pack._root.pack(pack.id) / "index") if cache_size_limit and isinstance(pack, Pack) else None
         self._log("created a cache of %d slots in %s", self.length, cache.path)
@@ -375,8 +375,8 @@ class Filling(Stored):
     def _drop_own(self, *, frozen: bool) -> None:
         """Remove what was put here: a closed array that is still referred to would keep its space on the disk."""
         live, self._live, self._was_frozen = self._live, None, frozen
-        if self._end is not None:
-            self._end()
+        if self._end is not None and (not_ended := self._end.detach()) is not None:
+            _end(*not_ended[2])
         close_source(live)
 
     def _is_creator(self) -> bool:
@@ -435,7 +435,7 @@ def _locked(path: str) -> Iterator[int]:
     """A descriptor of the file, while no other thread or process has one. Raises OSError if the file is gone."""
     fd = host.open_fd(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        host.flock(fd, fcntl.LOCK_EX)
         yield fd
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a child that was forked meanwhile has the descriptor too
@@ -486,7 +486,7 @@ def _creating_root(directory: str) -> Iterator[list[str]]:
     fd = host.open_fd(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         abandoned = _abandoned_in(directory) if _try_exclusive(fd) else []
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        host.flock(fd, fcntl.LOCK_SH)
         yield abandoned
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a child that was forked meanwhile has the descriptor too

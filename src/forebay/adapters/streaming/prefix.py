@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from forebay import claims, errors
-from forebay._kernel.interrupts import guarded
+from forebay._kernel.interrupts import finalizer, guarded
 from forebay.adapters.streaming import names as names
 from forebay.adapters.streaming import shared as shared
 from forebay.claims import conflicts, records
@@ -66,6 +66,7 @@ def hold(holder: object, claim: claims.Claim, view: memoryview | None = None) ->
     weakref.finalize(holder, _let_go, claim, view, os.getpid()).atexit = False  # at exit the claim leaves by itself
 
 
+@finalizer
 def _let_go(claim: claims.Claim, view: memoryview | None, creator: int) -> None:
     """Close a claim without ever waiting: this runs wherever garbage is collected."""
     if view is not None and creator == os.getpid():
