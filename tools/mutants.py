@@ -137,8 +137,8 @@ MUTANTS = (
     ),
     Mutant(
         2, "a chunk is marked as present before it is written", "_engine.files.stages:Stage.write",
-        "host.pwrite(fd, view, offset)\nwith self._idle:\n    self._take_in_locked(written, view)",
-        "with self._idle:\n    self._take_in_locked(written, view)\nhost.pwrite(fd, view, offset)",
+        "host.pwrite(fd, piece, offset + at)\nwith self._idle:\n    self._take_in_locked(Span(offset + at, len(piece)), piece)",
+        "with self._idle:\n    self._take_in_locked(Span(offset + at, len(piece)), piece)\nhost.pwrite(fd, piece, offset + at)",
         "engine/files/test_stages.py::test_a_kill_at_any_step_can_be_gone_on_from",
     ),
     Mutant(
@@ -361,7 +361,7 @@ MUTANTS = (
     ),
     Mutant(
         7, "a signal does not wait while a call runs", "_kernel.interrupts:guarded",
-        "_begin()", "pass",
+        "_inside or get_ident() != _main", "True",
         "interrupts/test_every_line.py::test_a_signal_at_any_line[a lock]",
     ),
     Mutant(

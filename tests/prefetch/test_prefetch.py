@@ -7,7 +7,9 @@ import gc
 import logging
 import pickle
 import random
+import resource
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -1324,3 +1326,29 @@ def test_a_signal_while_a_lease_of_a_load_is_dropped_is_not_lost(cache: forebay.
         del load
     assert ref.lease.closed
     assert news.wait(0) == [ref]
+
+
+def test_where_nothing_may_be_stored_warm_says_so(cache: forebay.Cache) -> None:
+    """``max_count=0`` would never be met: nothing waits for it."""
+    with cache.prefetcher(Items(), max_count=0) as pool:
+        report = pool.warm(KEYS[:3])
+        assert [(key, type(error)) for key, error in report.failed] == [(key, errors.NoSpace) for key in KEYS[:3]]
+        assert pool.get_lazy(KEYS[0]).get() == body(KEYS[0])
+
+
+@pytest.mark.parametrize("options", [{"budget": 3 * MiB}, {"keep": False}], ids=["with a limit", "while it is held"])
+def test_on_a_full_disk_warm_says_so(tmp_path: Path, children: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Nobody knows until when it is full: `warm` does not wait for that."""
+
+    def warm() -> tuple[list[type], bytes]:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0) as cache, cache.prefetcher(Items(300_000), **options) as pool:
+            pool.get_lazy(KEYS[0]).get()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+            report = pool.warm(KEYS[1:4])
+            return [type(error) for _, error in report.failed], bytes(pool.get_lazy(KEYS[1]).get())
+
+    failed, data = children(warm).result()
+    assert len(failed) == 3
+    assert all(issubclass(kind, errors.NoSpace) for kind in failed)
+    assert data == body(KEYS[1], 300_000)

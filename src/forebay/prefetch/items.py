@@ -81,11 +81,11 @@ class Items:
         if len(data):
             sink.write(0, data)
 
-    def may_wait(self, space: str, size: int) -> bool:
+    def may_wait(self, space: str, size: int, error: errors.NoSpace) -> bool:
         """Whether an item of ``size`` bytes, for which ``space`` has no room, waits until there is some."""
         store = self.fetcher.store
         with contextlib.suppress(errors.CacheFault):
-            if store.keeps and size <= self._largest():
+            if store.keeps and size <= self._largest() and not error.hopeless:
                 return space != self.space or self._pool is None or store.spaces.limits_of(self._pool).policy == Policy.WAIT
         return False
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from forebay import errors
+from forebay._engine.files.layout import DiskFull
 from forebay._engine.leases import Lease
 from forebay._engine.null_store import NullStore
 from forebay._engine.store import Store
@@ -408,8 +409,13 @@ class Loader:
         is_fault = isinstance(error, errors.CacheFault | errors.WaitTimeout) and not isinstance(error, errors.RemoteError)
         load = ref()
         data = job.data if load is None or load.data is None else load.data
-        has_no_room = isinstance(error, errors.NoSpace) and data is not None and job.stores
-        may_wait = has_no_room and self._items.may_wait(job.target.space, len(data or b""))
+        may_wait = (
+            isinstance(error, errors.NoSpace)
+            and data is not None
+            and job.stores
+            and self._items.may_wait(job.target.space, len(data), error)
+        )
+        is_full = isinstance(error, DiskFull) or (isinstance(error, errors.NoSpace) and error.limit == "disk")  # who knows until when
         with self._lock:
             if lease is not None:
                 self._links.append((ref, lease))
@@ -429,7 +435,7 @@ class Loader:
             elif not load.stores and data is not None:
                 self._set(load, State.LOADED, data=data)
             elif data is not None and (may_wait or self._in_turn):
-                is_final = job.target.space == URLS and not self._items.links
+                is_final = is_full or (job.target.space == URLS and not self._items.links)
                 self._set(load, State.LOADED, data=data, error=error if is_final else None)
                 if ref not in self._stalled:
                     self._stalled.append(ref)
@@ -511,7 +517,7 @@ class Loader:
         with contextlib.suppress(errors.CacheFault):
             view = self._store.bytes_leased(lease)
             data = None if view is None else bytes(view)
-        may_wait = isinstance(error, errors.NoSpace) and data is not None and self._items.may_wait(self._items.space, len(data))
+        may_wait = isinstance(error, errors.NoSpace) and data is not None and self._items.may_wait(self._items.space, len(data), error)
         with self._lock:
             load = ref()
             if load is not None and load.state is State.LOADED:
