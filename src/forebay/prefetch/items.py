@@ -85,7 +85,7 @@ class Items:
         """Whether an item of ``size`` bytes, for which ``space`` has no room, waits until there is some."""
         store = self.fetcher.store
         with contextlib.suppress(errors.CacheFault):
-            if store.keeps and size <= self._largest() and not error.hopeless:
+            if store.keeps and size <= self._largest() and (space != self.space or not error.hopeless):
                 return space != self.space or self._pool is None or store.spaces.limits_of(self._pool).policy == Policy.WAIT
         return False
 
