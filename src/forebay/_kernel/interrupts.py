@@ -201,7 +201,7 @@ def _send_again() -> None:
 
 
 def _is_ignored(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code not in _ignored:
+    while frame is not None and frame.f_code not in _ignored and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None
 

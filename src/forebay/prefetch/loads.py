@@ -110,6 +110,7 @@ class News:
         if wakes is not None:
             wakes()
 
+    @interrupts.ignored
     def gone(self, ref: LoadRef, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """A load is gone."""
         if is_finalizing():
