@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Callable
 
 from forebay import errors
-from forebay._engine.catalog import salvage, schema
+from forebay._engine.catalog import pages, salvage, schema
 from forebay._engine.catalog.salvage import Salvaged
 from forebay._engine.catalog.transactions import Ballast, Wal, translated
 from forebay._engine.files.layout import PAGE
@@ -110,13 +110,18 @@ def _salvaged(root: Root, wal: Wal, new: sqlite3.Connection, given: int) -> list
     """Copy what can be read, with the log of the damaged catalog or, where that is no good, without."""
     new.execute("PRAGMA synchronous = NORMAL")  # else each transaction waits for the disk
     for how in ("mode=ro", "mode=ro&immutable=1") if _is_file(root.catalog) else ():
-        with contextlib.closing(sqlite3.connect(wal.uri(how), uri=True, isolation_level=None)) as damaged:
+        with contextlib.ExitStack() as stack:
+            files = list[int]()
             try:
+                for path in (root.catalog, wal.log) if how == "mode=ro" and _is_file(wal.log) else (root.catalog,):
+                    files.append(root.files.open(path))
+                    stack.callback(os.close, files[-1])  # after the connection is closed, which would lose its locks by it
+                damaged = stack.enter_context(contextlib.closing(sqlite3.connect(wal.uri(how), uri=True, isolation_level=None)))
                 damaged.execute("SELECT 1 FROM sqlite_master").fetchone()
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OSError) as error:
                 log.info("%s cannot be read: %s", root.catalog, str(error))
                 continue
-            return [salvage.salvage(damaged, new, root, given)]
+            return [salvage.salvage(damaged, pages.Pages(*files), new, root, given)]
     return []
 
 

@@ -1,11 +1,13 @@
 """What can be read of a damaged catalog is copied into the one that replaces it.
 
-Tables are read in order of their ids. Where a page cannot be read, the next id is searched from which on rows can be read again. Each row
-is validated, and an entry is kept if its payload, its file or its directory is there as it was stored. Entries keep their ids, after which
+Tables are read in order of their ids. Where a page cannot be read, the next id is searched from which on rows can be read again, and the
+rows between are looked for in the pages themselves (see `pages`): they are there where that page only led to theirs. Each row is
+validated, and an entry is kept if its payload, its file or its directory is there as it was stored. Entries keep their ids, after which
 their files are named; the next ids lie above all of them."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import sqlite3
 import stat
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from forebay._engine.catalog import checked, schema
+from forebay._engine.catalog.pages import Pages
 from forebay._engine.catalog.transactions import NUMBERS, SKIPPED, fetched, text_or_bytes
 from forebay._engine.files import blobs, pack_files
 from forebay._engine.files.layout import Root
@@ -28,6 +31,8 @@ LONGEST = 16 << 20
 """Bytes of the largest value that is read: the length of a damaged one may be any number."""
 _LAST = 1 << 61
 _COLUMNS = "id, space, key, kind, state, slot, size, charge, checksum, validator, created, boot, life, suffix, meta"
+_DELETE = f"""
+DELETE FROM entries WHERE space = ? AND key = ? AND state = {schema.LIVE} AND NOT EXISTS (SELECT 1 FROM entries WHERE id = ?)"""
 _ADD = f"INSERT OR IGNORE INTO entries({_COLUMNS}) VALUES ({', '.join('?' * 15)})"
 
 
@@ -41,8 +46,8 @@ class Salvaged(NamedTuple):
 class _Damaged:
     """The damaged catalog, as `checked` asks for it."""
 
-    def __init__(self, con: sqlite3.Connection) -> None:
-        self.con = con
+    def __init__(self, con: sqlite3.Connection, pages: Pages) -> None:
+        self.con, self._pages = con, pages
 
     def all(self, sql: str, *values: Any) -> list[Any]:
         """The rows of a statement; none where they cannot be read."""
@@ -59,9 +64,11 @@ class _Damaged:
     def report_unreadable(self, table: str, key: tuple[Any, ...], what: str) -> None:
         log.debug("%s is lost with the damaged catalog", what)
 
-    def rows(self, table: str, columns: str) -> Iterator[tuple[Any, ...]]:
-        """All rows that can be read of a table with ids, the first of its ``columns``."""
+    def rows(self, table: str, columns: str, gaps: list[tuple[int, int]] | None = None) -> Iterator[tuple[Any, ...]]:
+        """All rows that can be read of a table with ids, the first of its ``columns``. Notes in ``gaps`` behind which id no row was found,
+        and up to which one."""
         after: int | None = -1
+        gaps = [] if gaps is None else gaps
         while after is not None:
             try:
                 for row in self.con.execute(_from(table, columns), (after,)):
@@ -69,10 +76,22 @@ class _Damaged:
                         raise sqlite3.DatabaseError("rows are not in order")
                     after = row[0]
                     yield row
+                gaps.append((after, NUMBERS))
                 return
             except sqlite3.Error as error:
                 log.debug("%s of the damaged catalog cannot be read behind %d: %s", table, after, str(error))
-                after = self._next_readable(table, columns, after)
+                before, after = after, self._next_readable(table, columns, after)
+                gaps.append((before, NUMBERS if after is None else after))
+
+    def rows_of_pages(self, table: str, columns: int, gaps: list[tuple[int, int]]) -> Iterator[tuple[Any, ...]]:
+        """The rows with ids in these gaps that stand in pages of the table. See `Pages.rows`."""
+        root = self.one("SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name = ?", table)
+
+        def is_wanted(id: int) -> bool:
+            at = bisect.bisect_left(gaps, (id,)) - 1
+            return at >= 0 and gaps[at][0] < id <= gaps[at][1]
+
+        return self._pages.rows(root[0], columns, LONGEST, is_wanted) if root and checked.is_number(root[0]) else iter(())
 
     def _next_readable(self, table: str, columns: str, after: int) -> int | None:
         """From behind which id on rows can be read again; None: from none."""
@@ -99,15 +118,15 @@ def _from(table: str, columns: str) -> str:
     return f"SELECT {columns} FROM {table} NOT INDEXED WHERE id > ? ORDER BY id"
 
 
-def salvage(damaged: sqlite3.Connection, new: sqlite3.Connection, root: Root, given: int) -> Salvaged:
-    """Copy into an empty catalog what can be read of a damaged one, a few rows in each transaction. ``given``: the largest id that is
-    known to have been given.
+def salvage(damaged: sqlite3.Connection, pages: Pages, new: sqlite3.Connection, root: Root, given: int) -> Salvaged:
+    """Copy into an empty catalog what can be read of a damaged one, a few rows in each transaction. ``pages``: the same one's. ``given``:
+    the largest id that is known to have been given.
 
     Raises `sqlite3.Error` where the new one cannot be written, and ValueError where no ids are left above those of the damaged one: then
     the new one is worth nothing."""
     damaged.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
     damaged.text_factory = text_or_bytes
-    source = _Damaged(damaged)
+    source = _Damaged(damaged, pages)
     if not _is_of(source, root):
         return Salvaged(0, 0)
     copy = _Successor(source, new, root, given)
@@ -133,6 +152,7 @@ class _Successor:
         self._names: dict[int, str] = {}
         self._noted = self._found = 0
         """The entries that the totals of the spaces count, and the rows that were found."""
+        self._has_payloads = False
 
     def spaces(self) -> None:
         """The spaces. Where a row is lost, its name may still stand in the index."""
@@ -146,7 +166,7 @@ class _Successor:
 
     def entries(self) -> None:
         self._new.execute("BEGIN")
-        for number, (id, space, key, kind, state, *others) in enumerate(self._source.rows("entries", _COLUMNS), 1):
+        for number, (id, space, key, kind, state, *others) in enumerate(self._rows(), 1):
             slot, size, charge, checksum, validator, created, _, life, suffix, meta = others
             self._found += 1
             self._largest = max(self._largest, id if id < _LAST else 0)
@@ -162,6 +182,14 @@ class _Successor:
                 self._new.execute("BEGIN")
         self._commit()
 
+    def _rows(self) -> Iterator[tuple[Any, ...]]:
+        """The rows of entries that SQLite finds, and then those that stand in pages where it finds none."""
+        gaps = list[tuple[int, int]]()
+        yield from self._source.rows("entries", _COLUMNS, gaps)
+        for row in self._source.rows_of_pages("entries", _COLUMNS.count(",") + 1, gaps):
+            *columns, created, boot, life, suffix, meta = row
+            yield *columns, float(created) if type(created) is int else created, boot, life, suffix, meta
+
     def _add(self, entry: Entry, space: int, state: int) -> None:
         """Add an entry, if it is there. It has no boot: its bytes are compared with its checksum before they are served."""
         data = self._payload(entry) if entry.kind == "value" else None
@@ -170,14 +198,27 @@ class _Successor:
         id, _, key, kind, size, charge, slot, checksum, validator, created, boot, life, suffix, meta = entry[:14]
         row = id, space, key, kind, state, slot, size, charge, checksum, validator, created, boot, life, suffix, meta
         if not self._new.execute(_ADD, row).rowcount:  # which of two entries of a key is the newer one is not known
-            self._new.execute(f"DELETE FROM entries WHERE space = ? AND key = ? AND state = {schema.LIVE}", (space, key))
+            self._new.execute(_DELETE, (space, key, id))
         elif data is not None:
-            self._new.execute("INSERT INTO payloads VALUES (?, ?)", (id, data))
+            self._new.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?)", (id, data))
 
     def _payload(self, entry: Entry) -> bytes | None:
         row = self._source.one("SELECT data FROM payloads WHERE id = ?", entry.id)
-        sound = row is not None and type(row[0]) is bytes and len(row[0]) == entry.size and blobs.checksum_of(row[0]) == entry.checksum
-        return row[0] if sound else None
+        if not _is_sound(entry, row):
+            self._copy_payloads()
+            row = self._new.execute("SELECT data FROM payloads WHERE id = ?", (entry.id,)).fetchone()
+        return row[0] if _is_sound(entry, row) else None
+
+    def _copy_payloads(self) -> None:
+        """Copy the payloads that stand in pages, once: those that no entry turns out to have are removed in the end."""
+        if self._has_payloads:
+            return
+        self._has_payloads = True
+        for number, row in enumerate(self._source.rows_of_pages("payloads", 2, [(0, _LAST)]), 1):
+            self._new.execute("INSERT OR IGNORE INTO payloads VALUES (?, ?)", row)
+            if number % AT_ONCE == 0:
+                self._commit()
+                self._new.execute("BEGIN")
 
     def trees(self) -> None:
         """The links of trees. A tree is kept if all of its files are: else those that are would be served as the whole."""
@@ -227,6 +268,11 @@ class _Successor:
     def _commit(self) -> None:
         host.step("catalog-salvage", self._root.catalog)
         self._new.execute("COMMIT")
+
+
+def _is_sound(entry: Entry, row: Any) -> bool:
+    """Whether a row of payloads is the one that the entry was stored with."""
+    return row is not None and type(row[0]) is bytes and len(row[0]) == entry.size and blobs.checksum_of(row[0]) == entry.checksum
 
 
 def _is_there(root: Root, entry: Entry, state: int) -> bool:
