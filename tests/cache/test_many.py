@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import signal
@@ -33,6 +34,36 @@ def several(server: ScriptedServer, sizes: list[int], **script: Any) -> tuple[li
 
 def as_bytes(views: list[memoryview]) -> list[bytes]:
     return [bytes(view) for view in views]
+
+
+@pytest.mark.parametrize("jobs", [math.nan, math.inf, 1.5, 0, -1, True, "4", b"4", [4]])
+def test_a_number_of_jobs_is_a_whole_number(cache: forebay.Cache, server: ScriptedServer, jobs: Any) -> None:
+    urls, _ = several(server, [10, 300_000])
+    for some in (urls, iter(urls)):
+        with pytest.raises(errors.ConfigError, match="jobs must be an integer of at least 1"):
+            cache.warm(some, jobs=jobs)
+    assert not server.requests
+
+
+OTHERS: list[Any] = [5, b"x", ["x"], object()]
+
+
+@pytest.mark.parametrize("wrong", OTHERS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("name", ["max_age", "filesystem", "sha256", "etag", "timeout", "on_wait"])
+def test_an_option_of_a_wrong_type_is_named(cache: forebay.Cache, server: ScriptedServer, name: str, wrong: Any) -> None:
+    """Whether the object is in the cache or not."""
+    if wrong == 5 and name in ("max_age", "timeout"):
+        return
+    url = server.put("/a", b"a" * 10)
+    for _ in range(2):
+        for call in (cache.local, cache.open, cache.pull, lambda url, **given: cache.read_many([url], **given),
+                     lambda url, **given: cache.local_many([url], **given), lambda url, **given: cache.warm([url], **given)):  # fmt: skip
+            with pytest.raises(errors.ConfigError, match=name):
+                call(url, **{name: wrong})
+        if name != "on_wait":
+            with pytest.raises(errors.ConfigError, match=name):
+                cache.read(url, **{name: wrong})
+        assert cache.read(url) == b"a" * 10
 
 
 # -- read_many ---------------------------------------------------------------------------------------------------------
