@@ -54,15 +54,23 @@ def test_an_option_of_a_wrong_type_is_named(cache: forebay.Cache, server: Script
     """Whether the object is in the cache or not."""
     if wrong == 5 and name in ("max_age", "timeout"):
         return
+
+    def warm(url: str, **given: Any) -> None:
+        for _, error in cache.warm([url], **given).failed:
+            raise error
+
+    def read_many(url: str, **given: Any) -> None:
+        cache.read_many([url], **given)
+
+    def local_many(url: str, **given: Any) -> None:
+        cache.local_many([url], **given)
+
     url = server.put("/a", b"a" * 10)
+    calls = [cache.local, cache.open, cache.pull, warm, read_many, local_many, *([cache.read] if name != "on_wait" else [])]
     for _ in range(2):
-        for call in (cache.local, cache.open, cache.pull, lambda url, **given: cache.read_many([url], **given),
-                     lambda url, **given: cache.local_many([url], **given), lambda url, **given: cache.warm([url], **given)):  # fmt: skip
+        for call in calls:
             with pytest.raises(errors.ConfigError, match=name):
                 call(url, **{name: wrong})
-        if name != "on_wait":
-            with pytest.raises(errors.ConfigError, match=name):
-                cache.read(url, **{name: wrong})
         assert cache.read(url) == b"a" * 10
 
 
