@@ -272,6 +272,7 @@ def test_the_key_of_a_path_of_a_filesystem_holds_no_secret() -> None:
     assert key != web.key("https://me:5ec3e7@h/a", UrlNaming(8))
     assert web.key("https://me:5ec3e7@h/a", None) == "http://...@h/a#..."
     assert bucket.key("b/a?b", NAMING).startswith("s3://b/a?b#")
+    assert len({bucket.key(path, NAMING) for path in ("b/a", "b/c://b/a", "b/a?", "b/a#")}) == 4
     assert bucket.key("b/a?b", NAMING) != bucket.key("b/a?b", NAMING._replace(realm=Realm(RemoteOptions(partition="p"))))
 
 
