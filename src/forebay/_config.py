@@ -103,6 +103,13 @@ def parse_connections(value: int | str, *, name: str = "max_connections") -> int
     return value
 
 
+def parse_count(value: int, *, name: str) -> int:
+    """A number of things at a time, such as transfers. Raises `ConfigError` for anything but an integer of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}", name=name, value=value)
+    return value
+
+
 def _share(percent: float, total: int | None, name: str, value: object) -> int:
     if total is None:
         raise _wrong(name, value, "a share of the disk is not allowed here: give bytes")
@@ -151,6 +158,13 @@ def parse_sha256(value: str, *, name: str = "sha256") -> str:
     if isinstance(value, str) and re.fullmatch(_SHA256, value):
         return value.lower()
     raise _wrong(name, value, "a SHA-256 is 64 hexadecimal digits")
+
+
+def parse_etag(value: str | None, *, name: str = "etag") -> str | None:
+    """An expected ETag, or None. Raises `ConfigError` for anything but text."""
+    if value is None or isinstance(value, str):
+        return value
+    raise _wrong(name, value, "an ETag is a text, or None")
 
 
 def format_age(seconds: float) -> str:

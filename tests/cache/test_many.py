@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import signal
@@ -33,6 +34,52 @@ def several(server: ScriptedServer, sizes: list[int], **script: Any) -> tuple[li
 
 def as_bytes(views: list[memoryview]) -> list[bytes]:
     return [bytes(view) for view in views]
+
+
+@pytest.mark.parametrize("jobs", [math.nan, math.inf, 1.5, 0, -1, True, "4", b"4", [4]])
+def test_a_number_of_jobs_is_a_whole_number(cache: forebay.Cache, server: ScriptedServer, jobs: Any) -> None:
+    urls, _ = several(server, [10, 300_000])
+    for some in (urls, iter(urls)):
+        with pytest.raises(errors.ConfigError, match="jobs must be an integer of at least 1"):
+            cache.warm(some, jobs=jobs)
+    assert not server.requests
+
+
+OTHERS: list[Any] = [5, b"x", ["x"], object()]
+
+
+@pytest.mark.parametrize("wrong", OTHERS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("name", ["max_age", "filesystem", "sha256", "etag", "timeout", "on_wait"])
+def test_an_option_of_a_wrong_type_is_named(cache: forebay.Cache, server: ScriptedServer, name: str, wrong: Any) -> None:
+    """Whether the object is in the cache or not."""
+    if wrong == 5 and name in ("max_age", "timeout"):
+        return
+
+    def warm(url: str, **given: Any) -> None:
+        for _, error in cache.warm([url], **given).failed:
+            raise error
+
+    def read_many(url: str, **given: Any) -> None:
+        cache.read_many([url], **given)
+
+    def local_many(url: str, **given: Any) -> None:
+        cache.local_many([url], **given)
+
+    url = server.put("/a", b"a" * 10)
+    calls = [
+        cache.local,
+        cache.open,
+        cache.pull,
+        warm,
+        read_many,
+        local_many,
+        *([cache.read] if name not in ("on_wait", "timeout") else []),
+    ]  # its hits do not wait
+    for _ in range(2):
+        for call in calls:
+            with pytest.raises(errors.ConfigError, match=name):
+                call(url, **{name: wrong})
+        assert cache.read(url) == b"a" * 10
 
 
 # -- read_many ---------------------------------------------------------------------------------------------------------

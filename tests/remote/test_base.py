@@ -7,6 +7,7 @@ import socket
 import threading
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,24 @@ def test_a_wrong_variable_is_named(name: str, value: str) -> None:
 def test_a_wrong_option_is_named() -> None:
     with pytest.raises(errors.ConfigError, match="streams is 0"):
         RemoteOptions(streams=0)
+
+
+COUNTS = ["attempts", "connections", "streams", "part", "buffer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *((name, wrong) for name in ("headers", "token", "partition") for wrong in (5, b"x", ["x"], object())),
+        *((name, wrong) for name in ("connect_timeout", *COUNTS) for wrong in ("5", b"5", [5], object())),
+        *((name, 1.5) for name in COUNTS),
+        ("headers", {"a": 5}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_an_option_of_a_wrong_type_is_named(name: str, wrong: Any) -> None:
+    with pytest.raises(errors.ConfigError, match=name):
+        RemoteOptions(**{name: wrong})
 
 
 @pytest.mark.parametrize("name", ["connect_timeout", "read_timeout", "total_timeout"])

@@ -55,6 +55,8 @@ def key_of(url: str) -> str:
         ("https://h/a%20b", "https://h/a%20b"),
         ("https://h/a b", "https://h/a b"),
         ("s3://Bucket/a#1", "s3://Bucket/a#1"),
+        ("s3://bucket/a?", "s3://bucket/a?"),
+        ("zip://a?::https://h/a.zip?", "zip://a?::https://h/a.zip"),
         ("s3://@bucket/a", "s3://bucket/a"),
         ("https://@h/a", "https://h/a"),
         ("https://h:443/a?", "https://h/a"),
@@ -71,6 +73,8 @@ def test_the_key_of_a_url(url: str, key: str) -> None:
 ALL_DIFFERENT = [
     "https://h/a", "https://h/A", "https://h/a/", "https://h/a?v=1", "https://h/a?v=2", "https://h/a?v=1&w", "http://h/a", "https://h:8443/a",
     "https://h/é", "https://h/e\u0301", "https://h/" + 200 * "x" + "1", "https://h/" + 200 * "x" + "2", "s3://h/a", "s3://h/a#1", "s3://h/a#2",
+    "s3://h/a?", "s3://h/a??", "s3://h/a#", "s3://h/a#?", "s3://h/a?#", "s3://h/a/?", "s3://h/a?/", "s3://h?", "s3://h", "gs://h/a",
+    "gs://h/a?", "gs://h/a#?", "memory://a", "memory://a?", "gs://me:1@h/a?", "gs://me:1@h/a",
     "s3://h/a?versionId=1", "https://h/a?Expires=1", "https://h/a?Policy=x", "https://h/a?sv=1", "github://org:repo@main/a", "github://org:other@main/a",
     "ssh://me@h/a", "ssh://you@h/a", "/a", "/A", "/a b",
     "https://alice@h/a", "https://bob@h/a", "https://Alice@h/a", "https://al%69ce@h/a", "https://alice:@h/a", "https://alice:1@h/a",
@@ -90,6 +94,10 @@ ALL_DIFFERENT = [
 def test_different_objects_have_different_keys() -> None:
     for one, other in itertools.combinations(ALL_DIFFERENT, 2):
         assert key_of(one) != key_of(other)
+
+
+def test_each_link_of_a_chain_keeps_its_question_mark() -> None:
+    assert len({key_of(f"zip://a{one}::s3://h/a{other}") for one in ("", "?", "#") for other in ("", "?", "#?")}) == 9
 
 
 def test_without_the_secret_of_a_root_no_key_can_be_tried() -> None:
@@ -163,7 +171,7 @@ def test_no_name_is_a_key_that_forebay_makes(head: str) -> None:
     assert not any(key.startswith((f"{head}a#version=", f"{head}a#{HASH}")) for key in keys)
 
 
-@given(*2 * [st.lists(st.sampled_from(["#", "~", "block", "version=", "s", HASH])).map("".join)])
+@given(*2 * [st.lists(st.sampled_from(["#", "~", "?", "block", "version=", "s", HASH])).map("".join)])
 def test_names_with_marks_stay_different(one: str, other: str) -> None:
     first, second = key_of(f"s3://b/{one}"), key_of(f"s3://b/{other}")
     assert (first == second) == (one == other)
@@ -264,6 +272,7 @@ def test_the_key_of_a_path_of_a_filesystem_holds_no_secret() -> None:
     assert key != web.key("https://me:5ec3e7@h/a", UrlNaming(8))
     assert web.key("https://me:5ec3e7@h/a", None) == "http://...@h/a#..."
     assert bucket.key("b/a?b", NAMING).startswith("s3://b/a?b#")
+    assert len({bucket.key(path, NAMING) for path in ("b/a", "b/c://b/a", "b/a?", "b/a#")}) == 4
     assert bucket.key("b/a?b", NAMING) != bucket.key("b/a?b", NAMING._replace(realm=Realm(RemoteOptions(partition="p"))))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, S
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast, overload
 
-from forebay import errors
+from forebay import _config, errors
 from forebay._engine.index.memo import Hit
 from forebay._engine.leases import Lease
 from forebay._kernel.interrupts import guarded_methods, items_of_program
@@ -269,6 +269,8 @@ def warm(
             raise pulled.error
 
     _several(urls, "warm")
+    if jobs is not None:
+        _config.parse_count(jobs, name="jobs")
     if isinstance(urls, Sized):
         with contextlib.closing(pull_each(fetcher, urls, target, options, jobs)) as each:
             for pulled in each:

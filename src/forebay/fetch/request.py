@@ -111,10 +111,18 @@ class FetchOptions(NamedTuple):
         now = fetcher.store.now(exact=refresh)
         since = -1 if offline else now if refresh else 1 if age >= FOREVER else max(1, now - int(age))
         sha256 = None if sha256 is None else _config.parse_sha256(sha256)
+        etag = _config.parse_etag(etag)
+        _check_callable(on_wait, "on_wait")
+        _check_callable(on_progress, "on_progress")
         timeout = fetcher.timeout if timeout is None else _config.parse_timeout(timeout)
         wait = None if timeout is None else waits.SharedLimit(timeout)
         watch = None if on_progress is None else _watched(on_progress)
         return cls(since, offline, sha256, etag, timeout, bypass, force, pin, on_wait, watch, refresh and not offline, wait)
+
+
+def _check_callable(value: object, name: str) -> None:
+    if value is not None and not callable(value):
+        raise errors.ConfigError(f"{name} must be a function, not {value!r}", name=name, value=value)
 
 
 def _watched(on_progress: Callable[[int, int | None], None]) -> Callable[[int, int | None], None]:

@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from forebay import codecs, errors
+from forebay import _config, codecs, errors
 from forebay._engine.leases import Lease
 from forebay._kernel import waits
 from forebay._kernel.interrupts import guarded_methods, items_of_program, of_program
@@ -312,10 +312,7 @@ def open_prefetcher(fetcher: Fetcher, source: Any, *, decode: Any = None, **opti
         raise errors.ConfigError(
             f"store must be {' or '.join(map(repr, STORES))}, not {options['store']!r}", name="store", value=options["store"]
         )
-    if type(options["workers"]) is not int or options["workers"] < 1:
-        raise errors.ConfigError(
-            f"workers must be an integer of at least 1, not {options['workers']!r}", name="workers", value=options["workers"]
-        )
+    _config.parse_count(options["workers"], name="workers")
     if type(options["max_count"]) is not int or options["max_count"] < 0:
         raise errors.ConfigError(
             f"max_count must be an integer that is not negative, not {options['max_count']!r}", name="max_count", value=options["max_count"]

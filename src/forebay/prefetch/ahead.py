@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from forebay import errors
+from forebay import _config, errors
 from forebay._engine.index.adaptive import charge_of, hash_of
 from forebay._engine.index.orders import NEVER, Orders
 from forebay._engine.publish import INLINE
@@ -541,8 +541,7 @@ def look_ahead(
     """See `Cache.lookahead`. ``window`` in bytes."""
     if isinstance(urls, str | bytes) or not isinstance(urls, Iterable):
         raise errors.ConfigError(f"lookahead takes several URLs, in their order, not {urls!r}", name="urls", value=repr(urls))
-    if type(workers) is not int or workers < 1:
-        raise errors.ConfigError(f"workers must be an integer of at least 1, not {workers!r}", name="workers", value=workers)
+    _config.parse_count(workers, name="workers")
     if window is not None and window < 1:
         raise errors.ConfigError(f"window must be at least one byte, not {window!r}", name="window", value=window)
     if most is not None and (type(most) is not int or most < 1):

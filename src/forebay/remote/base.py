@@ -29,6 +29,7 @@ CHECK_TIMEOUT = 10.0
 MAX_PAUSE = 10.0
 MAX_RETRY_AFTER = 120.0
 WARN_ABOVE = 5.0  # seconds: a longer pause between two attempts is logged as a warning
+_COUNTS = frozenset({"attempts", "connections", "streams", "part", "buffer"})
 _OF_REQUEST = frozenset({"user-agent", "traceparent", "x-request-id"})
 _SENDABLE = r"[\t\x20-\x7e\xa0-\xff]*\Z"
 
@@ -68,12 +69,20 @@ class RemoteOptions:
     partition: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("connect_timeout", "read_timeout", "total_timeout", "attempts", "connections", "streams", "part", "buffer"):
+        for name in ("connect_timeout", "read_timeout", "total_timeout", *_COUNTS):
             value = getattr(self, name)
+            if value is not None and not hasattr(value, "__index__" if name in _COUNTS else "__float__"):
+                wanted = "an integer" if name in _COUNTS else "a number"
+                raise errors.ConfigError(f"{name} is {value!r}: it must be {wanted}", name=name, value=value)
             if value is not None and not value > 0:
                 raise errors.ConfigError(f"{name} is {value!r}: it must be above 0", name=name, value=value)
             if value is not None and not value < threading.TIMEOUT_MAX:
                 raise errors.ConfigError(f"{name} is {value!r}: it must be below {threading.TIMEOUT_MAX:.0f}", name=name, value=value)
+        for name in ("token", "partition"):
+            if not isinstance(getattr(self, name), str | None):
+                raise errors.ConfigError(f"{name} must be a text, or None", name=name)  # its value is a secret
+        if not isinstance(self.headers, Mapping) or not all(isinstance(text, str) for line in self.headers.items() for text in line):
+            raise errors.ConfigError("headers must be a mapping of texts to texts", name="headers")
         object.__setattr__(self, "headers", dict(self.headers))  # what the caller changes later would be in no key
         for name, text in {**self.headers, **({"token": self.token} if self.token else {})}.items():
             if not re.match(_SENDABLE, f"{name}{text}"):

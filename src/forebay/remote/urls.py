@@ -162,9 +162,10 @@ def _single(kind: str, text: str, naming: UrlNaming | None) -> str:
         raise ConfigError(message, name="url", value=shown)
     if kind in _PORTS:
         rest = rest.partition("#")[0]
-    rest, _, query = rest.partition("?")
+    rest, mark, query = rest.partition("?")
     host, slash, name = rest.partition("/")
-    return f"{kind}://{_host(kind, host, naming)}{slash}{name}{_query(kind, query, naming) if query else ''}"
+    left = _query(kind, query, naming) if query else "" if kind in _PORTS else mark  # names of objects may end with a `?`
+    return f"{kind}://{_host(kind, host, naming)}{slash}{name}{left}"
 
 
 def _host(kind: str, host: str, naming: UrlNaming | None) -> str:

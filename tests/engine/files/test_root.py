@@ -313,6 +313,66 @@ def test_a_damaged_format_is_repaired_from_the_catalog(place: Path, text: str, c
     assert "it is rewritten" in warning
 
 
+def flip_id(place: Path) -> bytes:
+    """Change the last digit of the id in FORMAT, which can be read as before. Returns what FORMAT was."""
+    before = (place / "FORMAT").read_bytes()
+    (place / "FORMAT").write_bytes(before[:-2] + (b"0" if before[-2:-1] != b"0" else b"1") + b"\n")
+    return before
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> set[str]:
+    return {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_another_id_in_format_is_repaired_where_head_and_catalog_agree(
+    place: Path, caplog: pytest.LogCaptureFixture, foreign: bool
+) -> None:
+    with opened(place) as store:
+        store.put("v", "large", bytes(100_000))
+    before = flip_id(place)
+    flipped = (place / "FORMAT").read_bytes()
+    if foreign:
+        _make_foreign(place)
+    with contextlib.closing(Store.open(place, Settings(), read_only=True)) as reader:
+        assert bytes_of(reader, "large") == bytes(100_000)
+    assert (place / "FORMAT").read_bytes() == flipped
+    with opened(place) as store:
+        assert bytes_of(store, "large") == bytes(100_000)
+        flip_id(place)
+        with opened(place) as other:
+            assert bytes_of(other, "large") == bytes(100_000)
+        assert store.put("v", "more", b"m")
+        assert [problem.kind for problem in store.check(deep=True)] == ["foreign"] * foreign
+    assert (place / "FORMAT").read_bytes() == before
+    (warning,) = messages(caplog)
+    assert "its FORMAT is damaged, as it names another root: it is rewritten" in warning
+
+
+def test_a_copied_root_is_not_repaired(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(place) as store:
+        store.put("v", "large", bytes(100_000))
+    shutil.copytree(place, place.with_name("copy"))
+    with opened(place.with_name("copy")) as store:
+        assert bytes_of(store, "large") == bytes(100_000)
+    assert not messages(caplog)
+
+
+def test_the_catalog_is_not_asked_while_the_head_agrees_with_format(place: Path) -> None:
+    with opened(place) as store:
+        root, asked = store.root, list[Path]()
+
+    def id_in_catalog(path: Path) -> int | None:
+        asked.append(path)
+        return 5
+
+    assert open_root(place, id_in_catalog=id_in_catalog) == root
+    assert not asked
+    flip_id(place)
+    assert open_root(place, id_in_catalog=id_in_catalog).id != root.id  # as the catalog names a third one
+    assert asked
+
+
 def test_a_process_that_has_the_root_open_goes_on_when_its_format_is_damaged(place: Path) -> None:
     with forebay.Cache(place, budget=50 * MiB) as cache:
         cache.put("before", bytes(100_000))
@@ -367,6 +427,18 @@ def test_a_damaged_format_stays_where_the_root_cannot_be_told(place: Path, chang
     with pytest.raises(RootRefused):
         forebay.Cache(place)
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == files
+
+
+@pytest.mark.parametrize("change", [_remove_root_id, _change_root_id, _damage_catalog, pytest.param(_give_away, marks=as_root)])
+def test_another_id_in_format_stays_where_the_catalog_does_not_agree_with_the_head(place: Path, change: Callable[[Path], None]) -> None:
+    with opened(place) as store:
+        store.put("v", "large", bytes(100_000))
+    flip_id(place)
+    change(place)
+    flipped = (place / "FORMAT").read_bytes()
+    for _ in range(2):
+        assert open_root(place, id_in_catalog=lambda catalog: schema.root_id(catalog)).format_line == flipped
+    assert (place / "FORMAT").read_bytes() == flipped
 
 
 ANOTHER_VERSION = """

@@ -103,11 +103,12 @@ def is_scrap(name: str) -> bool:
 
 def id_left(directory: Path, id_in_catalog: Callable[[Path], int | None]) -> int | None:
     """The id of a root that lost its FORMAT, read from its head, else from its catalog."""
-    id = _id_in_head(directory)
+    id = id_in_head(directory)
     return id_in_catalog(directory / "catalog.sqlite") if id is None else id
 
 
-def _id_in_head(directory: Path) -> int | None:
+def id_in_head(directory: Path) -> int | None:
+    """The id of a root as its head has it; None if there is no head."""
     try:
         fd = host.open_fd(directory / "shared" / "head", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

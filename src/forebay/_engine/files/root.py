@@ -20,6 +20,7 @@ from forebay._engine.files.layout import (
     LONGEST_FORMAT,
     VERSION,
     Root,
+    id_in_head,
     id_left,
     is_scrap,
     is_shared_name,
@@ -38,7 +39,7 @@ __all__ = ["LEASE_FILES", "LOCKS", "VERSION", "Root", "open_root", "parse_blob_n
 log = logger("forebay.root")
 
 _WORDS_SIZE = 4096
-_EMPTY, _DAMAGED = -1, -2
+_EMPTY, _DAMAGED, _STRANGE = -1, -2, -3
 _PATIENCE = 10.0
 # What the format 1 had, and this one does not have, by directory.
 _OF_INDEX = r"\d+|table|values|history|waiting|(policy|order)-\d+"
@@ -80,10 +81,10 @@ def open_root(
     if _has_format(directory) and not _may_write(directory):
         log.warning("%s is not writable: its entries are served, nothing is added", directory)
         return _open_read_only(directory, shared, id_in_catalog)
-    id = _read_format(directory)
+    id = _read_id(directory, id_in_catalog)
     if id is None:
         id = _create(Root(directory, id_left(directory, id_in_catalog) or int.from_bytes(os.urandom(8)) >> 2, shared=shared))
-    elif id in (_EMPTY, _DAMAGED):
+    elif id < 0:
         id = _restore_format(directory, id_in_catalog)
     root = Root(directory, id, shared=_is_a_groups(directory.stat()))
     _check_trust(root, shared)
@@ -125,8 +126,8 @@ def _check_trust(root: Root, shared: bool) -> None:
 
 
 def _open_read_only(directory: Path, shared: bool, id_in_catalog: Callable[[Path], int | None]) -> Root:
-    id = _read_format(directory)
-    is_lost = id in (_EMPTY, _DAMAGED)
+    id = _read_id(directory, id_in_catalog)
+    is_lost = id is not None and id < 0
     if id is not None and is_lost:
         id = _id_without_format(directory, id, id_in_catalog)
     if id is None:
@@ -224,6 +225,17 @@ def _read_format(directory: Path) -> int | None:
     return int(match[1], 16) if match else _DAMAGED
 
 
+def _read_id(directory: Path, id_in_catalog: Callable[[Path], int | None]) -> int | None:
+    """As `_read_format`; `_STRANGE` if the head and the catalog agree on another id than FORMAT has, as after one of its digits changed."""
+    id = _read_format(directory)
+    if id is None or id < 0 or (in_head := id_in_head(directory)) in (None, id):
+        return id
+    if not Root(directory, id).is_same():  # of an older format, where FORMAT says more than the id
+        return id
+    is_strange = id_in_catalog(directory / "catalog.sqlite") == in_head and _is_of_owner(directory)
+    return _STRANGE if is_strange and _read_format(directory) == id else id  # else the root was replaced meanwhile
+
+
 def _refuse_network(directory: Path) -> None:
     kind = host.fs_kind(next(p for p in (directory, *directory.parents) if p.exists()))
     if not host.is_local(kind):
@@ -296,24 +308,25 @@ def _create(new: Root) -> int:
     _lay_out(new)
     new.install(new.path / "FORMAT", lambda fd: host.pwrite(fd, new.format_line, 0))
     id = _read_format(new.path)
-    if id is None or id in (_EMPTY, _DAMAGED):
+    if id is None or id < 0:
         _refuse(new.path, "an undisturbed directory", "a FORMAT file that changed at once", "stop the program that changes it")
     return id
 
 
 def _restore_format(directory: Path, id_in_catalog: Callable[[Path], int | None]) -> int:
-    """Rewrite a FORMAT that is empty or damaged. Any number of processes may do so at once: each writes the same content."""
-    _refuse_foreign(directory)
+    """Rewrite a FORMAT that is empty, damaged, or of another root. Any number of processes may do so at once: each writes the same."""
     status = os.lstat(directory / "FORMAT")
-    found = _read_format(directory)
+    found = _read_id(directory, id_in_catalog)
     if found is None:
         _refuse(directory, "an undisturbed directory", "a FORMAT file that keeps changing", "stop the program that changes it")
-    if found not in (_EMPTY, _DAMAGED):  # another process was first
+    if found >= 0:  # another process was first
         return found
+    if found != _STRANGE:  # else it is a root for sure
+        _refuse_foreign(directory)
     id = _id_without_format(directory, found, id_in_catalog)
     if id is None:
         id = xxhash.xxh3_64_intdigest(f"{status.st_dev} {status.st_ino} {status.st_mtime_ns}".encode()) >> 2
-    what = "empty, as after a power cut" if found == _EMPTY else "damaged"
+    what = {_EMPTY: "empty, as after a power cut", _STRANGE: "damaged, as it names another root"}.get(found, "damaged")
     log.warning("%s: its FORMAT is %s: it is rewritten", directory, what)
     root = Root(directory, id, shared=_is_a_groups(directory.stat()))
     root.replace(directory / "FORMAT", root.format_line)
@@ -321,7 +334,7 @@ def _restore_format(directory: Path, id_in_catalog: Callable[[Path], int | None]
 
 
 def _id_without_format(directory: Path, found: int, id_in_catalog: Callable[[Path], int | None]) -> int | None:
-    """The id of a root whose FORMAT is empty or damaged, from its other files. A damaged one may be another program's: so the catalog has
+    """The id of a root whose FORMAT does not tell it, from its other files. A damaged one may be another program's: so the catalog has
     to name the root, belong to the directory's owner, and agree with the head. Raises `RootRefused` where it does not."""
     if found == _EMPTY:
         return id_left(directory, id_in_catalog)

@@ -17,11 +17,11 @@ from typing import Any
 from forebay._kernel import interrupts
 from forebay._logs import logger
 from forebay._model import Content, ObjectInfo, Sink, Span, Transfer
-from forebay.errors import NotFound, RemoteChanged, RemoteError, RemoteProtocolError, SourceChanged, Unsupported
+from forebay.errors import ConfigError, NotFound, RemoteChanged, RemoteError, RemoteProtocolError, SourceChanged, Unsupported
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
 from forebay.remote.filesystems import helper
 from forebay.remote.filesystems.clients import BLOCK, OnSent, client_of
-from forebay.remote.urls import MASK, UrlNaming, canonical, is_url, scheme, without_marks
+from forebay.remote.urls import MASK, UrlNaming, canonical, is_url, redacted, scheme, without_marks
 
 log = logger("forebay.remote.filesystems")
 
@@ -77,7 +77,10 @@ class FilesystemRemote:
             settings = dict(storage_options or {})
             self._by_url = InProcess(settings), helper.InHelper(pickled(settings))
             return
-        self.kind = protocols_of(filesystem)[0]
+        self.kind = next(iter(protocols_of(filesystem)), "")
+        if not self.kind:
+            shown = redacted(repr(filesystem))
+            raise ConfigError(f"filesystem={shown} is no filesystem of fsspec or pyarrow", name="filesystem", value=shown)
         is_here = is_in_process(filesystem)
         try:
             content = pickled(filesystem)
@@ -107,7 +110,7 @@ class FilesystemRemote:
         if is_url(path) and scheme(path) in ("http", "https"):
             path = canonical(path, naming)  # other schemes have no secrets in their paths
         hashed = MASK if naming is None else naming.hashed(f"{self.identity} {naming.realm(self.kind)}")
-        name = (path.partition("://")[2] or path).lstrip("/")
+        name = ((is_url(path) and path.partition("://")[2]) or path).lstrip("/")  # `a/b://c` is a name
         return f"{self.kind}://{name if naming is None else without_marks(name)}#{hashed}"
 
     def is_near(self, url: str) -> bool:
