@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 
 import forebay
 from forebay._kernel import interrupts
+from tests import parts
 from tests.harness import MiB
 from tests.interrupts.every_line import Interrupt, Moments, interrupt
+from tests.processes import ended
 
 NUMBER = signal.SIGUSR1
 
@@ -200,3 +203,37 @@ def test_of_two_signals_at_the_end_of_a_call_both_are_heard() -> None:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python says that it ignores it
+def test_a_child_has_the_cache_if_a_signal_came_before_the_fork(cache: forebay.Cache) -> None:
+    """At each line of the hooks: Python ignores what these raise, and the cache is prepared all the same."""
+    signal.signal(NUMBER, interrupt)
+    moments, pids = Moments(), list[int]()
+
+    def put() -> int:
+        for _ in range(3):
+            try:
+                return 0 if cache.put(f"of {os.getpid()}", b"x" * 1000) else 1
+            except Interrupt:  # sent again
+                continue
+        return 2
+
+    def fork() -> None:
+        pid = os.fork()
+        if not pid:
+            sys.settrace(None)
+            os._exit(put())
+        pids.append(pid)
+
+    at, stride = 1, 11
+    while True:
+        if parts.takes(at, stride) or at < 40:
+            moments.run(fork, at)
+            assert [ended(pid) for pid in pids] in ([0], []), moments.where  # none: a signal just before the fork
+            pids.clear()
+            assert put() == 0
+            if not moments.where:
+                break
+        at += 1
+    assert at > 100
