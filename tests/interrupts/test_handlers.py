@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,23 @@ def test_a_handler_that_calls_the_one_before_it_calls_the_programs(cache: foreba
         signal.raise_signal(NUMBER)
         interrupts.guarded(lambda: signal.raise_signal(NUMBER))()
     assert ran == 4 * ["the module's", "the program's"]
+
+
+def test_a_handler_that_is_over_is_not_kept() -> None:
+    """That of `asyncio.run` refers to the task that it ran."""
+
+    class Handler:
+        def __call__(self, *_: object) -> None: ...
+
+    handler = Handler()
+    before = signal.signal(NUMBER, handler)
+    try:
+        interrupts.guarded(lambda: None)()
+    finally:
+        signal.signal(NUMBER, before)
+    known = weakref.ref(handler)
+    del handler
+    assert known() is None
 
 
 @pytest.mark.parametrize("later", ["the same", "another", "none"])

@@ -63,8 +63,6 @@ _saved: dict[int, tuple[Any, bytes]] = {}
 """By signal, the handler that a `_Note` replaces, and the action of the system if it has other flags than `signal.signal` sets."""
 _noted: dict[int, float] = {}
 """The signals to be delivered, in order of arrival, and when they came."""
-_notes: dict[int, _Note] = {}
-"""By signal, the last one that was in place."""
 _plain = b""
 """The action that `signal.signal` sets: a function of Python's own, and flags."""
 _ignored = set[CodeType]()
@@ -116,12 +114,9 @@ def _begin() -> None:
         if action != _plain and action[_ADDRESS] != _plain_action(number, handler, action)[_ADDRESS]:
             continue  # C code has put a function of its own in front of Python's
         action = b"" if action == _plain else action
-        note = _notes.get(number)
-        if note is None or note.handler is not handler:
-            note = _notes[number] = _Note(handler)
         _saved[number] = handler, action
         try:
-            _signal.signal(number, note)
+            _signal.signal(number, _Note(handler))
         except ValueError:  # in a subinterpreter no thread runs handlers
             _main = None
             return
