@@ -37,7 +37,7 @@ PATIENCE = 1.0
 TURN = 0.1
 """The longest time, in seconds, between two points."""
 LATER = 0.001
-"""Seconds until it is looked again whether a finalizer or a fork has ended, during which a signal came: Python ignores what these raise."""
+"""Seconds between two looks whether the finalizer or the fork has ended in which a signal came: Python ignores what these raise."""
 _SIGNALS = tuple(range(1, 32))
 SPECIAL = frozenset((
     "__aenter__", "__aexit__", "__anext__", "__call__", "__contains__", "__del__", "__delitem__", "__enter__", "__exit__", "__getitem__",

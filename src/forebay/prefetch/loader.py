@@ -391,8 +391,8 @@ class Loader:
         return loads
 
     def _places(self) -> int:
-        """How many items may be read now: few are in memory without being stored, and those of which the first is refused were asked for
-        before it was."""
+        """How many items may be read now, so that few are in memory without being stored. Those that were asked for before the first one
+        found no room come in addition."""
         if self._readers and len(self._stalled) < self._workers:
             return BEGUN_AHEAD * self._workers
         most = self._workers * (1 if self._stalled else 2)  # with what is to be published: the pipeline counts requests
