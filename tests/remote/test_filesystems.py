@@ -454,6 +454,42 @@ def test_a_filesystem_object_has_a_key_of_its_own() -> None:
     assert key == in_child(lambda: remote.on_filesystem(one).key("http://a/b", naming))
 
 
+@pytest.mark.parametrize(
+    ("kind", "one", "other"),
+    [
+        ("http", "http://h/a", "https://h/a"),
+        ("memory", "b", "x://b"),  # a name below a directory `x:`
+        ("sftp", "a/b", "/a/b"),  # below the user's directory
+        ("sftp", "/h/b", "sftp://h/b"),  # a host, no directory
+        ("s3", "b/a", "b/a#block"),
+    ],
+)
+def test_what_a_filesystem_reads_as_two_objects_has_two_keys(kind: str, one: str, other: str) -> None:
+    made = fsspec.get_filesystem_class(kind).__new__(fsspec.get_filesystem_class(kind))  # connects to nothing
+    place, naming = FilesystemRemote(made), remote.UrlNaming(7)
+    assert place.key(one, naming) != place.key(other, naming)
+    assert place.key(one, None) != place.key(other, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spellings"),
+    [("s3", ("b/a", "s3://b/a", "s3a://b/a")), ("memory", ("a/b", "/a/b", "memory://a/b")), ("http", ("http://h/a", "HTTP://H:80/a"))],
+)
+def test_spellings_of_a_path_have_one_key(kind: str, spellings: tuple[str, ...]) -> None:
+    place, naming = FilesystemRemote(fsspec.filesystem(kind)), remote.UrlNaming(7)
+    assert len({place.key(each, naming) for each in spellings}) == 1
+
+
+def test_a_path_that_a_filesystem_refuses_is_named() -> None:
+    class Refusing(Bound):
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            raise ValueError("no colon, please")
+
+    with pytest.raises(errors.ConfigError, match=r"a:b is no path of this filesystem \(bound\): no colon, please"):
+        FilesystemRemote(Refusing()).key("a:b", remote.UrlNaming(7))
+
+
 MINE = """
 import fsspec
 

@@ -213,7 +213,7 @@ def test_a_name_is_one_path_of_an_http_url(name: str) -> None:
 def test_a_filesystem_with_other_settings_is_another_source(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     one, other = (fsspec.filesystem("dir", path=path, fs=fsspec.filesystem("file")) for path in ("/a", "/b"))
-    sources = [UrlSource("x", filesystem=one), UrlSource("/x/", filesystem=one), UrlSource("x", filesystem=other)]
+    sources = [UrlSource("x", filesystem=one), UrlSource("dir://x/", filesystem=one), UrlSource("x", filesystem=other)]
     with forebay.Cache(tmp_path / "root") as cache:
         for source in sources:
             source.bind(fetcher_of(cache))

@@ -20,7 +20,7 @@ from forebay._model import Content, ObjectInfo, Sink, Span, Transfer
 from forebay.errors import ConfigError, NotFound, RemoteChanged, RemoteError, RemoteProtocolError, SourceChanged, Unsupported
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
 from forebay.remote.filesystems import helper
-from forebay.remote.filesystems.clients import BLOCK, OnSent, client_of
+from forebay.remote.filesystems.clients import BLOCK, OnSent, client_of, own_path_on
 from forebay.remote.urls import MASK, UrlNaming, canonical, is_url, redacted, scheme, without_marks
 
 log = logger("forebay.remote.filesystems")
@@ -81,6 +81,7 @@ class FilesystemRemote:
         if not self.kind:
             shown = redacted(repr(filesystem))
             raise ConfigError(f"filesystem={shown} is no filesystem of fsspec or pyarrow", name="filesystem", value=shown)
+        self._own_path = own_path_on(filesystem)
         is_here = is_in_process(filesystem)
         try:
             content = pickled(filesystem)
@@ -107,11 +108,18 @@ class FilesystemRemote:
 
     def key(self, path: str, naming: UrlNaming | None) -> str:
         """The key of one of the filesystem's paths, which contains its settings as a hash only. ``naming`` None: a text to be shown."""
-        if is_url(path) and scheme(path) in ("http", "https"):
-            path = canonical(path, naming)  # other schemes have no secrets in their paths
+        try:
+            name = self._own_path(path)
+        except Exception as error:
+            shown, why = redacted(path), redacted(str(error))
+            raise ConfigError(f"{shown} is no path of this filesystem ({self.kind}): {why}", name="path", value=shown) from error
+        if path.endswith("/") and not name.endswith("/"):
+            name += "/"  # what lies below a directory, not what begins with its name
+        if is_http := is_url(name) and scheme(name) in ("http", "https"):
+            name = canonical(name, naming)  # other schemes have no secrets in their paths
         hashed = MASK if naming is None else naming.hashed(f"{self.identity} {naming.realm(self.kind)}")
-        name = ((is_url(path) and path.partition("://")[2]) or path).lstrip("/")  # `a/b://c` is a name
-        return f"{self.kind}://{name if naming is None else without_marks(name)}#{hashed}"
+        whole = name if is_http and self.kind == "http" else f"{self.kind}://{name}"
+        return f"{whole if naming is None else without_marks(whole)}#{hashed}"
 
     def is_near(self, url: str) -> bool:
         """See `NearRemote.is_near`."""

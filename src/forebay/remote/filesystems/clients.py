@@ -304,7 +304,16 @@ def client_of(fs: Any) -> FsspecClient | ArrowClient:
     """The client of ``fs``, a filesystem of fsspec or pyarrow, or the options with which fsspec creates that of each URL."""
     if isinstance(fs, dict):
         return FsspecClient(None, fs)
-    if hasattr(fs, "_strip_protocol"):
-        return FsspecClient(fs)
-    inner = getattr(getattr(fs, "handler", None), "fs", None)  # an fsspec filesystem wrapped for pyarrow
-    return FsspecClient(inner) if hasattr(inner, "_strip_protocol") else ArrowClient(fs)
+    inner = _of_fsspec(fs)
+    return ArrowClient(fs) if inner is None else FsspecClient(inner)
+
+
+def own_path_on(fs: Any) -> Callable[[str], str]:
+    """What turns a path on ``fs``, with or without a scheme, into the one that its client uses."""
+    inner = _of_fsspec(fs)
+    return arrow_path if inner is None else inner._strip_protocol
+
+
+def _of_fsspec(fs: Any) -> Any:
+    """The filesystem of fsspec that ``fs`` is, or that it wraps for pyarrow; None for those of pyarrow."""
+    return next((each for each in (fs, getattr(getattr(fs, "handler", None), "fs", None)) if hasattr(each, "_strip_protocol")), None)
