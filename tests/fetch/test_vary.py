@@ -12,6 +12,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.remote import RemoteOptions
+from forebay.sources import UrlSource
 from forebay.testing import ScriptedServer
 
 WAYS: dict[str, Callable[[forebay.Cache, str], Any]] = {
@@ -23,7 +24,15 @@ WAYS: dict[str, Callable[[forebay.Cache, str], Any]] = {
     "blocks": lambda cache, url: cache.open(url, block_size="64KiB").read(),
     "lookahead": lambda cache, url: next(iter(cache.lookahead([url]))),
     "prefetch": lambda cache, url: cache.prefetcher(url.rpartition("/")[0]).get(url.rpartition("/")[2]),
+    "versioned": lambda cache, url: prefetcher_of(cache, url).get("x.bin"),
+    "stream": lambda cache, url: next(iter(prefetcher_of(cache, url).stream(["x.bin"]))),
+    "limited": lambda cache, url: prefetcher_of(cache, url, budget="8MiB").get_many(["x.bin"])[0],
 }
+
+
+def prefetcher_of(cache: forebay.Cache, url: str, **options: Any) -> forebay.Prefetcher[bytes]:
+    """One whose items have a version, so that nobody asks whether they are current."""
+    return cache.prefetcher(UrlSource(url.rpartition("/")[0], version="1"), name="pool", **options)
 
 
 @pytest.fixture

@@ -92,6 +92,8 @@ class Writers:
             entry, root, path = lease.entry, self.publisher.root, lease.path
             if not self.publisher.leases.is_own_file(lease):
                 raise errors.CacheFault(f"{entry.key!r} cannot be linked: it is not a file of {root.path}", key=entry.key)
+            if entry.varies:
+                label = label._replace(meta=entry.meta, validated=0)
             if entry.size > INLINE:
                 place = partial(_place_link, root, path)
                 return Pending(label, "blob", entry.size, entry.checksum, validator, leased=True, place=place)

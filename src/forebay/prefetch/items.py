@@ -116,10 +116,18 @@ class Items:
         there: dict[str, Lease] = {}
         if self.links and names:
             with contextlib.suppress(errors.CacheFault):  # the jobs of these items meet it, and tell
-                there = self.fetcher.store.take_many(self.space, names)
+                there = self._take(names)
         for lease in there.values():
             self.fetcher.store.count_hit(lease.entry.size)
         return there
+
+    def _take(self, names: Sequence[str]) -> dict[str, Lease]:
+        """Leases on what has these names, but not on what the remote may have made for another caller."""
+        there = self.fetcher.store.take_many(self.space, names)
+        for lease in there.values():
+            if lease.entry.varies:
+                lease.close()
+        return {name: lease for name, lease in there.items() if not lease.entry.varies}
 
     def link(self, links: Sequence[tuple[LoadRef, Lease]]) -> list[Lease | errors.CacheFault]:
         """Give the files of objects second names in ``space``, in one transaction where there is room for all. Returns a lease on each, or
@@ -129,7 +137,7 @@ class Items:
         store, life = self.fetcher.store, "cached" if self.keep else "held"
         assert store.keeps
         try:
-            found = store.take_many(self.space, [ref.name for ref, _ in links])  # those that other processes have linked
+            found = self._take([ref.name for ref, _ in links])  # those that other processes have linked
             new = [(ref.name, lease, self.validator(ref)) for ref, lease in links if ref.name not in found]
             made = store.publish_links(self.space, new, life=life) if new else []
         except Exception as error:  # noqa: BLE001  # whatever it is: without the thread that links nothing would be loaded any more
