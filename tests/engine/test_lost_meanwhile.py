@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from forebay._engine.store import Store
 from forebay._kernel.below import Below
 from forebay._model import ObjectInfo
 from tests.harness import KiB, MiB, bytes_of, opened
-from tests.processes import ended, forked
+from tests.processes import ended, forked, in_child
 
 SMALL, FILE = b"small" * 10, os.urandom(50 * KiB)
 FOREVER = 1 << 62
@@ -321,3 +322,68 @@ def test_a_fork_copies_no_half_of_a_root_that_is_opened_again(store: Store, monk
     shutil.rmtree(store.root.path)
     store.put("v", "k", FILE)
     assert waits == [True]
+
+
+# -- what another program changes --------------------------------------------------------------------------------------
+
+CHANGES = [
+    "UPDATE entries SET slot = slot + 1",
+    "UPDATE entries SET slot = 0",
+    "UPDATE entries SET key = 'zz' || id WHERE id % 2 = 0",
+    "UPDATE entries SET space = space + 1 WHERE id % 2 = 0",
+    "UPDATE entries SET id = id + 1000 WHERE id % 2 = 0",
+    "DELETE FROM entries WHERE id % 2 = 0",
+    "DELETE FROM spaces",
+    "UPDATE spaces SET id = id + 5",
+    "DROP INDEX entry_key",
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_put_is_served_though_rows_were_changed(quick_path: Path, change: str) -> None:
+    """The row of the entry before is not found by its key: its record must not be, either."""
+    keys = [f"k{number}" for number in range(20)]
+    with opened(quick_path / "root", 32 * MiB) as store:
+        for number, key in enumerate(keys):
+            store.put("v", key, b"old" * (10 if number % 3 else 10_000))
+            assert bytes_of(store, key)
+        with contextlib.closing(sqlite3.connect(store.root.catalog, isolation_level=None)) as other:
+            other.execute(change)
+        for key in keys:
+            store.put("v", key, b"new")
+        assert {bytes_of(store, key) for key in keys} == {b"new"}
+        assert in_child(lambda: {bytes_of(store, key) for key in keys}) == {b"new"}
+    with opened(quick_path / "root", 32 * MiB) as store:
+        assert {bytes_of(store, key) for key in keys} == {b"new"}
+
+
+def test_an_older_copy_is_put_beside_the_log(quick_path: Path) -> None:
+    """SQLite takes the log for the copy's own, and what comes of it is neither: an index lacks rows that its table has."""
+    keys, copy = [f"k{number}" for number in range(60)], quick_path / "copy"
+    with opened(quick_path / "root", 32 * MiB) as store:
+        store.put("v", "first", SMALL)
+        shutil.copy(store.root.catalog, copy)
+        for turn in range(5):
+            for number, key in enumerate(keys):
+                store.put("v", key, b"old %d" % turn * (1 + 100 * (number % 7)))
+        copy.rename(store.root.catalog)
+        for key in keys:
+            store.put("v", key, b"new")
+        assert {bytes_of(store, key) for key in keys} == {b"new"}
+    with opened(quick_path / "root", 32 * MiB) as store:
+        assert {bytes_of(store, key) for key in keys} == {b"new"}
+        assert store.check() == []
+
+
+@pytest.mark.parametrize("lost", ["records-000", "."])
+def test_who_reads_by_a_deleted_file_of_records_gets_what_was_put(store: Store, lost: str) -> None:
+    store.put("v", "k", SMALL)
+    assert bytes_of(store, "k") == SMALL
+
+    def put() -> None:
+        place = store.root.shared_dir / lost
+        shutil.rmtree(place) if lost == "." else place.unlink()
+        store.put("v", "k", b"new")
+
+    in_child(put)
+    assert bytes_of(store, "k") == b"new"

@@ -165,6 +165,8 @@ class Engine(Hits):
         root = open_directory(self.root.path, shared=self.root.shared)
         parts = self._parts
         if parts is None or root.id != self.root.id or not self.index.is_same() or not parts.catalog.has_its_lock():
+            if root.id == self.root.id:
+                self.index.empty_lost()
             if parts is not None:
                 parts.close()
             if self._limits is not None:

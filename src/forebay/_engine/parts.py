@@ -146,14 +146,17 @@ class Parts:
 
         Each step may be repeated: the epoch is noted last."""
         with self.catalog.beginning() as seen:
-            self._begin_epoch()
+            is_copy = self.catalog.is_copy(seen)
+            if is_copy and (found := self.catalog.damage()):  # SQLite takes the log of the one before it for its own
+                raise CatalogBroken(f"the catalog was replaced by a copy, and is damaged: {found}", damaged=True)
+            self._begin_epoch(is_copy=is_copy)
             self.catalog.begun(seen)
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, *, is_copy: bool) -> None:
         head = self.index.head
         epoch, number = spaces.setting(self.catalog, "boot"), head.number_of(self.root.epoch)
         is_older = forgotten(number_below(spaces.setting(self.catalog, "next_id"), "next_id", NUMBERS), head.words()[NEXT])
-        if epoch != self.root.epoch or head.epoch != number or is_older:
+        if epoch != self.root.epoch or head.epoch != number or is_older or is_copy:
             from forebay._engine import check
             from forebay._engine.catalog import failures
             from forebay._engine.space import eviction

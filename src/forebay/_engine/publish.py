@@ -156,6 +156,8 @@ class Publisher:
             validated = now if label.validated is None else label.validated
             txn.after_commit.append(partial(store, space, entry, validated if label.ahead else now, validated))
         added = entries.insert(txn, space, rows, partial(self._eviction.supersede, txn))
+        for entry in added:
+            self._forget_others(txn, space, entry)
         used = [
             entry for one, entry in zip(batch, added, strict=True)
             if not one.label.ahead and entry.life == "cached" and entry.kind in ("blob", "value")
@@ -166,6 +168,21 @@ class Publisher:
             self._try(txn, adaptive, space, used, now)
         txn.after_release.append(partial(self._index.note_new, rows))
         return list(map(Published, added, leases))
+
+    def _forget_others(self, txn: Txn, space: int, entry: Entry) -> None:
+        """End what the key led to until now though no row said so: another program has changed or hidden the row, and whichever record is
+        found would be served."""
+        for slot, id in self._index.others(entry):
+            there = entries.with_space(txn, id)
+            if there is None or there[1].slot != slot:
+                self._index.clear(slot, id)
+            elif (there[0], there[1].key) == (space, entry.key):
+                self._eviction.supersede(txn, [there[1]])
+            else:  # it has another name by now: another slot, too, since the memos of other processes know the old name by the old slot
+                (other,) = self._index.take([id])
+                self._index.clear(slot, id)
+                entries.set_slot(txn, id, other)
+                self._index.restore(there[0], there[1]._replace(slot=other))
 
     def _again(self, one: Pending, published: dict[str, Published]) -> Published:
         """What was published for a key, with a lease of its own if one is asked for."""

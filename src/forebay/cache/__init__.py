@@ -284,7 +284,8 @@ class Cache(DictLike):
         return self._values.get(key, default)
 
     def put(self, key: str, data: Buffer) -> bool:
-        """Store bytes under a key, replacing earlier ones. Returns False, with one warning, if they cannot be stored."""
+        """Store bytes under a key, replacing earlier ones. Returns False, with one warning, if they cannot be stored. ``data`` must not
+        change during the call."""
         return self._values.put(key, data)
 
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:

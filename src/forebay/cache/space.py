@@ -97,7 +97,8 @@ class Space(DictLike):
 
     def put(self, key: str, data: Buffer, *, timeout: float | None = None) -> bool:
         """Store bytes under a key, replacing earlier ones. Returns False, with one warning, if they cannot be stored; the earlier ones then
-        stay. With the policy ``wait``, it blocks while all bytes are in use, for at most ``timeout`` seconds."""
+        stay. With the policy ``wait``, it blocks while all bytes are in use, for at most ``timeout`` seconds. ``data`` must not change
+        during the call."""
         store = self._store()
         checked(key)
         view = as_bytes(data)

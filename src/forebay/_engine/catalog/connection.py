@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from logging import INFO, WARNING
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import schema, transactions
@@ -49,8 +49,14 @@ VOUCHED = 60.0
 # https://www.sqlite.org/lockingv3.html: a writer with a rollback journal has the first byte of the database locked; a process that closes
 # it last locks all of those of which the second is one, while it copies the log.
 _RESERVED, _SHARED = 0x4000_0001, 0x4000_0002
-Identity = tuple[int, int, object]
-"""Which catalog it is: device, inode, and the first id that it gave, since a file may get the inode of the one that was deleted."""
+
+
+class Identity(NamedTuple):
+    """Which catalog it is. ``first_id``: that it gave, since a file may get the inode of the one that was deleted."""
+
+    device: int
+    inode: int
+    first_id: object
 
 
 class _Peers:
@@ -166,6 +172,11 @@ class Catalog:
                 self._connect_locked()
             return True
 
+    def damage(self) -> str | None:
+        """What is wrong with the catalog, see `schema.damage`; None: nothing. Waits for the writer lock."""
+        with self.writer(), self._mutex:
+            return self._damage_locked()
+
     def _damage_locked(self) -> str | None:
         """What is wrong with the catalog that is there now, read through a new connection."""
         self._close_locked()  # another one may lie there by now, which is sound
@@ -212,7 +223,7 @@ class Catalog:
         except FileNotFoundError as error:  # P1 connects / P2 finds the catalog broken, and removes it before it makes another
             con.close()
             raise CatalogBroken(f"the catalog {self._path} is gone") from error
-        seen, self._seen = self._seen, (where.st_dev, where.st_ino, self._first_id)
+        seen, self._seen = self._seen, Identity(where.st_dev, where.st_ino, self._first_id)
         if seen not in (None, self._seen):
             self._seen = None
             con.close()
@@ -412,6 +423,11 @@ class Catalog:
     def _identity(self) -> Identity | None:
         self.one("SELECT 1 FROM meta")
         return self._seen
+
+    def is_copy(self, seen: Identity | None) -> bool:
+        """Whether another program has put a copy, perhaps an older one, in the place of the catalog in which the epoch has begun."""
+        before = self._begun
+        return before is not None and seen is not None and before != seen and before.first_id == seen.first_id
 
     def begun(self, seen: Identity | None) -> None:
         """The epoch has begun in this catalog; None: in none."""

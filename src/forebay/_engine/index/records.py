@@ -273,6 +273,24 @@ class EntryIndex:
             self._free[slot] = None
             self.head.note_free(slot)
 
+    def others(self, entry: Entry) -> list[tuple[int, int]]:
+        """Slot and id of the records of other entries to which the key of ``entry`` leads."""
+        keys = self._keys or self._open_keys()
+        if keys is None or entry.kind not in ("blob", "value"):
+            return []
+        first, bucket = self._hash(entry.space, entry.key)[0], HEADER
+        words, mask = keys
+        bucket += first & mask
+        end, found = bucket + PROBES, list[tuple[int, int]]()
+        while bucket < end and (word := words[bucket]):
+            if word >> 32 == first >> 32:
+                slot = (word & 0xFFFFFFFF) - 1
+                there, base = self.record(slot)
+                if there[base + ID] not in (0, entry.id) and there[base + _HASH] == first:
+                    found.append((slot, there[base + ID]))
+            bucket += 1
+        return found
+
     # -- one record ------------------------------------------------------------------------------------------------
 
     def id_of(self, slot: int) -> int:
@@ -412,6 +430,21 @@ class EntryIndex:
         for number in range(files):
             self._table_of(number).create()
         self.head.files = files  # last: others go on meanwhile
+
+    def empty_lost(self) -> None:
+        """Empty the records of mapped files that no longer lie in the root.
+
+        P1 reads by a file that is deleted then / P2 replaces an entry, and clears its id in the new file / P1 finds the old id in its
+        mapping, until it looks for the files again."""
+        for number, words in self._files.items():
+            path = str(self._path(number))
+            try:
+                status = os.stat(path)
+            except FileNotFoundError:
+                status = None
+            if status is None or (status.st_dev, status.st_ino) != self._identities.get(path):
+                for base in range(HEADER, len(words), _WORDS):
+                    words[base + ID] = 0
 
     def lost(self) -> list[Path]:
         """The files that are lost, or none of Forebay's."""
