@@ -126,7 +126,10 @@ class Engine(Hits):
                 self.index.forget()
                 self.memo.restart(self.index)
         elif isinstance(error, SharedBroken) and not self.root.read_only:
-            self.parts.rebuild_shared()
+            try:
+                self.parts.rebuild_shared()
+            except (DiskFull, CatalogBroken) as other:  # met while the epoch began
+                self._recover_from(other, recoveries)
         elif isinstance(error, CatalogBroken):
             self.reopen(error, recoveries)
         elif isinstance(error, FileNotFoundError) and not self.root.is_same():  # of a lock file, such as the first one that is asked for

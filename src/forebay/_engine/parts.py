@@ -55,23 +55,26 @@ class Parts:
 
     def start(self) -> None:
         """Open the catalog, recreating it where it is broken, and end what processes that died have left. It may be repeated."""
-        for _ in range(OPENINGS):
+        is_lost = False
+        for turn in range(OPENINGS + 1):
             try:
+                if is_lost:
+                    self.rebuild_shared()
+                    is_lost = False
                 self._begin()
-            except DiskFull as error:
-                if not self.catalog.ballast.give_up(error):
-                    raise
-            except SharedBroken:
-                self.rebuild_shared()
-            except CatalogBroken as error:
-                if self.root.read_only:
-                    raise
-                if self.catalog.rebuild(str(error)):
-                    self._hits.recovered.append(Problem("catalog", str(self.root.catalog), str(error)))
-            else:
                 break
-        else:
-            self._begin()
+            except (DiskFull, SharedBroken, CatalogBroken) as error:
+                if turn == OPENINGS:
+                    raise
+                if isinstance(error, SharedBroken):
+                    is_lost = True
+                elif isinstance(error, DiskFull):
+                    if not self.catalog.ballast.give_up(error):
+                        raise
+                elif self.root.read_only:
+                    raise
+                elif self.catalog.rebuild(str(error)):
+                    self._hits.recovered.append(Problem("catalog", str(self.root.catalog), str(error)))
         if self.catalog.lost:
             self._hits.forget()
             if (limits := self._settings.limits()).budget is not None:

@@ -539,10 +539,14 @@ class Store:
             latest = self.check(deep=deep)  # now that the rest can be checked
             problems = [*problems, *latest]
         if any(problem.kind == "slots" for problem in problems):
-            self.engine.parts.rebuild_shared()
+            self._rebuild_shared()
             problems += self.check(deep=deep)
         self._repair(problems)
         return [*before, *(problem for problem in problems if problem.kind != "foreign")]
+
+    @recover_and_retry
+    def _rebuild_shared(self) -> None:
+        self.engine.parts.rebuild_shared()
 
     @recover_and_retry
     def _repair(self, problems: list[Problem]) -> None:

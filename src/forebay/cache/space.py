@@ -186,7 +186,7 @@ class Space(DictLike):
 
     def _holds(self, key: str) -> bool:
         """Whether there is something under this key; it counts as no use."""
-        return self._store().entry(self.name, key) is not None
+        return self._store().entry(self.name, checked(key)) is not None
 
     def _count(self) -> int:
         """The number of keys."""

@@ -77,9 +77,9 @@ def files(rows: Rows, several: Sequence[Sequence[Any]], shape: str) -> list[Any]
 
 def reservation(rows: Rows, row: Sequence[Any]) -> bool:
     """Whether a reservation, in the order of its columns, is valid."""
-    id, owner, who, space, key, keyhash, size, charge, suffix, _, count = row
+    id, owner, who, space, key, keyhash, size, charge, suffix, created, count = row
     numbers = (id, space, keyhash, size, charge, count, 0 if owner is None else owner)
-    if all(map(is_number, numbers)) and id > 0 and type(key) is type(who) is str and is_suffix(suffix):
+    if all(map(is_number, numbers)) and id > 0 and type(key) is type(who) is str and is_suffix(suffix) and type(created) is float:
         return True
     rows.report_unreadable("reservations", (id,), f"the reservation of {key!r}")
     return False

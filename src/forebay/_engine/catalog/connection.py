@@ -189,14 +189,15 @@ class Catalog:
             return str(error)
 
     def problem(self) -> str | None:
-        """What SQLite finds wrong with the pages of the catalog; None: nothing. Reads all of it: seconds, for a million entries."""
+        """What is wrong with the pages of the catalog, or its tables and indexes; None: nothing. Reads all of it: seconds, for a million
+        entries."""
         try:
             answer = self.one("PRAGMA quick_check(1)")[0]
+            return schema.misshapen(self.all(schema.SHAPE)) if answer == "ok" else str(answer)
         except CatalogBroken as error:
             if not error.damaged:
                 raise
             return str(error)
-        return None if answer == "ok" else str(answer)
 
     def _connect_locked(self) -> None:
         self._peers.catalogs.add(self)

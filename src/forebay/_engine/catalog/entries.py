@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
 
@@ -13,6 +14,7 @@ from forebay._engine.files.layout import CatalogBroken
 from forebay._model import Entry
 
 T = TypeVar("T")
+Row = TypeVar("Row", bound=tuple[Any, ...])
 
 _COLUMNS = "e.id, s.name, e.key, e.kind, e.size, e.charge, e.slot, e.checksum, e.validator, e.created, e.boot, e.life, e.suffix, e.meta"
 _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
@@ -89,6 +91,16 @@ def find(rows: Rows, space: int, key: str) -> Entry | None:
 
 def _misled(key: str, other: object) -> NoReturn:
     raise CatalogBroken(f"the catalog is damaged: its index leads from {key!r} to {other!r}", damaged=True)
+
+
+def not_in_order(table: str) -> NoReturn:
+    """Raise what a walk through a table in order of a key raises where a row does not lie behind the one before: it may have no end."""
+    raise CatalogBroken(f"the catalog is damaged: the rows of {table} are not in order", damaged=True)
+
+
+def _check_order(table: str, keys: Sequence[Any]) -> None:
+    if not all(map(operator.lt, keys, keys[1:])):
+        not_in_order(table)
 
 
 def sizes(rows: Rows, space: int, keys: Sequence[str]) -> dict[int, int]:
@@ -181,8 +193,8 @@ def page_of_keys(rows: Rows, space: int, after: str | None, limit: int, *, backw
 
 
 def _page(
-    rows: Rows, columns: str, space: int, after: str | None, limit: int, backwards: bool, sound: Callable[[list[Any]], list[T]]
-) -> list[T]:  # fmt: skip
+    rows: Rows, columns: str, space: int, after: str | None, limit: int, backwards: bool, sound: Callable[[list[Any]], list[Row]]
+) -> list[Row]:  # fmt: skip
     """Empty where no sound row is left: a page of damaged ones is passed by, whatever their keys are."""
     sign, order = ("<", "DESC") if backwards else (">", "ASC")
     sql = f"SELECT {columns} FROM entries e WHERE e.space = ? AND e.state = {LIVE} {{}} ORDER BY e.key {order} LIMIT ?"
@@ -190,11 +202,20 @@ def _page(
         page_rows = rows.all(sql.format(""), space, limit)
     else:
         page_rows = rows.all(sql.format(f"AND e.key {sign} ?"), space, after, limit)
+    passed: set[Any] = set()
     while page_rows and not (ours := sound(page_rows)):
+        if page_rows[-1][0] in passed:
+            not_in_order("entries")
+        passed.add(page_rows[-1][0])
         last = f"coalesce((SELECT key FROM entries WHERE id = ? AND state = {LIVE}), ?)"  # it may have been set aside meanwhile
         twice = [page_rows[-1][0], after] * 2
         page_rows = rows.all(sql.format(f"AND ({last} IS NULL OR e.key {sign} {last})"), space, *twice, limit)
-    return ours if page_rows else []
+    if not page_rows:
+        return []
+    at = columns.split(", ").index("e.key")
+    keys = [*([] if after is None else [after]), *(row[at] for row in ours)]
+    _check_order("entries", keys[::-1] if backwards else keys)
+    return ours
 
 
 def by_ids(rows: Rows, ids: Sequence[int]) -> list[Entry]:
@@ -220,7 +241,8 @@ def with_space(rows: Rows, id: int) -> tuple[int, Entry] | None:
 
 def slots_between(rows: Rows, low: int, high: int) -> list[tuple[int, int]]:
     """Slot and id of the live entries with ids above ``low``, up to ``high``."""
-    there = rows.all(f"SELECT id, slot FROM entries WHERE id > ? AND id <= ? AND state = {LIVE}", low, high)
+    there = rows.all(f"SELECT id, slot FROM entries WHERE id > ? AND id <= ? AND state = {LIVE} ORDER BY id", low, high)
+    _check_order("entries", [low, *(id for id, _ in there)])
     return [(slot, id) for id, slot in checked.files(rows, there, "is")]
 
 
@@ -231,6 +253,7 @@ def ranges(rows: Rows, table: str) -> Iterator[tuple[int, int]]:
         (high,) = rows.one(f"SELECT max(id) FROM (SELECT id FROM {table} WHERE id > ? ORDER BY id LIMIT ?)", low, RANGE)
         if high is None:
             return
+        _check_order(table, (low, high))
         yield low, high
         low = high
 

@@ -76,9 +76,13 @@ def is_owner(rows: Rows, owner: int) -> bool:
     return rows.one("SELECT 1 FROM reservations WHERE owner = ? LIMIT 1", owner) is not None
 
 
-def owners(rows: Rows) -> list[int]:
+def every(rows: Rows) -> list[Reservation]:
+    return _sound(rows, rows.all(_FROM))
+
+
+def owners(rows: Rows) -> set[int]:
     """The owners of reservations."""
-    return [row[0] for row in rows.all("SELECT DISTINCT owner FROM reservations WHERE owner IS NOT NULL")]
+    return {one.owner for one in every(rows) if one.owner is not None}
 
 
 def reserved_in(rows: Rows, space: int, but: int) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """What can be read of a damaged catalog is copied into the one that replaces it.
 
-Tables are read in order of their ids. Where a page cannot be read, the next id is searched from which on rows can be read again, and the
-rows between are looked for in the pages themselves (see `pages`): they are there where that page only led to theirs. Each row is
+Tables are read in order of their ids. Where a page cannot be read, or its rows are not in order, the next id is searched from which on
+rows can be read again. Rows that were not found so are looked for in the pages themselves (see `pages`): they are there where a damaged
+page only led to theirs, or where a page is not in its place. Each row is
 validated, and an entry is kept if its payload, its file or its directory is there as it was stored. Entries keep their ids, after which
 their files are named; the next ids lie above all of them."""
 
@@ -11,6 +12,7 @@ import bisect
 import contextlib
 import sqlite3
 import stat
+from array import array
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -64,32 +66,29 @@ class _Damaged:
     def report_unreadable(self, table: str, key: tuple[Any, ...], what: str) -> None:
         log.debug("%s is lost with the damaged catalog", what)
 
-    def rows(self, table: str, columns: str, gaps: list[tuple[int, int]] | None = None) -> Iterator[tuple[Any, ...]]:
-        """All rows that can be read of a table with ids, the first of its ``columns``. Notes in ``gaps`` behind which id no row was found,
-        and up to which one."""
+    def rows(self, table: str, columns: str, found: array[int]) -> Iterator[tuple[Any, ...]]:
+        """All rows that can be read of a table with ids, the first of its ``columns``, in order of these. Adds their ids to ``found``."""
         after: int | None = -1
-        gaps = [] if gaps is None else gaps
         while after is not None:
             try:
                 for row in self.con.execute(_from(table, columns), (after,)):
                     if row[0] <= after:
                         raise sqlite3.DatabaseError("rows are not in order")
                     after = row[0]
+                    found.append(row[0])
                     yield row
-                gaps.append((after, NUMBERS))
                 return
             except sqlite3.Error as error:
                 log.debug("%s of the damaged catalog cannot be read behind %d: %s", table, after, str(error))
-                before, after = after, self._next_readable(table, columns, after)
-                gaps.append((before, NUMBERS if after is None else after))
+                after = self._next_readable(table, columns, after)
 
-    def rows_of_pages(self, table: str, columns: int, gaps: list[tuple[int, int]]) -> Iterator[tuple[Any, ...]]:
-        """The rows with ids in these gaps that stand in pages of the table. See `Pages.rows`."""
+    def rows_of_pages(self, table: str, columns: int, found: array[int]) -> Iterator[tuple[Any, ...]]:
+        """The rows that stand in pages of the table, with other ids than those that were ``found``. See `Pages.rows`."""
         root = self.one("SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name = ?", table)
 
         def is_wanted(id: int) -> bool:
-            at = bisect.bisect_left(gaps, (id,)) - 1
-            return at >= 0 and gaps[at][0] < id <= gaps[at][1]
+            at = bisect.bisect_left(found, id)
+            return id >= 0 and (at == len(found) or found[at] != id)
 
         return self._pages.rows(root[0], columns, LONGEST, is_wanted) if root and checked.is_number(root[0]) else iter(())
 
@@ -108,10 +107,10 @@ class _Damaged:
 
     def _can_read(self, table: str, columns: str, after: int) -> bool:
         try:
-            self.con.execute(f"{_from(table, columns)} LIMIT 1", (after,)).fetchone()
+            row = self.con.execute(f"{_from(table, columns)} LIMIT 1", (after,)).fetchone()
         except sqlite3.Error:
             return False
-        return True
+        return row is None or row[0] > after
 
 
 def _from(table: str, columns: str) -> str:
@@ -157,7 +156,7 @@ class _Successor:
     def spaces(self) -> None:
         """The spaces. Where a row is lost, its name may still stand in the index."""
         names = self._source.all("SELECT id, name, 'values', 0 FROM spaces INDEXED BY sqlite_autoindex_spaces_1")
-        for id, name, kind, entries in (*self._source.rows("spaces", "id, name, kind, entries"), *names):
+        for id, name, kind, entries in (*self._source.rows("spaces", "id, name, kind, entries", array("q")), *names):
             if checked.is_number(id) and id and type(name) is type(kind) is str:
                 added = self._new.execute("INSERT OR IGNORE INTO spaces(id, name, kind) VALUES (?, ?, ?)", (id, name, kind)).rowcount
                 if added:
@@ -184,9 +183,9 @@ class _Successor:
 
     def _rows(self) -> Iterator[tuple[Any, ...]]:
         """The rows of entries that SQLite finds, and then those that stand in pages where it finds none."""
-        gaps = list[tuple[int, int]]()
-        yield from self._source.rows("entries", _COLUMNS, gaps)
-        for row in self._source.rows_of_pages("entries", _COLUMNS.count(",") + 1, gaps):
+        found = array("q")
+        yield from self._source.rows("entries", _COLUMNS, found)
+        for row in self._source.rows_of_pages("entries", _COLUMNS.count(",") + 1, found):
             *columns, created, boot, life, suffix, meta = row
             yield *columns, float(created) if type(created) is int else created, boot, life, suffix, meta
 
@@ -214,7 +213,7 @@ class _Successor:
         if self._has_payloads:
             return
         self._has_payloads = True
-        for number, row in enumerate(self._source.rows_of_pages("payloads", 2, [(0, _LAST)]), 1):
+        for number, row in enumerate(self._source.rows_of_pages("payloads", 2, array("q")), 1):
             self._new.execute("INSERT OR IGNORE INTO payloads VALUES (?, ?)", row)
             if number % AT_ONCE == 0:
                 self._commit()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from forebay.errors import NewerFormat
 
@@ -79,9 +81,11 @@ _SUMS = [
     "SELECT sum(bytes), sum(charge), sum(inline), sum(entries) FROM spaces", "SELECT sum(size), sum(charge) FROM entries",
     "SELECT sum(size), sum(charge), sum(rows) FROM reservations",
 ]  # fmt: skip
-_SHAPE = """
-SELECT m.type, m.name, c.name FROM sqlite_master m LEFT JOIN pragma_table_info(m.name) c WHERE m.name NOT LIKE 'sqlite!_%' ESCAPE '!'
+SHAPE = """
+SELECT m.type, m.name, coalesce(c.name, m.sql) FROM sqlite_master m LEFT JOIN pragma_table_info(m.name) c
+WHERE m.name NOT LIKE 'sqlite!_%' ESCAPE '!'
 """
+"""The tables with their columns, and all else with its text. That of a table has comments, which another version may word otherwise."""
 
 
 def damage(con: sqlite3.Connection) -> str | None:
@@ -92,10 +96,8 @@ def damage(con: sqlite3.Connection) -> str | None:
     ((answer, *_),) = con.execute("PRAGMA integrity_check(1)").fetchall()
     if answer != "ok":
         return str(answer)
-    with contextlib.closing(sqlite3.connect(":memory:")) as own:
-        own.executescript(TABLES)
-        if set(con.execute(_SHAPE)) != set(own.execute(_SHAPE)):
-            return "its tables and indexes are not those of Forebay"
+    if (problem := misshapen(con.execute(SHAPE))) is not None:
+        return problem
     ((next_id,),) = con.execute("SELECT value FROM meta WHERE name = 'next_id'").fetchall() or [(None,)]
     if type(next_id) is not int or not 0 <= next_id < 1 << 61:
         return f"next_id is {next_id!r}"
@@ -110,6 +112,16 @@ def damage(con: sqlite3.Connection) -> str | None:
     con.execute("BEGIN IMMEDIATE")  # what makes it read-only stands in its header
     con.execute("ROLLBACK")
     return None
+
+
+def misshapen(shape: Iterable[tuple[Any, ...]]) -> str | None:
+    """What is wrong with the tables and indexes that `SHAPE` finds; None: nothing."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as own:
+        own.executescript(TABLES)
+        changed = {(kind, name) for kind, name, _ in set(shape) ^ set(own.execute(SHAPE))}
+    if not changed:
+        return None
+    return f"its tables and indexes are not those of Forebay: see {', '.join(f'{kind} {name}' for kind, name in sorted(changed))}"
 
 
 def refuse_newer(path: str | os.PathLike[str], format: object) -> None:

@@ -236,7 +236,7 @@ class Txn:
     def _take(self, count: int) -> int:
         """Take unused ids: the last of ``count``."""
         self.run("UPDATE meta SET value = value + ? WHERE name = 'next_id'", count)  # with RETURNING it takes thrice as long
-        self.last_id = last = number_below(self.one("SELECT value FROM meta WHERE name = 'next_id'")[0], "next_id", NUMBERS)
+        self.last_id = last = self._next_id()
         if forgotten(number_below(last - count, "next_id", NUMBERS), self.given) and count < SKIPPED:
             raise CatalogBroken("the catalog is older than what was committed: its log was deleted, or a copy was restored")
         return last
@@ -291,9 +291,13 @@ class Txn:
 
     def skip_ids(self) -> None:
         """Give no id again that a lost transaction gave: a crash of the machine loses fewer than `SKIPPED`."""
-        next_id = self.one("SELECT value FROM meta WHERE name = 'next_id'")[0]
-        self._take(2 * SKIPPED + forgotten(number_below(next_id, "next_id", NUMBERS), self.given))
+        self._take(2 * SKIPPED + forgotten(self._next_id(), self.given))
         self._ids[:] = 0, 0
+
+    def _next_id(self) -> int:
+        """The last id that the catalog has given. Raises `CatalogBroken`."""
+        row = self.one("SELECT value FROM meta WHERE name = 'next_id'")
+        return number_below(row[0] if row else None, "next_id", NUMBERS)
 
 
 SOFT, STEP = 6 << 20, 512 << 10
