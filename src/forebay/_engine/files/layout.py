@@ -30,9 +30,10 @@ LEASE_FILES = 64
 LOCKS = ("keys", "writer", "owners", "transfers", *(f"leases-{n:02d}" for n in range(LEASE_FILES)))
 FANS = tuple(f"{n:02x}" for n in range(256))
 
-_BLOB = r"([0-9a-f]{16})([A-Za-z0-9.]{0,16})"
+_NUMBER = r"([0-3][0-9a-f]{15})"  # 62 bits: what a row and a lock can have
+_BLOB = rf"{_NUMBER}([A-Za-z0-9.]{{0,16}})"
 _SUFFIX = r"[A-Za-z0-9.]{0,16}"
-_TMP = r"([0-9a-f]{16})-([0-9a-f]{16})(|\.map|\.old|\.tree|\.pack)"
+_TMP = rf"{_NUMBER}-{_NUMBER}(|\.map|\.old|\.tree|\.pack)"
 _SCRAP = r"new-[0-9a-f]{16}"
 
 

@@ -278,6 +278,8 @@ def _parsed(record: bytes) -> KeyWaiter | None:
     if len(record) != _RECORD or record[:8] != xxhash.xxh3_64_digest(content):
         return None
     pid, since, keyhash, count, length = _FIELDS.unpack_from(content)
+    if keyhash >> 62:
+        return None
     locked, name = content[_FIELDS.size : _FIELDS.size + 8 * count], content[_FIELDS.size + 8 * count :][:length]
     held = frozenset(int.from_bytes(locked[at : at + 8], "little") for at in range(0, len(locked), 8))
     return KeyWaiter(pid, since, keyhash, name.decode(errors="replace"), held)
