@@ -57,6 +57,8 @@ def test_a_cache_that_makes_no_sense_is_not_made(tmp_path: Path, monkeypatch: py
         lambda cache: cache.space("s", policy="mru"),
         lambda cache: cache.put("k", "text"),
         lambda cache: cache.get_or_put("a\ud800", lambda: b""),
+        lambda cache: "a\ud800" in cache,
+        lambda cache: "a\ud800" in cache.space("values"),
     ],
 )
 def test_a_call_that_makes_no_sense_asks_nobody(cache: Cache, call: Callable[[Cache], object]) -> None:

@@ -78,6 +78,7 @@ DOORS: dict[str, Door] = {
     "put": lambda cache, odd: cache.put(odd, b"x"),
     "put data": lambda cache, odd: cache.put("data", odd),
     "get": lambda cache, odd: cache.get(odd),
+    "in": lambda cache, odd: odd in cache,
     "get_or_put": lambda cache, odd: cache.get_or_put(odd, lambda: b"x"),
     "get_or_put data": lambda cache, odd: cache.get_or_put("data", lambda: odd),
     "timeout": lambda cache, odd: cache.get_or_put("data", lambda: b"x", timeout=odd),

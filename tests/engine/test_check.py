@@ -79,6 +79,8 @@ def test_only_names_of_ours_in_their_places_are_strays(place: Path) -> None:
     with opened(place, 8 * MiB) as store:
         ours = store.root.blob(0x1FF, ".bin")
         theirs = [place / "blobs/00/notes.txt", place / f"blobs/00/{0x1FF:016x}", place / "trees/linux", place / "packs/0.5"]
+        too_large = f"{1 << 62:016x}"  # no row has such an id
+        theirs += [place / f"{folder}/{too_large}" for folder in ("blobs/00", "trees", "packs")]
         for path in (ours, *theirs):
             path.write_bytes(b"left")
         assert (store.strays().files, store.strays().foreign) == (1, len(theirs))

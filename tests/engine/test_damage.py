@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import sqlite3
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine import seeing
 from forebay._engine.catalog import making, recovery, salvage
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.transactions import Ballast
@@ -70,25 +72,27 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
-def swap_keys(catalog: Path) -> None:
-    """Let the index lead from one key to the row of another: two rows change places while SQLite does not know of the index."""
+def behind_the_index(catalog: Path, script: str) -> None:
+    """Change rows while SQLite does not know of the index of keys."""
     known = "SELECT type, name, tbl_name, rootpage, sql FROM sqlite_master WHERE name = 'entry_key'"
     forget = "PRAGMA writable_schema = ON; DELETE FROM sqlite_master WHERE name = 'entry_key'"
-    swap = """
-        CREATE TEMP TABLE swapped AS SELECT a.id AS old, b.id AS new FROM entries a, entries b
-            WHERE a.key IN ('k7', 'k8') AND b.key IN ('k7', 'k8') AND a.key != b.key;
-        UPDATE entries SET id = -id WHERE id IN (SELECT old FROM swapped);
-        UPDATE payloads SET id = -id WHERE id IN (SELECT old FROM swapped);
-        UPDATE entries SET id = (SELECT new FROM swapped WHERE old = -id) WHERE id < 0;
-        UPDATE payloads SET id = (SELECT new FROM swapped WHERE old = -id) WHERE id < 0"""
     with contextlib.closing(sqlite3.connect(catalog, isolation_level=None)) as con:
         index = con.execute(known).fetchone()
-    for step in (forget, swap):
+    for step in (forget, script):
         with contextlib.closing(sqlite3.connect(catalog, isolation_level=None)) as con:
             con.executescript(step)
     with contextlib.closing(sqlite3.connect(catalog, isolation_level=None)) as con:
         con.execute("PRAGMA writable_schema = ON")
         con.execute("INSERT INTO sqlite_master VALUES (?, ?, ?, ?, ?)", index)
+
+
+SWAP_KEYS = """
+    CREATE TEMP TABLE swapped AS SELECT a.id AS old, b.id AS new FROM entries a, entries b
+        WHERE a.key IN ('k7', 'k8') AND b.key IN ('k7', 'k8') AND a.key != b.key;
+    UPDATE entries SET id = -id WHERE id IN (SELECT old FROM swapped);
+    UPDATE payloads SET id = -id WHERE id IN (SELECT old FROM swapped);
+    UPDATE entries SET id = (SELECT new FROM swapped WHERE old = -id) WHERE id < 0;
+    UPDATE payloads SET id = (SELECT new FROM swapped WHERE old = -id) WHERE id < 0"""
 
 
 def harm(path: Path, how: str) -> None:
@@ -109,7 +113,7 @@ def harm(path: Path, how: str) -> None:
     elif what == "header":
         overwrite(path, int(where), b"\xff\xff")
     elif what == "swapped":
-        swap_keys(path)
+        behind_the_index(path, SWAP_KEYS)  # the index leads from one key to the row of another
         (path.parent / "shared" / "keys").unlink()  # by which a first read would not ask the catalog
     else:
         path.unlink()
@@ -457,6 +461,24 @@ def root_page(catalog: Path, name: str) -> int:
     return int(page) - 1
 
 
+def leaves_of(catalog: Path, name: str) -> list[int]:
+    """The pages below the first page of a table or an index, in order."""
+    root = root_page(catalog, name)
+    page = catalog.read_bytes()[root * PAGE : (root + 1) * PAGE]
+    assert page[0] in (2, 5), "it has no pages below"
+    cells = struct.unpack_from(f">{int.from_bytes(page[3:5])}H", page, 12)
+    return [int.from_bytes(page[at : at + 4]) - 1 for at in (*cells, 8)]
+
+
+def misplace(catalog: Path, name: str, how: str) -> None:
+    """Write one page of rows in the place of the next one, and if ``how`` is "swapped", that one in its place."""
+    data, leaves = catalog.read_bytes(), leaves_of(catalog, name)
+    one, other = leaves[len(leaves) // 2 - 1 :][:2]
+    overwrite(catalog, other * PAGE, data[one * PAGE : (one + 1) * PAGE])
+    if how == "swapped":
+        overwrite(catalog, one * PAGE, data[other * PAGE : (other + 1) * PAGE])
+
+
 def leaf_with(catalog: Path, text: bytes) -> int:
     """The page of rows, not of an index, that has this text."""
     data = catalog.read_bytes()
@@ -591,6 +613,67 @@ def test_two_rows_of_one_id_are_one_entry(rich: Path) -> None:
             assert cache.check(deep=True) == []
 
     in_child(work)
+
+
+@pytest.mark.parametrize("shared", ["kept", "lost"])
+@pytest.mark.parametrize("how", ["swapped", "repeated"])
+def test_pages_of_rows_that_are_not_in_order(rich: Path, how: str, shared: str) -> None:
+    """A walk through the rows ends, and each row that is there once is kept."""
+    misplace(rich / "catalog.sqlite", "entries", how)
+    if shared == "lost":  # so that the first opening compares rows and records
+        shutil.rmtree(rich / "shared")
+
+    def work() -> None:
+        with forebay.Cache(rich) as cache:
+            if shared == "kept":
+                cache.repair()
+            there = what_is_there(cache)
+            assert there == ALL if how == "swapped" else len(there["values"]) > 300
+            assert cache.check(deep=True) == []
+
+    in_child(work)
+    assert_settled(rich, BUDGET)
+
+
+def test_a_listing_ends_where_an_index_leads_back(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To rows that make no sense, and have keys before those that the index has."""
+    monkeypatch.setattr(seeing, "ENTRIES_PER_PAGE", 10)
+    behind_the_index(place / "catalog.sqlite", "UPDATE entries SET slot = -7, key = 'a' || key WHERE key > 'k5'")
+    (place / "shared" / "keys").unlink()
+    with forebay.Cache(place, read_only=True) as cache, pytest.raises(errors.CacheFault, match="not in order"):
+        list(cache.entries().names())
+
+
+@pytest.mark.parametrize("state", ["closed", "open"])
+@pytest.mark.parametrize("trouble", ["a damaged catalog", "a full disk"])
+def test_what_is_met_while_the_files_of_processes_are_made_anew(
+    rich: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: str, state: str
+) -> None:
+    """The epoch begins with them, and reads the whole catalog: the first call goes on all the same."""
+    real, left = recovery.reconcile, [DiskFull("the first time")]
+
+    def fail_once(catalog: Catalog, index: EntryIndex) -> int:
+        if left:
+            raise left.pop()
+        return real(catalog, index)
+
+    def harm() -> None:
+        if trouble == "a damaged catalog":
+            overwrite(rich / "catalog.sqlite", root_page(rich / "catalog.sqlite", "entries") * PAGE, os.urandom(PAGE))
+        else:
+            monkeypatch.setattr(recovery, "reconcile", fail_once)
+        shutil.rmtree(rich / "shared")
+
+    if state == "closed":
+        harm()
+    with forebay.Cache(rich) as cache:
+        if state == "open":
+            assert cache.put("before", b"value")
+            harm()
+        assert cache.put("new", b"value")
+        assert what_is_there(cache) == ALL
+        assert cache.check(deep=True) == []
+    assert "reading past it" not in caplog.text
 
 
 @pytest.mark.parametrize("how", ["page 0", "zeros 0", "header 0", "header 16", "header 44", "header 100", "header 105"])
@@ -949,6 +1032,26 @@ def test_a_check_tells_and_does_not_mend(place: Path, how: str) -> None:
         assert mended[0].kind == "catalog"
         assert cache.check(deep=True) == []
         assert cache.budget == BUDGET
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "DROP INDEX entry_key", "DROP INDEX entry_key; CREATE INDEX entry_key ON entries(space, key)", "DROP TABLE failures",
+        "CREATE TRIGGER theirs AFTER DELETE ON entries BEGIN DELETE FROM payloads; END", "ALTER TABLE links RENAME COLUMN name TO path",
+    ],
+)  # fmt: skip
+def test_a_check_sees_a_table_or_an_index_that_is_not_ours(place: Path, sql: str) -> None:
+    with contextlib.closing(sqlite3.connect(place / "catalog.sqlite")) as con:
+        con.executescript(sql)
+    with forebay.Cache(place) as cache:
+        (problem,) = cache.check()
+        assert problem.kind == "catalog"
+        assert "not those of Forebay" in problem.found
+        cache.repair()
+        assert cache.check(deep=True) == []
+        assert cache.put("k1", b"another")
+        assert cache.get("k1") == b"another"
 
 
 def test_a_read_only_root_without_a_catalog_gets_none(place: Path) -> None:

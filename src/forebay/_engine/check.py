@@ -94,12 +94,10 @@ def _check_records(catalog: Catalog, index: EntryIndex) -> Iterator[Problem]:
 def _check_links(catalog: Catalog) -> Iterator[Problem]:
     after: tuple[int, str] = (-1 << 63, "")
     while page := catalog.all(
-        "SELECT tree, name, member, tree IN (SELECT id FROM entries) AND member IN (SELECT id FROM entries), (tree, name) > (?, ?)"
-        " FROM links WHERE (tree, name) > (?, ?) ORDER BY tree, name LIMIT ?", *after, *after, AT_ONCE,
+        "SELECT tree, name, member, tree IN (SELECT id FROM entries) AND member IN (SELECT id FROM entries) FROM links"
+        " WHERE (tree, name) > (?, ?) ORDER BY tree, name LIMIT ?", *after, AT_ONCE,
     ):  # fmt: skip
-        if not page[-1][-1]:
-            entries.not_in_order("links")
-        for tree, name, member, both, _ in page:
+        for tree, name, member, both in page:
             if not both:
                 ids = [f"{id:x}" if isinstance(id, int) else repr(id) for id in (tree, member)]
                 yield Problem("link", name, f"tree {ids[0]} or its file {ids[1]} has no entry")

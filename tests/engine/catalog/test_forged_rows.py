@@ -163,13 +163,19 @@ def test_no_row_of_ours_is_in_doubt(place: Path, caplog: pytest.LogCaptureFixtur
         "(77, NULL, '', 1, 'k', 'there', 4096, 4096, '', 0, 1)",
         "(77, NULL, '', 1, 'k', -9, 4096, 4096, '', 0, 1)",
         "(77, NULL, '', 1, 'k', 77, 'all', 4096, '', 0, 1)",
+        "(77, NULL, '', 1, 'k', 77, 4096, 4096, '', 'never', 1)",
+        "(77, -7, 'w', 1, 'k', 77, 4096, 4096, '', 0, 1)",
+        "(77, 1 << 62, 'w', 1, 'k', 77, 4096, 4096, '', 0, 1)",
+        "(77, 'me', 'w', 1, 'k', 77, 4096, 4096, '', 0, 1)",
+        "(-5, -7, 'w', 1, 'k', 77, 4096, 4096, '', 0, 1)",
     ],
 )
-def test_a_forged_partial_is_set_aside(place: Path, row: str) -> None:
+def test_a_forged_reservation_is_set_aside(place: Path, row: str) -> None:
     in_child(lambda: _with(place, lambda store: fill(store, 2)))
     forge(place, f"INSERT INTO reservations VALUES {row}", *([LEAD_OUT] if "?" in row else []))
     (place / "blobs/4d/000000000000004d").mkdir()
     with opened(place, BUDGET) as store:
+        assert [problem.kind for problem in store.check()] == ["stray", "row"]
         fill(store, 20)
         store.repair()
     assert (place.parent / "outside" / "theirs").read_bytes() == b"theirs"
@@ -336,13 +342,24 @@ def test_no_value_of_any_column_reaches_a_caller_as_another_error(quick_path: Pa
     in_child(use_all)
 
 
-@pytest.mark.parametrize("value", ["nothing", -5, 1 << 62])
-def test_a_catalog_that_cannot_tell_what_is_taken_is_made_anew(place: Path, value: object) -> None:
+NEXT_IDS = {value: f"UPDATE meta SET value = {value} WHERE name = 'next_id'" for value in ("'nothing'", "-5", "1 << 62", "NULL")}
+NEXT_IDS["no row"] = "DELETE FROM meta WHERE name = 'next_id'"
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+@pytest.mark.parametrize("value", NEXT_IDS)
+def test_a_catalog_that_cannot_tell_what_is_taken_is_made_anew(place: Path, value: str, is_open: bool) -> None:
     in_child(lambda: _with(place, fill))
-    forge(place, "UPDATE meta SET value = ? WHERE name = 'next_id'", value)
+    if not is_open:
+        forge(place, NEXT_IDS[value])
     with opened(place, BUDGET) as store:
-        store.put("values", "new", bytes(9))
-        assert bytes(store.view("values", "new").view) == bytes(9)  # type: ignore[union-attr]
+        if is_open:
+            store.put("values", "before", bytes(9))
+            forge(place, NEXT_IDS[value])
+        for number in range(100):  # a process takes many ids at once
+            store.put("values", f"new{number}", bytes(9))
+            assert bytes(store.view("values", f"new{number}").view) == bytes(9)  # type: ignore[union-attr]
+        assert store.check() == []
 
 
 def test_an_intent_of_more_than_anybody_writes_is_nobodys(place: Path) -> None:

@@ -14,7 +14,6 @@ from forebay._engine.files.layout import CatalogBroken
 from forebay._model import Entry
 
 T = TypeVar("T")
-Row = TypeVar("Row", bound=tuple[Any, ...])
 
 _COLUMNS = "e.id, s.name, e.key, e.kind, e.size, e.charge, e.slot, e.checksum, e.validator, e.created, e.boot, e.life, e.suffix, e.meta"
 _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
@@ -93,14 +92,14 @@ def _misled(key: str, other: object) -> NoReturn:
     raise CatalogBroken(f"the catalog is damaged: its index leads from {key!r} to {other!r}", damaged=True)
 
 
-def not_in_order(table: str) -> NoReturn:
-    """Raise what a walk through a table in order of a key raises where a row does not lie behind the one before: it may have no end."""
-    raise CatalogBroken(f"the catalog is damaged: the rows of {table} are not in order", damaged=True)
-
-
 def _check_order(table: str, keys: Sequence[Any]) -> None:
+    """Raise `CatalogBroken` unless the keys of rows rise: a walk through such rows may have no end, and miss some."""
     if not all(map(operator.lt, keys, keys[1:])):
-        not_in_order(table)
+        _not_in_order(table)
+
+
+def _not_in_order(table: str) -> NoReturn:
+    raise CatalogBroken(f"the catalog is damaged: the rows of {table} are not in order", damaged=True)
 
 
 def sizes(rows: Rows, space: int, keys: Sequence[str]) -> dict[int, int]:
@@ -193,8 +192,8 @@ def page_of_keys(rows: Rows, space: int, after: str | None, limit: int, *, backw
 
 
 def _page(
-    rows: Rows, columns: str, space: int, after: str | None, limit: int, backwards: bool, sound: Callable[[list[Any]], list[Row]]
-) -> list[Row]:  # fmt: skip
+    rows: Rows, columns: str, space: int, after: str | None, limit: int, backwards: bool, sound: Callable[[list[Any]], list[T]]
+) -> list[T]:  # fmt: skip
     """Empty where no sound row is left: a page of damaged ones is passed by, whatever their keys are."""
     sign, order = ("<", "DESC") if backwards else (">", "ASC")
     sql = f"SELECT {columns} FROM entries e WHERE e.space = ? AND e.state = {LIVE} {{}} ORDER BY e.key {order} LIMIT ?"
@@ -205,17 +204,12 @@ def _page(
     passed: set[Any] = set()
     while page_rows and not (ours := sound(page_rows)):
         if page_rows[-1][0] in passed:
-            not_in_order("entries")
+            _not_in_order("entries")
         passed.add(page_rows[-1][0])
         last = f"coalesce((SELECT key FROM entries WHERE id = ? AND state = {LIVE}), ?)"  # it may have been set aside meanwhile
         twice = [page_rows[-1][0], after] * 2
         page_rows = rows.all(sql.format(f"AND ({last} IS NULL OR e.key {sign} {last})"), space, *twice, limit)
-    if not page_rows:
-        return []
-    at = columns.split(", ").index("e.key")
-    keys = [*([] if after is None else [after]), *(row[at] for row in ours)]
-    _check_order("entries", keys[::-1] if backwards else keys)
-    return ours
+    return ours if page_rows else []
 
 
 def by_ids(rows: Rows, ids: Sequence[int]) -> list[Entry]:
