@@ -471,9 +471,8 @@ def leaves_of(catalog: Path, name: str) -> list[int]:
 
 
 def misplace(catalog: Path, name: str, how: str) -> None:
-    """Write one page of rows in the place of the next one, and if ``how`` is "swapped", that one in its place."""
-    data, leaves = catalog.read_bytes(), leaves_of(catalog, name)
-    one, other = leaves[len(leaves) // 2 - 1 :][:2]
+    """Write the last page of rows but one in the place of the last, and if ``how`` is "swapped", that one in its place."""
+    data, (*_, one, other) = catalog.read_bytes(), leaves_of(catalog, name)
     overwrite(catalog, other * PAGE, data[one * PAGE : (one + 1) * PAGE])
     if how == "swapped":
         overwrite(catalog, one * PAGE, data[other * PAGE : (other + 1) * PAGE])

