@@ -568,7 +568,7 @@ def test_a_root_goes_by_pickle(root: Root) -> None:
 
 
 def test_names_are_parsed_as_they_are_made(root: Root) -> None:
-    id, keyhash = 0x123456789ABCDEF, 2**64 - 1
+    id, keyhash = 0x123456789ABCDEF, 2**62 - 1
     assert parse_blob_name(root.blob(id, ".tar.gz").name) == (id, ".tar.gz")
     assert root.blob(id).parent.name == "ef"
     assert parse_tmp_name(root.tmp(keyhash, id).name) == (keyhash, id, "")
@@ -577,7 +577,13 @@ def test_names_are_parsed_as_they_are_made(root: Root) -> None:
     assert root.leases(id).exists()
 
 
-@pytest.mark.parametrize("name", ["", "x", "0123456789abcdef-", "0123456789ABCDEF", "0123456789abcdef/..", "0123456789abcdef\n"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", "x", "0123456789abcdef-", "0123456789ABCDEF", "0123456789abcdef/..", "0123456789abcdef\n", "4000000000000000",
+        "4000000000000000-0123456789abcdef", "0123456789abcdef-ffffffffffffffff",
+    ],
+)  # fmt: skip
 def test_foreign_names_do_not_parse(name: str) -> None:
     assert parse_blob_name(name) is None
     assert parse_tmp_name(name) is None

@@ -24,7 +24,7 @@ from forebay._model import Buffer, Partial, Span
 from forebay.errors import CacheFault, NoSpace
 from tests.conftest import descriptors
 
-KEY, ID = 2**64 - 5, 0xABC
+KEY, ID = 2**62 - 5, 0xABC
 MIB = 1 << 20
 DATA = random.Random(1).randbytes(19 * MIB + 12_345)  # no whole number of chunks or blocks
 
