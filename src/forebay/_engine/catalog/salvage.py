@@ -2,9 +2,8 @@
 
 Tables are read in order of their ids. Where a page cannot be read, or its rows are not in order, the next id is searched from which on
 rows can be read again. Rows that were not found so are looked for in the pages themselves (see `pages`): they are there where a damaged
-page only led to theirs, or where a page is not in its place. Each row is
-validated, and an entry is kept if its payload, its file or its directory is there as it was stored. Entries keep their ids, after which
-their files are named; the next ids lie above all of them."""
+page only led to theirs, or where a page is not in its place. Each row is validated, and an entry is kept if its payload, its file or its
+directory is there as it was stored. Entries keep their ids, after which their files are named; the next ids lie above all of them."""
 
 from __future__ import annotations
 
