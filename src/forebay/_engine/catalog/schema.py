@@ -118,10 +118,8 @@ def misshapen(shape: Iterable[tuple[Any, ...]]) -> str | None:
     """What is wrong with the tables and indexes that `SHAPE` finds; None: nothing."""
     with contextlib.closing(sqlite3.connect(":memory:")) as own:
         own.executescript(TABLES)
-        changed = {(kind, name) for kind, name, _ in set(shape) ^ set(own.execute(SHAPE))}
-    if not changed:
-        return None
-    return f"its tables and indexes are not those of Forebay: see {', '.join(f'{kind} {name}' for kind, name in sorted(changed))}"
+        changed = {f"{kind} {name}" for kind, name, _ in set(shape) ^ set(own.execute(SHAPE))}
+    return f"its tables and indexes are not those of Forebay: see {', '.join(sorted(changed))}" if changed else None
 
 
 def refuse_newer(path: str | os.PathLike[str], format: object) -> None:
