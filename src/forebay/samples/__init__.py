@@ -60,7 +60,7 @@ class NoPack:
         if not 0 <= operator.index(slot) < self.length:
             raise IndexError(f"sample {slot} is outside 0..{self.length - 1}")
         if self.find_pack is not None:
-            self._turn.attempt(self._open)
+            guarded(self._turn.attempt)(self._open)
         return False
 
     def _open(self) -> NoPack | Pack | None:
