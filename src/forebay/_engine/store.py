@@ -21,6 +21,7 @@ from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_
 from forebay._engine.index.records import EXPIRED
 from forebay._engine.index.settings import Settings as Settings
 from forebay._kernel import host
+from forebay._kernel.interrupts import shielded
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
 
@@ -103,7 +104,8 @@ class Store:
             store._users += 1
             while cls._dropped:
                 try:
-                    cls._dropped.pop().close()
+                    with shielded():  # else an interrupt would leave both open
+                        cls._dropped.pop().close()
                 except (errors.CacheFault, OSError) as error:
                     log.info("a cache that nobody closed: %s", str(error))
             return store

@@ -40,8 +40,9 @@ LATER = 0.001
 """Seconds between two looks whether the finalizer or the fork has ended in which a signal came: Python ignores what these raise."""
 _SIGNALS = tuple(range(1, 32))
 SPECIAL = frozenset((
-    "__aenter__", "__aexit__", "__anext__", "__call__", "__contains__", "__del__", "__delitem__", "__enter__", "__exit__", "__getitem__",
-    "__init__", "__iter__", "__len__", "__next__", "__setitem__"))  # fmt: skip
+    "__aenter__", "__aexit__", "__anext__", "__bool__", "__call__", "__contains__", "__del__", "__delitem__", "__enter__", "__eq__",
+    "__exit__", "__getitem__", "__getstate__", "__init__", "__iter__", "__len__", "__next__", "__reduce__", "__repr__", "__reversed__",
+    "__setitem__", "__setstate__"))  # fmt: skip
 ENDINGS = frozenset(("__exit__", "close"))
 
 _sigaction = ctypes.PyDLL(None).sigaction
@@ -207,7 +208,7 @@ def ignored(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-def _is_of_handler(trace: TracebackType | None) -> bool:
+def is_of_handler(trace: TracebackType | None) -> bool:
     """Whether a handler that is in place raised the exception with this traceback."""
     codes = {_code_of(handler) for handler in map(_signal.getsignal, _SIGNALS) if callable(handler)}
     while trace is not None and trace.tb_frame.f_code not in codes:
@@ -275,7 +276,7 @@ class outside:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._before is not None:
             raised, shields = self._before
-            is_delivered = isinstance(error, Exception) and _is_of_handler(trace)
+            is_delivered = isinstance(error, Exception) and is_of_handler(trace)
             _resume(raised or is_delivered or (kind is not None and not issubclass(kind, Exception)), shields)
             if is_delivered and error is not None:  # else it would be taken for an error of the program's function
                 raise Delivered(error) from None

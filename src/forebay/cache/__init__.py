@@ -605,11 +605,13 @@ def fault_of(cache: Cache) -> str | None:
     return None if cache._store.keeps else cache._store.why
 
 
+@guarded
 def _unpickle(path: str, init_kwargs: dict[str, Any]) -> Cache:
     """Open a cache with these arguments, and leave the limits of its root as they are."""
     return _config.without_limits(Cache, path, **init_kwargs)
 
 
+@guarded
 def _unpickle_lease(init_args: tuple[str, dict[str, Any]], method: str, name: Any, options: dict[str, Any]) -> Lease:
     """Repeat the call that gave a lease, on the same root. The lease outlives the cache that is opened here."""
     with _unpickle(*init_args) as opened:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from forebay import errors
 from forebay._engine.leases import Lease
 from forebay._kernel import interrupts
-from forebay._kernel.interrupts import guarded_methods
+from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay._kernel.threads import DaemonThread
 from forebay.fetch import Fetcher
 from forebay.fetch.background import Background
@@ -90,6 +90,7 @@ class AsyncFetches:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
+        @functools.partial(guarded, always=True)
         def settle() -> None:
             if not future.done():
                 future.set_result(None)
@@ -112,6 +113,7 @@ async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
+    @functools.partial(guarded, always=True)
     def settle(result: T | None, error: BaseException | None) -> None:
         if future.done():
             return

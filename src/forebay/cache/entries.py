@@ -16,7 +16,7 @@ from forebay._engine.null_store import NullStore
 from forebay._engine.seeing import Facts
 from forebay._engine.store import Store
 from forebay._kernel import waits
-from forebay._kernel.interrupts import guarded_methods
+from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay._model import Entry, Report, Victim, is_text
 from forebay.cache.space import VALUES
 from forebay.fetch import Fetcher
@@ -141,6 +141,7 @@ class Entries(_Listing[Entry]):
 
 
 def _paged(page: Callable[[str | None], Sequence[T]], key_of: Callable[[T], str], after: str | None = None) -> Iterator[T]:
+    page = guarded(page)  # between two pages nothing is held
     while rows := page(after):
         yield from rows
         after = key_of(rows[-1])

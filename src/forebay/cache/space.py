@@ -143,12 +143,12 @@ class Space(DictLike):
             return data
         from forebay.cache.aio import in_thread
 
-        @guarded
         async def make() -> memoryview:
             return _copied(await _called(fn))
 
         look, keep = functools.partial(self._look, key), functools.partial(in_thread, self._keep, key)
-        return await _unharmed(get_or_make_async(self._fetcher, self.name, key, look, make, keep, **self._options(timeout)))
+        made = guarded(get_or_make_async)(self._fetcher, self.name, key, look, make, keep, **self._options(timeout))
+        return await _unharmed(made)
 
     def _hit(self, key: str) -> memoryview | None:
         """The bytes of a key that this process remembers; None: `_find` tells. Raises `Closed`."""
@@ -241,6 +241,7 @@ def _drop_lost() -> None:
         gc.collect()  # a task and its coroutine refer to each other
 
 
+@functools.partial(guarded, always=True)
 def _ended(task: Any) -> None:
     _tasks.discard(task)
     if not task.cancelled():

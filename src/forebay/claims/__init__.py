@@ -139,8 +139,12 @@ def opened(registry: Registry, members: Members, world: World) -> Claim:
 def _unpickle(registry: str, identity: tuple[str, str, int], world: World) -> Claim:
     """Return this process's claim if it has it; else join it now."""
     existing = _open.get(identity)
-    if existing is not None:
-        return existing
+    return existing if existing is not None else _join(registry, identity, world)
+
+
+@undone_by(lambda joined: joined.close())
+def _join(registry: str, identity: tuple[str, str, int], world: World) -> Claim:
+    """Join the claim of another process."""
     at = Registry(registry)
     members = at.attach(at.path / identity[0], rank=world.rank)
     if _token(members.record) != identity[1]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, cast
 
 from forebay import _config, errors
 from forebay._kernel import host, locks, mappings, waits
-from forebay._kernel.interrupts import guarded_methods, shielded, undone_by
+from forebay._kernel.interrupts import guarded, guarded_methods, shielded, undone_by
 from forebay._logs import logger
 from forebay.claims import claim_files
 from forebay.claims.claim_files import LOCKS, WORDS
@@ -196,6 +196,7 @@ def array(members: Members, name: str, shape: int | Sequence[int], dtype: Any) -
     return shared_array
 
 
+@guarded
 def scalar(members: Members, name: str, dtype: Any) -> Scalar:
     """Return one shared value; zero at first. Raises ClaimMismatch, ConfigError, NoSpace."""
     kind = _dtype(name, dtype)

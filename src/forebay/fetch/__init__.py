@@ -51,7 +51,7 @@ class Fetcher:
         opened: CacheOptions = NO_OPTIONS, init_kwargs: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """``opened``: the resolved options of the root. ``init_kwargs``: the arguments of `Cache`, without the limits of the root."""
-        self.store, self.upstream = store, upstream
+        self.store, self.upstream, self.closed = store, upstream, False
         self._opened, self._init_kwargs = opened, init_kwargs or {}
         self._root = Path() if opened.root is None else opened.path.absolute()
         age = float(_config.DEFAULT_MAX_AGE if opened.max_age is None else opened.max_age)
@@ -59,7 +59,6 @@ class Fetcher:
         # While ``store`` is a `NullStore` that a later call may replace: the root was full, or its catalog busy.
         self.reopening = waits.Turn() if opened.root is not None and opened.enabled and not store.keeps else None
         self.warned = set() if opened.enabled else {"NoSpace"}  # the kinds of problem that were logged, or that the user caused
-        self.closed = False
         self.unset_spaces: dict[str, dict[str, Any]] = {}  # spaces that fronts requested before there was a store
         self._options, self.realm = options, remote.Realm(options)
         self._naming, self._above = UrlNaming(_NO_ROOT, self.realm), 0  # the id of the upstream root
@@ -79,11 +78,17 @@ class Fetcher:
             del init_kwargs[name]
         with waits.time_limit(opened.timeout):
             store = opened.open_or_pass()
-        above = None if opened.upstream is None else CacheOptions(opened.upstream, shared=True, read_only=True)
-        upstream = None if above is None else Upstream(above)
-        return cls(store, opened.remote_options, upstream, opened=opened, init_kwargs=init_kwargs)
+        fetcher = cls(store, opened.remote_options, opened=opened, init_kwargs=init_kwargs)
+        try:
+            if opened.upstream is not None:
+                fetcher.upstream = Upstream(CacheOptions(opened.upstream, shared=True, read_only=True))
+        except BaseException:
+            fetcher.close()
+            raise
+        return fetcher
 
     @classmethod
+    @interrupts.guarded
     def reopen(cls, root: str, init_kwargs: dict[str, Any]) -> Fetcher:
         """The fetcher that these `init_args` open. It sets no limits of the root, and ignores those in the environment of this process."""
         return _config.without_limits(cls.for_root, CacheOptions(root, **init_kwargs))
@@ -144,13 +149,18 @@ class Fetcher:
         """The store; if it could not be used when it was opened, it is opened as soon as it can be. Raises `Closed`."""
         if self.closed:  # not by `check_open`: each hit of a value comes here
             raise errors.Closed.of("cache")
+        if self.reopening is not None or (self.unset_spaces and self.store.keeps):
+            self._catch_up()
+        return self.store
+
+    @interrupts.guarded
+    def _catch_up(self) -> None:
+        """Open the store again, and the spaces that were requested meanwhile."""
         reopening = self.reopening
         if reopening is not None and (opened := reopening.attempt(self._opened.open_again)) is not None:
             self.store, self.reopening = opened, None
-        store = self.store
-        if self.unset_spaces and store.keeps:
-            self._open_noted(store)
-        return store
+        if self.unset_spaces and self.store.keeps:
+            self._open_noted(self.store)
 
     def _open_noted(self, store: Store) -> None:
         """Create the spaces that were requested before there was a store. The call that does this must not fail because of them."""

@@ -63,6 +63,9 @@ class CacheOptions(NamedTuple):
         given, _ = _config.given_settings()
         if self.root is not None and not os.fspath(self.root):
             raise errors.ConfigError("root must not be empty (use '.' for the current directory)", name="root", value="")
+        for name, path in (("root", self.root), ("upstream", self.upstream)):
+            if path is not None and not _is_path(path):
+                raise errors.ConfigError(f"{name}={path!r} cannot be the path of a directory", name=name, value=repr(path))
         if self.max_entries is not None and self.max_entries < 0:
             message = f"max_entries={self.max_entries}: it must not be negative"
             raise errors.ConfigError(message, name="max_entries", value=self.max_entries)
@@ -113,13 +116,21 @@ class CacheOptions(NamedTuple):
             first,
         )
         store = Store.open(self.path, settings, shared=bool(self.shared), read_only=self.read_only)
+        try:
+            self._warn_of(store, settings, total)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def _warn_of(self, store: Store, settings: Settings, total: int | None) -> None:
+        """Log if a budget is larger than the disk, or that of the environment is not used."""
         if total is not None and settings.budget is not None and NO_LIMIT > settings.budget > total:
             _config.warn_once(_config.budget_beyond_disk(store.root.path, settings.budget, total))
         if self.first_budget is not None and not self.read_only:
             there = store.spaces.root_limits()["budget"]
-            if there is not None and there != first:
+            if there is not None and there != settings.first_budget:
                 _config.warn_once(_config.unused_budget(self.first_budget, store.root.path, there))
-        return store
 
     def open_or_pass(self) -> Store | NullStore:
         """The store; a `NullStore` if the cache is disabled, or if its root cannot be used for now. Raises for a root that can never be
@@ -147,6 +158,14 @@ class CacheOptions(NamedTuple):
 
 
 NO_OPTIONS = CacheOptions()
+
+
+def _is_path(path: str | os.PathLike[str]) -> bool:
+    """Whether there can be a file of this name."""
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
 
 
 def others_can_write(store: Store) -> bool:

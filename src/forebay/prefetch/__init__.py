@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from forebay import _config, codecs, errors
 from forebay._engine.leases import Lease
 from forebay._kernel import waits
-from forebay._kernel.interrupts import guarded_methods, items_of_program, of_program
+from forebay._kernel.interrupts import guarded, guarded_methods, items_of_program, of_program
 from forebay._logs import logger
 from forebay._model import Buffer, Item_co
 from forebay.fetch import Fetcher
@@ -306,6 +306,7 @@ class Prefetcher(Pool[Item_co]):
 # -- making ------------------------------------------------------------------------------------------------------------
 
 
+@guarded
 def open_prefetcher(fetcher: Fetcher, source: Any, *, decode: Any = None, **options: Any) -> Prefetcher[Any] | PassThrough[Any]:
     """See `Cache.prefetcher`. ``budget`` in bytes."""
     if options["store"] not in STORES:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 AHEAD = 64
 
 
-@guarded_methods("get", "done", "source")
+@guarded_methods("get", "done", "source", "__eq__")
 class Lazy(Generic[Item_co]):
     """An item that is loaded or loading: ``Lazy[bytes]``, or of the type that ``decode`` returns. Returned by `Prefetcher.get_lazy`. Its
     ``key`` is its key in the source.
@@ -85,7 +85,7 @@ class Lazy(Generic[Item_co]):
         return operator.methodcaller("get_lazy", self.key), (self._pool,)
 
 
-@guarded_methods("done", "source")
+@guarded_methods("done", "source", "__eq__")
 class Spilled(Lazy[Item_co]):
     """An object that `Prefetcher.put` spilled to disk. Equal only to itself; its pickle contains the object."""
 

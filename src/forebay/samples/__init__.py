@@ -60,7 +60,7 @@ class NoPack:
         if not 0 <= operator.index(slot) < self.length:
             raise IndexError(f"sample {slot} is outside 0..{self.length - 1}")
         if self.find_pack is not None:
-            self._turn.attempt(self._open)
+            guarded(self._turn.attempt)(self._open)
         return False
 
     def _open(self) -> NoPack | Pack | None:
@@ -254,6 +254,7 @@ class Samples(Generic[Item]):
                 return None
             raise  # the error of the codec itself
 
+    @guarded
     def _private(self, i: int, data: memoryview) -> memoryview:
         try:
             return self._pack.private(i)
@@ -448,6 +449,7 @@ def _checked(values: Sequence[Item], count: int) -> Sequence[Item]:
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
+@guarded
 def open_samples(
     fetcher: Fetcher, name: str | None, length: int | None, *, codec: Any, fingerprint: str | bytes | None, quota: int | None = None,
     copy: bool = False,
@@ -484,6 +486,7 @@ def open_samples(
     return samples
 
 
+@guarded
 def _unpickle(fetcher: Fetcher, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples[Any]:
     """Unpickle a handle from another process: of the same array, whatever its name is now."""
 

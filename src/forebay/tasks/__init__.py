@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from forebay import errors
-from forebay._kernel.interrupts import guarded_methods
+from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay._logs import logger
 from forebay.codecs import Codec, default_codec
 from forebay.codecs import codec as codec_of
@@ -219,6 +219,7 @@ _unpickled: dict[tuple[str, str, str], Values] = {}
 """What this process has open, by root, space and codec. What was unpickled stays open: the next pickle of it finds the same object."""
 
 
+@guarded
 def _unpickle(root: str, init_kwargs: dict[str, Any], name: str, codec: Codec, bypass: Bypass, copy: bool) -> Tasks:
     """A handle from another process. It uses what is open here already, if that is the same."""
     key = root, name, codec.name

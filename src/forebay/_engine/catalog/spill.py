@@ -8,7 +8,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from forebay._engine.catalog.transactions import translated
+from forebay._kernel.interrupts import guarded
 
+ROWS = 256
+"""Rows that are read at once."""
 _CACHE = "-8000"  # KiB
 
 
@@ -30,9 +33,18 @@ class Spill:
     def sorted(self, *, backwards: bool = False) -> Iterator[tuple[Any, ...]]:
         """All rows in order of their numbers; equal numbers in order of insertion. The file is removed at the end."""
         try:
-            with translated():
-                ordered = self._con.execute(f"SELECT data FROM rows ORDER BY number {'DESC' if backwards else 'ASC'}, rowid")
-                for (data,) in ordered:
-                    yield marshal.loads(data)
+            ordered = self._ordered("DESC" if backwards else "ASC")
+            while rows := self._page(ordered):
+                yield from rows
         finally:
             self._con.close()
+
+    @guarded
+    def _ordered(self, order: str) -> sqlite3.Cursor:
+        with translated():
+            return self._con.execute(f"SELECT data FROM rows ORDER BY number {order}, rowid")
+
+    @guarded
+    def _page(self, ordered: sqlite3.Cursor) -> list[tuple[Any, ...]]:
+        with translated():
+            return [marshal.loads(data) for (data,) in ordered.fetchmany(ROWS)]

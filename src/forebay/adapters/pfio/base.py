@@ -25,7 +25,7 @@ from forebay import errors
 from forebay._engine.files.layout import FULL
 from forebay._engine.packs.pack import Pack
 from forebay._kernel import host
-from forebay._kernel.interrupts import finalizer, guarded_methods
+from forebay._kernel.interrupts import finalizer, guarded_methods, is_of_handler
 from forebay._kernel.locks import LockFile
 from forebay._logs import logger
 from forebay.adapters.pfio.file import RECORD, PfioFile, write_array
@@ -135,6 +135,8 @@ class Stored(Shared):
         except errors.Closed:  # by another thread, meanwhile
             return None
         except OSError as error:  # a cache that cannot be read is empty
+            if is_of_handler(error.__traceback__):
+                raise
             self._warn_once(error)
             return None
         if data is None:

@@ -28,6 +28,7 @@ class PfioFile:
     ``length``: the least number of slots; None: all that it has, as the offset of the data shows, which follow the index. Raises OSError
     if it cannot be read, `Damaged` if it is no such file, `ConfigError` if it has fewer slots."""
 
+    @guarded
     def __init__(self, path: str | os.PathLike[str], length: int | None = None) -> None:
         self.path = os.path.abspath(path)
         with open(self.path, "rb") as file:

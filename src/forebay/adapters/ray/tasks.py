@@ -202,6 +202,7 @@ def _compare(namespace: str, requested: CacheLocation, running: CacheLocation) -
         log.warning("a cache runs already (%s), on another node (%s)", namespace, running.node[:8])
 
 
+@guarded
 def _unpickle(namespace: str, context: Context | None) -> RayTasks:
     if context is not None:
         session_of(namespace).adopt(context)

@@ -23,7 +23,7 @@ import numpy as np
 
 from forebay import errors
 from forebay._kernel import host, interrupts, locks, mappings
-from forebay._kernel.interrupts import guarded_methods
+from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay.claims import members
 
 T = TypeVar("T")
@@ -123,6 +123,7 @@ def _size_of(fd: int, name: str) -> int:
     return size
 
 
+@guarded
 def unpickle(before: Callable[[], None] | None, make: Callable[..., T], *args: Any) -> T:
     """What ``make`` returns; calls `on_unpickle` of the pickling process before."""
     if before is not None:
