@@ -177,7 +177,7 @@ def interrupted(place: Place, make: Callable[[Place], Callable[[], Any]], moment
     """Make a call again and again, with a signal at another moment each time."""
     for _ in range(3):  # what is opened once
         moments.run(make(place))
-    held, at, raised = {*held_locks()}, 1, 0
+    held, at, raised, others = {*held_locks()}, 1, 0, {*forebay.claims._open.values()}
     while True:
         if parts.takes(at, stride):
             call = make(place)
@@ -186,10 +186,9 @@ def interrupted(place: Place, make: Callable[[Place], Callable[[], Any]], moment
                 break
             where = f"a signal at moment {at}: {moments.where}"
             gc.collect()
-            for claim in [*forebay.claims._open.values()]:  # one that was interrupted before it was closed stays open
-                if claim is not place.claim:
-                    assert claim is place.claimed, where
-                    claim.close()
+            for claim in {*forebay.claims._open.values()} - others:  # one that was interrupted before it was closed stays open
+                assert claim is place.claimed, where
+                claim.close()
             assert not interrupts._saved, where
             assert signal.getsignal(signal.SIGUSR1) is interrupt, where
             assert place.cache.put("after", where.encode()), where

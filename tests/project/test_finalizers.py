@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -38,10 +39,18 @@ def is_finalizer(function: ast.FunctionDef) -> bool:
     return function.name == "__del__" or (function.name == "_gone" and "mark" in {argument.arg for argument in function.args.args})
 
 
+@functools.cache
+def shared_finalizers() -> set[str]:
+    """Functions that are the finalizers of several classes: they guard themselves, and find nothing in their module."""
+    functions = [node for path in MODULES.values() for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return {one.name for one in functions if one.args.defaults and guards_itself(one) and not uses_globals(one)}
+
+
 def breaches(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "__del__" for target in node.targets):
+        is_named = isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "__del__" for target in node.targets)
+        if is_named and ast.unparse(node.value) not in shared_finalizers():
             found.append(f"{node.lineno}: __del__ is another method, with what that uses")
         if (
             isinstance(node, ast.FunctionDef)

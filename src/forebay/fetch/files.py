@@ -40,8 +40,7 @@ def close_dropped(file: Any, is_finalizing: Any = sys.is_finalizing, end: Any = 
 class BufferedFile(io.BufferedReader):
     """Over one of our files, which it closes."""
 
-    def __del__(self, end: Any = close_dropped) -> None:
-        end(self)
+    __del__ = close_dropped
 
 
 @guarded_methods("__del__")
@@ -57,8 +56,7 @@ class LeasedFile(io.FileIO):
         if not is_finalizing():  # at exit the kernel releases the lease, whatever is left of the interpreter
             self._lease.close()
 
-    def __del__(self, end: Any = close_dropped) -> None:
-        end(self)
+    __del__ = close_dropped
 
     def _dealloc_warn(self, source: object) -> None:
         """Nothing: as a lease, the file may be dropped instead. pyarrow never closes one that it has asked for its schema."""
@@ -80,9 +78,7 @@ class SeekableFile(io.IOBase):
 
     size: int
     _at = 0
-
-    def __del__(self, end: Any = close_dropped) -> None:
-        end(self)
+    __del__ = close_dropped
 
     def readable(self) -> bool:
         return True

@@ -65,8 +65,7 @@ class WrittenFile(io.BufferedIOBase):
     def __init__(self, file: Any, on_written: Callable[[], None]) -> None:
         self._file, self._on_written = file, on_written
 
-    def __del__(self, end: Any = close_dropped) -> None:
-        end(self)
+    __del__ = close_dropped
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
