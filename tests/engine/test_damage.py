@@ -634,6 +634,17 @@ def test_pages_of_rows_that_are_not_in_order(rich: Path, how: str, shared: str) 
     assert_settled(rich, BUDGET)
 
 
+def test_no_file_is_removed_whose_row_is_not_found(rich: Path) -> None:
+    misplace(rich / "catalog.sqlite", "entries", "swapped")
+
+    def work() -> None:
+        with forebay.Cache(rich) as cache:
+            cache.prune().execute()
+            assert what_is_there(cache) == ALL
+
+    in_child(work)
+
+
 def test_a_listing_ends_where_an_index_leads_back(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To rows that make no sense, and have keys before those that the index has."""
     monkeypatch.setattr(seeing, "ENTRIES_PER_PAGE", 10)

@@ -521,6 +521,8 @@ class Store:
         before = check.count_strays(self.root, parts.catalog, self.engine.index)
         if not before.files:
             return Strays()
+        if (problem := parts.catalog.problem()) is not None:  # it may have rows for them that are not found
+            raise CatalogBroken(f"the catalog is damaged: {problem}", damaged=True)
         with faults("files that no entry names"):
             check.remove_strays(self.root, parts.catalog, self.engine.index, parts.writers.eviction, parts.writers.keys)
             making.remove_set_aside(self.root)
