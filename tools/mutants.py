@@ -288,7 +288,7 @@ MUTANTS = (
         "engine/test_faults.py::test_two_processes_go_on_after_harm[catalog.sqlite-scribble]",
     ),
     Mutant(
-        6, "a handle that bypasses the cache never tries again", "fetch:Fetcher.current",
+        6, "a handle that bypasses the cache never tries again", "fetch:Fetcher._catch_up",
         "reopening.attempt(self._opened.open_again)", "None",
         "scenarios/test_reopening.py::test_every_front_uses_the_cache_once_it_can_be_used",
     ),

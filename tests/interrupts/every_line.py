@@ -47,9 +47,10 @@ class Moments:
         try:
             sys.settrace(self._trace)
             try:
-                call()
+                result = call()
             finally:
                 sys.settrace(None)
+            del result
             while self.where and interrupt.ran == ran:  # one that came during a finalizer is sent again
                 time.sleep(0.001)
         except Interrupt:

@@ -90,9 +90,10 @@ def _directory(place: Place) -> Any:
     return lambda: place.cache.directory(folder, filesystem=place.files).close()
 
 
-def _read_blocks(place: Place, url: str) -> None:
+def _read_blocks(place: Place, url: str) -> Any:
     with place.cache.open(url, block_size="64KiB") as file:
         file.read()
+    return file  # it is dropped later: what a handler raises as a finalizer begins is lost (see Limits)
 
 
 def _claimed(place: Place, name: str) -> None:
