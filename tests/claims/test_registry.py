@@ -886,3 +886,11 @@ def test_a_conflict_is_felt_by_marks_alone(node: Registry, children: ProcessGrou
     with pytest.raises(errors.ClaimConflict):
         claim("/theirs/deep")
     assert read != []
+
+
+def test_who_waits_for_the_first_rank_outlives_the_registry(node: Registry, registry: Path) -> None:
+    """The directory is deleted while it waits, and made anew by the first rank."""
+    request = ClaimRequest(JobId("job", "job", "job="), "0", ())
+    shutil.rmtree(registry)
+    with pytest.raises(errors.WaitTimeout, match=r"claims of this job here: none"):
+        node.join(request, timeout=0.2)

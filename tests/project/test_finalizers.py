@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -164,4 +165,41 @@ def test_a_late_reference_in_a_child_prints_nothing(holder: str, way: str, tmp_p
     program.write_text(PROGRAM.format(holder=holder))
     words = [server.put("/x.bin", bytes(300_000)), str(tmp_path / "root"), way]
     done = subprocess.run([sys.executable, str(program), *words], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+HELD = """
+import builtins, sys, threading
+import forebay
+
+cache = forebay.Cache(sys.argv[1], budget="64MiB", min_free=0)
+cache.put("k", b"v")
+claim = forebay.claim([], world=forebay.World(1, 1, 1, 0), job="held at exit")
+held = threading.Event()
+
+
+class Kept:
+    def __del__(self):
+        cache.close()
+        claim.close()
+
+
+def hold():
+    with cache._store.engine.parts.catalog.writer(), cache._store.engine.parts.catalog._mutex:
+        held.set()
+        threading.Event().wait()
+
+
+builtins.kept = Kept()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+"""
+
+
+def test_what_is_closed_at_the_end_waits_for_no_thread(tmp_path: Path) -> None:
+    """Once the interpreter ends, no other thread runs, and none lets go of what it holds."""
+    words = [sys.executable, "-c", HELD, str(tmp_path / "root")]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "FOREBAY_CLAIMS": str(tmp_path)}
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import pickle
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -283,3 +285,26 @@ def test_what_makes_no_sense_by_now_is_told_once(tmp_path: Path, disk: Disk, cap
                 assert pool.get_lazy("a").get() == b"item"
         for words in ("nothing is found in this array", "the prefetcher goes on without the cache"):
             assert len([1 for record in caplog.records if words in record.message]) == 1
+
+
+@pytest.mark.parametrize("way", ["local", "alocal"])
+@pytest.mark.parametrize("how", ["deleted", "moved"])
+def test_an_object_is_fetched_into_the_root_that_takes_the_place(tmp_path: Path, server: ScriptedServer, how: str, way: str) -> None:
+    """The root is gone while it is fetched: a lease has no bytes past the cache to fall back to."""
+    root, lost, body = tmp_path / "root", list[bool](), BODY * 30
+
+    def lose(*_: object) -> None:
+        if not lost:
+            lost.append(True)
+            root.rename(tmp_path / "moved") if how == "moved" else shutil.rmtree(root)
+
+    url = server.put("/large.bin", body)
+    with forebay.Cache(root, budget="64MiB") as cache:
+
+        async def leased() -> forebay.Lease:
+            return await cache.alocal(url, on_progress=lose)
+
+        with cache.local(url, on_progress=lose) if way == "local" else asyncio.run(leased()) as lease:
+            assert lost
+            assert Path(lease).read_bytes() == body
+        assert cache.check() == []

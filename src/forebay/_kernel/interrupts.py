@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable,
 from itertools import compress
 from threading import get_ident
 from types import CodeType, FrameType, FunctionType, TracebackType
-from typing import Any, BinaryIO, ParamSpec, TypeVar
+from typing import Any, BinaryIO, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -335,7 +335,9 @@ def after_fork_child() -> None:
 def guarded(function: Callable[P, R], *, always: bool = False) -> Callable[P, R]:
     """Have signals wait while ``function`` runs, unless a guarded call runs already. Of a function that returns a generator or a coroutine,
     each step is guarded. What a call returns is dropped if a handler raises at the end of the call: see `undone_by`. ``always``: it runs
-    even if a handler raises at the beginning, since it ends something."""
+    even if a handler raises at the beginning, since it ends something; not while the interpreter ends, when other threads stand still with
+    what they hold, and the kernel ends all."""
+    is_finalizing = sys.is_finalizing
     flags = function.__code__.co_flags if isinstance(function, FunctionType) else 0
     if flags & _GENERATOR:
 
@@ -354,6 +356,8 @@ def guarded(function: Callable[P, R], *, always: bool = False) -> Callable[P, R]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if always and is_finalizing():
+            return cast(R, None)
         if _inside or get_ident() != _main:
             return function(*args, **kwargs)
         try:

@@ -19,7 +19,7 @@ from forebay._kernel.threads import DaemonThread
 from forebay.fetch import Fetcher
 from forebay.fetch.background import Background
 from forebay.fetch.files import opened, stream
-from forebay.fetch.job import Job
+from forebay.fetch.job import REOPENED, Job
 from forebay.fetch.request import URLS, FetchOptions, Target
 
 T = TypeVar("T")
@@ -69,8 +69,12 @@ class AsyncFetches:
             found = None if entry is None else await in_thread(job.look) if entry.size > LARGE else job.look()
             if found is not None:
                 return job
+        has_failed = False
         while True:
             await self._fetched(job)
+            if leased and not has_failed and isinstance(job.error, REOPENED):
+                has_failed, job = True, Job(self._fetcher, target, options, leased=True)
+                continue
             if not job.is_busy:
                 break
             left = None if until is None else max(until - time.monotonic(), 0.0)

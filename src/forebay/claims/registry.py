@@ -434,7 +434,7 @@ class Registry:
 
     def _find(self, request: ClaimRequest, *, led: bool) -> Members | None:
         """Join the claim of that job and key, if there is one. ``led``: only while its leader has it."""
-        for name, prefix, tag in parse(os.listdir(self.path)):
+        for name, prefix, tag in parse(self._names()):
             state = read_state(self.path, name, prefix, tag) if tag == request.tag else None
             if state is None or state.record is None or not state.live or state.uid != os.geteuid() or (led and state.is_ending()):
                 continue  # another user's: everybody can compute the tag of a job, and give it to a claim of his own
@@ -447,9 +447,16 @@ class Registry:
             members.leave()
         return None
 
+    def _names(self) -> list[str]:
+        """What is in the directory; nothing if it was deleted: whoever creates a claim makes it anew."""
+        try:
+            return os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+
     def _refusal(self, request: ClaimRequest) -> Exception | None:
         """Return why the first rank created no claim, as long as it lives."""
-        for name in os.listdir(self.path):
+        for name in self._names():
             if not name.startswith(REFUSED + request.tag):
                 continue
             fd = claim_files.open_read(f"{self.path}/{name}/{CLAIM}")
@@ -477,12 +484,12 @@ class Registry:
 
     def states(self) -> list[ClaimState]:
         """Return all claims of the node, live and dead, by their number; of unreadable ones what is known."""
-        states = [read_state(self.path, *found) for found in parse(os.listdir(self.path))]
+        states = [read_state(self.path, *found) for found in parse(self._names())]
         return sorted((state for state in states if state is not None), key=lambda state: (state.prefix, state.tag))
 
     def prefixes(self) -> set[int]:
         """Return the numbers of all claims, dead ones too."""
-        return {prefix for _, prefix, _ in parse(os.listdir(self.path))}
+        return {prefix for _, prefix, _ in parse(self._names())}
 
     def prune(self, timeout: float | None = _TIMEOUT) -> list[ClaimState]:
         """Free this user's dead claims now, as the user's next claim would, and return them."""

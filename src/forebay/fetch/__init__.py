@@ -276,10 +276,14 @@ class Fetcher:
     def lease(self, target: Target, options: FetchOptions) -> Lease:
         """A lease on the cached copy, fetched if it is missing or not fresh; a local file is its own copy. Raises `CacheFault` where it
         cannot be stored."""
-        from forebay.fetch.job import Job
+        from forebay.fetch.job import REOPENED, Job
 
         job = Job(self, target, options, leased=True)
-        job.run()
+        try:
+            job.run()
+        except REOPENED:
+            job = Job(self, target, options, leased=True)
+            job.run()
         assert job.lease is not None, "a job that raises nothing has its result"
         return job.lease
 

@@ -10,6 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forebay import _model, errors
+from forebay._engine.files.layout import CatalogBroken
+from forebay._engine.index.head import SharedBroken
 from forebay._engine.leases import Lease, in_place
 from forebay._kernel import waits
 from forebay._model import Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, Started, can_clone
@@ -29,6 +31,8 @@ SMALL = 256 << 10
 AT_ONCE = 16 * SMALL
 """Bytes up to which an object is collected in memory if only its file is wanted, and nobody could resume it: it then needs no reservation,
 no map of its chunks, and no second name."""
+REOPENED = CatalogBroken, SharedBroken
+"""What work raises that runs once only: the root was deleted or replaced meanwhile, and is open again."""
 NO_ENTRY = 0, 0
 """The stamp that a job has seen where there was no entry."""
 

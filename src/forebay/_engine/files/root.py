@@ -135,7 +135,7 @@ def _open_read_only(directory: Path, shared: bool, id_in_catalog: Callable[[Path
     root = Root(directory, id, shared=_is_a_groups(directory.stat()), read_only=True)
     _check_trust(root, shared)
     if not is_lost and not root.is_same():
-        _refuse(directory, f"a root of format {VERSION}", "an older one", "open it for writing once")
+        _refuse(directory, f"a root of format {VERSION}", "an older one", "open it for writing once, as `forebay verify --repair` does")
     return root
 
 
