@@ -440,7 +440,7 @@ MUTANTS = (
     Mutant(
         10, "what one token got is served for another", "remote:Realm.__call__",
         "any(parts)", "False",
-        "security/test_keys.py::test_what_one_token_got_is_not_served_for_another[read]",
+        "security/test_keys.py::test_what_one_token_got_is_not_served_for_another[of-read]",
     ),
     Mutant(
         10, "a listing may name a file outside its directory", "directories.manifests:check_names",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +49,15 @@ def edit(mutants: Any) -> Callable[..., str]:
 
 def test_every_mutant_fits_the_code(mutants: Any) -> None:
     assert mutants.misfits() == []
+
+
+@pytest.mark.rotates
+def test_the_test_of_every_mutant_is_there(mutants: Any) -> None:
+    """With its parameters, of which the code of the test does not tell."""
+    tests = sorted({f"tests/{mutant.test}" for mutant in mutants.MUTANTS})
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--part", "all", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def test_the_page_lists_the_mutants(mutants: Any) -> None:
