@@ -65,7 +65,7 @@ def test_what_is_written_to_all_the_time_is_not_called_damaged(
     with forebay.Cache(tmp_path / "root", budget="200MB") as cache:
         cache.put("k", b"v")
         look = Catalog._try_all
-        monkeypatch.setattr(Catalog, "_try_all", lambda self, sql, values: None if "quick_check" in sql else look(self, sql, values))
+        monkeypatch.setattr(Catalog, "_try_all", lambda self, sql, values: None if "integrity_check" in sql else look(self, sql, values))
         code = main.run(["-C", str(tmp_path / "root"), "verify"])
         said = capsys.readouterr()
         assert (code, "faster than the catalog can be read" in said.err, "--repair" in said.err) == (FAILED, True, False)

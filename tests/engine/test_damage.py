@@ -1064,6 +1064,15 @@ def test_a_check_sees_a_table_or_an_index_that_is_not_ours(place: Path, sql: str
         assert cache.get("k1") == b"another"
 
 
+def test_a_check_sees_that_an_index_lacks_a_row(place: Path) -> None:
+    """As if an older copy of the catalog had been put beside a newer log: each page is sound."""
+    behind_the_index(place / "catalog.sqlite", "UPDATE entries SET key = 'another' WHERE key = 'k7'")
+    with forebay.Cache(place) as cache:
+        assert [problem.kind for problem in cache.check()] == ["catalog"]
+        cache.repair()
+        assert cache.check(deep=True) == []
+
+
 def test_a_read_only_root_without_a_catalog_gets_none(place: Path) -> None:
     (place / "catalog.sqlite").unlink()
     with forebay.Cache(place, read_only=True) as cache:
