@@ -429,8 +429,13 @@ MUTANTS = (
     # 10. Nobody else's bytes
     Mutant(
         10, "a symbolic link is followed", "_kernel.below:Below._open",
-        "_open_at_once(os.fspath(path), flags)", "os.open(path, flags & ~os.O_NOFOLLOW)",
+        "_open_at_once(self.top, names, flags, mode)", "os.open(path, flags & ~os.O_NOFOLLOW)",
         "engine/test_faults.py::test_s03_a_damaged_blob_is_never_served[a link elsewhere]",
+    ),
+    Mutant(
+        10, "a file goes to whichever root has the path", "_kernel.below:_Walk._from_top",
+        "(there.st_dev, there.st_ino) != kept[:2]", "False",
+        "engine/test_lost_meanwhile.py::test_no_file_goes_to_a_root_that_has_the_place_for_a_moment[a file]",
     ),
     Mutant(
         10, "a foreign rollback journal is applied", "_engine.catalog.connection:Catalog._connected_to_write",

@@ -700,6 +700,23 @@ def test_where_the_first_page_is_garbage_all_others_are_read(rich: Path, how: st
     assert_settled(rich, BUDGET)
 
 
+def test_garbage_below_the_pages_that_sqlite_remembers_is_found_by_the_next_write(rich: Path) -> None:
+    """It does not read its first page again while no other process writes."""
+
+    def work() -> None:
+        with forebay.Cache(rich) as cache:
+            assert cache.put("k0", b"\0")
+            cache._store.engine.parts.catalog._bound_log()
+            assert cache.put("k0", b"\0")
+            overwrite(rich / "catalog.sqlite", 0, os.urandom(2 * PAGE))
+            assert cache.put("k0", b"\0")
+            assert cache.check(deep=True) == []
+            assert what_is_there(cache) == ALL
+
+    in_child(work)
+    assert_settled(rich, BUDGET)
+
+
 @pytest.mark.parametrize("kind", ["rows of entries", "values"])
 def test_one_warning_says_how_many_entries_were_kept_and_lost(rich: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     catalog = rich / "catalog.sqlite"

@@ -252,7 +252,7 @@ def test_s13_a_full_tmpfs(tmpfs: Callable[[str], Path], size: int) -> None:
         with opened(place, 1 << 30) as store:
             store.put("v", "first", BLOB)
             hog = place.parent / "hog"
-            with open(hog, "wb") as file, contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), open(hog, "wb") as file:
                 while True:
                     file.write(bytes(64 * KiB))
             put_many(store, 200, size)

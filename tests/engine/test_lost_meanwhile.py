@@ -244,10 +244,18 @@ def test_an_epoch_begins_in_the_catalog_that_it_was_prepared_for(store: Store, m
     assert bytes_of(store, "before") is None
 
 
+def exchange(store: Store) -> None:
+    """Let the root and the one at "spare" change places."""
+    place, spare, aside = (store.root.path.with_name(name) for name in (store.root.path.name, "spare", "aside"))
+    place.rename(aside)
+    spare.rename(place)
+    aside.rename(spare)
+
+
 @pytest.mark.parametrize("door", ["a file", "a large file", "several", "collected"])
 def test_no_file_stays_in_a_root_that_takes_the_place(store: Store, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """T1 is about to put a file into a root / another root takes its place / T1 puts the file there, and commits nothing."""
-    place, spare = store.root.path, store.root.path.with_name("spare")
+    spare = store.root.path.with_name("spare")
     with opened(spare, 32 * MiB) as other:
         other.put("v", "k", SMALL)
     create, rename, swapped = Below.create, Below.rename, list[bool]()
@@ -255,9 +263,7 @@ def test_no_file_stays_in_a_root_that_takes_the_place(store: Store, door: str, m
     def swap_before(path: Any) -> None:
         if not swapped and "/blobs/" in os.fspath(path):
             swapped.append(True)
-            place.rename(place.with_name("aside"))
-            spare.rename(place)
-            place.with_name("aside").rename(spare)
+            exchange(store)
 
     monkeypatch.setattr(Below, "create", lambda self, path, *how, **more: (swap_before(path), create(self, path, *how, **more))[1])
     monkeypatch.setattr(Below, "rename", lambda self, old, new: (swap_before(new), rename(self, old, new))[1])
@@ -273,7 +279,7 @@ def test_no_file_stays_in_a_root_that_takes_the_place(store: Store, door: str, m
 @pytest.mark.parametrize("at", ["the eviction", "what a killed process left of one"])
 def test_no_file_stays_in_a_root_that_is_moved_while_it_goes(store: Store, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """T1 commits that an entry goes / another root takes the place / T1 removes the file, finds none, and must not forget it."""
-    place, spare, aside = (store.root.path.with_name(name) for name in (store.root.path.name, "spare", "aside"))
+    spare = store.root.path.with_name("spare")
     with opened(spare, 32 * MiB) as other:
         other.put("v", "k", SMALL)
     store.put("v", "going", FILE)
@@ -283,9 +289,7 @@ def test_no_file_stays_in_a_root_that_is_moved_while_it_goes(store: Store, at: s
     def swap_before(*arguments: Any) -> Any:
         if not swapped:
             swapped.append(True)
-            place.rename(aside)
-            spare.rename(place)
-            aside.rename(spare)
+            exchange(store)
         return remove(*arguments)
 
     entry = store.entry("v", "going")
@@ -307,6 +311,61 @@ def test_no_file_stays_in_a_root_that_is_moved_while_it_goes(store: Store, at: s
     with opened(spare) as other:
         other.put("v", "next", SMALL)
         assert other.entry("v", "going") is None
+        assert other.check() == []
+
+
+def exchange_around(store: Store, first: tuple[object, str], second: tuple[object, str], patch: pytest.MonkeyPatch) -> list[str]:
+    """Let the roots change places before one function is called, and again before another one is. Returns which have been."""
+    done = list[str]()
+
+    def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def exchanging(*arguments: Any, **more: Any) -> Any:
+            if name not in done and (name == first[1] or first[1] in done):
+                done.append(name)
+                exchange(store)
+            return call(*arguments, **more)
+
+        return exchanging
+
+    for owner, name in (first, second):
+        patch.setattr(owner, name, wrapped(name, getattr(owner, name)))
+    return done
+
+
+@pytest.mark.parametrize("door", ["a file", "a large file", "several", "collected"])
+def test_no_file_goes_to_a_root_that_has_the_place_for_a_moment(store: Store, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 begins to publish / another root takes the place / T1 puts a file there / the roots change places again / T1 commits."""
+    with opened(store.root.path.with_name("spare"), 32 * MiB) as other:
+        other.put("v", "k", SMALL)
+    done = exchange_around(store, (blobs, "publish" if door == "a large file" else "write"), (Catalog, "_commit_locked"), monkeypatch)
+    with contextlib.suppress(CatalogBroken) if door == "collected" else contextlib.nullcontext():
+        DOORS[door](store)
+    monkeypatch.undo()
+    if len(done) == 1:
+        exchange(store)
+    assert done
+    assert store.check(deep=True) == []
+    with opened(store.root.path.with_name("spare")) as other:
+        assert other.check() == []
+
+
+def test_no_file_stays_where_another_root_has_the_place_for_a_moment(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 commits that an entry goes / another root takes the place / T1 finds no file there / the roots change places again / T1 forgets
+    the file."""
+    with opened(store.root.path.with_name("spare"), 32 * MiB) as other:
+        other.put("v", "k", SMALL)
+    store.put("v", "going", FILE)
+    entry = store.entry("v", "going")
+    assert entry is not None
+    done = exchange_around(store, (blobs, "remove_blob"), (Catalog, "check_named"), monkeypatch)
+    store.remove([entry])
+    monkeypatch.undo()
+    if len(done) == 1:
+        exchange(store)
+    assert done
+    store.put("v", "next", SMALL)
+    assert store.check() == []
+    with opened(store.root.path.with_name("spare")) as other:
         assert other.check() == []
 
 

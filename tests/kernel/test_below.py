@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from forebay._kernel import below, host
-from forebay._kernel.below import Below, LinkInTheWay, NoPlainFile
+from forebay._kernel.below import Below, LinkInTheWay, NoPlainFile, TopReplaced
 
 
-@pytest.fixture(params=["in one call", "step by step"], autouse=True)
+@pytest.fixture(params=["in one call", "step by step", "kept, in one call", "kept, step by step"], autouse=True)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older kernels, and some sandboxes, know no `openat2`."""
-    if request.param == "step by step":
-        monkeypatch.setattr(below, "_open_at_once", lambda path, flags, mode=0: -1)
+    """Older kernels, and some sandboxes, know no `openat2`. Kept: to the directory that has the path."""
+    if "step by step" in request.param:
+        monkeypatch.setattr(below, "_open_at_once", lambda *how, **more: -1)
+    if "kept" in request.param:
+        begin = Below.__init__
+
+        def begin_kept(self: Below, top: Path, kept: below._Kept | None = None) -> None:
+            there = os.stat(top)
+            begin(self, top, kept or below._Kept(there.st_dev, there.st_ino, TopReplaced))
+
+        monkeypatch.setattr(Below, "__init__", begin_kept)
 
 
 @pytest.fixture
@@ -143,6 +153,46 @@ def test_a_directory_and_its_errors_can_be_pickled(top: Path) -> None:
     with pytest.raises(LinkInTheWay) as caught:
         files.lstat(top / "link/file")
     assert pickle.loads(pickle.dumps(caught.value)).filename == str(top / "link")
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda files, at: files.open(f"{at}/a/file", os.O_RDWR),
+        lambda files, at: files.open_write(f"{at}/a/file"),
+        lambda files, at: files.create(f"{at}/new", 0o600),
+        lambda files, at: files.create(f"{at}/a/new", 0o600),
+        lambda files, at: files.mkdir(f"{at}/a/new", 0o700),
+        lambda files, at: files.chmod(f"{at}/a/file", 0o777),
+        lambda files, at: files.rename(f"{at}/a/file", f"{at}/moved"),
+        lambda files, at: files.link(f"{at}/a/file", f"{at}/second"),
+        lambda files, at: files.unlink(f"{at}/a/file"),
+        lambda files, at: files.unlink(f"{at}/a/missing"),
+        lambda files, at: files.make_way(f"{at}/a/b"),
+        lambda files, at: files.rmdir(f"{at}/a/b"),
+        lambda files, at: files.remove_whole(f"{at}/a"),
+        lambda files, at: files.lstat(f"{at}/a/file"),
+        lambda files, at: files.names_in(at),
+        lambda files, at: files.names_in(f"{at}/missing"),
+        lambda files, at: files.is_directory(f"{at}/missing"),
+    ],
+)  # fmt: skip
+def test_what_is_kept_to_a_directory_leaves_another_one_alone(top: Path, act: Callable[[Below, Path], object]) -> None:
+    files, aside = Below(top).kept_to(top.stat(), TopReplaced), top.with_name("aside")
+    top.rename(aside)
+    shutil.copytree(aside, top, symlinks=True)
+    there = {path: path.lstat()[:7] for path in top.rglob("*")}
+    with pytest.raises(TopReplaced, match="another directory has its path"):
+        act(files, top)
+    assert {path: path.lstat()[:7] for path in top.rglob("*")} == there
+    fd = files.open(top / "a/file")
+    assert os.read(fd, 9) == b"ours"
+    os.close(fd)
+    shutil.rmtree(top)
+    aside.rename(top)
+    with contextlib.suppress(FileNotFoundError):
+        if (got := act(files, top)) and type(got) is int and not isinstance(got, bool):
+            os.close(got)
 
 
 @pytest.mark.parametrize("where", ["/", ".", "relative"])

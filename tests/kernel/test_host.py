@@ -503,6 +503,7 @@ def test_an_import_that_does_not_end_holds_up_one_fork_for_a_while(
     assert caplog.text.count("a fork did not wait any longer for the import of forebay.endless_to_import") == 1
 
 
+@pytest.mark.processes
 def test_a_fork_does_not_wait_for_a_module_that_its_own_thread_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "import forebay\nfrom tests.processes import in_child\nanswer = in_child(lambda: forebay.began)\n"
     (tmp_path / "forks_at_import.py").write_text(text)

@@ -740,7 +740,6 @@ def test_coroutine_functions(tasks: Tasks, journal: Journal) -> None:
     assert asyncio.run(work.call_uncached(1)) == 2
     assert len(journal) == 3
     assert inspect.iscoroutinefunction(work)
-    assert asyncio.iscoroutinefunction(work)
     assert tasks.read(work.tag_of(2)) == (True, 4)
     assert work.evict(2)
     assert work.__doc__ == "Waits."

@@ -21,7 +21,6 @@ A small object is collected in memory, and written in the transaction that publi
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -149,7 +148,7 @@ class Publisher:
             leases.append(self._lease_new(txn, entry) if leased else None)
             if place is not None:
                 place(txn, id)
-                self._placed(txn, self.root.blob_name(id, label.suffix))
+                txn.at_end.append(partial(self._take_back, txn, self.root.blob_name(id, label.suffix)))
             if members:
                 entries.link(txn, id, members)
             txn.leftovers |= label.life == "held"
@@ -194,17 +193,11 @@ class Publisher:
         txn.at_end.append(lambda: None if txn.is_committed else lease.close())
         return lease
 
-    def _placed(self, txn: Txn, path: str) -> None:
-        """T1 puts a file into the root that has its path / the commit finds that this is another root by now: there no row names the file,
-        and the intent of the one that is open leads to none."""
-        made = os.lstat(path)
-
-        def take_back() -> None:
-            with contextlib.suppress(OSError):
-                if not txn.is_committed and os.path.samestat(made, self.root.files.lstat(path)):
-                    self.root.files.unlink(path)
-
-        txn.at_end.append(take_back)
+    def _take_back(self, txn: Txn, path: str) -> None:
+        """Remove a file whose row was not committed: a lost head has no intent that names it."""
+        with contextlib.suppress(OSError):
+            if not txn.is_committed:
+                self.root.files.unlink(path)
 
     def _introduce(self, space: int, name: str, used: Sequence[Entry], now: int) -> None:
         """Tell a space that this process did not know of its new entries, if it is adaptive."""

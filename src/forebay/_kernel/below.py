@@ -1,7 +1,8 @@
 """Files below one directory, reached without following symbolic links.
 
 One system call (``openat2``) does it where the kernel has it. Otherwise, and where that call meets a link, the path is walked from the
-top: each directory is opened from the descriptor of its parent, and the file is named in the last one. No descriptor outlives its call."""
+top: each directory is opened from the descriptor of its parent, and the file is named in the last one. No descriptor outlives its call: so
+where it matters which directory the path of the top leads to, a call looks at the one that it opens (`Below.kept_to`)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ import os
 import re
 import stat
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import TracebackType
+from typing import NamedTuple
 
 from forebay._kernel import host
 from forebay._kernel.host import Path
@@ -46,14 +49,15 @@ def _knows_openat2() -> bool:
     return fd >= 0
 
 
-def _open_at_once(path: str, flags: int, mode: int = 0) -> int:
-    """Return a descriptor of a path without symbolic links, those above the top included; negative where this call cannot tell.
-    Raises FileNotFoundError: no link was met before the missing component."""
+def _open_at_once(top: str, names: Sequence[str], flags: int, mode: int = 0, at: int = _HERE) -> int:
+    """Return a descriptor of what lies below the top, reached without symbolic links, above the top too; negative where this call cannot
+    tell. ``at``: a descriptor of the top, if it is open. Raises FileNotFoundError: no link was met before the missing component."""
     if not _knows_openat2():
         return -1
-    fd: int = _openat2(_OPENAT2, _HERE, os.fsencode(path), _how(flags, mode), ctypes.sizeof(_How))
+    path = "/".join(names if at != _HERE else (top.rstrip("/"), *names))
+    fd: int = _openat2(_OPENAT2, at, os.fsencode(path), _how(flags, mode), ctypes.sizeof(_How))
     if fd < 0 and ctypes.get_errno() == errno.ENOENT:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/".join((top.rstrip("/"), *names)))
     return host.not_standard(fd)
 
 
@@ -106,35 +110,68 @@ class LinkInTheWay(OSError):
     """A symbolic link, or a file, stands where a directory should: nothing below it is Forebay's."""
 
 
+class TopReplaced(OSError):
+    """Another directory has the path of the top by now."""
+
+
+class _Kept(NamedTuple):
+    """See `Below.kept_to`."""
+
+    device: int
+    inode: int
+    error: type[TopReplaced]
+
+
 class _Walk:
     """A descriptor of a directory below the top, for the length of a ``with``."""
 
-    __slots__ = ("_fd", "_flags", "_names", "_top")
+    __slots__ = ("_fd", "_flags", "_kept", "_names", "_top")
 
-    def __init__(self, top: str, names: list[str], flags: int) -> None:
-        self._top, self._names, self._flags, self._fd = top, names, flags, -1
+    def __init__(self, top: str, names: list[str], flags: int, kept: _Kept | None = None) -> None:
+        self._top, self._names, self._flags, self._kept, self._fd = top, names, flags, kept, -1
 
     def __enter__(self) -> int:
-        if not self._names:  # the top itself may be reached through links: its owner chose it
+        if self._kept is not None:
+            self._fd = self._from_top(self._kept)
+        elif not self._names:  # the top itself may be reached through links: its owner chose it
             self._fd = host.open_fd(self._top, self._flags & ~os.O_NOFOLLOW)
-            return self._fd
-        self._fd = _open_at_once("/".join((self._top.rstrip("/"), *self._names)), self._flags)
-        if self._fd >= 0:
-            return self._fd
+        else:
+            self._fd = _open_at_once(self._top, self._names, self._flags)
+            if self._fd < 0:
+                self._fd = self._step_by_step(-1)
+        return self._fd
+
+    def _from_top(self, kept: _Kept) -> int:
+        top = host.open_fd(self._top, _STEP & ~os.O_NOFOLLOW if self._names else self._flags & ~os.O_NOFOLLOW)
+        try:
+            there = os.fstat(top)
+            if (there.st_dev, there.st_ino) != kept[:2]:
+                raise kept.error(f"{self._top} was replaced: another directory has its path")
+            if not self._names:
+                top, fd = -1, top
+                return fd
+            fd = _open_at_once(self._top, self._names, self._flags, at=top)
+            return fd if fd >= 0 else self._step_by_step(top)
+        finally:
+            if top >= 0:
+                os.close(top)
+
+    def _step_by_step(self, top: int) -> int:
+        """``top``: a descriptor of the top, if it is open."""
         fd, path, left = -1, self._top.rstrip("/"), len(self._names)
         for name in self._names:
             above, path, left = fd, f"{path}/{name}", left - 1
             try:
-                if above < 0:
-                    fd = host.open_fd(path, self._flags if not left else _STEP)
+                flags = self._flags if not left else _STEP
+                if above >= 0 or top >= 0:
+                    fd = host.open_fd(name, flags, dir_fd=above if above >= 0 else top)
                 else:
-                    fd = host.open_fd(name, self._flags if not left else _STEP, dir_fd=above)
+                    fd = host.open_fd(path, flags)
             except NotADirectoryError:
                 raise LinkInTheWay(errno.ELOOP, f"{_IN_THE_WAY}: remove it", path) from None
             finally:
                 if above >= 0:
                     os.close(above)
-        self._fd = fd
         return fd
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -147,8 +184,8 @@ class Below:
     Methods raise `LinkInTheWay` where a link or a file stands where a directory should be, ValueError for a path that is not below
     ``top``, and OSError."""
 
-    def __init__(self, top: Path) -> None:
-        self.top = os.fspath(top)
+    def __init__(self, top: Path, kept: _Kept | None = None) -> None:
+        self.top, self._kept = os.fspath(top), kept
         self._head = "" if self.top == "." else self.top if self.top.endswith("/") else f"{self.top}/"
 
     def _names(self, path: Path) -> list[str]:
@@ -160,17 +197,21 @@ class Below:
             raise ValueError(f"{text!r} does not lie below {self.top}")
         return names
 
+    def kept_to(self, directory: os.stat_result, error: type[TopReplaced]) -> Below:
+        """The same files, in this directory only: where the path of the top leads to another one, all methods raise ``error``, except
+        `open` for reading, whose callers prove what they find. ``directory``: the state of the top."""
+        return Below(self.top, _Kept(directory.st_dev, directory.st_ino, error))
+
     def directory(self, path: Path) -> _Walk:
         """A descriptor of a directory, to name files in: ``with files.directory(path) as fd``."""
-        return _Walk(self.top, self._names(path), _STEP)
+        return _Walk(self.top, self._names(path), _STEP, self._kept)
 
     def listing(self, path: Path) -> _Walk:
         """`directory`, for `os.listdir` and `os.scandir`."""
-        return _Walk(self.top, self._names(path), _LIST)
+        return _Walk(self.top, self._names(path), _LIST, self._kept)
 
     def _parent(self, path: Path) -> _Walk:
-        above = self._names(path)[:-1]
-        return _Walk(self.top, above, _STEP)
+        return _Walk(self.top, self._names(path)[:-1], _STEP, self._kept)
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -187,13 +228,17 @@ class Below:
             raise NoPlainFile(errno.EINVAL, _NO_FILE, os.fspath(path))
         return fd
 
-    def _open(self, path: Path, flags: int) -> int:
-        names = self._names(path)
-        fd = _open_at_once(os.fspath(path), flags)
+    def _open(self, path: Path, flags: int, mode: int = 0) -> int:
+        names, kept = self._names(path), self._kept if flags & os.O_ACCMODE else None
+        if kept is None:
+            fd = _open_at_once(self.top, names, flags, mode)
+        else:
+            with _Walk(self.top, [], _STEP, kept) as top:
+                fd = _open_at_once(self.top, names, flags, mode, at=top)
         if fd >= 0:
             return fd
-        with _Walk(self.top, names[:-1], _STEP) as directory:
-            return host.open_fd(names[-1], flags, dir_fd=directory)
+        with _Walk(self.top, names[:-1], _STEP, kept) as directory:
+            return host.open_fd(names[-1], flags, mode, dir_fd=directory)
 
     def lstat(self, path: Path) -> os.stat_result:
         with self._parent(path) as fd:
@@ -220,11 +265,7 @@ class Below:
     def create(self, path: Path, mode: int, *, masked: bool = False) -> int:
         """See `host.create`."""
         host.step("create", path)
-        names = self._names(path)
-        fd = _open_at_once(os.fspath(path), host.CREATE, mode)
-        if fd < 0:
-            with _Walk(self.top, names[:-1], _STEP) as directory:
-                fd = host.open_fd(names[-1], host.CREATE, mode, dir_fd=directory)
+        fd = self._open(path, host.CREATE, mode)
         return fd if masked else host.with_mode(fd, mode)
 
     def open_write(self, path: Path) -> int:

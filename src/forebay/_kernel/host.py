@@ -373,10 +373,10 @@ def mount_number(path: Path) -> int:
         return 0
 
 
-def read_small(path: Path, largest: int) -> bytes | None:
+def read_small(path: Path, largest: int, directory: int | None = None) -> bytes | None:
     """Return the whole content of a file; None if it is not a plain file, or has more than ``largest`` bytes. Raises OSError. Never
     blocks, and follows no symbolic link."""
-    fd = open_fd(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = open_fd(_last(path, directory), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > largest:

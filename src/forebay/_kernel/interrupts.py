@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable,
 from itertools import compress
 from threading import get_ident
 from types import CodeType, FrameType, FunctionType, TracebackType
-from typing import Any, BinaryIO, ParamSpec, TypeVar, cast
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -357,7 +357,7 @@ def guarded(function: Callable[P, R], *, always: bool = False) -> Callable[P, R]
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if always and is_finalizing():
-            return cast(R, None)
+            return None  # type: ignore[return-value]  # no name is looked up: the module may be gone
         if _inside or get_ident() != _main:
             return function(*args, **kwargs)
         try:

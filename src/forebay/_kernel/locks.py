@@ -238,6 +238,14 @@ class LockFile:
         """Whether a lock on the byte is held elsewhere: by another process, or through another description. Takes none. Raises OSError."""
         return self.first_locked(offset, offset) is not None
 
+    def read(self, size: int) -> bytes:
+        """The first bytes of the file. Raises OSError."""
+        self._part_if_forked()
+        with self._mutex:
+            if self._fd < 0:
+                self._open_locked()
+            return os.pread(self._fd, size, 0)
+
     def is_lost(self) -> bool:
         """Whether the job closed the descriptor: its number may be another file's now, and other descriptors may be closed too."""
         return self._fd >= 0 and file_of(self._fd) != self._file

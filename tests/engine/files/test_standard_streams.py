@@ -27,6 +27,11 @@ def look():  # as a library in C prints a warning
         except OSError:
             continue
 
+
+def wrong():
+    return {name for name in taken - {os.devnull} if "/libffi.so" not in name}  # libffi keeps itself open, to read, on newer systems
+
+
 cache = forebay.Cache(root, budget="100MB")
 look()
 cache.put("small", b"v" * 50)
@@ -47,12 +52,12 @@ with cache.local(url, force=True):
 if os.fork() == 0:
     cache.put("child", b"c" * 500_000)
     look()
-    os._exit(bool(taken - {os.devnull}))
+    os._exit(bool(wrong()))
 status = os.wait()[1]
 cache.put("later", b"v" * 500_000)
 look()
 fd = os.open(report, os.O_WRONLY | os.O_CREAT)
-os.write(fd, json.dumps([sorted(taken - {os.devnull}), status]).encode())
+os.write(fd, json.dumps([sorted(wrong()), status]).encode())
 """
 
 

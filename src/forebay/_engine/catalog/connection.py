@@ -152,19 +152,21 @@ class Catalog:
                 self._close_peers_locked()
                 self._wal.mend()
                 found = self._damage_locked() and self._damage_locked()
-                if not found:
-                    self._vouched = why, self._seen, time.monotonic()
-                    log.log(WARNING if seen == self._seen else INFO, "%s: nothing is wrong with %s: it stays", why, self._path)
-                    return False
+                there = self._seen
                 self._close_locked()
-            if not os.access(self._path, os.W_OK) and os.path.exists(self._path):
+            if found and not os.access(self._path, os.W_OK) and os.path.exists(self._path):
                 raise errors.CacheFault(f"the catalog {self._path} is damaged or not writable: check its mode and owner")
-            if making.mend_first_page(self._root, self._wal):
+            if making.mend_first_page(self._root, self._wal):  # also where the log has a sound one
                 with self._mutex:
-                    if not self._damage_locked():
+                    found = self._damage_locked()
+                    if not found:
                         log.warning("%s: the first page of %s was written anew, and nothing is lost", why, self._path)
                         return True
                     self._close_locked()
+            elif not found:
+                self._vouched = why, there, time.monotonic()
+                log.log(WARNING if seen == there else INFO, "%s: nothing is wrong with %s: it stays", why, self._path)
+                return False
             log.info("%s: it is replaced: %s", why, found)
             self.salvaged = making.replace(self._root, self._wal, self.ballast, self._head)
             self.lost = why
@@ -509,12 +511,20 @@ class Catalog:
         txn.spaces = self._spaces
         if not self.has_begun and self._beginners.get(threading.get_ident()) != self._seen:
             raise CatalogBroken(f"the catalog {self._path} was replaced")
+        self._look_at_first_page_locked()
         txn.con.execute("BEGIN IMMEDIATE")
         words = self._head.words()
         txn.seen, txn.given = words[CHANGED], words[NEXT]
         txn.change = max(time.monotonic_ns(), txn.seen + 1)
         if self._unreadable.waiting:
             txn.set_aside_unreadable()
+
+    def _look_at_first_page_locked(self) -> None:
+        """Raise `CatalogBroken` where another program has written over the first page. SQLite does not see that while it remembers the
+        page, or the log has it: then it writes it anew, and whatever else was written over stays."""
+        guard, magic = self._guard, transactions.MAGIC
+        if guard is not None and guard.read(len(magic)) != magic and not guard.is_lost():
+            raise CatalogBroken(f"another program has written to the first page of {self._path}", damaged=True)
 
     def _commit_locked(self, txn: Txn) -> None:
         words = self._head.words()

@@ -8,7 +8,7 @@ from forebay._engine.catalog import entries, reservations
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.transactions import Txn
 from forebay._engine.files import blobs, pack_files
-from forebay._engine.files.layout import parse_tmp_name
+from forebay._engine.files.layout import RootReplaced, parse_tmp_name
 from forebay._engine.files.root import Root
 from forebay._engine.index.records import RECORDS, EntryIndex
 from forebay._logs import logger
@@ -40,13 +40,14 @@ def recover(root: Root, catalog: Catalog, index: EntryIndex) -> None:
                 blobs.remove_whatever_suffix(root, id)
                 blobs.remove(root, id)
                 pack_files.remove(root, id)
+            except RootReplaced:
+                raise
             except OSError as error:  # it is a stray, which a later epoch and a repair try to remove again
                 log.warning("%s: a file without an entry cannot be removed: %s", root.path, str(error))
     for name in root.files.names_in(root.tmp_dir) if published else ():
         parsed = parse_tmp_name(name)
         if parsed is not None and parsed.id in published:  # the map of a whole download
             root.files.unlink(root.tmp_dir / name)
-    catalog.check_named()  # else another root has the path by now, and what had to go lies in this one still
     index.head.finish()
 
 

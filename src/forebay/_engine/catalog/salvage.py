@@ -8,7 +8,6 @@ directory is there as it was stored. Entries keep their ids, after which their f
 from __future__ import annotations
 
 import bisect
-import contextlib
 import sqlite3
 import stat
 from array import array
@@ -19,7 +18,7 @@ from forebay._engine.catalog import checked, schema
 from forebay._engine.catalog.pages import Pages
 from forebay._engine.catalog.transactions import NUMBERS, SKIPPED, fetched, text_or_bytes
 from forebay._engine.files import blobs, pack_files
-from forebay._engine.files.layout import Root
+from forebay._engine.files.layout import Root, RootReplaced
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Entry
@@ -281,12 +280,17 @@ def _is_there(root: Root, entry: Entry, state: int) -> bool:
             return stat.S_ISREG(status.st_mode) and (status.st_size == entry.size or state != schema.LIVE)
         if entry.kind in ("tree", "pack"):
             return root.files.is_directory(root.tree(entry.id) if entry.kind == "tree" else root.pack(entry.id))
+    except RootReplaced:
+        raise
     except OSError:
         return False
     return True
 
 
 def _has_files(root: Root, tree: int, names: set[str]) -> bool:
-    with contextlib.suppress(OSError):
+    try:
         return set(blobs.list_files(root, tree)) == names
-    return False
+    except RootReplaced:
+        raise
+    except OSError:
+        return False

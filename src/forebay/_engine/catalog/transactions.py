@@ -319,7 +319,8 @@ BALLAST, LEAST_BALLAST = 4 << 20, 128 << 10
 # https://www.sqlite.org/walformat.html: the bytes of the index that readers lock.
 _READERS, _COUNT = 123, 5
 # https://www.sqlite.org/fileformat.html: how it is written and how it is read; 2 by a log, 1 by a rollback journal.
-_MAGIC, _MODE_AT, _LOG_MODE = b"SQLite format 3\0", 18, b"\x02\x02"
+MAGIC = b"SQLite format 3\0"
+_MODE_AT, _LOG_MODE = 18, b"\x02\x02"
 
 
 class Wal:
@@ -356,7 +357,7 @@ class Wal:
             return  # it is gone, not a plain file, or not writable: the caller notices
         try:
             head = os.pread(fd, _MODE_AT + 2, 0)
-            if head.startswith(_MAGIC) and head[_MODE_AT:] not in (_LOG_MODE, b""):
+            if head.startswith(MAGIC) and head[_MODE_AT:] not in (_LOG_MODE, b""):
                 log.warning("%s: another program switched its log off: it is switched on again", self._catalog)
                 host.pwrite(fd, _LOG_MODE, _MODE_AT)
         finally:

@@ -15,7 +15,7 @@ import xxhash
 
 from forebay import errors
 from forebay._kernel import host
-from forebay._kernel.below import Below
+from forebay._kernel.below import Below, TopReplaced
 from forebay._model import Buffer
 
 VERSION = 3
@@ -130,17 +130,14 @@ class Root:
     def __init__(self, path: Path, id: int, *, shared: bool = False, read_only: bool = False) -> None:
         self.path, self.id, self.shared, self.read_only = path, id, shared, read_only
         self._facts = path, id, shared, read_only
+        self.files = Below(path)
+        """The files of the root; no symbolic link in it is followed. See `stay`."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Root) and self._facts == other._facts
 
     def __hash__(self) -> int:
         return hash(self._facts)
-
-    @host.cached_property
-    def files(self) -> Below:
-        """The files of the root; no symbolic link in it is followed."""
-        return Below(self.path)
 
     @host.cached_property
     def epoch(self) -> str:
@@ -275,6 +272,17 @@ class Root:
         except OSError:
             return False
 
+    def stay(self) -> bool:
+        """From now on `files` are those of the directory that has the path now, and of no other. False where that is another root's.
+
+        T1 begins a transaction / another root takes the place / T1 puts a file there / the roots change places again / T1 commits: no row
+        of the other root would name the file, and none of this one would find it."""
+        if self.is_layered:  # a directory may get another number there when it is copied to the upper layer
+            return self.is_same()
+        with self.files.listing(self.path) as fd:
+            self.files = self.files.kept_to(os.fstat(fd), RootReplaced)
+            return host.read_small(self.path / "FORMAT", LONGEST_FORMAT, fd) == self.format_line
+
     def install(self, path: Path, fill: Callable[[int], object]) -> None:
         """Make the file ``path`` whole or not at all: ``fill`` is given the descriptor of a new file. One that is there stays.
 
@@ -338,6 +346,10 @@ class CatalogBroken(errors.CacheFault):
     that before it replaces it: a fault of a call can look the same. ``damaged``: the catalog is there, and only that check can tell."""
 
     damaged: bool = False
+
+
+class RootReplaced(CatalogBroken, TopReplaced):
+    """Another directory has the path of the root by now."""
 
 
 class DiskFull(errors.NoSpace):

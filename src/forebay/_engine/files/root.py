@@ -40,7 +40,7 @@ log = logger("forebay.root")
 
 _WORDS_SIZE = 4096
 _EMPTY, _DAMAGED, _STRANGE = -1, -2, -3
-_PATIENCE = 10.0
+_PATIENCE, _ATTEMPTS = 10.0, 3
 # What the format 1 had, and this one does not have, by directory.
 _OF_INDEX = r"\d+|table|values|history|waiting|(policy|order)-\d+"
 _OLDER = {"slots": _OF_INDEX, "index": _OF_INDEX, "locks": "names"}
@@ -74,6 +74,16 @@ def open_root(
     directory = _resolved(path)
     if read_only:
         return _open_read_only(directory, shared, id_in_catalog)
+    for _ in range(_ATTEMPTS):
+        root = _open_to_write(directory, shared, id_in_catalog)
+        if root.read_only or root.stay():
+            break
+    else:
+        _refuse(directory, "an undisturbed directory", "another root each time", "stop the program that changes it")
+    return root
+
+
+def _open_to_write(directory: Path, shared: bool, id_in_catalog: Callable[[Path], int | None]) -> Root:
     _refuse_network(directory)
     directory = _inside(directory, shared)
     _make_directory(directory)

@@ -27,7 +27,7 @@ from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.entries import Ended, FileName, Spared, Superseded
 from forebay._engine.catalog.transactions import AT_ONCE, Rows, Txn
 from forebay._engine.files import blobs, pack_files
-from forebay._engine.files.layout import PAGE, DiskFull, faults, is_suffix
+from forebay._engine.files.layout import PAGE, DiskFull, RootReplaced, faults, is_suffix
 from forebay._engine.files.root import Root
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.leases import Leases
@@ -87,7 +87,6 @@ class Eviction:
     def _leave(self, ended: Sequence[Ended]) -> None:
         """Remove the files of entries whose rows are gone. What cannot be removed is counted, and tried again by a sweep."""
         stuck = [one for one in ended if not self._unlink((one.id, one.kind, one.suffix))]
-        self._catalog.check_named()  # else another root has the path by now: the files lie in this one still, and the intent stays
         if stuck:
             self.stuck += len(stuck)
             self._catalog.again(lambda txn: entries.keep(txn, stuck))
@@ -105,6 +104,8 @@ class Eviction:
                 blobs.remove(self._root, id)
             elif kind == "pack":
                 pack_files.remove(self._root, id)
+        except RootReplaced:
+            raise
         except OSError as error:
             log.warning("%s: a file that was evicted cannot be removed: %s", self._root.path, str(error))
             return False
