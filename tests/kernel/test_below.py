@@ -189,6 +189,8 @@ def test_what_is_kept_to_a_directory_leaves_another_one_alone(top: Path, act: Ca
     assert os.read(fd, 9) == b"ours"
     os.close(fd)
     shutil.rmtree(top)
+    with pytest.raises(TopReplaced, match="was deleted or moved"):
+        act(files, top)
     aside.rename(top)
     with contextlib.suppress(FileNotFoundError):
         if (got := act(files, top)) and type(got) is int and not isinstance(got, bool):

@@ -111,7 +111,7 @@ class LinkInTheWay(OSError):
 
 
 class TopReplaced(OSError):
-    """Another directory has the path of the top by now."""
+    """Another directory has the path of the top by now, or none."""
 
 
 class _Kept(NamedTuple):
@@ -142,7 +142,10 @@ class _Walk:
         return self._fd
 
     def _from_top(self, kept: _Kept) -> int:
-        top = host.open_fd(self._top, _STEP & ~os.O_NOFOLLOW if self._names else self._flags & ~os.O_NOFOLLOW)
+        try:
+            top = host.open_fd(self._top, (_STEP if self._names else self._flags) & ~os.O_NOFOLLOW)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise kept.error(f"{self._top} was deleted or moved: {error.strerror}") from None
         try:
             there = os.fstat(top)
             if (there.st_dev, there.st_ino) != kept[:2]:
@@ -198,8 +201,8 @@ class Below:
         return names
 
     def kept_to(self, directory: os.stat_result, error: type[TopReplaced]) -> Below:
-        """The same files, in this directory only: where the path of the top leads to another one, all methods raise ``error``, except
-        `open` for reading, whose callers prove what they find. ``directory``: the state of the top."""
+        """The same files, in this directory only: where the path of the top leads to another one, or to none, all methods raise ``error``,
+        except `open` for reading, whose callers prove what they find. ``directory``: the state of the top."""
         return Below(self.top, _Kept(directory.st_dev, directory.st_ino, error))
 
     def directory(self, path: Path) -> _Walk:

@@ -147,7 +147,8 @@ class Catalog:
             with self._mutex:
                 told, vouched, at = self._vouched
                 seen = self._seen
-                if told == why and vouched is not None and vouched == seen and time.monotonic() < at + VOUCHED:
+                is_vouched = told == why and vouched is not None and vouched == seen and time.monotonic() < at + VOUCHED
+                if is_vouched and not self._is_written_over_locked():
                     return False
                 self._close_peers_locked()
                 self._wal.mend()
@@ -511,7 +512,8 @@ class Catalog:
         txn.spaces = self._spaces
         if not self.has_begun and self._beginners.get(threading.get_ident()) != self._seen:
             raise CatalogBroken(f"the catalog {self._path} was replaced")
-        self._look_at_first_page_locked()
+        if self._is_written_over_locked():
+            raise CatalogBroken(f"another program has written to the first page of {self._path}", damaged=True)
         txn.con.execute("BEGIN IMMEDIATE")
         words = self._head.words()
         txn.seen, txn.given = words[CHANGED], words[NEXT]
@@ -519,12 +521,11 @@ class Catalog:
         if self._unreadable.waiting:
             txn.set_aside_unreadable()
 
-    def _look_at_first_page_locked(self) -> None:
-        """Raise `CatalogBroken` where another program has written over the first page. SQLite does not see that while it remembers the
-        page, or the log has it: then it writes it anew, and whatever else was written over stays."""
+    def _is_written_over_locked(self) -> bool:
+        """Whether another program has written over the first page. SQLite does not see that while it remembers the page, or the log has
+        it: then it writes it anew, and whatever else was written over stays."""
         guard, magic = self._guard, transactions.MAGIC
-        if guard is not None and guard.read(len(magic)) != magic and not guard.is_lost():
-            raise CatalogBroken(f"another program has written to the first page of {self._path}", damaged=True)
+        return guard is not None and guard.read(len(magic)) != magic and not guard.is_lost()
 
     def _commit_locked(self, txn: Txn) -> None:
         words = self._head.words()

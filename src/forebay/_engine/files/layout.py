@@ -349,7 +349,7 @@ class CatalogBroken(errors.CacheFault):
 
 
 class RootReplaced(CatalogBroken, TopReplaced):
-    """Another directory has the path of the root by now."""
+    """Another directory has the path of the root by now, or none."""
 
 
 class DiskFull(errors.NoSpace):
