@@ -350,7 +350,7 @@ MUTANTS = (
     ),
     Mutant(
         7, "a catalog is replaced since a call says that it is damaged", "_engine.catalog.connection:Catalog.rebuild",
-        "not found", "False",
+        "self._damage_locked() and self._damage_locked()", "why",
         "engine/test_damage.py::test_what_only_a_call_says_is_no_damage",
     ),
     Mutant(
