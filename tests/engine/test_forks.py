@@ -5,21 +5,25 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
+import forebay
 from forebay import errors
 from forebay._engine import publish
-from forebay._engine.catalog import connection, transactions
+from forebay._engine.catalog import connection, schema, transactions
 from forebay._engine.space import budget
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo
+from forebay.cache import entries
 from tests.harness import KiB, MiB, assert_settled, bytes_of, opened
 from tests.processes import HANG, Child, Gate, end, fork, in_child
 
@@ -321,3 +325,63 @@ threading.Thread(target=lambda: store.lease("v", "k1"), daemon=True).start()
 
     in_child(look)
     assert_settled(place, MiB)
+
+
+class Watched(sqlite3.Connection):
+    """Notes of each statement whether a fork would wait for its end."""
+
+    locks: ClassVar[list[Any]] = []
+    uses: ClassVar[list[bool]] = []
+
+    def execute(self, *statement: Any) -> sqlite3.Cursor:
+        self.uses.append(any(lock._is_owned() for lock in self.locks))
+        return super().execute(*statement)
+
+
+def lose_and_write(store: Store) -> None:
+    (store.root.path / "catalog.sqlite").unlink()
+    store.put("v", "next", b"value")
+
+
+def damage_and_repair(store: Store, at: int) -> None:
+    with (store.root.path / "catalog.sqlite").open("r+b") as file:
+        file.seek(at)
+        file.write(os.urandom(4096))
+    store.repair()
+
+
+def lose_format(store: Store) -> None:
+    (store.root.path / "FORMAT").write_bytes(b"forebay of another kind")
+    with opened(store.root.path):
+        pass
+
+
+def list_sorted(store: Store) -> None:
+    with forebay.Cache(store.root.path) as cache:
+        assert [entry.key for entry in cache.entries().sorted_by(lambda entry: entry.size)] == ["k"]
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param(lose_and_write, id="a catalog is made"),
+        pytest.param(lambda store: damage_and_repair(store, 0), id="its first page is made anew"),
+        pytest.param(lambda store: damage_and_repair(store, 2 * 4096), id="it is salvaged"),
+        pytest.param(lambda store: store.check(), id="its tables are compared"),
+        pytest.param(lose_format, id="its root is read"),
+        pytest.param(list_sorted, id="a listing is sorted"),
+    ],
+)
+def test_a_fork_waits_for_every_use_of_sqlite(tmp_path: Path, act: Callable[[Store], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 is inside SQLite, and holds a lock of it / T2 forks: the child would wait for that lock for ever at its first call of SQLite."""
+    connect = sqlite3.connect
+    with opened(tmp_path / "root", 4 * MiB) as store:
+        store.put("v", "k", b"value")
+        monkeypatch.setattr(Watched, "locks", [store.engine.parts.catalog._mutex, schema.alone.lock])
+        monkeypatch.setattr(Watched, "uses", [])
+        monkeypatch.setattr(entries, "IN_MEMORY", 1)
+        monkeypatch.setattr(sqlite3, "connect", lambda *where, **how: connect(*where, **how, factory=Watched))
+        act(store)
+        monkeypatch.setattr(sqlite3, "connect", connect)
+    assert Watched.uses
+    assert all(Watched.uses)

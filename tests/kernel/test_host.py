@@ -503,6 +503,35 @@ def test_an_import_that_does_not_end_holds_up_one_fork_for_a_while(
     assert caplog.text.count("a fork did not wait any longer for the import of forebay.endless_to_import") == 1
 
 
+def test_a_fork_waits_for_a_lock_that_another_thread_holds_after_all_that_it_takes_itself() -> None:
+    lock, reached, order = host.ForkLock(), threading.Event(), list[str]()
+
+    class Listener:
+        def before_fork(self) -> None:
+            reached.set()
+
+        def after_fork_child(self) -> None:
+            order.append("the child")
+
+    listener = Listener()
+    host.at_fork(listener)
+    seen = list[list[str]]()
+
+    def take() -> list[str]:
+        with lock.lock:
+            return order
+
+    with lock.lock:
+        thread = threading.Thread(target=lambda: seen.append(in_child(take)))
+        thread.start()
+        reached.wait()
+        order.append("released")
+    thread.join()
+    assert seen == [["released", "the child"]]
+    with lock.lock:
+        assert in_child(take) == ["released", "the child"]
+
+
 @pytest.mark.processes
 def test_a_fork_does_not_wait_for_a_module_that_its_own_thread_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "import forebay\nfrom tests.processes import in_child\nanswer = in_child(lambda: forebay.began)\n"

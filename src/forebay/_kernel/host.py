@@ -478,10 +478,32 @@ class _Fork(threading.local):
 _fork = _Fork()
 
 
-def at_fork(listener: Inherited) -> None:
+def at_fork(listener: Inherited, *, innermost: bool = False) -> None:
     """Call ``listener``, as long as it is alive, at each fork: listeners are called in reverse order of registration before the fork,
-    and in order of registration after it."""
-    _listeners.append(weakref.ref(listener, _listeners.remove))
+    and in order of registration after it. ``innermost``: the last of all before it, and the first after it."""
+    known = weakref.ref(listener, _listeners.remove)
+    if innermost:
+        _listeners.insert(0, known)
+    else:
+        _listeners.append(known)
+
+
+class ForkLock:
+    """``lock``: one that no other thread holds while the process is copied, since a fork waits for it. Reentrant. May be taken inside of any
+    other lock; none that a fork takes may be taken inside of it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        at_fork(self, innermost=True)
+
+    def before_fork(self) -> None:
+        self.lock.acquire()
+
+    def after_fork_parent(self) -> None:
+        self.lock.release()
+
+    def after_fork_child(self) -> None:
+        self.lock = threading.RLock()
 
 
 def forked_unseen() -> bool:

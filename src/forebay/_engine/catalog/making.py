@@ -68,7 +68,7 @@ def _make(root: Root, fill: Callable[[sqlite3.Connection], object] = lambda new:
         root.files.make_way(draft + ending)
     os.close(root.files.create(draft, root.file_mode))  # SQLite copies the mode of this file to those beside it
     host.step("catalog-create", draft)
-    with contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as con:
+    with schema.connected(draft) as con:
         with translated():
             con.execute(f"PRAGMA page_size = {PAGE}")
             con.execute("PRAGMA auto_vacuum = INCREMENTAL")  # can only be set before there is a page
@@ -83,7 +83,7 @@ def mend_first_page(root: Root, wal: Wal) -> bool:
     wrong. Caller: holds the writer lock, and has no open connection."""
     if not _is_file(root.catalog):
         return False
-    with contextlib.closing(sqlite3.connect(wal.uri("mode=ro&immutable=1"), uri=True)) as damaged, contextlib.suppress(sqlite3.Error):
+    with schema.connected(wal.uri("mode=ro&immutable=1")) as damaged, contextlib.suppress(sqlite3.Error):
         damaged.execute("SELECT * FROM sqlite_master").fetchall()
         return False
     pages = os.lstat(root.catalog).st_size // PAGE
@@ -116,7 +116,7 @@ def _salvaged(root: Root, wal: Wal, new: sqlite3.Connection, given: int) -> list
                 for path in (root.catalog, wal.log) if how == "mode=ro" and _is_file(wal.log) else (root.catalog,):
                     files.append(root.files.open(path))
                     stack.callback(os.close, files[-1])  # after the connection is closed, which would lose its locks by it
-                damaged = stack.enter_context(contextlib.closing(sqlite3.connect(wal.uri(how), uri=True, isolation_level=None)))
+                damaged = stack.enter_context(schema.connected(wal.uri(how)))
                 damaged.execute("SELECT 1 FROM sqlite_master").fetchone()
             except (sqlite3.Error, OSError) as error:
                 log.info("%s cannot be read: %s", root.catalog, str(error))

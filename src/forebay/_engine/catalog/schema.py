@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from forebay._kernel import host
 from forebay.errors import NewerFormat
 
 FORMAT = 9
@@ -88,6 +89,19 @@ WHERE m.name NOT LIKE 'sqlite!_%' ESCAPE '!'
 """The tables with their columns, and all else with its text. That of a table has comments, which another version may word otherwise."""
 
 
+alone = host.ForkLock()
+"""Around each use of a connection that is no `Catalog`'s. SQLite has locks of its own for all connections of a process: a child that is
+forked while another thread holds one would wait for it for ever."""
+
+
+@contextlib.contextmanager
+def connected(where: str | Path) -> Iterator[sqlite3.Connection]:
+    """A connection that is used in this block only. ``where``: a path, or a URI of SQLite."""
+    is_uri = isinstance(where, str) and where.startswith("file:")
+    with alone.lock, contextlib.closing(sqlite3.connect(where, uri=is_uri, isolation_level=None)) as con:
+        yield con
+
+
 def damage(con: sqlite3.Connection) -> str | None:
     """What is wrong with a catalog, by reading all of it: seconds, for a million entries; None: nothing. An entry with a row that is
     invalid by itself is set aside (see `checked`), unless it keeps the others from being counted.
@@ -116,7 +130,7 @@ def damage(con: sqlite3.Connection) -> str | None:
 
 def misshapen(shape: Iterable[tuple[Any, ...]]) -> str | None:
     """What is wrong with the tables and indexes that `SHAPE` finds; None: nothing."""
-    with contextlib.closing(sqlite3.connect(":memory:")) as own:
+    with connected(":memory:") as own:
         own.executescript(TABLES)
         changed = {f"{kind} {name}" for kind, name, _ in set(shape) ^ set(own.execute(SHAPE))}
     return f"its tables and indexes are not those of Forebay: see {', '.join(sorted(changed))}" if changed else None
@@ -137,7 +151,7 @@ def root_id(path: Path) -> int | None:
     if not (path.is_file() and not path.is_symlink()):
         return None
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)) as con:
+        with connected(f"{path.as_uri()}?mode=ro&immutable=1") as con:
             meta = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root')").fetchall())
     except (sqlite3.Error, ValueError):
         return None

@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from forebay._engine.catalog import schema
 from forebay._engine.catalog.transactions import translated
 from forebay._kernel.interrupts import guarded
 
@@ -19,7 +20,7 @@ class Spill:
     """Rows of plain values, each with a number to sort by. For one thread. Raises `CacheFault` where there is no room for the file."""
 
     def __init__(self) -> None:
-        with translated():
+        with schema.alone.lock, translated():
             self._con = sqlite3.connect("", isolation_level=None)
             self._con.execute(f"PRAGMA cache_size = {_CACHE}")
             self._con.execute("PRAGMA temp_store = FILE")
@@ -27,7 +28,7 @@ class Spill:
             self._con.execute("BEGIN")
 
     def add(self, rows: Iterable[tuple[float, tuple[Any, ...]]]) -> None:
-        with translated():
+        with schema.alone.lock, translated():
             self._con.executemany("INSERT INTO rows VALUES (?, ?)", ((number, marshal.dumps(row)) for number, row in rows))
 
     def sorted(self, *, backwards: bool = False) -> Iterator[tuple[Any, ...]]:
@@ -37,14 +38,19 @@ class Spill:
             while rows := self._page(ordered):
                 yield from rows
         finally:
-            self._con.close()
+            self._close()
 
     @guarded
     def _ordered(self, order: str) -> sqlite3.Cursor:
-        with translated():
+        with schema.alone.lock, translated():
             return self._con.execute(f"SELECT data FROM rows ORDER BY number {order}, rowid")
 
     @guarded
     def _page(self, ordered: sqlite3.Cursor) -> list[tuple[Any, ...]]:
-        with translated():
+        with schema.alone.lock, translated():
             return [marshal.loads(data) for (data,) in ordered.fetchmany(ROWS)]
+
+    @guarded
+    def _close(self) -> None:
+        with schema.alone.lock:
+            self._con.close()
