@@ -489,8 +489,8 @@ def at_fork(listener: Inherited, *, innermost: bool = False) -> None:
 
 
 class ForkLock:
-    """``lock``: one that no other thread holds while the process is copied, since a fork waits for it. Reentrant. May be taken inside of any
-    other lock; none that a fork takes may be taken inside of it."""
+    """``lock``: one that no other thread holds while the process is copied, since a fork waits for it. Reentrant. May be taken inside of
+    any other lock; none that a fork takes may be taken inside of it."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
