@@ -23,9 +23,9 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if "kept" in request.param:
         begin = Below.__init__
 
-        def begin_kept(self: Below, top: Path, kept: below._Kept | None = None) -> None:
+        def begin_kept(self: Below, top: Path, kept: below._Place | None = None) -> None:
             there = os.stat(top)
-            begin(self, top, kept or below._Kept(there.st_dev, there.st_ino, TopReplaced))
+            begin(self, top, kept or below._Place(there.st_dev, there.st_ino, TopReplaced))
 
         monkeypatch.setattr(Below, "__init__", begin_kept)
 

@@ -114,7 +114,7 @@ class TopReplaced(OSError):
     """Another directory has the path of the top by now, or none."""
 
 
-class _Kept(NamedTuple):
+class _Place(NamedTuple):
     """See `Below.kept_to`."""
 
     device: int
@@ -127,7 +127,7 @@ class _Walk:
 
     __slots__ = ("_fd", "_flags", "_kept", "_names", "_top")
 
-    def __init__(self, top: str, names: list[str], flags: int, kept: _Kept | None = None) -> None:
+    def __init__(self, top: str, names: list[str], flags: int, kept: _Place | None = None) -> None:
         self._top, self._names, self._flags, self._kept, self._fd = top, names, flags, kept, -1
 
     def __enter__(self) -> int:
@@ -141,7 +141,7 @@ class _Walk:
                 self._fd = self._step_by_step(-1)
         return self._fd
 
-    def _from_top(self, kept: _Kept) -> int:
+    def _from_top(self, kept: _Place) -> int:
         try:
             top = host.open_fd(self._top, (_STEP if self._names else self._flags) & ~os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -187,7 +187,7 @@ class Below:
     Methods raise `LinkInTheWay` where a link or a file stands where a directory should be, ValueError for a path that is not below
     ``top``, and OSError."""
 
-    def __init__(self, top: Path, kept: _Kept | None = None) -> None:
+    def __init__(self, top: Path, kept: _Place | None = None) -> None:
         self.top, self._kept = os.fspath(top), kept
         self._head = "" if self.top == "." else self.top if self.top.endswith("/") else f"{self.top}/"
 
@@ -203,7 +203,7 @@ class Below:
     def kept_to(self, directory: os.stat_result, error: type[TopReplaced]) -> Below:
         """The same files, in this directory only: where the path of the top leads to another one, or to none, all methods raise ``error``,
         except `open` for reading, whose callers prove what they find. ``directory``: the state of the top."""
-        return Below(self.top, _Kept(directory.st_dev, directory.st_ino, error))
+        return Below(self.top, _Place(directory.st_dev, directory.st_ino, error))
 
     def directory(self, path: Path) -> _Walk:
         """A descriptor of a directory, to name files in: ``with files.directory(path) as fd``."""
