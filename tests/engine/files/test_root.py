@@ -514,6 +514,29 @@ def test_a_root_without_format_gets_a_new_id(root: Root) -> None:
     assert root.blob(5, ".tar").exists()
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_another_root_at_the_path_while_it_is_opened(tmp_path: Path, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 reads the FORMAT / another root takes the place / T1 looks at the directory: it opens what is there now, if that stays."""
+    place, spares = tmp_path / "root", [tmp_path / f"spare {i}" for i in range(times)]
+    ids = [open_root(path).id for path in (place, *spares)]
+    stay = Root.stay
+
+    def another_first(self: Root) -> bool:
+        if spares:
+            place.rename(tmp_path / f"moved {len(spares)}")
+            spares.pop(0).rename(place)
+        return stay(self)
+
+    monkeypatch.setattr(Root, "stay", another_first)
+    if times < 3:
+        assert open_root(place).id == ids[-1]
+    else:
+        with pytest.raises(RootRefused, match="another root each time: stop the program that changes it"):
+            open_root(place)
+        assert open_root(place).id == ids[-1]
+    assert not spares
+
+
 def test_a_removed_directory_is_made_again(root: Root) -> None:
     root.tmp_dir.rmdir()
     assert open_root(root.path) == root
