@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,14 +19,15 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._engine import publish
-from forebay._engine.catalog import connection, schema, transactions
+from forebay._engine.catalog import connection, transactions
 from forebay._engine.space import budget
 from forebay._engine.store import Store
 from forebay._kernel import host
-from forebay._model import ObjectInfo
+from forebay._model import Entry, ObjectInfo
 from forebay.cache import entries
 from tests.harness import KiB, MiB, assert_settled, bytes_of, opened
-from tests.processes import HANG, Child, Gate, end, fork, in_child
+from tests.items import until
+from tests.processes import HANG, Child, Gate, end, ended, fork, in_child
 
 BLOB = os.urandom(60 * KiB)
 
@@ -334,7 +336,7 @@ class Watched(sqlite3.Connection):
     uses: ClassVar[list[bool]] = []
 
     def execute(self, *statement: Any) -> sqlite3.Cursor:
-        self.uses.append(any(lock._is_owned() for lock in self.locks))
+        self.uses.append(any(lock._is_owned() for lock in self.locks) or threading.get_ident() in host.uncopied._depths)
         return super().execute(*statement)
 
 
@@ -377,7 +379,7 @@ def test_a_fork_waits_for_every_use_of_sqlite(tmp_path: Path, act: Callable[[Sto
     connect = sqlite3.connect
     with opened(tmp_path / "root", 4 * MiB) as store:
         store.put("v", "k", b"value")
-        monkeypatch.setattr(Watched, "locks", [store.engine.parts.catalog._mutex, schema.alone.lock])
+        monkeypatch.setattr(Watched, "locks", [store.engine.parts.catalog._mutex])
         monkeypatch.setattr(Watched, "uses", [])
         monkeypatch.setattr(entries, "IN_MEMORY", 1)
         monkeypatch.setattr(sqlite3, "connect", lambda *where, **how: connect(*where, **how, factory=Watched))
@@ -385,3 +387,116 @@ def test_a_fork_waits_for_every_use_of_sqlite(tmp_path: Path, act: Callable[[Sto
         monkeypatch.setattr(sqlite3, "connect", connect)
     assert Watched.uses
     assert all(Watched.uses)
+
+
+def fork_and_end() -> None:
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    assert ended(pid) == 0
+
+
+class During:
+    """A listener for forks: ``call`` is called in each, when it has all locks but those of `host.uncopied`."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        host._listeners.insert(1, weakref.ref(self, host._listeners.remove))
+
+    def before_fork(self) -> None:
+        self._call()
+
+    def after_fork_child(self) -> None: ...
+
+
+def test_a_thread_that_begins_to_use_sqlite_during_a_fork_waits_for_the_fork() -> None:
+    """Also where it is the first that does: the child has what the thread holds for free."""
+    inside, seen = threading.Event(), list[str]()
+
+    def use() -> None:
+        with host.uncopied, host.uncopied:
+            inside.set()
+            until(lambda: bool(host.uncopied._forking), "the fork waits")
+            seen.append("used")
+        with host.uncopied:
+            seen.append("used again")
+
+    thread = threading.Thread(target=use)
+    watched = During(lambda: (thread.start(), inside.wait(20)))
+    pid = os.fork()
+    if not pid:
+        with host.uncopied:
+            os._exit(len(host.uncopied._depths.keys() - {threading.get_ident()}))
+    assert seen[0] == "used"
+    assert ended(pid) == 0
+    thread.join()
+    assert seen == ["used", "used again"]
+    del watched
+
+
+def test_uses_of_sqlite_do_not_wait_for_one_another() -> None:
+    """T1 salvages one root for minutes / T2 opens another."""
+    other = list[bool]()
+    with host.uncopied:
+        thread = threading.Thread(
+            target=lambda: host.uncopied.__enter__() or host.uncopied.__exit__(None, None, None) or other.append(True)
+        )
+        thread.start()
+        thread.join(20)
+    assert other
+
+
+def test_a_listing_is_sorted_by_a_function_that_uses_the_cache_during_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 sorts, and calls a function of the user's / T2 forks, and has the catalog's mutex / T1's function waits for that."""
+    monkeypatch.setattr(entries, "IN_MEMORY", 1)
+    inside, forking, listed = threading.Event(), threading.Event(), list[str]()
+    with forebay.Cache(tmp_path / "root", budget=4 * MiB) as cache:
+        cache.put("k", b"value")
+
+        def number(entry: Entry) -> float:
+            inside.set()
+            forking.wait(20)
+            cache.get("none such")
+            return 0.0
+
+        thread = threading.Thread(target=lambda: listed.extend(entry.key for entry in cache.entries().sorted_by(number)))
+        thread.start()
+        inside.wait(20)
+        watched = During(forking.set)
+        fork_and_end()
+        thread.join()
+        del watched
+    assert listed == ["k"]
+
+
+def test_a_thread_logs_while_a_fork_waits_for_it() -> None:
+    """T1 has a lock that a fork takes / T2 forks: `logging`, imported later than Forebay, takes its own lock first / T1 logs first."""
+    code = """
+import os, sys, threading
+from forebay._kernel import host
+assert "logging" not in sys.modules
+import logging
+inside, forking = threading.Event(), threading.Event()
+class First:
+    def before_fork(self):
+        forking.set()
+    def after_fork_child(self): ...
+first = First()
+host.at_fork(first)
+def use():
+    with host.uncopied:
+        inside.set()
+        forking.wait(20)
+        host.log.info("the first record of this module")
+thread = threading.Thread(target=use)
+thread.start()
+inside.wait(20)
+pid = os.fork()
+if not pid:
+    logging.getLogger("in the child").warning("this is logged")
+    os._exit(0)
+thread.join()
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "this is logged\n")

@@ -5,6 +5,7 @@ installs a hook with `on_step`, and kills the process, or raises, before the k-t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -13,10 +14,11 @@ import gc
 import importlib
 import os
 import stat
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -478,32 +480,57 @@ class _Fork(threading.local):
 _fork = _Fork()
 
 
-def at_fork(listener: Inherited, *, innermost: bool = False) -> None:
+def at_fork(listener: Inherited) -> None:
     """Call ``listener``, as long as it is alive, at each fork: listeners are called in reverse order of registration before the fork,
-    and in order of registration after it. ``innermost``: the last of all before it, and the first after it."""
-    known = weakref.ref(listener, _listeners.remove)
-    if innermost:
-        _listeners.insert(0, known)
-    else:
-        _listeners.append(known)
+    and in order of registration after it."""
+    _listeners.append(weakref.ref(listener, _listeners.remove))
 
 
-class ForkLock:
-    """``lock``: one that no other thread holds while the process is copied, since a fork waits for it. Reentrant. May be taken inside of
-    any other lock; none that a fork takes may be taken inside of it."""
+class _Uncopied:
+    """See `uncopied`."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        at_fork(self, innermost=True)
+        self._changed = threading.Condition()  # guards the others
+        self._depths: dict[int, int] = {}  # of the threads that are in such a block
+        self._forking = set[int]()  # threads
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            while me not in self._depths and self._forking - {me}:
+                self._changed.wait()
+            self._depths[me] = self._depths.get(me, 0) + 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            self._depths[me] -= 1
+            if not self._depths[me]:
+                del self._depths[me]
+                self._changed.notify_all()
 
     def before_fork(self) -> None:
-        self.lock.acquire()
+        me = threading.get_ident()
+        with self._changed:
+            self._forking.add(me)
+            while self._depths.keys() - {me}:
+                self._changed.wait()
 
     def after_fork_parent(self) -> None:
-        self.lock.release()
+        with self._changed:
+            self._forking.discard(threading.get_ident())
+            self._changed.notify_all()
 
     def after_fork_child(self) -> None:
-        self.lock = threading.RLock()
+        me = threading.get_ident()
+        self._changed, self._forking = threading.Condition(), set()
+        self._depths = {thread: depth for thread, depth in self._depths.items() if thread == me}
+
+
+uncopied = _Uncopied()
+"""``with uncopied:``: a fork by another thread waits for the end of this block, and whoever begins one during a fork, for the fork. Such
+blocks do not wait for one another, and may be nested. One may begin under any other lock; no lock that a fork takes may be taken in one."""
+at_fork(uncopied)  # the first: it waits last, when the fork has all other locks
 
 
 def forked_unseen() -> bool:
@@ -538,8 +565,25 @@ def _before() -> None:
             gc.enable()
     # A process that C forked has its parent's connections and locks: it must not close them in `before_fork`.
     _fork.listeners = None if forked_unseen() else [alive for known in listeners if (alive := known()) is not None]
-    notify("before_fork", reversed(_fork.listeners or ()))
-    _end_imports()
+    with _without_the_lock_of_logging():
+        notify("before_fork", reversed(_fork.listeners or ()))
+        _end_imports()
+
+
+@contextlib.contextmanager
+def _without_the_lock_of_logging() -> Iterator[None]:
+    """Where `logging` was imported after this module, its hook has run by now, and holds a lock of its own.
+
+    T1 has a lock that a fork takes / T2 forks: it takes that of `logging`, and waits for T1 / T1 logs, and waits for T2."""
+    lock = getattr(sys.modules.get("logging"), "_lock", None)
+    if lock is None or not lock._is_owned():
+        yield
+        return
+    held = lock._release_save()
+    try:
+        yield
+    finally:
+        lock._acquire_restore(held)
 
 
 def _end_imports() -> None:

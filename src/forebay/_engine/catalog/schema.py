@@ -89,16 +89,14 @@ WHERE m.name NOT LIKE 'sqlite!_%' ESCAPE '!'
 """The tables with their columns, and all else with its text. That of a table has comments, which another version may word otherwise."""
 
 
-alone = host.ForkLock()
-"""Around each use of a connection that is no `Catalog`'s. SQLite has locks of its own for all connections of a process: a child that is
-forked while another thread holds one would wait for it for ever."""
-
-
 @contextlib.contextmanager
 def connected(where: str | Path) -> Iterator[sqlite3.Connection]:
-    """A connection that is used in this block only. ``where``: a path, or a URI of SQLite."""
+    """A connection that is used in this block only. ``where``: a path, or a URI of SQLite.
+
+    SQLite has locks of its own for all connections of a process: a child that is forked while another thread holds one would wait for it
+    for ever. So a fork waits for this block, as it does for the mutex of a `Catalog`."""
     is_uri = isinstance(where, str) and where.startswith("file:")
-    with alone.lock, contextlib.closing(sqlite3.connect(where, uri=is_uri, isolation_level=None)) as con:
+    with host.uncopied, contextlib.closing(sqlite3.connect(where, uri=is_uri, isolation_level=None)) as con:
         yield con
 
 

@@ -7,8 +7,8 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from forebay._engine.catalog import schema
 from forebay._engine.catalog.transactions import translated
+from forebay._kernel import host
 from forebay._kernel.interrupts import guarded
 
 ROWS = 256
@@ -20,7 +20,7 @@ class Spill:
     """Rows of plain values, each with a number to sort by. For one thread. Raises `CacheFault` where there is no room for the file."""
 
     def __init__(self) -> None:
-        with schema.alone.lock, translated():
+        with host.uncopied, translated():
             self._con = sqlite3.connect("", isolation_level=None)
             self._con.execute(f"PRAGMA cache_size = {_CACHE}")
             self._con.execute("PRAGMA temp_store = FILE")
@@ -28,8 +28,9 @@ class Spill:
             self._con.execute("BEGIN")
 
     def add(self, rows: Iterable[tuple[float, tuple[Any, ...]]]) -> None:
-        with schema.alone.lock, translated():
-            self._con.executemany("INSERT INTO rows VALUES (?, ?)", ((number, marshal.dumps(row)) for number, row in rows))
+        pairs = [(number, marshal.dumps(row)) for number, row in rows]  # a function of the user's may give the number
+        with host.uncopied, translated():
+            self._con.executemany("INSERT INTO rows VALUES (?, ?)", pairs)
 
     def sorted(self, *, backwards: bool = False) -> Iterator[tuple[Any, ...]]:
         """All rows in order of their numbers; equal numbers in order of insertion. The file is removed at the end."""
@@ -42,15 +43,15 @@ class Spill:
 
     @guarded
     def _ordered(self, order: str) -> sqlite3.Cursor:
-        with schema.alone.lock, translated():
+        with host.uncopied, translated():
             return self._con.execute(f"SELECT data FROM rows ORDER BY number {order}, rowid")
 
     @guarded
     def _page(self, ordered: sqlite3.Cursor) -> list[tuple[Any, ...]]:
-        with schema.alone.lock, translated():
+        with host.uncopied, translated():
             return [marshal.loads(data) for (data,) in ordered.fetchmany(ROWS)]
 
     @guarded
     def _close(self) -> None:
-        with schema.alone.lock:
+        with host.uncopied:
             self._con.close()
