@@ -32,7 +32,7 @@ from forebay._engine.index import settings
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.index.settings import RootLimits, Settings, SpaceLimits
 from forebay._engine.store import Store
-from forebay._kernel import locks
+from forebay._kernel import host, locks
 from forebay._model import Policy
 from forebay.testing import ScriptedServer
 from tests.harness import MiB, assert_settled, bytes_of, opened
@@ -716,6 +716,47 @@ def test_garbage_below_the_pages_that_sqlite_remembers_is_found_by_the_next_writ
 
     in_child(work)
     assert_settled(rich, BUDGET)
+
+
+def test_sqlite_writes_a_first_page_anew_that_the_log_has(rich: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 makes that page as of the size of the file / P2 copies the log into it / T1 writes the page: pages of P2 are beyond its end."""
+    monkeypatch.setattr(making, "mend_first_page", lambda *_: pytest.fail("written past SQLite"))
+
+    def work() -> None:
+        with forebay.Cache(rich) as cache:
+            for number in range(3):
+                with cache._store.engine.parts.catalog.write() as txn:
+                    txn.con.execute(f"PRAGMA user_version = {number + 5}")  # the log has the page
+                overwrite(rich / "catalog.sqlite", 0, os.urandom(PAGE))
+                assert cache.put("k0", b"\0")
+                assert (rich / "catalog.sqlite").read_bytes().startswith(b"SQLite format 3\0")
+            assert cache.check(deep=True) == []
+            assert what_is_there(cache) == ALL
+
+    in_child(work)
+    assert_settled(rich, BUDGET)
+
+
+def test_a_first_page_that_is_made_anew_says_nothing_of_the_size(rich: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 makes that page / P2 closes the catalog, and copies its log into the file, which grows / T1 writes the page."""
+    overwrite(rich / "catalog.sqlite", 0, os.urandom(PAGE))
+    grown, pwrite = list[bool](), host.pwrite
+
+    def grow_first(fd: int, data: bytes, offset: int) -> None:
+        if not grown and os.path.samestat(os.fstat(fd), (rich / "catalog.sqlite").stat()):
+            grown.append(True)
+            with (rich / "catalog.sqlite").open("ab") as file:
+                file.write(bytes(100 * PAGE))
+        pwrite(fd, data, offset)
+
+    with forebay.Cache(rich) as cache:
+        monkeypatch.setattr(host, "pwrite", grow_first)
+        cache.repair()
+        monkeypatch.setattr(host, "pwrite", pwrite)
+        with contextlib.closing(sqlite3.connect(rich / "catalog.sqlite")) as con:
+            assert con.execute("PRAGMA page_count").fetchone()[0] * PAGE == (rich / "catalog.sqlite").stat().st_size
+        assert what_is_there(cache) == ALL
+        assert grown
 
 
 @pytest.mark.parametrize("kind", ["rows of entries", "values"])

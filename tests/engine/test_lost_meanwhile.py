@@ -449,3 +449,28 @@ def test_who_reads_by_a_deleted_file_of_records_gets_what_was_put(store: Store, 
 
     in_child(put)
     assert bytes_of(store, "k") == b"new"
+
+
+def test_the_contents_of_the_root_move_to_another_directory_which_takes_its_place(store: Store) -> None:
+    """All files are the same, the directory is another: as after ``mv root/* new; rmdir root; mv new root``."""
+    store.put("v", "a file", FILE)
+    new = store.root.path.with_name("new")
+    new.mkdir(0o700)
+    for name in os.listdir(store.root.path):
+        (store.root.path / name).rename(new / name)
+    store.root.path.rmdir()
+    new.rename(store.root.path)
+    for number in range(3):
+        assert store.put("v", f"file {number}", FILE)
+        assert store.put("v", f"value {number}", SMALL)
+        assert bytes_of(store, f"file {number}") == FILE
+    assert bytes_of(store, "a file") == FILE
+    assert bytes_of(store, "before") == SMALL
+    assert store.engine.recoveries == 1
+    assert store.check() == []
+    assert in_child(lambda: bytes_of_new(store.root.path, "file 2")) == FILE
+
+
+def bytes_of_new(path: Path, key: str) -> bytes | None:
+    with opened(path, 32 * MiB) as other:
+        return bytes_of(other, key)

@@ -763,3 +763,13 @@ def test_claims_that_a_forked_child_closes_stay_its_parents(path: Path) -> None:
     assert not mine.is_open()
     assert others.try_claim(5)
     others.close()
+
+
+def test_a_file_is_read_though_the_job_closed_its_descriptor(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.write_bytes(b"the first bytes")
+    file = LockFile(path)
+    assert file.read(9) == b"the first"
+    closing_ours(path)
+    assert file.read(9) == b"the first"
+    assert "closed by this process's own code" in caplog.text
+    file.close()

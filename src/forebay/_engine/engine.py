@@ -167,7 +167,8 @@ class Engine(Hits):
     def _reopen(self, error: CatalogBroken) -> None:
         root = open_directory(self.root.path, shared=self.root.shared)
         parts = self._parts
-        if parts is None or root.id != self.root.id or not self.index.is_same() or not parts.catalog.has_its_lock():
+        is_moved = root.id != self.root.id or not root.files.has_place_of(self.root.files)
+        if parts is None or is_moved or not self.index.is_same() or not parts.catalog.has_its_lock():
             if root.id == self.root.id:
                 self.index.empty_lost()
             if parts is not None:

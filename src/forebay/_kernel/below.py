@@ -50,8 +50,9 @@ def _knows_openat2() -> bool:
 
 
 def _open_at_once(top: str, names: Sequence[str], flags: int, mode: int = 0, at: int = _HERE) -> int:
-    """Return a descriptor of what lies below the top, reached without symbolic links, above the top too; negative where this call cannot
-    tell. ``at``: a descriptor of the top, if it is open. Raises FileNotFoundError: no link was met before the missing component."""
+    """Return a descriptor of what lies below the top, reached without symbolic links; negative where this call cannot tell. ``at``: a
+    descriptor of the top, if it is open; else no link may lead to the top, either. Raises FileNotFoundError: no link was met before the
+    missing component."""
     if not _knows_openat2():
         return -1
     path = "/".join(names if at != _HERE else (top.rstrip("/"), *names))
@@ -205,6 +206,10 @@ class Below:
         except `open` for reading, whose callers prove what they find. ``directory``: the state of the top."""
         return Below(self.top, _Place(directory.st_dev, directory.st_ino, error))
 
+    def has_place_of(self, other: Below) -> bool:
+        """Whether both are kept to the same directory, or neither to any."""
+        return self._kept == other._kept
+
     def directory(self, path: Path) -> _Walk:
         """A descriptor of a directory, to name files in: ``with files.directory(path) as fd``."""
         return _Walk(self.top, self._names(path), _STEP, self._kept)
@@ -317,6 +322,8 @@ class Below:
                 self.rmdir(path)
             except FileNotFoundError:
                 return  # another process was first
+            except TopReplaced:
+                raise
             except OSError as error:
                 raise CacheFault(f"{os.fspath(path)}: a directory is in the way: remove it ({error.strerror})") from error
 

@@ -244,6 +244,11 @@ class LockFile:
         with self._mutex:
             if self._fd < 0:
                 self._open_locked()
+            try:
+                return os.pread(self._fd, size, 0)
+            except OSError:
+                if not self._mend_locked():
+                    raise
             return os.pread(self._fd, size, 0)
 
     def is_lost(self) -> bool:

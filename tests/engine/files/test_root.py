@@ -537,6 +537,28 @@ def test_another_root_at_the_path_while_it_is_opened(tmp_path: Path, times: int,
     assert not spares
 
 
+@pytest.mark.parametrize("what", ["the root", "FORMAT"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_root_that_is_removed_while_it_is_opened(tmp_path: Path, what: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, stay, left = tmp_path / "root", Root.stay, [what] * times
+
+    def remove_first(self: Root) -> bool:
+        if left:
+            left.pop()
+            shutil.rmtree(place) if what == "the root" else (place / "FORMAT").unlink()
+        return stay(self)
+
+    monkeypatch.setattr(Root, "stay", remove_first)
+    if times < 3:
+        root = open_root(place)
+        assert whole(root)
+    else:
+        with pytest.raises(FileNotFoundError):
+            open_root(place)
+        assert whole(open_root(place))
+    assert not left
+
+
 def test_a_removed_directory_is_made_again(root: Root) -> None:
     root.tmp_dir.rmdir()
     assert open_root(root.path) == root

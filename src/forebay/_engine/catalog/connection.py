@@ -153,18 +153,21 @@ class Catalog:
                 self._close_peers_locked()
                 self._wal.mend()
                 found = self._damage_locked() and self._damage_locked()
+                is_mended = not found and self._is_written_over_locked()
+                if is_mended:
+                    self._write_first_page_locked()
+                    found = self._damage_locked()  # what the log hid until now
                 there = self._seen
                 self._close_locked()
-            if found and not os.access(self._path, os.W_OK) and os.path.exists(self._path):
-                raise errors.CacheFault(f"the catalog {self._path} is damaged or not writable: check its mode and owner")
-            if making.mend_first_page(self._root, self._wal):  # also where the log has a sound one
-                with self._mutex:
-                    found = self._damage_locked()
-                    if not found:
-                        log.warning("%s: the first page of %s was written anew, and nothing is lost", why, self._path)
-                        return True
+                if found and not os.access(self._path, os.W_OK) and os.path.exists(self._path):
+                    raise errors.CacheFault(f"the catalog {self._path} is damaged or not writable: check its mode and owner")
+                if found and making.mend_first_page(self._root, self._wal):
+                    is_mended, found = True, self._damage_locked()
                     self._close_locked()
-            elif not found:
+            if not found and is_mended:
+                log.warning("%s: the first page of %s was written anew, and nothing is lost", why, self._path)
+                return True
+            if not found:
                 self._vouched = why, there, time.monotonic()
                 log.log(WARNING if seen == there else INFO, "%s: nothing is wrong with %s: it stays", why, self._path)
                 return False
@@ -523,9 +526,19 @@ class Catalog:
 
     def _is_written_over_locked(self) -> bool:
         """Whether another program has written over the first page. SQLite does not see that while it remembers the page, or the log has
-        it: then it writes it anew, and whatever else was written over stays."""
+        it: then SQLite writes the page anew, and whatever else was written over stays."""
         guard, magic = self._guard, transactions.MAGIC
         return guard is not None and guard.read(len(magic)) != magic and not guard.is_lost()
+
+    def _write_first_page_locked(self) -> None:
+        """Have SQLite write the first page of the file anew: it knows the page from the log, but copies nothing twice."""
+        with translated():
+            con = self._connection_locked()
+            (version,) = con.execute("PRAGMA user_version").fetchone()
+            con.execute(f"PRAGMA user_version = {version % 1_000_000 + 1}")  # a change of that page, which says nothing to anybody
+            con.execute("PRAGMA wal_checkpoint(FULL)")  # waits for readers
+        if self._is_written_over_locked():
+            raise errors.WriterBusy(f"{self._path} was written over, and cannot be mended while others read it", waited=0.0, holder="")
 
     def _commit_locked(self, txn: Txn) -> None:
         words = self._head.words()

@@ -79,14 +79,13 @@ def _make(root: Root, fill: Callable[[sqlite3.Connection], object] = lambda new:
 
 def mend_first_page(root: Root, wal: Wal) -> bool:
     """Where the first page of a damaged catalog is garbage, write it anew: without it nothing could be read. It says where the tables
-    begin, which is the same in every catalog, and how large the file is; what it said of free pages is lost. False if that is not what is
-    wrong. Caller: holds the writer lock, and has no open connection."""
+    begin, which is the same in every catalog; what it said of free pages is lost. False if that is not what is wrong. Caller: holds the
+    writer lock, and no connection of this process is open or is opened meanwhile."""
     if not _is_file(root.catalog):
         return False
-    with schema.connected(wal.uri("mode=ro&immutable=1")) as damaged, contextlib.suppress(sqlite3.Error):
+    with contextlib.suppress(sqlite3.Error), schema.connected(wal.uri("mode=ro&immutable=1")) as damaged:
         damaged.execute("SELECT * FROM sqlite_master").fetchall()
         return False
-    pages = os.lstat(root.catalog).st_size // PAGE
     _make(root)
     draft = root.files.open(_draft(root))
     try:
@@ -94,12 +93,11 @@ def mend_first_page(root: Root, wal: Wal) -> bool:
     finally:
         os.close(draft)
     root.files.unlink(_draft(root))  # before the catalog may be sound again, and nobody makes another one
-    if pages < least:
-        return False
-    first[_PAGES_AT : _PAGES_AT + 4] = pages.to_bytes(4)
-    first[_FREE_AT : _FREE_AT + 8] = bytes(8)
+    first[_PAGES_AT : _FREE_AT + 8] = bytes(_FREE_AT + 8 - _PAGES_AT)  # unknown: another process may copy its log into the file just now
     fd = root.files.open(root.catalog, os.O_RDWR)
     try:
+        if os.fstat(fd).st_size // PAGE < least:
+            return False
         host.pwrite(fd, first, 0)
     finally:
         os.close(fd)

@@ -276,7 +276,7 @@ class Root:
         """From now on `files` are those of the directory that has the path now, and of no other. False where that is another root's.
 
         T1 begins a transaction / another root takes the place / T1 puts a file there / the roots change places again / T1 commits: no row
-        of the other root would name the file, and none of this one would find it."""
+        of the other root would name the file, and the row in this one would lead to none."""
         if self.is_layered:  # a directory may get another number there when it is copied to the upper layer
             return self.is_same()
         with self.files.listing(self.path) as fd:

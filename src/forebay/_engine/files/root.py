@@ -74,10 +74,14 @@ def open_root(
     directory = _resolved(path)
     if read_only:
         return _open_read_only(directory, shared, id_in_catalog)
-    for _ in range(_ATTEMPTS):
-        root = _open_to_write(directory, shared, id_in_catalog)
-        if root.read_only or root.stay():
-            break
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            root = _open_to_write(directory, shared, id_in_catalog)
+            if root.read_only or root.stay():
+                break
+        except FileNotFoundError:  # another program removes it meanwhile
+            if not left:
+                raise
     else:
         _refuse(directory, "an undisturbed directory", "another root each time", "stop the program that changes it")
     return root
