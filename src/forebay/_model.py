@@ -1,4 +1,4 @@
-"""The types that all packages share: records, and the protocols between the engine, the sources and the remotes."""
+"""What all packages share: records, the names of spaces, and the protocols between the engine, the sources and the remotes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ else:
     from typing import TypeVar
 
     Item, Item_co = TypeVar("Item"), TypeVar("Item_co", covariant=True)
+
+OWN_SPACES = URLS, DIRECTORIES, LISTINGS, INDEXES, SAMPLES, SESSIONS = (
+    "urls", "directories", "listings", "indexes", "samples", "sessions",
+)  # fmt: skip
+"""The spaces whose entries only Forebay makes: objects of remotes, trees of links to them, listings of directories, indexes of shards,
+arrays of samples, and sessions of prefetchers. Users may limit, read, list and clear these spaces, but store nothing in them."""
+
+VALUES = "values"
+"""The space of `Cache.put`."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Content: TypeAlias = Buffer | str | os.PathLike[str]
@@ -57,6 +66,14 @@ def is_text(value: str) -> bool:
     return True
 
 
+def check_free(name: str) -> None:
+    """Raise `ConfigError` if the cache itself uses the space of this name, so that no `Tasks` and no prefetcher can have it."""
+    taken = (*OWN_SPACES, VALUES)
+    if name in taken:
+        message = f"the name {name!r} is taken by the cache itself, as are {', '.join(taken)}: choose another one"
+        raise ConfigError(message, name="name", value=name)
+
+
 class Policy(enum.StrEnum):
     """What a space does when its bytes do not fit."""
 
@@ -83,7 +100,7 @@ class Policy(enum.StrEnum):
     @classmethod
     def default(cls, space: str) -> Policy:
         """The policy of a space of this name that was given none."""
-        return cls.AUTO if space == "urls" else cls.LRU
+        return cls.AUTO if space == URLS else cls.LRU
 
     @classmethod
     def parse(cls, name: str) -> Policy:
@@ -372,7 +389,7 @@ class Entry(NamedTuple):
     @property
     def name(self) -> str:
         """The name on the command line: the URL, or ``space:key``."""
-        return self.key if self.space == "urls" else f"{self.space}:{self.key}"
+        return self.key if self.space == URLS else f"{self.space}:{self.key}"
 
     @property
     def varies(self) -> bool:

@@ -103,6 +103,8 @@ def test_an_open_cache_may_be_given(new_memory: NewMemory, cache: forebay.Cache)
     assert any(entry.key.endswith("/output") for entry in cache.entries("solver"))
     with pytest.raises(forebay.errors.ConfigError, match="open cache, and budget"):
         new_memory(backend_options={"cache": cache, "budget": "100MB"})
+    with pytest.raises(forebay.errors.ConfigError, match="'urls' is taken by the cache itself"):
+        new_memory(backend_options={"cache": cache, "space": "urls"})
 
 
 def test_a_path_is_the_root_itself(tmp_path: Path) -> None:

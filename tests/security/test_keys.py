@@ -17,12 +17,12 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._model import URLS
 from forebay.adapters.huggingface import snapshot_download
 from forebay.adapters.streaming import get_shm_prefix
 from forebay.cache import fetcher_of
 from forebay.claims.registry import VARIABLE, Registry
 from forebay.cli.checkup import check_up
-from forebay.fetch.request import URLS
 from forebay.remote import Realm, RemoteOptions
 from forebay.sources import TarSource, UrlSource
 from forebay.testing import ScriptedServer

@@ -16,12 +16,12 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._kernel.below import Below
+from forebay._model import LISTINGS
 from forebay.cache import fetcher_of
 from forebay.cli.main import run
 from forebay.directories.copying import copy_tree
 from forebay.directories.listings import UploadMarker
 from forebay.directories.manifests import File, Manifest
-from forebay.fetch.request import LISTINGS
 from forebay.testing import ScriptedServer
 from tests import processes
 from tests.remote_directories import MARKER, marker_of

@@ -609,7 +609,7 @@ def test_what_is_kept_but_makes_no_sense_is_made_anew(server: ScriptedServer, ca
     url = server.put("/a.tar", tar_of(samples(20)))
     bound(cache, url).size("a.tar/000003.json")
     key = cache.entries("indexes")[which].key
-    cache.space("indexes").put(key, b"something else")
+    fetcher_of(cache).store.put("indexes", key, b"something else")
     assert bound(cache, url)["a.tar/000003.json"] == b'{"label": 3}'
     assert cache.space("indexes").get(key) != b"something else"
 

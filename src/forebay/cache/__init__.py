@@ -15,8 +15,8 @@ from forebay._engine.store import Store
 from forebay._kernel import events, host, waits
 from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay._logs import logger
-from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays
-from forebay.cache.space import VALUES, DictLike, Space, T, checked_name
+from forebay._model import VALUES, Buffer, Codec, Entry, Item, Problem, Report, Strays
+from forebay.cache.space import DictLike, Space, T, checked_name
 from forebay.fetch import Fetcher
 from forebay.fetch.opening import CacheOptions
 from forebay.fetch.request import FetchOptions, ReadOptions, Target, first_touch
@@ -296,7 +296,10 @@ class Cache(DictLike):
         return self._values.get_or_put(key, fn, timeout=timeout)
 
     def space(self, name: str, *, quota: int | str | None = None, policy: str | None = None) -> Space:
-        """A named part of the cache, with its own quota (bytes) and a policy: ``auto``, ``lru``, ``freeze`` or ``wait``."""
+        """A named part of the cache, with its own quota (bytes) and a policy: ``auto``, ``lru``, ``freeze`` or ``wait``.
+
+        ``urls`` and the other spaces in which the cache keeps its own entries (see `Space`) have limits and a policy too, but take no
+        values. Raises `ConfigError`."""
         self._fetcher.open_space(checked_name(name), policy=policy, quota=self._size(quota, "quota"))
         return Space(self._fetcher, name)
 
@@ -369,7 +372,8 @@ class Cache(DictLike):
         the bytes and decodes them at each `Lazy.get`; ``decoded`` stores the value, through ``codec``, as for `tasks`. ``budget``: maximum
         bytes of the space, over all processes. ``max_count``: maximum items of the space. ``policy``: what happens when all bytes are in
         use: ``wait`` waits until some are released; the others read from the source. ``keep``: if False, an item is removed
-        when its last holder in any process releases it. Raises `ConfigError`."""
+        when its last holder in any process releases it. Raises `ConfigError`; so does a ``name`` that the cache itself
+        uses, such as ``urls`` or ``values``."""
         from forebay.prefetch import open_prefetcher  # imported late, with all kinds of sources: many programs never use it
 
         return open_prefetcher(
@@ -385,8 +389,8 @@ class Cache(DictLike):
         ``budget``: bytes for all values together; it applies to every process, at once. ``config``: a YAML file, or a mapping of the same
         shape, that lists which functions are cached and which are replayed. ``codec``: ``pickle`` (any object), ``pytree``, ``numpy``,
         ``arrow``, ``json``, ``raw``, or an object with ``encode`` and ``decode``. Default: ``pickle``, or ``pytree``, which executes
-        nothing, in a root that others can write to. ``copy``: functions and `Tasks.read` return writable copies. Raises `ConfigError`,
-        `MissingExtra`."""
+        nothing, in a root that others can write to. ``copy``: functions and `Tasks.read` return writable copies. Raises `MissingExtra`
+        and `ConfigError`, also for a ``name`` that the cache itself uses, such as ``urls`` or ``values``."""
         from forebay.tasks import open_tasks  # imported late: many programs never use it
 
         return open_tasks(self._fetcher, checked_name(name), codec, config, self._size(budget, "budget"), copy)

@@ -16,11 +16,12 @@ from forebay._engine.leases import Lease
 from forebay._kernel import interrupts
 from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay._kernel.threads import DaemonThread
+from forebay._model import URLS
 from forebay.fetch import Fetcher
 from forebay.fetch.background import Background
 from forebay.fetch.files import opened, stream
 from forebay.fetch.job import REOPENED, Job
-from forebay.fetch.request import URLS, FetchOptions, Target
+from forebay.fetch.request import FetchOptions, Target
 
 T = TypeVar("T")
 LARGE = 8 << 20

@@ -17,11 +17,10 @@ from forebay._engine.seeing import Facts
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._kernel.interrupts import guarded, guarded_methods
-from forebay._model import Entry, Report, Victim, is_text
-from forebay.cache.space import VALUES
+from forebay._model import DIRECTORIES, URLS, VALUES, Entry, Report, Victim, is_text
 from forebay.fetch import Fetcher
 from forebay.fetch.prefix import Prefix
-from forebay.fetch.request import DIRECTORIES, PARTS, URLS, index_key
+from forebay.fetch.request import PARTS, index_key
 
 if TYPE_CHECKING:
     from forebay.reports import Plan

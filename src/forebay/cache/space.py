@@ -10,7 +10,7 @@ from forebay import errors
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._kernel.interrupts import guarded, guarded_methods, of_program, steps_of_program
-from forebay._model import Buffer, Victim, as_bytes, is_text
+from forebay._model import OWN_SPACES, Buffer, Victim, as_bytes, is_text
 from forebay.fetch import Fetcher
 from forebay.fetch.flight import get_or_make, get_or_make_async
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-VALUES = "values"
-"""The space of `Cache.put`."""
 FOREVER = 1 << 63
 
 
@@ -57,10 +55,14 @@ class DictLike:
 @guarded_methods("get", "get_or_put")
 class Space(DictLike):
     """Values of one space. Created by `Cache.space`; callable from any thread, usable in both processes after a fork, pickles with its
-    cache."""
+    cache.
+
+    A space in which the cache keeps its own entries (``urls``, ``directories``, ``listings``, ``indexes``, ``samples``, ``sessions``) takes
+    no values: `put`, `get_or_put`, `aget_or_put` and ``space[key] = data`` raise `ConfigError`. It can be read, listed and limited."""
 
     def __init__(self, fetcher: Fetcher, name: str) -> None:
         self._fetcher, self.name = fetcher, name
+        self._takes_values = name not in OWN_SPACES
         self._bind(fetcher.current())
 
     def _bind(self, store: Store | NullStore) -> None:
@@ -99,6 +101,8 @@ class Space(DictLike):
         """Store bytes under a key, replacing earlier ones. Returns False, with one warning, if they cannot be stored; the earlier ones then
         stay. With the policy ``wait``, it blocks while all bytes are in use, for at most ``timeout`` seconds. ``data`` must not change
         during the call."""
+        if not self._takes_values:
+            raise _no_values(self.name)
         store = self._store()
         checked(key)
         view = as_bytes(data)
@@ -113,6 +117,8 @@ class Space(DictLike):
 
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
         """The bytes under this key; else the result of ``fn``, which is stored. One process runs it; see `Cache.get_or_put`."""
+        if not self._takes_values:
+            raise _no_values(self.name)
         hit = self._hit(key)
         return hit if hit is not None else self._get_or_put(key, of_program(fn), timeout)
 
@@ -138,6 +144,8 @@ class Space(DictLike):
     ) -> memoryview:  # fmt: skip
         """`get_or_put` for a coroutine. Cancelling one call does not affect the others: ``fn`` runs to its end, and its result is stored.
         ``fn``: a coroutine function, or a function, which runs in a thread."""
+        if not self._takes_values:
+            raise _no_values(self.name)
         data = self._hit(key)
         if data is not None or (data := self._find(key)) is not None:
             return data
@@ -253,6 +261,12 @@ def checked(key: str) -> str:
     if not isinstance(key, str) or not is_text(key):
         raise errors.ConfigError(f"the key {key!r} cannot be used: a key is a str of valid unicode", name="key", value=repr(key))
     return key
+
+
+def _no_values(space: str) -> errors.ConfigError:
+    """The error of a call that would store a value in one of `OWN_SPACES`."""
+    message = f"the space {space!r} takes no values, because the cache keeps its own entries there: use a space with another name"
+    return errors.ConfigError(message, name="space", value=space)
 
 
 def checked_name(name: str) -> str:

@@ -11,10 +11,10 @@ from typing import NamedTuple, Self
 from forebay import errors
 from forebay._kernel import host
 from forebay._logs import logger
-from forebay._model import Buffer, BufferSink, ObjectInfo, Span, Transfer
+from forebay._model import LISTINGS, Buffer, BufferSink, ObjectInfo, Span, Transfer
 from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import MARK, File, Manifest, check_names
-from forebay.fetch.request import LISTINGS, FetchOptions, is_same_version
+from forebay.fetch.request import FetchOptions, is_same_version
 
 log = logger("forebay.directories")
 

@@ -16,14 +16,14 @@ from forebay import errors, remote
 from forebay._engine.leases import Lease, in_place
 from forebay._engine.store import Store
 from forebay._kernel import waits
-from forebay._model import Entry, ObjectInfo, Victim, noted
+from forebay._model import DIRECTORIES, URLS, Entry, ObjectInfo, Victim, noted
 from forebay.directories import listings
 from forebay.directories.listings import Listing
 from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import File, Manifest
 from forebay.fetch.job import Job
 from forebay.fetch.pipeline import Pipeline
-from forebay.fetch.request import DIRECTORIES, URLS, FetchOptions, Target, is_same_version
+from forebay.fetch.request import FetchOptions, Target, is_same_version
 
 DISK_FULL = "the disk is full: free some of it, or lower min_free"
 LOOKS = 3

@@ -18,9 +18,9 @@ from forebay._engine.index.memo import Remembered
 from forebay._engine.store import Store
 from forebay._kernel import events, host, interrupts, waits
 from forebay._logs import logger
-from forebay._model import Entry, ObjectInfo, Remote, Transfer
+from forebay._model import LISTINGS, URLS, Entry, ObjectInfo, Remote, Transfer
 from forebay.fetch.opening import NO_OPTIONS, CacheHandle, CacheOptions, in_memory, others_can_write
-from forebay.fetch.request import FOREVER, LISTINGS, POSTPONED, URLS, FetchOptions, Target, folder_of, index_key, is_same_version
+from forebay.fetch.request import FOREVER, POSTPONED, FetchOptions, Target, folder_of, index_key, is_same_version
 from forebay.fetch.upstream import Upstream
 from forebay.remote import UrlNaming
 

@@ -15,11 +15,11 @@ from forebay._kernel import host
 from forebay._kernel.interrupts import guarded_methods
 from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
-from forebay._model import Entry, ObjectInfo, noted
+from forebay._model import URLS, Entry, ObjectInfo, noted
 from forebay.fetch.blocks import RUN, Blocks, index_meta, parse_block_size
 from forebay.fetch.files import SeekableFile, opened, stream
 from forebay.fetch.flight import get_or_make
-from forebay.fetch.request import URLS, FetchOptions, Target, index_key, is_same_version
+from forebay.fetch.request import FetchOptions, Target, index_key, is_same_version
 
 if TYPE_CHECKING:
     from forebay._engine.store import Store

@@ -11,9 +11,9 @@ from forebay import _config, errors
 from forebay._kernel import waits
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
-from forebay._model import ObjectInfo, Span
+from forebay._model import URLS, ObjectInfo, Span
 from forebay.fetch.flight import get_or_make, get_or_make_free
-from forebay.fetch.request import URLS, FetchOptions, Target, block_key, index_key
+from forebay.fetch.request import FetchOptions, Target, block_key, index_key
 
 if TYPE_CHECKING:
     from forebay._engine.flight import KeyHold

@@ -14,8 +14,8 @@ from forebay._engine.files.layout import CatalogBroken
 from forebay._engine.index.head import SharedBroken
 from forebay._engine.leases import Lease, in_place
 from forebay._kernel import waits
-from forebay._model import Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, Started, can_clone
-from forebay.fetch.request import URLS, FetchOptions, Target, is_expected, is_same_version, sha256_of
+from forebay._model import URLS, Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, Started, can_clone
+from forebay.fetch.request import FetchOptions, Target, is_expected, is_same_version, sha256_of
 
 if TYPE_CHECKING:
     from forebay._engine.files.stages import MemoryStage

@@ -11,10 +11,10 @@ from typing import Any
 from forebay import errors, remote
 from forebay._engine.leases import Lease
 from forebay._kernel import host
-from forebay._model import BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
+from forebay._model import URLS, BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
 from forebay.fetch import A, Fetcher
 from forebay.fetch.opening import in_memory
-from forebay.fetch.request import URLS, FetchOptions, Target
+from forebay.fetch.request import FetchOptions, Target
 from forebay.remote import RemoteOptions
 
 

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
 from forebay import _config, errors
 from forebay._engine.index.memo import Remembered
 from forebay._kernel import host, interrupts, waits
-from forebay._model import Content, ObjectInfo, Remote, noted
+from forebay._model import URLS, Content, ObjectInfo, Remote, noted
 from forebay.remote import urls
 
 if TYPE_CHECKING:
     from forebay._engine.flight import OnWait
     from forebay._engine.leases import Lease
     from forebay.fetch import Fetcher
-
-URLS, DIRECTORIES, LISTINGS = "urls", "directories", "listings"
-"""The spaces of entries that have a URL: objects, trees of links to objects, and listings of directories."""
 
 PARTS = "#block"
 """What follows the key of an object in the keys of its index and of all of its blocks: no key of an object has it, see `without_marks`."""

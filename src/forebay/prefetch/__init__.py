@@ -17,9 +17,9 @@ from forebay._engine.leases import Lease
 from forebay._kernel import waits
 from forebay._kernel.interrupts import guarded, guarded_methods, items_of_program, of_program
 from forebay._logs import logger
-from forebay._model import Buffer, Item_co
+from forebay._model import SESSIONS, URLS, Buffer, Item_co, check_free
 from forebay.fetch import Fetcher
-from forebay.fetch.request import FOREVER, URLS, split_hash
+from forebay.fetch.request import FOREVER, split_hash
 from forebay.prefetch.items import ItemReader, Items, Objects, SourceItems
 from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
 from forebay.prefetch.lazies import PassThrough as PassThrough
@@ -32,7 +32,6 @@ log = logger("forebay.prefetch")
 T = TypeVar("T")
 
 STORES = ("raw", "decoded")
-SESSIONS = "sessions"
 MANY = 10_000_000
 """Items of a space whose number is not limited."""
 _NONE: Mapping[str, int] = MappingProxyType({})
@@ -309,6 +308,7 @@ class Prefetcher(Pool[Item_co]):
 @guarded
 def open_prefetcher(fetcher: Fetcher, source: Any, *, decode: Any = None, **options: Any) -> Prefetcher[Any] | PassThrough[Any]:
     """See `Cache.prefetcher`. ``budget`` in bytes."""
+    check_free(options["name"])
     if options["store"] not in STORES:
         raise errors.ConfigError(
             f"store must be {' or '.join(map(repr, STORES))}, not {options['store']!r}", name="store", value=options["store"]

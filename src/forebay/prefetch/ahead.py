@@ -18,10 +18,10 @@ from forebay._engine.index.orders import NEVER, Orders
 from forebay._engine.publish import INLINE
 from forebay._kernel import host
 from forebay._kernel.interrupts import guarded_methods, items_of_program
-from forebay._model import Buffer
+from forebay._model import URLS, Buffer
 from forebay.fetch import Fetcher
 from forebay.fetch.opening import in_memory
-from forebay.fetch.request import FOREVER, URLS, FetchOptions
+from forebay.fetch.request import FOREVER, FetchOptions
 from forebay.prefetch.items import Objects
 from forebay.prefetch.loader import Loader, abandon
 from forebay.prefetch.loads import Load

@@ -14,10 +14,10 @@ from forebay._engine.leases import Lease
 from forebay._engine.store import Store
 from forebay._kernel.interrupts import of_program
 from forebay._logs import logger
-from forebay._model import Buffer, Noted, ObjectInfo, Policy, Remote, Sink, Transfer, as_bytes, to_bytes
+from forebay._model import URLS, Buffer, Noted, ObjectInfo, Policy, Remote, Sink, Transfer, as_bytes, to_bytes
 from forebay.fetch import Fetcher
 from forebay.fetch.job import Job
-from forebay.fetch.request import URLS, FetchOptions, Target
+from forebay.fetch.request import FetchOptions, Target
 from forebay.prefetch.loads import Load, LoadRef
 from forebay.sources import DecodedSource, Source, UrlSource
 

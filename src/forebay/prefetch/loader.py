@@ -18,10 +18,9 @@ from forebay._engine.store import Store
 from forebay._kernel import host, interrupts
 from forebay._kernel.threads import DaemonThread, join
 from forebay._logs import logger
-from forebay._model import Buffer, Entry, Noted
+from forebay._model import URLS, Buffer, Entry, Noted
 from forebay.fetch.job import Job
 from forebay.fetch.pipeline import GROUP, Pipeline
-from forebay.fetch.request import URLS
 from forebay.prefetch.items import Items, NotStored
 from forebay.prefetch.loads import Load, LoadRef, News, State, live
 from forebay.remote.base import CallAborted

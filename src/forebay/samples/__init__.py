@@ -22,12 +22,11 @@ from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._kernel.interrupts import guarded, guarded_methods, items_of_program, of_program
 from forebay._logs import logger
-from forebay._model import Buffer, Entry, Item, noted
+from forebay._model import SAMPLES, Buffer, Entry, Item, noted
 from forebay.fetch import Fetcher
 from forebay.fetch.flight import get_or_make, get_or_make_free
 
 log = logger("forebay.samples")
-SPACE = "samples"
 
 
 class _MovedFunction:
@@ -186,7 +185,7 @@ class Samples(Generic[Item]):
             return (of_program(fn)(),)
 
         item: Item = get_or_make(
-            self._fetcher, SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, lambda value: self._store_and_read(i, value[0]),
+            self._fetcher, SAMPLES, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, lambda value: self._store_and_read(i, value[0]),
             past=lambda value: (self._as_read(value[0]),), label=f"sample {i} of {self._label}",
             timeout=self._fetcher.timeout if timeout is None else timeout, looked=True,
         )[0]  # fmt: skip
@@ -234,7 +233,7 @@ class Samples(Generic[Item]):
 
         if self._pack.admits:
             label = f"samples of {self._label}"
-            found = get_or_make_free(self._fetcher, SPACE, list(keys), lambda key: self._look(keys[key]), make, label=label)
+            found = get_or_make_free(self._fetcher, SAMPLES, list(keys), lambda key: self._look(keys[key]), make, label=label)
         else:
             found = make(list(keys), {})
         items |= {keys[key]: item for key, item in found.items()}
@@ -361,7 +360,7 @@ class Samples(Generic[Item]):
         if isinstance(self._pack, NoPack):
             return False
         try:
-            named = self._store().packs.name(self._pack, SPACE, name, overwrite=overwrite)
+            named = self._store().packs.name(self._pack, SAMPLES, name, overwrite=overwrite)
         except errors.CacheFault as error:
             self._warn("fault", f"{self._label} cannot be called {name!r}: {error}")
             return False
@@ -478,7 +477,7 @@ def open_samples(
     with waits.time_limit(fetcher.timeout):
         pack = find_pack()
     if pack is None and not length:
-        raise errors.NotCached.of(f"{SPACE}:{name}")
+        raise errors.NotCached.of(f"{SAMPLES}:{name}")
     may_come = fetcher.store.keeps or fetcher.reopening is not None
     none = NoPack(shape.length, find_pack=find_pack if may_come else None, fingerprint=fingerprint)
     samples = Samples[Any](fetcher, pack or none, chosen, name, copy=copy)
@@ -537,15 +536,15 @@ def _find_or_make(fetcher: Fetcher, name: str | None, shape: _Shape) -> Pack | N
         return _find(fetcher, name, shape) if name is not None else None
     if name is None:
         key = f"~{secrets.token_hex(8)}"
-        return store.packs.make(SPACE, key, shape.length, life="held", fingerprint=shape.fingerprint, meta=shape.meta())
+        return store.packs.make(SAMPLES, key, shape.length, life="held", fingerprint=shape.fingerprint, meta=shape.meta())
     pack = _find(fetcher, name, shape)
     if pack is not None or not shape.length:
         return pack
-    hold = store.locks.hold(SPACE, name)
+    hold = store.locks.hold(SAMPLES, name)
     try:
         # P1 sees none / P2 sees none / P1 holds the key, creates it, releases / P2 holds the key: we are here.
         pack = _find(fetcher, name, shape)
-        return pack or store.packs.make(SPACE, name, shape.length, fingerprint=shape.fingerprint, meta=shape.meta())
+        return pack or store.packs.make(SAMPLES, name, shape.length, fingerprint=shape.fingerprint, meta=shape.meta())
     finally:
         hold.release()
 
@@ -563,7 +562,7 @@ def _find(fetcher: Fetcher, name: str, shape: _Shape) -> Pack | None:
 
 
 def _find_in(store: Store, name: str, shape: _Shape) -> Pack | None:
-    lease = store.packs.find(SPACE, name)
+    lease = store.packs.find(SAMPLES, name)
     if lease is None:
         return None
     stored = _Shape.of(lease.entry)

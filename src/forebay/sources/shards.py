@@ -12,17 +12,16 @@ from typing import Any, Literal, NamedTuple, cast
 from forebay import errors
 from forebay._engine.leases import Lease
 from forebay._logs import logger
-from forebay._model import ObjectInfo, Remote, Sink, Span, Transfer
+from forebay._model import INDEXES, URLS, ObjectInfo, Remote, Sink, Span, Transfer
 from forebay.fetch import Fetcher
 from forebay.fetch.flight import get_or_make
 from forebay.fetch.prefix import RemoteAccess
-from forebay.fetch.request import URLS, FetchOptions
+from forebay.fetch.request import FetchOptions
 from forebay.sources import tar_index
 from forebay.sources.tar_index import Index
 
 log = logger("forebay.sources.tar")
 
-SPACE = "indexes"
 PROBE = 64 << 10
 """Bytes at the beginning of a shard that tell how large its members are."""
 PROBED = 4 << 20
@@ -103,7 +102,7 @@ class ShardIndexes:
         if fetcher is None or fetcher.closed or self._reach.is_local(url):
             return self._reach.stat(url)
         target, described_by = self._reach.target(url), _Descriptions(self._reach)
-        data = fetcher.read(target._replace(space=SPACE, resolve=lambda: cast(Remote, described_by)), FetchOptions.of(fetcher))
+        data = fetcher.read(target._replace(space=INDEXES, resolve=lambda: cast(Remote, described_by)), FetchOptions.of(fetcher))
         info = None
         try:
             size, validator, modified = json.loads(bytes(data))
@@ -132,7 +131,7 @@ class ShardIndexes:
         if fetcher is None:
             return
         try:
-            store, entry = fetcher.store, fetcher.store.entry(SPACE, self._reach.key(url))
+            store, entry = fetcher.store, fetcher.store.entry(INDEXES, self._reach.key(url))
             if entry is not None and store.keeps:
                 (store.drop if drops else store.invalidate)([entry])
         except PAST as error:
@@ -186,14 +185,14 @@ class ShardIndexes:
 
         def keep(index: Index) -> Index:
             try:
-                fetcher.store.put(SPACE, key, index.data)
+                fetcher.store.put(INDEXES, key, index.data)
             except PAST as error:
                 fetcher.fall_back(error, key)
             return index
 
         return get_or_make(
             fetcher,
-            SPACE,
+            INDEXES,
             key,
             lambda: _kept(fetcher, key, above),
             lambda: Index(self._build(url, info)),
@@ -243,7 +242,7 @@ class ShardIndexes:
 def _kept(fetcher: Fetcher, key: str, above: str) -> Index | None:
     """The index of this key in the cache, or of that ``above`` in the upstream root."""
     for store, name in ((fetcher.store, key), (fetcher.upstream, above)):
-        hit = store.view(SPACE, name) if store is not None else None
+        hit = store.view(INDEXES, name) if store is not None else None
         if hit is None:
             continue
         try:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 from forebay import errors
 from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay._logs import logger
+from forebay._model import check_free
 from forebay.codecs import Codec, default_codec
 from forebay.codecs import codec as codec_of
 from forebay.fetch import Fetcher
-from forebay.fetch.request import DIRECTORIES, LISTINGS, URLS
 from forebay.tasks.config import Bypass, load, reads_cache
 from forebay.tasks.values import CacheInfo as CacheInfo
 from forebay.tasks.values import Values
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 log = logger("forebay.tasks")
 P = ParamSpec("P")
 R = TypeVar("R")
-
-TAKEN = (URLS, DIRECTORIES, LISTINGS, "samples", "values")
-"""Names of spaces that hold something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +202,7 @@ class Tasks:
 
 def open_tasks(fetcher: Fetcher, name: str, codec: Any, config: Any, budget: int | None, copy: bool = False) -> Tasks:
     """See `Cache.tasks`. ``budget`` in bytes."""
-    if name in TAKEN:
-        raise errors.ConfigError(f"the name {name!r} is taken by the cache itself: choose another one", name="name", value=name)
+    check_free(name)
     chosen = codec_of(codec) if codec is not None else default_codec(others_can_write=fetcher.others_can_write)
     bypass = Bypass(None if config is None else load(config))
     fetcher.open_space(name, policy=None, quota=budget)

@@ -19,12 +19,13 @@ from forebay._kernel import host
 from forebay._kernel.interrupts import guarded_methods, of_program
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
+from forebay._model import URLS
 from forebay.adapters.fsspec.files import MappedFile, WrittenFile
 from forebay.cache import Cache, fetcher_of
 from forebay.cache.entries import entries_below
 from forebay.fetch import Fetcher
 from forebay.fetch.blocks import parse_block_size
-from forebay.fetch.request import URLS, first_touch
+from forebay.fetch.request import first_touch
 from forebay.remote.filesystems import is_in_process, protocols_of
 
 try:
