@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine.store import Store
 from forebay.testing import ScriptedServer
 from tests import parts
 from tests.fronts import Fronts
@@ -58,7 +60,8 @@ class Alarm:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 if sender is not None:
                     sender.cancel()
-                    sender.join()
+                    with contextlib.suppress(RuntimeError):  # it was interrupted before it was started
+                        sender.join()
         except Interrupt:
             return True
         return False
@@ -107,6 +110,7 @@ def test_interrupts_at_random_moments(place: Place, name: str, children: Process
 
 KEYS, SLOTS, PROCESSES, BUDGET, SECONDS = 30, 100, 4, 24 * MiB, 120.0
 SIZES = (100, 3_000, 20_000, 60_000, 400_000)
+PINNED, QUOTA = 6, 400_000
 
 
 def version(key: int, number: int) -> bytes:
@@ -114,73 +118,112 @@ def version(key: int, number: int) -> bytes:
     return head + bytes([number % 251]) * SIZES[key % len(SIZES)]
 
 
-def live(it: Fronts, seed: int, seconds: float) -> int:
-    """Use a root until the time is up, interrupted all the time, and compare each byte; gives how often a handler raised."""
-    signal.signal(signal.SIGALRM, interrupt)
-    chance, known, interrupts = random.Random(seed), dict[int, tuple[int, int]](), 0
-    until = time.monotonic() + seconds
+def pinned(number: int) -> bytes:
+    return random.Random(number).randbytes(SIZES[number % 4])
+
+
+class Versions:
+    """What all processes know of the keys of one space, whoever is killed: which version of each was begun, and which one is stored for
+    sure. One process at a time writes a key; all of them read it."""
+
+    def __init__(self) -> None:
+        self._words = memoryview(mmap.mmap(-1, 16 * KEYS)).cast("Q")
+
+    def put(self, space: forebay.Space, key: int) -> None:
+        begun = self._words[2 * key] + 1
+        self._words[2 * key] = begun
+        if space.put(str(key), version(key, begun)):
+            self._words[2 * key + 1] = begun
+
+    def get(self, space: forebay.Space, key: int, seen: dict[int, int]) -> None:
+        """Of what was stored or served before this call began nothing older may come; ``seen``: what this process was served."""
+        least = max(seen.get(key, 0), self._words[2 * key + 1])
+        data = space.get(str(key))
+        if data is None:  # evicted
+            return
+        found = seen[key] = int(bytes(data).split(b":", 2)[1])
+        assert bytes(data) == version(key, found)
+        assert least <= found <= self._words[2 * key], f"version {found} of {key}, of {least} to {self._words[2 * key]}"
+
+
+def set_up(place: Path) -> None:
+    """What nobody may lose: values that are pinned, and the quota of a space."""
+    with forebay.Cache(place, budget=BUDGET, min_free=0) as cache:
+        cache.space("limited", quota=QUOTA, policy="lru")
+        for number in range(PINNED):
+            assert cache.put(f"pinned {number}", pinned(number))
+            cache.pin(f"values:pinned {number}")
+
+
+def look_at_what_stays(cache: forebay.Cache, number: int) -> None:
+    assert cache.get(f"pinned {number % PINNED}") == pinned(number % PINNED)
+    store = cache._store
+    assert isinstance(store, Store)
+    assert store.engine.settings.limits().of_space("limited").quota == QUOTA
+    assert sum(space.bytes for space in store.seeing.usage().spaces if space.name == "limited") <= QUOTA
+
+
+def live(it: Fronts, versions: Versions, place: int, seed: int, seconds: float) -> int:
+    """Use a root until the time is up, interrupted all the time, and compare each byte; gives how often a handler raised. ``place``: which
+    keys this process writes."""
+    for number in (signal.SIGALRM, signal.SIGINT):
+        signal.signal(number, interrupt)
+    chance, seen, interrupts = random.Random(seed), dict[int, int](), 0
+    alarm, until = Alarm(chance), time.monotonic() + seconds
     with forebay.Cache(it.place, budget=BUDGET, min_free=0) as cache:
-        acts, own = it.acts(cache), cache.space(f"own {os.getpid()}")
+        shared, limited = cache.space("versions"), cache.space("limited")
 
         def put(key: int) -> None:
-            least, latest = known.get(key, (0, 0))
-            known[key] = least, latest + 1  # if it is interrupted, it may be stored, or not
-            if own.put(str(key), version(key, latest + 1)):
-                known[key] = latest + 1, latest + 1
+            versions.put(shared, key - key % PROCESSES + place if key - key % PROCESSES + place < KEYS else place)
 
         def get(key: int) -> None:
-            data = own.get(str(key))
-            if data is not None:
-                found, (least, latest) = int(bytes(data).split(b":", 2)[1]), known.get(key, (0, 0))
-                assert bytes(data) == version(key, found)
-                assert least <= found <= latest, f"version {found} of {key}, of {least} to {latest}"
-                known[key] = found, latest
+            versions.get(shared, key, seen)
 
+        def limit(key: int) -> None:
+            limited.put(str(key), bytes(SIZES[key % 4]))
+            look_at_what_stays(cache, key)
+
+        acts = [*it.acts(cache), limit, put, put, get, get, get]
         while time.monotonic() < until:
-            act = chance.choice([*acts, put, put, get, get, get])
-            try:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0001, 0.02))
-                    with contextlib.suppress(errors.CacheFault):  # no room beside what others have in use
-                        act(chance.randrange(KEYS))
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            except Interrupt:
-                interrupts += 1
+            act, key = chance.choice(acts), chance.randrange(KEYS)
+
+            def call(act: Callable[[int], None] = act, key: int = key) -> None:
+                with contextlib.suppress(errors.CacheFault):  # no room beside what others have in use
+                    act(key)
+
+            with contextlib.suppress(Interrupt):  # a signal that came just after the call
+                interrupts += alarm.around(call, 0.02)
     return interrupts
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(1800)
 def test_processes_that_are_killed_and_interrupted_get_what_is_right(server: ScriptedServer, shelf: Shelf, tmp_path: Path) -> None:
-    it = Fronts(tmp_path / "root", server, shelf, keys=KEYS, slots=SLOTS)
-    chance, group, alive = random.Random(1), ProcessGroup(), list[Child]()
+    it, versions = Fronts(tmp_path / "root", server, shelf, keys=KEYS, slots=SLOTS), Versions()
+    in_child(lambda: set_up(it.place))
+    chance, group, alive = random.Random(1), ProcessGroup(), dict[int, Child]()
     end = time.monotonic() + parts.share(int(SECONDS))
     interrupts = kills = looks = 0
     try:
         while time.monotonic() < end:
-            while len(alive) < PROCESSES:
+            for place in {*range(PROCESSES)} - {*alive}:
                 seed = chance.randrange(1 << 30)
-                alive.append(group(lambda seed=seed: live(it, seed, 20.0)))
-            child = chance.choice(alive)
+                alive[place] = group(lambda place=place, seed=seed: live(it, versions, place, seed, 20.0))
             if chance.random() < 0.3:
-                child.kill()
-                alive.remove(child)
+                alive.pop(chance.randrange(PROCESSES)).kill()
                 kills += 1
             elif chance.random() < 0.5:
-                for each in alive:
+                for each in alive.values():
                     each.stop()
-                if (it.place / "blobs").exists():
-                    assert data_usage(it.place) <= BUDGET
-                    looks += 1
-                for each in alive:
+                assert data_usage(it.place) <= BUDGET
+                looks += 1
+                for each in alive.values():
                     each.signal(signal.SIGCONT)
             time.sleep(chance.uniform(0.1, 0.5))  # the moments of the kills
-            for each in alive[:]:
+            for place, each in [*alive.items()]:
                 if each._has_ended():
-                    alive.remove(each)
-                    interrupts += each.result()
-        for each in alive:
+                    interrupts += alive.pop(place).result()
+        for each in alive.values():
             interrupts += each.result(120)
     finally:
         group.kill()
@@ -190,6 +233,9 @@ def test_processes_that_are_killed_and_interrupted_get_what_is_right(server: Scr
     def look() -> None:
         with forebay.Cache(it.place) as cache:
             it.all_is_right(cache)
+            for key in range(KEYS):
+                versions.get(cache.space("versions"), key, {})
+                look_at_what_stays(cache, key)
             assert cache.check(deep=True) == []
 
     in_child(look)
