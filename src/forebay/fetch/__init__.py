@@ -73,7 +73,7 @@ class Fetcher:
     def for_root(cls, options: CacheOptions) -> Self:
         """The fetcher of a cache that is created with these options. Raises `RootRefused`, `NewerFormat`, `ConfigError`."""
         opened = options.resolved()
-        init_kwargs = options._replace(shared=opened.shared)._asdict()
+        init_kwargs = options._replace(shared=opened.shared, upstream=opened.upstream)._asdict()
         for name in ("root", "first_budget", *_LIMITS):
             del init_kwargs[name]
         with waits.time_limit(opened.timeout):

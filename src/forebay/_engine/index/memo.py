@@ -202,9 +202,9 @@ class Memo:
             self._forget_locked(self._of(space).get(name))
             while self._bytes + item.size > self._max_bytes or self._count >= self._max_count:
                 self._forget_coldest_locked()
+            item.by_key = "#" in name or "@" in name or name.startswith("file:")  # before a hit path can see it
             self._of(space)[name] = item
             item.names.append((space, name))
-            item.by_key = "#" in name or "@" in name or name.startswith("file:")
             self._bytes += item.size
             self._count += 1
 
