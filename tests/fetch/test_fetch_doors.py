@@ -208,6 +208,8 @@ def test_a_path_with_a_null_byte_is_refused_by_every_call(cache: forebay.Cache, 
         (refused,) = cache.read_many([url], return_exceptions=True, **options)
         assert isinstance(refused, errors.ConfigError)
         assert [type(error) for _, error in cache.warm([url]).failed] == [errors.ConfigError]
+    with pytest.raises(errors.ConfigError):
+        cache.copy_directory(tmp_path, f"{tmp_path}/a\0b")
 
 
 @pytest.mark.parametrize("library", ["fsspec", "pyarrow.fs"])

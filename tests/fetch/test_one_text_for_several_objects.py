@@ -225,7 +225,9 @@ def test_a_target_of_a_relative_path_is_fetched_from_the_directory_in_which_it_w
         assert bytes(target.remote.read(target.url, forebay._model.Span(0, 3))) == b"one"
 
 
-@pytest.mark.parametrize("options", [{}, {"force": True}, {"filesystem": of_fsspec}, {"filesystem": of_pyarrow}], ids=["plain", "force", "fsspec", "pyarrow"])
+@pytest.mark.parametrize(
+    "options", [{}, {"force": True}, {"filesystem": of_fsspec}, {"filesystem": of_pyarrow}], ids=["plain", "force", "fsspec", "pyarrow"]
+)
 def test_a_pickled_lease_of_a_relative_path_opens_the_same_file_elsewhere(
     cache: forebay.Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
