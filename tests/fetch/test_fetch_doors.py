@@ -188,3 +188,66 @@ def test_a_path_that_is_no_file_is_refused_by_every_call(cache: forebay.Cache, t
                 with pytest.raises(errors.RemoteError, match=f"file://{path}: ") as caught:
                     call(url)
                 assert kind != "directory" or "a directory, not a file" in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"force": True}, {"bypass": True}], ids=str)
+def test_a_path_with_a_null_byte_is_refused_by_every_call(cache: forebay.Cache, tmp_path: Path, options: dict[str, bool]) -> None:
+    for url in (f"{tmp_path}/a\0b", "a\0b", Path("a\0b"), f"file://{tmp_path}/a\0b", f"file://{tmp_path}/a%00b"):
+        for call in (
+            lambda url: cache.read(url, **options), lambda url: cache.read_many([url], **options),
+            lambda url: cache.local(url, **options), lambda url: cache.local_many([url], **options),
+            lambda url: cache.open(url, **options), lambda url: cache.open(url, block_size=64_000, **options),
+            lambda url: asyncio.run(cache.aread(url, **options)), lambda url: asyncio.run(cache.aopen(url, **options)),
+            lambda url: cache.pull(url), lambda url: next(cache.lookahead([url])), lambda url: cache.prefetcher(url),
+            lambda url: cache.directory(url), lambda url: cache.copy_directory(url), lambda url: cache.invalidate(url),
+        ):  # fmt: skip
+            with pytest.raises(errors.ConfigError, match="contains a null byte"):
+                call(url)
+        with pytest.raises(errors.NotCached):
+            cache.evict(url)
+        (refused,) = cache.read_many([url], return_exceptions=True, **options)
+        assert isinstance(refused, errors.ConfigError)
+        assert [type(error) for _, error in cache.warm([url]).failed] == [errors.ConfigError]
+    with pytest.raises(errors.ConfigError):
+        cache.copy_directory(tmp_path, f"{tmp_path}/a\0b")
+
+
+@pytest.mark.parametrize("library", ["fsspec", "pyarrow.fs"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_what_is_no_file_on_a_filesystem_is_refused_too(cache: forebay.Cache, tmp_path: Path, kind: str, library: str) -> None:
+    """It would be stored, and served, as an empty object."""
+    package = pytest.importorskip(library)
+    place = package.filesystem("file") if library == "fsspec" else package.LocalFileSystem()
+    path = Path("/dev/null") if kind == "device" else tmp_path / kind
+    with contextlib.ExitStack() as stack:
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            stack.enter_context(socket.socket(socket.AF_UNIX)).bind(str(path))
+        for call in (
+            lambda: cache.read(path, filesystem=place), lambda: cache.read_many([path], filesystem=place),
+            lambda: cache.local(path, filesystem=place), lambda: cache.open(path, filesystem=place),
+            lambda: cache.open(path, filesystem=place, block_size=64_000), lambda: cache.pull(path, filesystem=place),
+            lambda: asyncio.run(cache.aread(path, filesystem=place)), lambda: cache.read(path, filesystem=place, bypass=True),
+        ):  # fmt: skip
+            with pytest.raises(errors.RemoteError, match="not a regular file"):
+                call()
+    assert list(cache.entries()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "link", None, "blob"])
+def test_a_filesystem_may_name_other_kinds_than_files(cache: forebay.Cache, kind: str | None) -> None:
+    """``link``: a file that an SFTP or SMB server reached by a link."""
+    memory_type = type(pytest.importorskip("fsspec").filesystem("memory"))
+
+    class Place(memory_type):  # type: ignore[misc, valid-type]
+        cachable = False
+        store: dict[str, object] = {}  # noqa: RUF012 (fsspec's own way)
+
+        def info(self, path: str, **arguments: object) -> dict[str, object]:
+            info = {**super().info(path, **arguments), "type": kind}
+            return {name: value for name, value in info.items() if value is not None}
+
+    place = Place()
+    place.pipe("/x", b"there")
+    assert bytes(cache.read("/x", filesystem=place)) == b"there"

@@ -70,6 +70,7 @@ class Cache(DictLike):
         self._max_age, self._values = self._fetcher.max_age, Space(self._fetcher, VALUES)
         self._bound: Store | NullStore | None = None
         self._hit: Hit = no_hit
+        self._forced_hit: Hit = no_hit
         self._check_open()
 
     @property
@@ -105,7 +106,7 @@ class Cache(DictLike):
         search the cache nor write to it. ``force``: store a local file too. ``pin``: never evict the object. ``filesystem``: an fsspec or
         pyarrow filesystem; ``url`` is a path on it. Raises `RemoteError`. A hit takes no lock and no system call."""
         if max_age is None and not (refresh or sha256 or etag or bypass or pin or filesystem):
-            view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
+            view = (self._forced_hit if force else self._hit)(url, self._max_age)  # type: ignore[arg-type]  # a path may miss
             return view if view is not None else self._read(url, force, timeout)
         return self._read_with(url, {
             "max_age": max_age, "refresh": refresh, "sha256": sha256, "etag": etag, "timeout": timeout, "bypass": bypass, "force": force,
@@ -538,7 +539,7 @@ class Cache(DictLike):
     def close(self) -> None:
         """Release the root; the next `Cache` does this for a dropped one. What it returned stays valid; other calls raise `Closed`."""
         self._fetcher.close()
-        self._hit = no_hit
+        self._hit = self._forced_hit = no_hit
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -562,7 +563,7 @@ class Cache(DictLike):
     def _check_open(self) -> None:
         store = self._fetcher.current()
         if store is not self._bound:  # the root could not be used until now
-            self._bound, self._hit = store, self._fetcher.hot_lookup()
+            self._bound, self._hit, self._forced_hit = store, self._fetcher.hot_lookup(), self._fetcher.hot_lookup(force=True)
 
     def _find(self, name: Name) -> tuple[str, str] | None:
         """The space and the key of the entry of this name; None if there is none. Raises `Ambiguous`."""
@@ -578,6 +579,8 @@ class Cache(DictLike):
 
     def _reopened_by(self, lease: Lease, method: str, url: Url, options: ReadOptions, **others: Any) -> Lease:
         """The lease, which unpickles by repeating this call on a cache with the same root, without asking the remote."""
+        text, filesystem = remote.as_text(url), options.get("filesystem")
+        url = remote.absolute(text) if filesystem is None else remote.absolute_on(filesystem, text)
         again = {**options, **others, "refresh": False, "max_age": "forever"}
         again.pop("on_wait", None)
         return lease.reopened_by(_unpickle_lease, self._fetcher.init_args, method, url, again)

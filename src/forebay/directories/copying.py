@@ -99,8 +99,8 @@ def _bring(location: RemoteDirectory, options: FetchOptions, target: Path, *, ov
 def target_of(path: str | os.PathLike[str]) -> Path:
     """The target directory: ``~`` expanded, absolute, symbolic links resolved. Raises `ConfigError`."""
     text = remote.as_text(path)
-    if not text:
-        raise errors.ConfigError("to_directory needs a path, not ''", name="path", value=text)
+    if not text or "\0" in text:
+        raise errors.ConfigError(f"to_directory needs a path, not {text!r}", name="path", value=text)
     return Path(os.path.realpath(os.path.expanduser(text)))
 
 

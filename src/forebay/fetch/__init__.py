@@ -73,7 +73,7 @@ class Fetcher:
     def for_root(cls, options: CacheOptions) -> Self:
         """The fetcher of a cache that is created with these options. Raises `RootRefused`, `NewerFormat`, `ConfigError`."""
         opened = options.resolved()
-        init_kwargs = options._replace(shared=opened.shared)._asdict()
+        init_kwargs = options._replace(shared=opened.shared, upstream=opened.upstream)._asdict()
         for name in ("root", "first_budget", *_LIMITS):
             del init_kwargs[name]
         with waits.time_limit(opened.timeout):
@@ -225,6 +225,7 @@ class Fetcher:
         targets, naming = self._targets, self.naming  # in this order: what is replaced meanwhile is noted in nothing
         if targets is self._targets and (known := targets.get(text)) is not None:
             return known
+        text = remote.absolute(text)  # so no relative path is noted: after `os.chdir` it names another file
         target = self.target_by(text, naming, self._resolvers.of(text))
         if len(targets) >= 10_000:
             targets.clear()
@@ -241,25 +242,28 @@ class Fetcher:
         """The target of a path of a filesystem object."""
         key = filesystem.key(path, self.naming)
         above = key if self.upstream is None else filesystem.key(path, self.naming._replace(secret=self.upstream.id))
-        return Target(path, key, remote.suffix_of_key(key.rpartition("#")[0]), lambda: filesystem, None, above)
+        return Target(filesystem.absolute(path), key, remote.suffix_of_key(key.rpartition("#")[0]), lambda: filesystem, None, above)
 
-    def hot_lookup(self) -> Hit:
-        """See `Store.hot_lookup`: of objects, by their URLs as the caller writes them."""
-        hit = self.store.hot_lookup(URLS, as_written=self.realm.is_usual)
-        if self.realm.is_usual:
+    def hot_lookup(self, *, force: bool = False) -> Hit:
+        """See `Store.hot_lookup`: of objects, by their URLs as the caller writes them. ``force``: of copies of local files too."""
+        as_written = self.realm.is_usual and not force
+        hit = self.store.hot_lookup(URLS, as_written=as_written)
+        if as_written:
             return hit
 
-        def hit_in_realm(url: str, max_age: int) -> memoryview | None:
+        def hit_by_key(url: str, max_age: int) -> memoryview | None:
             # Elsewhere in this process, and so in its memo, the same text may name what another realm fetched.
             try:
-                return hit(self.target(url).key, max_age)
+                target = self.target(url)
             except errors.ForebayError:  # the call that goes on raises it
                 return None
+            return hit(target.key, max_age) if force or target.in_place is None else None
 
-        return hit_in_realm
+        return hit_by_key
 
     def alias(self, url: str, key: str) -> str:
-        """The name by which `hot_lookup` is to find an object, or the key itself: also where the URL may be the key of something else."""
+        """The name by which `hot_lookup` is to find an object, or the key itself: also where the URL may be the key of something else. See
+        `Memo.alias`."""
         return url if self.realm.is_usual and "#" not in url and "@" not in url else key
 
     # -- reading ---------------------------------------------------------------------------------------------------

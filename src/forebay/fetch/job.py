@@ -181,7 +181,8 @@ class Job:
             if mapped is None:
                 return False
             found = mapped
-        self.store.alias(target.space, self.fetcher.alias(target.url, target.key), found)
+        if target.space == URLS:
+            self.store.alias(URLS, self.fetcher.alias(target.url, target.key), found)
         self.data = memoryview(found.view)
         return True
 

@@ -74,8 +74,11 @@ class CacheOptions(NamedTuple):
         ]
         options = self._replace(**{name: getattr(environment, name) for name in unset})
         names_remote = any(name.lower() in given for name in _config.REMOTE)
+        root = self.root or environment.home or _config.default_root(is_network=lambda path: not host.is_local(host.fs_kind(path)))
         return options._replace(
-            root=self.root or environment.home or _config.default_root(is_network=lambda path: not host.is_local(host.fs_kind(path))),
+            # Absolute: what is opened again, in this process or another, may be opened in another working directory.
+            root=Path(root).absolute(),
+            upstream=None if self.upstream is None else Path(self.upstream).absolute(),
             max_rate=None if options.max_rate is None else _config.parse_rate(options.max_rate),
             max_connections=None if options.max_connections is None else _config.parse_connections(options.max_connections),
             max_age=None if options.max_age is None else _config.parse_age(options.max_age, name="max_age"),

@@ -139,7 +139,7 @@ def first_touch(fetcher: Fetcher, url: str | os.PathLike[str], *, force: bool) -
     """A fresh cached object that this process has not read before, found by the index of keys without a lock or a lease; else None.
     None does not mean that it is not cached. Raises `ConfigError`."""
     text = url if type(url) is str else urls.as_text(url)
-    hit = fetcher.store.hot_lookup(URLS) if "#" in text or "@" in text else None  # by its key alone: see `Memo.hot_lookup`
+    hit = fetcher.store.hot_lookup(URLS) if "#" in text or "@" in text else None  # by its key alone: see `Memo.alias`
     for key in _possible_keys(fetcher, text, force=force):
         if hit is not None and (data := hit(key, fetcher.max_age)) is not None:
             return data

@@ -235,7 +235,7 @@ class Lookahead(Iterator[memoryview]):
         if self._fetcher.closed:
             return None
         data = self._hit(following.url, self._max_age)
-        if data is None:
+        if data is None and not following.name.startswith("file:"):  # a local file is its own copy
             alias = self._fetcher.alias(following.url, following.name)
             data = self._store.first_touch(URLS, following.name, self._max_age, alias)
         return data

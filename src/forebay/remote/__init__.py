@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.remote.urls import PUBLIC_HUB, hub_endpoint, scheme
 from forebay.remote.urls import UrlNaming as UrlNaming
+from forebay.remote.urls import absolute as absolute
 from forebay.remote.urls import as_text as as_text
 from forebay.remote.urls import bare as bare
 from forebay.remote.urls import canonical as canonical
@@ -142,6 +143,13 @@ def local_path_on(filesystem: Any, path: str) -> str | None:
     if {"file", "local"}.isdisjoint(protocols_of(filesystem)) or hasattr(filesystem, "fs"):
         return None
     return local_path(path)
+
+
+def absolute_on(filesystem: Any, path: str) -> str:
+    """A path on a filesystem object. If that is the one of this host, as an absolute path. Raises what the filesystem raises."""
+    from forebay.remote import filesystems
+
+    return filesystems.absolute_on(filesystem, path)
 
 
 def _create(kind: str, options: RemoteOptions, endpoint: str) -> Remote:

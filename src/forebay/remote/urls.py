@@ -90,6 +90,11 @@ def as_text(url: object) -> str:
     raise ConfigError(f"a URL or path is a str or an os.PathLike of one, not {shown}", name="url", value=shown)
 
 
+def absolute(text: str) -> str:
+    """A URL or an absolute path as it is; a relative path as the absolute one that it names now. Raises `ConfigError` as `scheme` does."""
+    return text if text.startswith("/") or is_url(text) else local_path(text) or text
+
+
 def scheme(url: str) -> str:
     """The scheme in lower case; ``file`` for a path. Raises `ConfigError` for a cache of fsspec's, such as ``simplecache::s3://b/a``."""
     kind, mark, _ = url.partition("://")
@@ -232,19 +237,23 @@ def suffix_of_key(key: str) -> str:
 
 
 def local_path(url: str | os.PathLike[str]) -> str | None:
-    """The absolute path that a path or a ``file://`` URL names; None for other URLs. Raises `ConfigError` for a file of another host."""
+    """The absolute path that a path or a ``file://`` URL names; None for other URLs. Raises `ConfigError` for a file of another host, and
+    for a path that no file can have."""
     text = as_text(url)
     if scheme(text) != "file":
         return None
     from urllib.parse import unquote_to_bytes
 
-    if not re.match(_SCHEME, text):
-        return os.path.abspath(text)
-    host, _, path = text[len("file://") :].partition("/")
-    if host.lower() not in ("", "localhost"):
-        plain = f"file://{host.rpartition('@')[2]}/{path}"  # a password may stand before the host
-        raise ConfigError(f"{plain!r} names a file of another host: only local files can be opened; write file:///path", url=plain)
-    return os.path.abspath(b"/" + unquote_to_bytes(path)).decode("utf-8", "surrogateescape")
+    path = text
+    if re.match(_SCHEME, text):
+        host, _, quoted = text[len("file://") :].partition("/")
+        if host.lower() not in ("", "localhost"):
+            plain = f"file://{host.rpartition('@')[2]}/{quoted}"  # a password may stand before the host
+            raise ConfigError(f"{plain!r} names a file of another host: only local files can be opened; write file:///path", url=plain)
+        path = (b"/" + unquote_to_bytes(quoted)).decode("utf-8", "surrogateescape")
+    if "\0" in path:
+        raise ConfigError(f"{text!r} is no path: it contains a null byte", name="url", value=text)
+    return os.path.abspath(path)
 
 
 # -- texts without secrets ---------------------------------------------------------------------------------------------

@@ -34,11 +34,12 @@ _NO_WINDOW = 0, 0, 0
 class MappedEntry:
     """The bytes of an entry, and its record: all that a hit needs."""
 
-    __slots__ = ("_sample", "due", "id", "names", "size", "slot", "view")
+    __slots__ = ("_sample", "by_key", "due", "id", "names", "size", "slot", "view")
 
     def __init__(self, id: int, view: memoryview, slot: memoryview) -> None:
         self.id, self.size, self.view, self.slot = id, view.nbytes, view, slot
         self.names: list[tuple[str, str]] = []
+        self.by_key = False  # whether only its key leads to it, see `Memo.alias`
         self._sample: Sample | None = None
         self.due: int | None = None  # the time of the next hit that its space wants to know of
 
@@ -119,14 +120,14 @@ class Memo:
 
     def hot_lookup(self, space: str, counters: Counters, *, as_written: bool = False) -> Hit:
         """A function that serves one space's hits: ``hit(name, max_age)``, the age in nanoseconds; None: go the long way. ``as_written``:
-        names are no keys, but what a user wrote. One with a ``#`` or ``@`` may then be the key of something else, and is not served.
+        names are what users wrote, not keys, see `alias`.
 
         No lock and no system call, and no attribute that a local can be: this is the path that is taken a million times a second."""
         known, now_ns, block = self._of(space), time.time_ns, counters.block
 
         def hit(name: str, max_age: int) -> memoryview | None:
             entry = known.get(name)
-            if entry is None or (as_written and ("#" in name or "@" in name)):
+            if entry is None or (as_written and entry.by_key):
                 return None
             now, slot = now_ns(), entry.slot
             since, until, skew = self.window
@@ -201,15 +202,19 @@ class Memo:
             self._forget_locked(self._of(space).get(name))
             while self._bytes + item.size > self._max_bytes or self._count >= self._max_count:
                 self._forget_coldest_locked()
+            item.by_key = "#" in name or "@" in name or name.startswith("file:")  # before a hit path can see it
             self._of(space)[name] = item
             item.names.append((space, name))
             self._bytes += item.size
             self._count += 1
 
     def alias(self, space: str, name: str, item: MappedEntry) -> None:
-        """Let another name lead to what is remembered."""
+        """Let another name, which a user wrote, lead to what is remembered.
+
+        No other name leads to an entry whose key has a ``#`` or ``@``, or is that of a local file: in a call with another filesystem, other
+        headers, no ``force=True`` or another working directory, the same text names something else."""
         with self._mutex:
-            if item.names and name not in self._of(space):
+            if item.names and not item.by_key and name not in self._of(space):
                 self._of(space)[name] = item
                 item.names.append((space, name))
 

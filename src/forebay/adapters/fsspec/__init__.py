@@ -199,9 +199,10 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
             source = self._source(path)
         if fetcher.closed:
             raise errors.Closed.of("cache")
-        view = self._look(source.key, fetcher.max_age)
-        if view is not None:
-            return view
+        if self.force or not source.key.startswith("file:"):
+            view = self._look(source.key, fetcher.max_age)
+            if view is not None:
+                return view
         if source.filesystem is not None:
             return fetcher.store.first_touch(URLS, source.key, fetcher.max_age)
         return first_touch(fetcher, source.url, force=self.force)

@@ -28,6 +28,7 @@ log = logger("forebay.remote.filesystems")
 MAX_CHANGES = 2  # a fetch fails if the object changes more often
 
 IN_PROCESS = frozenset({"file", "local", "memory", "mock", "data"})  # no connections, so forks do no harm; `memory` exists per process
+LOCAL = frozenset({"file", "local"})
 WRAPPERS = frozenset({"zip", "tar", "libarchive", "dir"})  # the wrapped filesystem decides
 
 
@@ -120,6 +121,10 @@ class FilesystemRemote:
         hashed = MASK if naming is None else naming.hashed(f"{self.identity} {naming.realm(self.kind)}")
         whole = name if is_http and self.kind == "http" else f"{self.kind}://{name}"
         return f"{whole if naming is None else without_marks(whole)}#{hashed}"
+
+    def absolute(self, path: str) -> str:
+        """See `forebay.remote.absolute_on`. Caller: has made the key of the path."""
+        return self._own_path(path) if self.kind in LOCAL else path
 
     def is_near(self, url: str) -> bool:
         """See `NearRemote.is_near`."""
@@ -286,6 +291,11 @@ def pickled(value: object) -> bytes:
     except ImportError:
         from pickle import dumps
     return bytes(dumps(value))
+
+
+def absolute_on(filesystem: Any, path: str) -> str:
+    """See `forebay.remote.absolute_on`."""
+    return own_path_on(filesystem)(path) if next(iter(protocols_of(filesystem)), "") in LOCAL else path
 
 
 def is_in_process(filesystem: Any) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, ObjectInfo, Span
-from forebay.errors import ConfigError, RemoteProtocolError, Unsupported
+from forebay.errors import ConfigError, RemoteError, RemoteProtocolError, Unsupported
 from forebay.remote.urls import redacted
 
 log = logger("forebay.remote.filesystems.clients")
@@ -50,6 +50,8 @@ class FsspecClient:
         info = fs.info(path)
         if info.get("type") == "directory":
             raise IsADirectoryError(path)
+        if info.get("type") == "other":  # a pipe, a socket, a device; a link to a file is one of the "file"s, or a "link"
+            raise RemoteError("it is not a regular file", url=url)
         return [(*fsspec_info(url, info), bool(fs.async_impl))]
 
     def read(self, url: str, span: Span) -> Iterator[Buffer]:
@@ -183,6 +185,8 @@ class ArrowClient:
             raise FileNotFoundError(path)
         if info.type == FileType.Directory:
             raise IsADirectoryError(path)
+        if info.type == FileType.Unknown:
+            raise RemoteError("it is not a regular file", url=url)
         if self._has_etags:
             with self._fs.open_input_file(path) as file:
                 etag = (file.metadata() or {}).get("ETag")
@@ -280,6 +284,11 @@ def arrow_path(url: str) -> str:
     return rest if separator and scheme.replace("+", "").isalnum() else url
 
 
+def _absolute_arrow_path(url: str) -> str:
+    path = arrow_path(url)
+    return path if path.startswith("/") else os.path.abspath(path)
+
+
 def arrow_from_uri(url: str) -> tuple[Any, str] | None:
     """The pyarrow filesystem of a URL, and the path on it; None if pyarrow is not installed, or has no such filesystem."""
     try:
@@ -311,7 +320,9 @@ def client_of(fs: Any) -> FsspecClient | ArrowClient:
 def own_path_on(fs: Any) -> Callable[[str], str]:
     """What turns a path on ``fs``, with or without a scheme, into the one that its client uses."""
     inner = _of_fsspec(fs)
-    return arrow_path if inner is None else inner._strip_protocol
+    if inner is None:
+        return _absolute_arrow_path if str(fs.type_name) == "local" else arrow_path
+    return inner._strip_protocol  # type: ignore[no-any-return]
 
 
 def _of_fsspec(fs: Any) -> Any:
