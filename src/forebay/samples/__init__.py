@@ -133,6 +133,7 @@ class _Handles:
 
     def take_up(self, pack: Pack | NoPack) -> None:
         """Let every handle use this pack."""
+        pack.handles = self
         for known in self._handles.valuerefs():
             if (handle := known()) is not None:
                 handle._attach(pack)
@@ -182,13 +183,11 @@ class Samples(Generic[Item]):
 
     def _join(self, handles: _Handles, pack: Pack | NoPack) -> None:
         """Use a pack, and what replaces it, together with the other handles of the array."""
-        self._handles = handles
+        self._handles = pack.handles = handles
         handles.add(self)
         self._attach(pack)
 
     def _attach(self, pack: Pack | NoPack) -> None:
-        """Use this pack from now on."""
-        pack.handles = self._handles
         self._opened, self._find = pack, pack.finder()
         if self._codec.name == "raw" and not self._copy and isinstance(pack, Pack):
             self.get = self._find  # type: ignore[method-assign, assignment]  # saves a call on the path that runs a million times a second

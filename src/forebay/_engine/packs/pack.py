@@ -126,8 +126,8 @@ class Pack:
         pack = vars(self).get("_replacement")
         if pack is None:
             made = handles.replacement(self)
-            pack = vars(self).setdefault("_replacement", made)
-            if pack is not made:  # another thread was first
+            pack = vars(self).setdefault("_replacement", made)  # one step, and no thread waits for another
+            if pack is not made:
                 made.close()
             handles.take_up(pack)
             self.flush_counts()
@@ -292,7 +292,7 @@ class Pack:
     def _append_locked(self, slot: int, parts: Sequence[Buffer], length: int) -> bool:
         self._check_open()  # another thread may have closed it
         need = pack_files.footprint(length)
-        self._check_kept_locked()
+        self._check_kept_locked(need)
         appender = self._appender
         if appender is None or appender.tail + need > appender.ready:
             appender = self._appender_for(need)
@@ -321,11 +321,11 @@ class Pack:
         self._stored += length
         return True
 
-    def _check_kept_locked(self) -> None:
+    def _check_kept_locked(self, need: int) -> None:
         """Raise `CacheFault` if the pack is lost. P1 appends / P2 deletes the root, or moves another one there / P1 puts: it would store
         where no other process looks. What is deleted after this look may take the record with it, as if it had been put before."""
         appender = self._appender
-        if appender is not None and not self.is_lost and not appender.has_name():
+        if appender is not None and not self.is_lost and not appender.has_name(need):
             self._appender = None
             appender.close()
             self._segments.notice(self)

@@ -245,9 +245,12 @@ class Appender:
         """Whether the job has closed neither descriptor: then no other process appends to the segment."""
         return self.claims.is_open() and self.fd >= 0 and locks.file_of(self.fd) == self._file
 
-    def has_name(self) -> bool:
-        """Whether other processes find the segment: False once its root was deleted or moved. Raises OSError."""
-        return pack_files.has_name(self._path, self._file)
+    def has_name(self, need: int) -> bool:
+        """Whether other processes find the segment: False once its root was deleted, or another one has its place. Raises OSError.
+
+        At the path there is only this file or none, unless a copy of the root has its place: whether it is this one is asked each time
+        that more blocks are allocated, since that takes twice as long."""
+        return (self.tail + need <= self.ready and os.access(self._path, os.F_OK)) or pack_files.has_name(self._path, self._file)
 
     def close(self) -> None:
         """Release the segment to any process. In a forked child, it stays the parent's."""
