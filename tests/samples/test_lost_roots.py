@@ -210,6 +210,7 @@ def test_each_loss_counts(cache: forebay.Cache) -> None:
 def test_what_another_shape_has_the_name_of_is_not_found(cache: forebay.Cache) -> None:
     samples = cache.samples("a", LENGTH)
     samples.put(1, OLD)
+    assert samples.get(1) == OLD
     lose(cache, delete)
 
     def take_the_name() -> None:
