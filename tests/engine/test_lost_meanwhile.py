@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from forebay import errors
 from forebay._engine.catalog import recovery, spaces
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.engine import Engine
@@ -25,6 +26,8 @@ from forebay._engine.parts import Parts
 from forebay._engine.store import Store
 from forebay._kernel.below import Below
 from forebay._model import ObjectInfo
+from forebay.fetch import Fetcher
+from forebay.samples import Samples, open_samples
 from tests.harness import KiB, MiB, bytes_of, opened
 from tests.processes import ended, forked, in_child
 
@@ -57,6 +60,20 @@ def lose_catalog(store: Store) -> None:
     in_thread(lambda: store.put("other", "first", SMALL))  # finds it gone, and makes another, in which `v` is no space
 
 
+def lose_before_a_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Let the next transaction find that another thread has recovered a deleted catalog. Returns whether it was, once it was."""
+    write, lost = Catalog.write, list[bool]()
+
+    def lose_before(self: Catalog, timeout: float | None = None) -> Any:
+        if not lost:
+            lost.append(True)
+            lose_catalog(store)
+        return write(self, timeout)
+
+    monkeypatch.setattr(Catalog, "write", lose_before)
+    return lost
+
+
 def give_every_catalog_one_inode(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ext4 does, which gives the number of a file that was deleted to the next one that is made."""
     stat = os.stat
@@ -87,6 +104,24 @@ def make_pack(store: Store) -> None:
     store.packs.make("v", "k", 10).close()
 
 
+def publish_tree(store: Store) -> None:
+    store.publish_tree("v", "k", []).close()
+
+
+def ensure_space(store: Store) -> None:
+    store.spaces.ensure("w")
+    store.put("v", "k", SMALL)
+    assert store.spaces.number("w") == spaces.find(store.engine.parts.catalog, "w").id  # type: ignore[union-attr]
+
+
+def name_held(store: Store) -> None:
+    pack = store.packs.make("v", "~held", 10, life="held")
+    try:
+        assert store.packs.name(pack, "v", "k", overwrite=False)
+    finally:
+        pack.close()
+
+
 def join_session(store: Store) -> None:
     store.prefetching.join("v", "session").close()
     store.put("v", "k", FILE)
@@ -102,26 +137,66 @@ DOORS: dict[str, Callable[[Store], Any]] = {
     "a held entry": put_leased,
     "a pack": make_pack,
     "a session": join_session,
+    "a tree": publish_tree,
+    "a space": ensure_space,
+    "a held pack": name_held,
 }
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_what_is_written_is_in_a_space_of_the_present_catalog(store: Store, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """T1 is about to write / T2 recovers a deleted catalog / T1 writes: its entry is found and counted."""
-    write, lost = Catalog.write, list[bool]()
-
-    def lose_before(self: Catalog, timeout: float | None = None) -> Any:
-        if not lost:
-            lost.append(True)
-            lose_catalog(store)
-        return write(self, timeout)
-
-    monkeypatch.setattr(Catalog, "write", lose_before)
+    lost = lose_before_a_write(store, monkeypatch)
     DOORS[door](store)
     assert lost
     assert store.entry("v", "k") is not None
     spaces = {space.name: space for space in store.seeing.usage().spaces}
     assert spaces["v"].entries == len(store.seeing.entries("v"))
+
+
+def test_a_pack_that_is_to_be_named_went_with_its_catalog(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 is about to name a held pack / T2 recovers a deleted catalog / T1 names it: its row is gone, and no other gets the name."""
+    pack = store.packs.make("v", "~held", 10, life="held")
+    lose_before_a_write(store, monkeypatch)
+    with pytest.raises(errors.CacheFault, match="is gone"):
+        store.packs.name(pack, "v", "k", overwrite=False)
+    assert pack.is_lost
+    pack.close()
+    assert store.entry("v", "k") is None
+    assert store.seeing.entries("v") == []
+    store.repair()
+
+
+SAMPLES: dict[str, Callable[[Samples[Any]], Any]] = {
+    "put": lambda samples: samples.put(5, FILE * 100),
+    "get_or_put": lambda samples: samples.get_or_put(5, lambda: FILE * 100),
+    "get_or_put_many": lambda samples: samples.get_or_put_many([5, 6], lambda missing: [FILE * 100 for _ in missing]),
+}
+
+
+@pytest.mark.parametrize("door", SAMPLES)
+@pytest.mark.parametrize("at", ["the array is made", "its first segment", "its next segment"])
+def test_a_sample_is_in_an_array_of_the_present_catalog(store: Store, door: str, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 is about to write / T2 recovers a deleted catalog / T1 writes: the sample is in the array that others find."""
+    fetcher = Fetcher(store)
+
+    def open_array() -> Samples[Any]:
+        return open_samples(fetcher, "a", 10, codec="raw", fingerprint="1")
+
+    if at == "the array is made":
+        lose_before_a_write(store, monkeypatch)
+        samples = open_array()
+    else:
+        samples = open_array()
+        assert at == "its first segment" or samples.put(1, SMALL)
+        lose_before_a_write(store, monkeypatch)
+    SAMPLES[door](samples)
+    assert store.seeing.entries("other")
+    assert samples.get(5) == open_array().get(5) == FILE * 100
+    fetcher.closed = True  # the store is the fixture's
+    for handle in list(fetcher._handles.values()):
+        handle.close()
+    store.repair()
 
 
 @pytest.mark.parametrize("size", [10, 50 * KiB], ids=["a value", "a file"])

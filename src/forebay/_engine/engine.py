@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
@@ -22,6 +23,7 @@ from forebay._logs import logger
 
 if TYPE_CHECKING:
     from forebay._engine.index.settings import NodeLimits
+    from forebay._engine.packs.pack import Pack
     from forebay._engine.parts import Parts
 
 log = logger("forebay.engine")
@@ -77,6 +79,8 @@ class Engine(Hits):
         self._recovering = threading.RLock()  # guards recoveries: one thread at a time recreates a broken root
         self.recoveries = 0
         """How often the root was recovered; compared by calls that fail, since another thread may have recovered it meanwhile."""
+        self.packs: weakref.WeakValueDictionary[int, Pack] = weakref.WeakValueDictionary()
+        """The open packs, each by its ``id()``."""
         self._is_closed = False
         self._limits: NodeLimits | None = None
         self._parts: Parts | None = None
@@ -187,6 +191,20 @@ class Engine(Hits):
         self._is_open = True
         self.configure(Settings())
         self.recoveries += 1
+        self.lose_packs()  # after the count: see `Packs`
+
+    def lose_packs(self) -> None:
+        """Mark the open packs that are not in the root any more, or that its catalog does not know: see `Pack.present`."""
+        from forebay._engine.catalog import entries
+
+        for known in self.packs.valuerefs():
+            if (pack := known()) is None:
+                continue
+            is_lost = not pack.has_name()
+            with contextlib.suppress(errors.CacheFault):
+                is_lost = is_lost or not entries.is_known(self.parts.catalog, pack.id)
+            if is_lost:
+                pack.lose()
 
     # -- opening ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from forebay import errors
 from forebay._engine.catalog import entries
 from forebay._engine.catalog import spaces as rows
 from forebay._engine.engine import Engine, recover_and_retry
-from forebay._engine.files.layout import faults
+from forebay._engine.files.layout import CatalogBroken, faults
 from forebay._engine.index.settings import RootLimits, SpaceLimits
 from forebay._engine.leases import Lease
 from forebay._engine.packs.pack import Pack
@@ -163,23 +163,39 @@ class Packs:
             return self.engine.parts.leases.take_id(id)
 
     def open(self, lease: Lease, length: int) -> Pack | None:
-        """The leased pack, which owns the lease from now on; None where its files are gone or damaged: then it is set aside."""
+        """The leased pack, which owns the lease from now on. None where its files are gone or damaged: then it is set aside; or where its
+        root was deleted or replaced: then the one that is there now is open."""
         try:
-            return self._open(lease, length)
+            with self.engine.reopening():
+                return self._open(lease, length)
+        except CatalogBroken:
+            return None
         except (FileNotFoundError, errors.Damaged) as error:
             self.engine.parts.reading.set_aside(lease.entry, f"{lease.entry.name}: {error}")
-            lease.close()
             return None
 
     def _open(self, lease: Lease, length: int) -> Pack:
+        """Closes the lease where it raises."""
         engine = self.engine
-        engine.touch(lease.entry)
+        recoveries = engine.recoveries
         try:
-            return Pack(engine.root, self, engine.index.head, engine.counters, lease, length, lease.entry.space)
-        except OSError as error:
-            if isinstance(error, (FileNotFoundError, errors.Damaged)):
+            engine.touch(lease.entry)
+            pack = Pack(engine.root, self, engine.index.head, engine.counters, lease, length, lease.entry.space)
+        except BaseException as error:
+            lease.close()
+            if not isinstance(error, OSError) or isinstance(error, (FileNotFoundError, errors.ForebayError)):
                 raise
             raise errors.CacheFault(f"{lease.entry.name} cannot be opened: {error}", key=lease.entry.key) from error
+        engine.packs[id(pack)] = pack
+        if engine.recoveries != recoveries:  # T1 opens it / T2 recovers the root, and marks what is open / T1 lists it
+            engine.lose_packs()
+        return pack
+
+    def notice(self, pack: Pack) -> None:
+        """Open the root again, since files of this pack have no name any more. If the pack is gone, it is marked: see `Pack.present`."""
+        recoveries = self.engine.recoveries
+        if not pack.is_lost:
+            self.engine.reopen(CatalogBroken(f"files of {pack.lease.entry.name} were deleted"), recoveries)
 
     @recover_and_retry
     def name(self, pack: Pack, space: str, key: str, *, overwrite: bool) -> bool:

@@ -98,7 +98,10 @@ class Store:
             store = cls._opened.get(name)
             if store is None or not root.is_same() or store.root.id != root.id:
                 with faults(str(root.path)):
-                    store = cls._opened[name] = cls(Engine(root, settings))
+                    store, lost = cls(Engine(root, settings)), store
+                cls._opened[name] = store
+                if lost is not None:
+                    lost.engine.lose_packs()
             elif not root.read_only:
                 store.configure(settings)
             store._users += 1

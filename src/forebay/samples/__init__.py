@@ -44,14 +44,20 @@ class NoPack:
 
     ``find_pack``: opens the array in a later call of a handle, after a second, then with growing pauses; ``fingerprint``: of the array."""
 
-    frozen, admits = True, False
+    frozen, admits, is_lost = True, False, False
 
     def __init__(
         self, length: int, id: int = 0, find_pack: Callable[[], Pack | None] | None = None, fingerprint: str | bytes | None = None
     ) -> None:
         self.length, self.id, self.find_pack, self.fingerprint = length, id, find_pack, fingerprint
         self.closed, self._turn = False, waits.Turn()
-        self.comes: list[weakref.WeakMethod[Callable[[Pack], None]]] = []  # of the handles that wait for the array
+        self.handles: _Handles | None = None
+        self._found: Pack | NoPack | None = None
+
+    def present(self) -> Pack | NoPack:
+        """See `Pack.present`: the array, once it is open."""
+        pack: Pack | NoPack = self if self._found is None else self._found.present()
+        return pack
 
     def has(self, slot: int) -> bool:
         if self.closed:
@@ -70,9 +76,9 @@ class NoPack:
             log.warning("nothing is found in this array, and nothing is stored: %s", str(error))
             return self
         if pack is not None:
-            for come in self.comes:
-                if (attach := come()) is not None:
-                    attach(pack)
+            self._found = pack
+            if self.handles is not None:
+                self.handles.take_up(pack)
         return pack
 
     def find(self, slot: int, copy: bool = False) -> None:
@@ -86,7 +92,7 @@ class NoPack:
     def is_damaged(self, slot: int) -> bool:
         return False
 
-    def private(self, slot: int) -> memoryview:
+    def private(self, slot: int, payload: memoryview) -> memoryview:
         raise IndexError(f"sample {slot} is empty")
 
     def filled(self) -> list[int]:
@@ -111,6 +117,52 @@ class NoPack:
         self.closed = True
 
 
+class _Handles:
+    """The handles of one array in this process, which all use the same pack. Where its root is lost, they go on with another one: the
+    array of this name in the root that is there then, found or made as by `open_samples`; without a name, a new array of this process.
+
+    ``name``: of the array; None: it has none."""
+
+    def __init__(self, fetcher: Fetcher, name: str | None) -> None:
+        self.name, self._fetcher = name, fetcher
+        self._handles: weakref.WeakValueDictionary[int, Samples[Any]] = weakref.WeakValueDictionary()
+
+    def add(self, handle: Samples[Any]) -> None:
+        self._handles[id(handle)] = handle
+
+    def take_up(self, pack: Pack | NoPack) -> None:
+        """Let every handle use this pack."""
+        pack.handles = self
+        for known in self._handles.valuerefs():
+            if (handle := known()) is not None:
+                handle._attach(pack)
+
+    def replacement(self, lost: Pack) -> Pack | NoPack:
+        """The pack to use in place of one whose root is lost. One that cannot be opened now is opened by a later call."""
+        shape, name, fetcher = _Shape.of(lost.lease.entry), self.name, self._fetcher
+        if shape is None or (name is None and lost.only_reads):
+            return NoPack(lost.length, lost.id)
+
+        def find() -> Pack | None:
+            if name is None or not lost.only_reads:
+                return _find_or_make(fetcher, name, shape)
+            pack = _find(fetcher, name, shape)
+            if pack is not None:
+                pack.only_read()
+            return pack
+
+        def find_pack() -> Pack | None:
+            return _found_or_none(fetcher, name, find, lost.quota or None)
+
+        try:
+            with waits.time_limit(fetcher.timeout):
+                pack = find_pack()
+        except errors.ConfigError as error:  # as in `NoPack`
+            log.warning("nothing is found in this array, and nothing is stored: %s", str(error))
+            return NoPack(lost.length, lost.id)
+        return pack or NoPack(lost.length, lost.id, find_pack)
+
+
 @guarded_methods("get", "get_or_put", "closed", "__len__")
 class Samples(Generic[Item]):
     """An array of slots that any process fills and reads. Created by `Cache.samples`.
@@ -118,30 +170,48 @@ class Samples(Generic[Item]):
     Callable from any thread; usable in both processes after a fork; unpickled in another process, it is the same array. Returned items stay
     valid after `close` and after an eviction; any other call after `close` raises `Closed`."""
 
-    def __init__(self, fetcher: Fetcher, pack: Pack | NoPack, codec: codecs.Codec, name: str | None, *, copy: bool = False) -> None:
+    def __init__(
+        self, fetcher: Fetcher, pack: Pack | NoPack, codec: codecs.Codec, name: str | None, *, copy: bool = False,
+        handles: _Handles | None = None,
+    ) -> None:  # fmt: skip
         self._fetcher, self._codec, self._copy = fetcher, codec, copy
         self._warned: set[str] = set()
         self._creator = os.getpid()
         self.name = name
+        self._join(handles or _Handles(fetcher, name), pack)
+
+    def _join(self, handles: _Handles, pack: Pack | NoPack) -> None:
+        """Use a pack, and what replaces it, together with the other handles of the array."""
+        self._handles = pack.handles = handles
+        handles.add(self)
         self._attach(pack)
-        if isinstance(pack, NoPack):
-            pack.comes.append(weakref.WeakMethod(self._attach))
 
     def _attach(self, pack: Pack | NoPack) -> None:
-        self._pack, self._find = pack, pack.finder()
+        self._opened, self._find = pack, pack.finder()
         if self._codec.name == "raw" and not self._copy and isinstance(pack, Pack):
             self.get = self._find  # type: ignore[method-assign, assignment]  # saves a call on the path that runs a million times a second
+        else:
+            vars(self).pop("get", None)
+
+    @property
+    def _pack(self) -> Pack | NoPack:
+        """The array; once its root is lost, the one in the root that is there now."""
+        pack: Pack | NoPack = self._opened.present() if self._opened.is_lost else self._opened
+        return pack
 
     def writable(self) -> Samples[Item]:
         """The same array, with items whose arrays are private to the caller and writable. Closing one handle closes both. With the codec
         ``raw``, whose items have no arrays, returns this handle."""
-        return self if self._copy or self._codec.name == "raw" else Samples(self._fetcher, self._pack, self._codec, self.name, copy=True)
+        if self._copy or self._codec.name == "raw":
+            return self
+        return Samples(self._fetcher, self._pack, self._codec, self.name, copy=True, handles=self._handles)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if isinstance(self._pack, NoPack) and self._pack.find_pack is not None:
-            options: dict[str, Any] = {"codec": self._codec, "fingerprint": self._pack.fingerprint, "copy": self._copy}
+        pack = self._pack
+        if isinstance(pack, NoPack) and pack.find_pack is not None and not pack.id:
+            options: dict[str, Any] = {"codec": self._codec, "fingerprint": pack.fingerprint, "copy": self._copy}
             return functools.partial(open_samples, **options), (self._fetcher, self.name, len(self))
-        return _unpickle, (self._fetcher, self._pack.id, len(self), self._codec, self.name, self._copy)
+        return _unpickle, (self._fetcher, pack.id, len(self), self._codec, self.name, self._copy)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "frozen" if self.frozen else f"{self.filled:,} filled"
@@ -256,7 +326,7 @@ class Samples(Generic[Item]):
     @guarded
     def _private(self, i: int, data: memoryview) -> memoryview:
         try:
-            return self._pack.private(i)
+            return self._pack.private(i, data)
         except OSError:  # the process has as many mappings, or files, as it may have
             return memoryview(bytearray(data))
 
@@ -290,7 +360,7 @@ class Samples(Generic[Item]):
         return self._codec.decode(data, lambda: memoryview(whole))
 
     def __len__(self) -> int:
-        return self._pack.length
+        return self._opened.length
 
     def __contains__(self, i: object) -> bool:
         return isinstance(i, SupportsIndex) and 0 <= operator.index(i) < len(self) and self._pack.has(operator.index(i))
@@ -366,7 +436,7 @@ class Samples(Generic[Item]):
             return False
         if named:
             self.freeze()
-            self.name = name
+            self.name = self._handles.name = name
         return named
 
     def preload(self, name: str) -> bool:
@@ -382,7 +452,7 @@ class Samples(Generic[Item]):
         self.close()
         pack.only_read()
         self.name = name
-        self._attach(pack)
+        self._join(_Handles(self._fetcher, name), pack)
         return True
 
     def _check_creator(self, what: str) -> None:
@@ -401,19 +471,17 @@ class Samples(Generic[Item]):
     @property
     def closed(self) -> bool:
         """Whether this handle or its cache was closed."""
-        return self._pack.closed
+        return self._opened.closed
 
     def close(self) -> None:
         """Release the array. An unnamed array is removed when the last process that has it calls this, or ends."""
-        pack = self._pack
-        if pack.closed:
-            return
-        try:
-            pack.close()
-            if self.name is None and isinstance(pack, Pack):
-                self._store().drop([pack.lease.entry])
-        except errors.CacheFault as error:
-            log.warning("closing %s: %s", self._label, str(error))
+        while not (pack := self._opened).closed:  # again: another thread may have put another one in place of a lost one
+            try:
+                pack.close()
+                if self.name is None and isinstance(pack, Pack) and not pack.is_lost:
+                    self._store().drop([pack.lease.entry])
+            except errors.CacheFault as error:
+                log.warning("closing %s: %s", self._label, str(error))
 
     def __enter__(self) -> Self:
         self._pack.has(0)
@@ -464,15 +532,7 @@ def open_samples(
     shape = _Shape(length or 0, chosen.name, _digest_of(fingerprint))
 
     def find_pack() -> Pack | None:
-        fetcher.current()
-        try:
-            pack = _find_or_make(fetcher, name, shape)
-        except (errors.CacheFault, errors.WaitTimeout) as error:
-            fetcher.fall_back(error, f"samples:{name or ''}")
-            return None
-        if pack is not None and quota is not None:
-            pack.set_quota(quota)
-        return pack
+        return _found_or_none(fetcher, name, lambda: _find_or_make(fetcher, name, shape), quota)
 
     with waits.time_limit(fetcher.timeout):
         pack = find_pack()
@@ -483,6 +543,19 @@ def open_samples(
     samples = Samples[Any](fetcher, pack or none, chosen, name, copy=copy)
     fetcher.register(samples)
     return samples
+
+
+def _found_or_none(fetcher: Fetcher, name: str | None, find: Callable[[], Pack | None], quota: int | None) -> Pack | None:
+    """The pack that ``find`` opens, with this quota, if one is given. None where the cache fails. Raises `ConfigError`."""
+    fetcher.current()
+    try:
+        pack = find()
+    except (errors.CacheFault, errors.WaitTimeout) as error:
+        fetcher.fall_back(error, f"samples:{name or ''}")
+        return None
+    if pack is not None and quota is not None:
+        pack.set_quota(quota)
+    return pack
 
 
 @guarded

@@ -41,6 +41,18 @@ class Segments(Protocol):
 
     def leave_segment(self, pack: int, words: memoryview, appender: Appender) -> None: ...
 
+    def notice(self, pack: Pack) -> None: ...
+
+
+class Handles(Protocol):
+    """What uses a pack, and opens another one in its place where its root is lost. A replacement has `Pack.present`, `find` and `put`."""
+
+    def replacement(self, lost: Pack) -> Any:
+        """Another pack, or what finds and stores nothing. Raises nothing because of the cache."""
+
+    def take_up(self, pack: Any) -> None:
+        """Use this one from now on."""
+
 
 class Unencodable(Exception):
     """A codec could not encode a value; its cause is what the codec raised."""
@@ -66,7 +78,12 @@ class Pack:
         self._hits = self._misses = self._bytes = self._stored = 0  # since the last `flush_counts`
         self._read_only = False
         self._refused = 0.0, 0, 0  # until when, how much, at which eviction
+        self.handles: Handles | None = None
         self.closed = False
+        self.is_lost = False
+        """Whether the pack is in no root any more, or its catalog has forgotten it."""
+        self._path = str(root.pack(self.id) / "index")
+        self._file = pack_files.file_at(self._path)
         self._begin()
         host.at_fork(self)
         _flush_at_exit(self)
@@ -85,6 +102,40 @@ class Pack:
         self.finder().take()
         self._hits = self._misses = self._bytes = self._stored = 0
 
+    # -- roots that are lost ---------------------------------------------------------------------------------------
+
+    def has_name(self) -> bool:
+        """Whether other processes that open the pack find this one."""
+        try:
+            return pack_files.has_name(self._path, self._file)
+        except OSError:  # the disk fails: nobody knows
+            return True
+
+    def lose(self) -> None:
+        """Have `find` and `put` go on with what replaces this pack. Takes no lock."""
+        self.is_lost = True
+        self.finder().slow_down()
+
+    def present(self) -> Any:
+        """This pack; or, once it is lost, what its handles have opened in its place."""
+        if not self.is_lost or self.closed:
+            return self
+        handles = self.handles
+        if handles is None:
+            raise errors.CacheFault(f"{self.lease.entry.name} is gone: its root was deleted, or lost its catalog", key=self.lease.entry.key)
+        pack = vars(self).get("_replacement")
+        if pack is None:
+            made = handles.replacement(self)
+            pack = vars(self).setdefault("_replacement", made)  # one step, and no thread waits for another
+            if pack is not made:
+                made.close()
+            handles.take_up(pack)
+            self.flush_counts()
+            self.lease.close()
+            if self.closed:  # T1 opens the other pack / T2 closes the handle, which has this one / T1 gives the handle the other pack
+                pack.close()
+        return pack.present()
+
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def finder(self) -> Finder:
@@ -98,6 +149,8 @@ class Pack:
             self._finder = weakref.ref(function)
             if self.closed:
                 function.shut()
+            elif self.is_lost:
+                function.slow_down()
         return function
 
     def find(self, slot: int, copy: bool = False) -> memoryview | None:
@@ -109,6 +162,9 @@ class Pack:
     @interrupts.guarded
     def _find_slowly(self, slot: int, copy: bool) -> memoryview | None:
         slot = self._checked(slot)
+        if self.is_lost:
+            found: memoryview | None = self.present().find(slot, copy)
+            return found
         if not self._ends[slot] and not self._locate(slot):
             self._misses += 1
             return None
@@ -126,7 +182,7 @@ class Pack:
         payload = self._view[self._starts[slot] : self._ends[slot]]
         if copy and len(payload) >= MAPPED:
             with contextlib.suppress(OSError):  # the process has as many mappings, or files, as it may have
-                return self.private(slot)
+                return self.private(slot, payload)
         return memoryview(bytearray(payload)) if copy else payload
 
     def has(self, slot: int) -> bool:
@@ -143,8 +199,11 @@ class Pack:
         self._check_open()
         return self.length - int(self._cells.tolist().count(0))
 
-    def private(self, slot: int) -> memoryview:
-        """The payload of a slot that `find` returned, mapped privately: stores to it are not seen elsewhere, and never kept."""
+    def private(self, slot: int, payload: memoryview) -> memoryview:
+        """The payload of a slot, as `find` returned it, mapped privately: stores to it are not seen elsewhere, and never kept. Raises
+        OSError."""
+        if payload.obj is not self._view.obj:  # of the pack that this one replaces, say
+            raise FileNotFoundError(f"sample {slot} was mapped elsewhere")
         number, offset = pack_files.place_of(self._cells[slot])
         begin, _ = self._mapped.where(number, offset) or (0, 0)
         if begin + offset + pack_files.HEADER != self._starts[slot]:  # it was damaged, and filled again
@@ -217,6 +276,9 @@ class Pack:
         try:
             with self._appending:
                 return self._append_locked(slot, parts, length)
+        except errors.CacheFault:
+            if not self.is_lost:
+                raise
         except OSError as error:
             with faults(f"sample {slot}", length):
                 if error.errno != errno.EBADF:
@@ -224,10 +286,13 @@ class Pack:
                 with self._appending:  # the job closed our descriptors
                     self._appender = None
                     return self._append_locked(slot, parts, length)
+        is_stored: bool = self.present().put(slot, encode, value)
+        return is_stored
 
     def _append_locked(self, slot: int, parts: Sequence[Buffer], length: int) -> bool:
         self._check_open()  # another thread may have closed it
         need = pack_files.footprint(length)
+        self._check_kept_locked(need)
         appender = self._appender
         if appender is None or appender.tail + need > appender.ready:
             appender = self._appender_for(need)
@@ -255,6 +320,17 @@ class Pack:
         appender.tail, appender.last = tail + need, slot
         self._stored += length
         return True
+
+    def _check_kept_locked(self, need: int) -> None:
+        """Raise `CacheFault` if the pack is lost. P1 appends / P2 deletes the root, or moves another one there / P1 puts: it would store
+        where no other process looks. What is deleted after this look may take the record with it, as if it had been put before."""
+        appender = self._appender
+        if appender is not None and not self.is_lost and not appender.has_name(need):
+            self._appender = None
+            appender.close()
+            self._segments.notice(self)
+        if self.is_lost:
+            raise errors.CacheFault(f"{self.lease.entry.name} is gone", key=self.lease.entry.key)
 
     def _appender_for(self, need: int) -> Appender | None:
         """The segment that takes ``need`` bytes: the present one with more blocks allocated, else another one. None if there was no space
@@ -298,10 +374,20 @@ class Pack:
         words, index = self._head.evictions()
         return (not need or need >= refused) and words[index] == eviction and time.monotonic() < until
 
+    @property
+    def quota(self) -> int:
+        """See `set_quota`; 0: none."""
+        return int(self._words[pack_files.QUOTA])
+
     def set_quota(self, quota: int) -> None:
         """Limit the pack to this total of bytes, for every writer."""
         if self._can_append():
             host.set_word(self._words, pack_files.QUOTA, quota)
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether this handle was told to refuse records."""
+        return self._read_only
 
     @property
     def frozen(self) -> bool:
@@ -364,7 +450,7 @@ class Pack:
         self.flush_counts()
         try:
             with self._appending, faults(f"pack {self.id:x}"):
-                if self._can_append():
+                if self._can_append() and not self.is_lost:  # else its segment closes with this object
                     self._leave_locked()
         finally:  # what cannot be given back now is reclaimed by a process that needs space; the pack is released all the same
             self._mapped.close()

@@ -42,8 +42,10 @@ class Finder(Protocol):
     """Returns the hits and their bytes since the last call."""
     show: Callable[[memoryview], None]
     """Read from this larger view from now on; offsets stay the same."""
-    shut: Callable[[], None]
+    slow_down: Callable[[], None]
     """Make every call take the slow path."""
+    shut: Callable[[], None]
+    """The same, and show no mapping any more."""
 
     def __call__(self, slot: int, copy: bool = False) -> memoryview | None: ...
 
@@ -103,12 +105,16 @@ def finder(
         nonlocal view
         view = other
 
+    def slow_down() -> None:
+        nonlocal ends
+        ends = NOTHING
+
     def shut() -> None:
         nonlocal ends, view
         ends, view = NOTHING, GONE  # of a thread that is in `find` now the view makes a ValueError, as `Closed` is one
 
     function = cast(Finder, find)
-    function.take, function.show, function.shut = take, show, shut
+    function.take, function.show, function.slow_down, function.shut = take, show, slow_down, shut
     return function
 
 
@@ -216,8 +222,9 @@ NEWEST = 32
 class Appender:
     """A segment that this process appends to, from ``tail`` to ``capacity``. ``claims``: of the pack's index, with the segment's byte."""
 
-    def __init__(self, fd: int, claims: locks.Claims, number: int, tail: int, capacity: int) -> None:
+    def __init__(self, fd: int, path: str, claims: locks.Claims, number: int, tail: int, capacity: int) -> None:
         self.fd, self.claims, self.number, self.tail, self.capacity = fd, claims, number, tail, capacity
+        self._path = path
         self.ready = 0  # up to here its blocks are allocated
         self.last: int | None = None  # the slot of its last record, if this process wrote one
         self._file = locks.file_of(fd)
@@ -237,6 +244,13 @@ class Appender:
     def is_open(self) -> bool:
         """Whether the job has closed neither descriptor: then no other process appends to the segment."""
         return self.claims.is_open() and self.fd >= 0 and locks.file_of(self.fd) == self._file
+
+    def has_name(self, need: int) -> bool:
+        """Whether other processes find the segment: False once its root was deleted, or another one has its place. Raises OSError.
+
+        At the path there is only this file or none, unless a copy of the root has its place: whether it is this one is asked each time
+        that more blocks are allocated, since that takes twice as long."""
+        return (self.tail + need <= self.ready and os.access(self._path, os.F_OK)) or pack_files.has_name(self._path, self._file)
 
     def close(self) -> None:
         """Release the segment to any process. In a forked child, it stays the parent's."""
@@ -292,7 +306,8 @@ class Packing:
 
                 request = SpaceRequest(space, f"{pack:x}", 0, size, charged=size, entries=0)
                 number, tail, end = self._budget.with_room(request, enter)
-                return Appender(pack_files.make_segment(self.root, pack, number, end), claims, number, tail, end)
+                path = str(pack_files.segment_path(self.root, pack, number))
+                return Appender(pack_files.make_segment(self.root, pack, number, end), path, claims, number, tail, end)
             except BaseException:
                 claims.close()
                 raise
