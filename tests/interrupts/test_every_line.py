@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -26,6 +27,8 @@ from tests.processes import ProcessGroup
 
 STRIDE = 3 * parts.PARTS
 """`make test` sends a signal at one line in so many, `make test-all` at each."""
+SPARSE = {"prune": 7, "repair": 13}
+"""Calls with loops over all directories of the root: at one line in so many, of which `make test` takes one in `STRIDE`."""
 
 
 class Place:
@@ -53,6 +56,15 @@ class Place:
     def new(self) -> str:
         self.number += 1
         return f"k{self.number}"
+
+    @property
+    def another_root(self) -> Path:
+        return self.folder / "another root"
+
+    def release_dropped(self) -> None:
+        """Have another root released if a call opened it, and was interrupted at its end: the next `Cache` does that."""
+        if self.another_root.exists():
+            forebay.Cache(self.another_root).close()
 
 
 def _square(x: int) -> int:
@@ -90,6 +102,31 @@ def _directory(place: Place) -> Any:
     return lambda: place.cache.directory(folder, filesystem=place.files).close()
 
 
+def _copy_directory(place: Place) -> Any:
+    name = place.new()
+    for file in "ab":
+        place.files.pipe(f"/runs/{name}/{file}", file.encode() * 30_000)
+    return lambda: place.cache.copy_directory(f"/runs/{name}", place.folder / name, filesystem=place.files)
+
+
+def _look_ahead(place: Place) -> Any:
+    urls = [place.url(30_000) for _ in range(3)]
+
+    def call() -> None:
+        with place.cache.lookahead(urls, workers=2) as ahead:
+            list(ahead)
+
+    return call
+
+
+def _read_in_loop(place: Place, url: str) -> None:
+    async def read() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # a record of its log would keep the frames
+        await place.cache.aread(url)
+
+    asyncio.run(read())
+
+
 def _read_blocks(place: Place, url: str) -> Any:
     with place.cache.open(url, block_size="64KiB") as file:
         file.read()
@@ -122,12 +159,19 @@ CALLS: dict[str, Callable[[Place], Callable[[], Any]]] = {
     "read": lambda place: partial(place.cache.read, place.url()),
     "read a large object": lambda place: partial(place.cache.read, place.url(2 * MiB)),
     "read_many": lambda place: partial(place.cache.read_many, [place.url() for _ in range(3)]),
+    "aread": lambda place: partial(_read_in_loop, place, place.url()),
     "local": lambda place: partial(_closed, place.cache.local, place.url()),
     "local_many": lambda place: partial(_closed, place.cache.local_many, [place.url() for _ in range(2)]),
+    "warm": lambda place: partial(place.cache.warm, [place.url() for _ in range(2)]),
+    "lookahead": _look_ahead,
     "directory": _directory,
+    "copy_directory": _copy_directory,
     "open by blocks": lambda place: partial(_read_blocks, place, place.url(130 * KiB)),
     "samples": lambda place: partial(place.samples.put, place.slot(), b"s" * 1000),
     "samples.get_or_put": lambda place: partial(place.samples.get_or_put, place.slot(), lambda: b"s" * 900),
+    "samples.get_or_put_many": lambda place: partial(
+        place.samples.get_or_put_many, [place.slot(), place.slot()], lambda slots: [b"s" * 900 for _ in slots]
+    ),
     "a lazy": _read_lazy,
     "a stream": _stream,
     "a cached call": lambda place: partial(place.function, place.slot()),
@@ -135,6 +179,9 @@ CALLS: dict[str, Callable[[Place], Callable[[], Any]]] = {
     "a lock": _with_lock,
     "evict": _evict,
     "pin": _pin,
+    "prune": lambda place: lambda: place.cache.prune().execute(),
+    "repair": lambda place: partial(place.cache.repair, deep=False),
+    "Cache": lambda place: partial(_closed, forebay.Cache, place.another_root),
 }
 
 
@@ -161,26 +208,35 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         yield made
 
 
+@pytest.mark.filterwarnings("ignore:coroutine 'Cache.aread' was never awaited")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_signal_at_any_line(place: Place, name: str, children: ProcessGroup) -> None:
-    interrupted(place, CALLS[name], Moments(), STRIDE, children)
+    interrupted(place, CALLS[name], Moments(), STRIDE, children, step=SPARSE.get(name, 1))
 
 
 @pytest.mark.rotates
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["put a value", "put a file", "get_or_put", "read", "samples", "a lock", "a claim"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "put a value", "put a file", "get_or_put", "read", "read_many", "local", "directory", "a lazy", "samples", "a lock", "a claim",
+        "evict",
+    ],
+)  # fmt: skip
 def test_a_signal_at_any_opcode(place: Place, name: str, children: ProcessGroup) -> None:
     """Between two instructions of one line, too: of the guard itself, above all."""
     interrupted(place, CALLS[name], Moments(opcodes=True), 5 * STRIDE, children)
 
 
-def interrupted(place: Place, make: Callable[[Place], Callable[[], Any]], moments: Moments, stride: int, children: ProcessGroup) -> None:
-    """Make a call again and again, with a signal at another moment each time."""
+def interrupted(
+    place: Place, make: Callable[[Place], Callable[[], Any]], moments: Moments, stride: int, children: ProcessGroup, *, step: int = 1
+) -> None:  # fmt: skip
+    """Make a call again and again, with a signal at another moment each time, ``step`` moments later."""
     for _ in range(3):  # what is opened once
         moments.run(make(place))
     held, at, raised, others = {*held_locks()}, 1, 0, {*forebay.claims._open.values()}
     while True:
-        if parts.takes(at, stride):
+        if parts.takes(at // step, stride):
             place.server.objects.clear()  # thousands of them are gigabytes
             place.server.requests.clear()
             call = make(place)
@@ -189,6 +245,7 @@ def interrupted(place: Place, make: Callable[[Place], Callable[[], Any]], moment
                 break
             where = f"a signal at moment {at}: {moments.where}"
             gc.collect()
+            place.release_dropped()
             for claim in {*forebay.claims._open.values()} - others:  # one that was interrupted before it was closed stays open
                 assert claim is place.claimed, where
                 claim.close()
@@ -196,8 +253,9 @@ def interrupted(place: Place, make: Callable[[Place], Callable[[], Any]], moment
             assert signal.getsignal(signal.SIGUSR1) is interrupt, where
             assert place.cache.put("after", where.encode()), where
             until(lambda: {*held_locks()} <= held, where)  # a thread that loads ahead goes on
-        at += 1
-    assert raised > at // stride // 2, f"the handler raised in {raised} of about {at // stride} calls"
+        at += step
+    calls = at // (stride * step)
+    assert raised > calls // 2, f"the handler raised in {raised} of about {calls} calls"
     root = place.folder / "root"
     assert children(lambda: forebay.Cache(root).put("from another process", b"x" * 30_000)).result()
     assert place.cache.check() == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import gc
 import os
 import signal
@@ -10,12 +12,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import forebay
 from forebay._kernel import interrupts
+from forebay.testing import ScriptedServer
 from tests import parts
 from tests.harness import MiB
 from tests.interrupts.every_line import Interrupt, Moments, interrupt
@@ -258,3 +262,187 @@ def test_a_child_has_the_cache_if_a_signal_came_before_the_fork(cache: forebay.C
                 break
         at += 1
     assert at > 100
+
+
+# -- what the program has set --------------------------------------------------------------------------------------------
+
+
+class Action(ctypes.Structure):
+    """A struct sigaction of glibc."""
+
+    _fields_ = (("function", ctypes.c_void_p), ("mask", ctypes.c_byte * 128), ("flags", ctypes.c_int), ("rest", ctypes.c_byte * 128))
+
+
+def action_of(number: int) -> tuple[int, int]:
+    """The function that the system calls at a signal, and the flags."""
+    action = Action()
+    assert ctypes.CDLL(None).sigaction(number, None, ctypes.byref(action)) == 0
+    return action.function, action.flags
+
+
+def test_a_handler_that_c_code_put_over_pythons_is_left_alone(cache: forebay.Cache, tmp_path: Path) -> None:
+    ran = list[str]()
+
+    def handler(*_: Any) -> None:
+        ran.append("the program's")
+
+    def look() -> tuple[Any, tuple[int, int]]:
+        return signal.getsignal(NUMBER), action_of(NUMBER)
+
+    def make() -> bytes:
+        inside.append(look())
+        signal.raise_signal(NUMBER)
+        assert ran == ["the program's"]
+        return b"x"
+
+    inside = list[tuple[Any, tuple[int, int]]]()
+    signal.signal(NUMBER, handler)
+    plain = action_of(NUMBER)
+    with open(tmp_path / "stacks", "w") as stacks:
+        faulthandler.register(NUMBER, stacks, chain=True)
+        try:
+            before = look()
+            assert before[1] != plain
+            interrupts.guarded(make)()
+            assert inside == [before] == [look()]
+        finally:
+            faulthandler.unregister(NUMBER)
+    assert " in make" in (tmp_path / "stacks").read_text()
+
+
+@pytest.mark.parametrize("interrupts_calls", [False, True])
+def test_flags_of_a_handler_are_kept(cache: forebay.Cache, interrupts_calls: bool) -> None:
+    """SA_RESTART: whether a system call goes on after the signal."""
+    signal.signal(NUMBER, raising())
+    signal.siginterrupt(NUMBER, interrupts_calls)
+    before = action_of(NUMBER)
+    signal.siginterrupt(NUMBER, not interrupts_calls)
+    assert action_of(NUMBER) != before
+    signal.siginterrupt(NUMBER, interrupts_calls)
+    inside = list[tuple[bool, tuple[int, int]]]()
+
+    def look() -> None:
+        inside.append((isinstance(signal.getsignal(NUMBER), interrupts._Note), action_of(NUMBER)))
+
+    for _ in range(2):
+        interrupts.guarded(look)()
+        assert action_of(NUMBER) == before
+    assert inside == 2 * [(True, before)]
+
+
+def test_a_signal_that_comes_again_after_a_while_is_delivered_at_once(monkeypatch: pytest.MonkeyPatch, cache: forebay.Cache) -> None:
+    now, came = [100.0], list[float]()
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    signal.signal(NUMBER, raising())
+
+    def hang() -> None:
+        for _ in range(100):
+            came.append(now[0])
+            signal.raise_signal(NUMBER)
+            now[0] += interrupts.PATIENCE / 4
+
+    with pytest.raises(Limit):
+        interrupts.guarded(hang)()
+    assert came == [100.0 + interrupts.PATIENCE / 4 * number for number in range(5)]
+    assert not interrupts._noted
+    assert signal.getsignal(NUMBER) is not None
+
+
+def _of_a_codec(cache: forebay.Cache, url: str, call: Callable[[], None]) -> None:
+    class Codec(forebay.Codec):
+        name = "calls"
+
+        def encode(self, value: bytes) -> bytes:
+            call()
+            return value
+
+        def decode(self, data: memoryview, writable: Callable[[], memoryview]) -> bytes:
+            return bytes(data)
+
+    cache.samples("s", 10, codec=Codec()).put(1, b"x")
+
+
+def _of_an_event(cache: forebay.Cache, url: str, call: Callable[[], None]) -> None:
+    remove = cache.on_event(lambda event: call())
+    try:
+        cache.read(url)
+    finally:
+        remove()
+
+
+CALLBACKS: dict[str, Callable[[forebay.Cache, str, Callable[[], None]], Any]] = {
+    "on_event": _of_an_event,
+    "on_progress of pull": lambda cache, url, call: cache.pull(url, on_progress=lambda progress: call()),
+    "on_progress of warm": lambda cache, url, call: cache.warm([url], on_progress=lambda progress: call()),
+    "a codec": _of_a_codec,
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callbacks_run_with_signals_waiting(cache: forebay.Cache, name: str) -> None:
+    seen = list[str]()
+
+    def call() -> None:
+        if threading.current_thread() is threading.main_thread() and not seen:
+            assert isinstance(signal.getsignal(NUMBER), interrupts._Note)
+            signal.raise_signal(NUMBER)
+            seen.append("the callback went on")
+
+    with ScriptedServer() as server:
+        url = server.put("/x", b"x" * 30_000)
+        handler = raising()
+        signal.signal(NUMBER, handler)
+        with pytest.raises(Limit):
+            CALLBACKS[name](cache, url, call)
+        assert seen == ["the callback went on"]
+        assert signal.getsignal(NUMBER) is handler
+        assert bytes(cache.read(url)) == b"x" * 30_000
+
+
+def _keys(look: Callable[[], bytes], url: str) -> Iterator[str]:
+    look()
+    yield url
+
+
+MAKERS: dict[str, Callable[[forebay.Cache, str, Callable[[], bytes]], Any]] = {
+    "get_or_put": lambda cache, url, look: cache.get_or_put("k", look),
+    "space.get_or_put": lambda cache, url, look: cache.space("sp").get_or_put("k", look),
+    "samples.get_or_put": lambda cache, url, look: cache.samples("s", 10).get_or_put(1, look),
+    "samples.get_or_put_many": lambda cache, url, look: cache.samples("s", 10).get_or_put_many([1], lambda slots: [look()]),
+    "a cached call": lambda cache, url, look: cache.tasks("t").cached(look, version="1")(),
+    "a lazy": lambda cache, url, look: cache.prefetcher(_Looks(look), name="p", workers=1).get_lazy("k").get(),
+    "URLs of read_many": lambda cache, url, look: cache.read_many(_keys(look, url)),
+    "URLs of warm": lambda cache, url, look: cache.warm(_keys(look, url)),
+    "indices of samples": lambda cache, url, look: cache.samples("s", 10).get_many(len(url) % 10 for url in _keys(look, url)),
+}  # fmt: skip
+"""What runs a function of the program's that makes values, or items of an iterable."""
+
+
+class _Looks(dict[str, bytes]):
+    uri, version = "test://looks", "1"
+
+    def __init__(self, look: Callable[[], bytes]) -> None:
+        self._look = look
+
+    def __getitem__(self, key: str) -> bytes:
+        return self._look()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_functions_that_make_values_run_with_the_programs_handlers(cache: forebay.Cache, name: str) -> None:
+    ran, seen = list[int](), list[tuple[Any, int]]()
+
+    def handler(number: int, frame: Any) -> None:
+        ran.append(number)
+
+    def look() -> bytes:
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(NUMBER)
+        seen.append((signal.getsignal(NUMBER), len(ran)))
+        return b"x"
+
+    with ScriptedServer() as server:
+        url = server.put("/x", b"x")
+        signal.signal(NUMBER, handler)
+        MAKERS[name](cache, url, look)
+    assert seen == [(handler, 1)]

@@ -15,6 +15,8 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine.files.layout import key_hash
+from forebay._engine.packs.pack import Pack
 from forebay.testing import ScriptedServer
 from tests.harness import KiB, MiB
 from tests.processes import Child, ProcessGroup, talk_to
@@ -72,6 +74,38 @@ def test_missing_slots_are_made_by_one_call_and_then_kept(cache: forebay.Cache) 
     assert samples.get_or_put_many([], make) == []
     assert make.calls == [[3, 1]]
     assert list(samples) == [1, 2, 3]
+
+
+def test_of_very_many_slots_a_call_makes_a_part_at_a_time(
+    cache: forebay.Cache, children: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.samples.AT_ONCE", 3)
+    samples, make = cache.samples("s", SLOTS), Maker()
+    samples.put(2, value(2))
+    with busy_with(samples, [1, 5]) as other:
+        waits = cache.stats().waits
+        asking = children(lambda: ([bytes(item) for item in samples.get_or_put_many(range(9), make)], make.calls))
+        while cache.stats().waits == waits:
+            os.sched_yield()
+        other.say("go on")
+        items, calls = asking.result()
+        other.result()
+    assert items == [b"of the other process" if i in (1, 5) else value(i) for i in range(9)]
+    assert calls == [[0, 3], [4, 6], [7, 8]]
+
+
+def test_a_slot_is_released_when_its_item_is_stored(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, left, put = cache.samples("s", SLOTS), list[int](), Pack.put
+
+    def counting(self: Pack, slot: int, *arguments: Any) -> bool:
+        left.append(sum(map(cache._store.engine.parts.writers.keys.held, keyhashes)))
+        return put(self, slot, *arguments)
+
+    keyhashes = [key_hash("samples", f"{samples._pack.id:x}/{i}") for i in range(4)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Pack, "put", counting)
+        samples.get_or_put_many(range(4), Maker())
+    assert left == [4, 3, 2, 1]
 
 
 def test_what_another_process_makes_is_waited_for_last(cache: forebay.Cache, children: ProcessGroup) -> None:

@@ -99,6 +99,7 @@ def test_interrupts_at_random_moments(place: Place, name: str, children: Process
         for claim in [*forebay.claims._open.values()]:
             if claim is not place.claim:
                 claim.close()
+        place.release_dropped()
         assert place.cache.put("after", b"x" * 30_000)
         until(lambda: {*held_locks()} <= held, f"after {raised} interrupts of {name}: what is locked")
         if raised % 200 == 0:

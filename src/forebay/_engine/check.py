@@ -29,6 +29,7 @@ from forebay._engine.index.records import RECORDS, EntryIndex
 from forebay._engine.reading import Reading
 from forebay._engine.space import eviction
 from forebay._engine.space.eviction import Eviction
+from forebay._kernel import interrupts
 from forebay._kernel.locks import LockFile
 from forebay._model import Entry, Problem, Strays
 from forebay.errors import Damaged
@@ -82,6 +83,7 @@ def _check_records(catalog: Catalog, index: EntryIndex) -> Iterator[Problem]:
                 if lost and id not in dict(index.head.intent()):
                     yield Problem("slot", lost[0].name, "it has no record", lost[0].key, id)
     for number in range(len(seen) // RECORDS):
+        interrupts.point()
         for slot, id in enumerate(index.ids(number), number * RECORDS):
             if id and not seen[slot]:
                 with catalog.still():
@@ -170,7 +172,7 @@ def _check_files(root: Root, catalog: Catalog, deep: bool) -> Iterator[Problem]:
         if kind == "blob" and not _is_there(root, path):
             yield from _check_lost(root, catalog, id, path, "", "file")
     for low, high in entries.ranges(catalog, "entries"):
-        for entry in entries.between(catalog, low, high, values=deep):
+        for entry in interrupts.paced(entries.between(catalog, low, high, values=deep)):
             yield from _check_entry(root, catalog, entry, deep)
 
 
@@ -202,8 +204,10 @@ def _check_tree(root: Root, catalog: Catalog, entry: Entry) -> Iterator[Problem]
     """Check that a tree holds links to its files under their names, and nothing else."""
     files = {name: root.blob_name(member.id, member.suffix) for name, member in entries.members(catalog, entry.id)}
     try:
-        names = set(blobs.list_files(root, entry.id))
-        others = {name for name in names & set(files) if not _is_one_file(root, f"{root.tree(entry.id)}/{name}", files[name])}
+        names = set(interrupts.paced(blobs.list_files(root, entry.id)))
+        others = {
+            name for name in interrupts.paced(names & set(files)) if not _is_one_file(root, f"{root.tree(entry.id)}/{name}", files[name])
+        }
     except FileNotFoundError:
         return  # evicted meanwhile; a directory that is lost is reported by its name
     wrong = sorted((names ^ set(files)) | others)

@@ -190,7 +190,9 @@ class Flight:
 
         The block may wait for other keys, as what makes one value may."""
         with contextlib.ExitStack() as stack:
-            holds = {key: stack.enter_context(hold) for key in keys if (hold := self.try_hold(space, key)) is not None}
+            with self.working():  # a handler that runs at a point may ask for one of these keys
+                taken = ((key, self.try_hold(space, key)) for key in interrupts.paced(keys))
+                holds = {key: stack.enter_context(hold) for key, hold in taken if hold is not None}
             stack.enter_context(_holding(*(hold.keyhash for hold in holds.values())))
             yield holds
 

@@ -28,7 +28,7 @@ from forebay._engine.files.layout import LEASE_FILES
 from forebay._engine.files.root import Root
 from forebay._engine.index.records import EntryIndex
 from forebay._kernel import locks
-from forebay._kernel.interrupts import guarded_methods, shielded
+from forebay._kernel.interrupts import guarded_methods, paced, shielded
 from forebay._model import Entry
 
 HEAL_WITHIN = LEAVE_WITHIN = 1.0
@@ -179,7 +179,7 @@ class Leases:
     def take_many(self, space: int, keys: Sequence[str]) -> dict[str, Lease]:
         """Leases on the entries of these keys; a key without an entry is missing in the result."""
         leases: dict[str, Lease] = {}
-        for entry in entries.find_many(self._catalog, space, keys):
+        for entry in paced(entries.find_many(self._catalog, space, keys)):
             lease = self._try(entry) or self.take(space, entry.key)
             if lease is not None:
                 leases[entry.key] = lease

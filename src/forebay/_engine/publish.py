@@ -260,7 +260,7 @@ class Publisher:
         members, and no other caller writes the tree's key."""
         members = list(dict(members).items())  # of a name that is given twice the last one counts
         size = blobs.footprint([name for name, _ in members], host.disk(self.root.path).block)
-        files = [(name, self.root.blob_name(entry.id, entry.suffix)) for name, entry in members]
+        files = [(name, self.root.blob_name(entry.id, entry.suffix)) for name, entry in interrupts.paced(members)]
         keyhash = label.keyhash
         return self.build(
             label, "tree", size, lambda id: blobs.build(self.root, id, files, keyhash=keyhash),

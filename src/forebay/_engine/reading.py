@@ -16,7 +16,7 @@ from forebay._engine.index.counters import Counters
 from forebay._engine.index.memo import COPIED, Memo, Remembered
 from forebay._engine.index.records import EntryIndex
 from forebay._engine.leases import Lease, Leases
-from forebay._kernel import events
+from forebay._kernel import events, interrupts
 from forebay._kernel.below import LinkInTheWay
 from forebay._logs import logger
 from forebay._model import Buffer, Entry
@@ -161,9 +161,10 @@ class Reading:
     def _changed_in(self, path: str, tree: Entry, files: dict[str, tuple[int, int, int]]) -> list[str]:
         """The names in a tree that are not what was published."""
         members = dict(entries.members(self._catalog, tree.id))
-        expected = members.keys() | {name[: at + 1] for name in members for at, part in enumerate(name) if part == "/"}
+        expected = members.keys() | {name[: at + 1] for name in interrupts.paced(members) for at, part in enumerate(name) if part == "/"}
         changed = files.keys() ^ expected
-        changed |= {name for name, member in members.items() if name in files and not self._member_is_sound(f"{path}/{name}", member)}
+        every = interrupts.paced(members.items())
+        changed |= {name for name, member in every if name in files and not self._member_is_sound(f"{path}/{name}", member)}
         return sorted(changed)
 
     def _member_is_sound(self, path: str, member: Entry) -> bool:

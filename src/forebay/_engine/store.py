@@ -21,7 +21,7 @@ from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_
 from forebay._engine.index.records import EXPIRED
 from forebay._engine.index.settings import Settings as Settings
 from forebay._kernel import host
-from forebay._kernel.interrupts import shielded
+from forebay._kernel.interrupts import paced, shielded
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
 
@@ -208,7 +208,7 @@ class Store:
         """`take` of several keys; the result has only those that have an entry."""
         with faults("several keys"):
             leases = self.engine.parts.leases.take_many(self.spaces.number(space), keys)
-        for lease in leases.values():
+        for lease in paced(leases.values()):
             self.touch(lease.entry)
         return leases
 

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
-from itertools import compress
+from itertools import compress, islice
 from threading import get_ident
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, BinaryIO, ParamSpec, TypeVar
@@ -36,6 +36,8 @@ PATIENCE = 1.0
 """Seconds after which a signal that comes again is delivered at once."""
 TURN = 0.1
 """The longest time, in seconds, between two points."""
+PORTION = 64
+"""Items that a loop handles between two points: at a millisecond each, they take less than `TURN`."""
 LATER = 0.001
 """Seconds between two looks whether the finalizer or the fork has ended in which a signal came: Python ignores what these raise."""
 _SIGNALS = tuple(range(1, 32))
@@ -250,6 +252,20 @@ def sleep(seconds: float) -> None:
         time.sleep(turn)
 
 
+def portions(items: Iterable[T]) -> Iterator[list[T]]:
+    """The items in lists of at most `PORTION`, with a point before each list."""
+    remaining = iter(items)
+    while some := list(islice(remaining, PORTION)):
+        point()
+        yield some
+
+
+def paced(items: Iterable[T]) -> Iterator[T]:
+    """The items, with a point before each `PORTION` of them, which are taken at once."""
+    for some in portions(items):
+        yield from some
+
+
 def digest(file: BinaryIO, digest: Any) -> str:
     """What `hashlib.file_digest` returns in hex, with points. ``digest``: an object of `hashlib`."""
     buffer = bytearray(1 << 20)
@@ -459,9 +475,10 @@ async def steps_of_program(awaitable: Awaitable[T]) -> T:
 
 
 def items_of_program(iterable: Iterable[T]) -> Iterator[T]:
-    """The items of an iterable of the program's own, which may be slow: its code runs `outside`."""
+    """The items of an iterable of the program's own, which may be slow: its code runs `outside`. Those of a list are `paced`."""
     if isinstance(iterable, (list, tuple, dict)):
-        yield from iterable
+        for some in portions(iterable):
+            yield from some
         return
     with outside():
         items = iter(iterable)

@@ -183,6 +183,7 @@ class _Run:
     def work(self) -> None:
         try:
             while (call := self._next()) is not None:
+                interrupts.point()
                 call()
         except BaseException as error:  # noqa: BLE001 (raised by `run_all`, as it is)
             self.errors.append(error)

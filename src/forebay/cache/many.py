@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast, overload
 from forebay import _config, errors
 from forebay._engine.index.memo import Hit
 from forebay._engine.leases import Lease
-from forebay._kernel.interrupts import guarded_methods, items_of_program
+from forebay._kernel.interrupts import guarded_methods, items_of_program, paced, portions
 from forebay._logs import logger
 from forebay._model import Entry
 from forebay.fetch import Fetcher
@@ -78,7 +78,7 @@ def _several(urls: Iterable[Url], name: str) -> Iterable[Url]:
     """The URLs of a call. Raises `ConfigError` for a single one."""
     if isinstance(urls, str | os.PathLike):
         raise errors.ConfigError(f"{name} takes several URLs: a list, even of one", name="urls", value=str(urls))
-    return items_of_program(urls)
+    return urls if isinstance(urls, list) else items_of_program(urls)
 
 
 def read_many(fetcher: Fetcher, urls: Iterable[Url], hit: Hit | None, options: ReadOptions, *, return_exceptions: bool) -> list[Any]:
@@ -108,9 +108,9 @@ def _read_until_miss(fetcher: Fetcher, urls: Sequence[Url], hit: Hit, results: l
     """Read what the process remembers, and the others up to the first that has to be fetched. Returns the places of those behind it that
     the cache has: they are read while fetches are under way."""
     max_age, later, reads = fetcher.max_age, list[int](), True
-    results[:] = [hit(url, max_age) for url in urls]  # type: ignore[arg-type]  # a path misses
+    results[:] = [hit(url, max_age) for some in portions(urls) for url in some]  # type: ignore[arg-type]  # a path misses
     with contextlib.suppress(errors.ConfigError, errors.MissingExtra):  # `target` raises it too
-        for place in _missing(results):
+        for place in paced(_missing(results)):
             if reads or len(later) >= MEANWHILE:
                 results[place] = first_touch(fetcher, urls[place], force=False)
                 reads = reads and results[place] is not None
@@ -149,7 +149,7 @@ def _jobs(
     fetch_options = FetchOptions.of(fetcher, **options)
     by_key: dict[tuple[str, str | None], Job] = {}
     jobs: dict[Job, list[int]] = {}
-    for place in places:
+    for place in paced(places):
         try:
             target = fetcher.target(urls[place], options.get("filesystem"))
         except errors.ForebayError as error:

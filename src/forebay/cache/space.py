@@ -190,7 +190,7 @@ class Space(DictLike):
 
     def keys(self) -> list[str]:
         """All keys, from the least to the most recently used."""
-        return [entry.key for entry in self._store().seeing.entries(self.name)]
+        return self._store().seeing.keys(self.name)
 
     def _holds(self, key: str) -> bool:
         """Whether there is something under this key; it counts as no use."""

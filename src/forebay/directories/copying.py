@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from forebay import errors, remote
 from forebay._engine.files.blobs import remove_whole
-from forebay._kernel import host
+from forebay._kernel import host, interrupts
 from forebay._kernel.below import Below, LinkInTheWay
 from forebay._kernel.threads import run_all
 from forebay._model import Buffer, ObjectInfo, Partial, Span
@@ -163,7 +163,7 @@ def copy_tree(
         with opened(file) as fd:
             return os.fstat(fd).st_mtime_ns
 
-    copy = _Copy(target, files, {file.name: stamp(file) or stamp_of(file) for file in files}, overwrite, budget)
+    copy = _Copy(target, files, {file.name: stamp(file) or stamp_of(file) for file in interrupts.paced(files)}, overwrite, budget)
 
     def bring(file: File, sink: FileSink) -> None:
         with opened(file) as fd:
@@ -186,7 +186,7 @@ def fetch_tree(
     """`copy_tree` from a remote, for directories that do not fit into the cache: ``fetch`` writes one file to its sink, as `Remote.fetch`.
 
     Several threads call ``fetch``. Raises its errors, too; `RemoteChanged` where the size or version is not the listed one."""
-    copy = _Copy(target, files, {file.name: stamp(file) for file in files}, overwrite, budget)
+    copy = _Copy(target, files, {file.name: stamp(file) for file in interrupts.paced(files)}, overwrite, budget)
     copy.ask_for_room()
     copy.make(fetch, jobs, on_progress)
 
@@ -240,7 +240,7 @@ class _Copy:
         closed, todo, in_the_way = set[str](), list[File](), list[Path]()
         if check and not self._new and not top.is_dir():
             raise _foreign(top, "no directory")
-        for name in sorted({above for file in files for above in _above(file.name)}):
+        for name in interrupts.paced(sorted({above for file in interrupts.paced(files) for above in _above(file.name)})):
             if not closed.isdisjoint(_above(name)):
                 closed.add(name)
             elif (status := self._lstat(top / name)) is None or not stat.S_ISDIR(status.st_mode):
@@ -248,7 +248,7 @@ class _Copy:
                 if status is not None:
                     self._check_mine(top / name, check, "no directory")
                     in_the_way.append(top / name)
-        for file in files:
+        for file in interrupts.paced(files):
             status = self._lstat(top / file.name) if closed.isdisjoint(_above(file.name)) else None
             if status is not None and self._is_done(file, status):
                 continue
@@ -304,10 +304,10 @@ class _Copy:
         os.makedirs(self._target.parent, exist_ok=True)
         self._find_part()
         look = self._find_lacking(self._part, self._look.todo, check=False)
-        for path in look.in_the_way:
+        for path in interrupts.paced(look.in_the_way):
             self._files.remove_whole(path)
         self._prune(self._part, {file.name for file in self._look.todo})
-        for name in sorted({above for file in look.todo for above in _above(file.name)}):
+        for name in interrupts.paced(sorted({above for file in look.todo for above in _above(file.name)})):
             self._files.mkdir(self._part / name, 0o777)
         total = self._need()
         had = total - sum(file.size or 0 for file in look.todo)
@@ -378,10 +378,10 @@ class _Copy:
 
     def _prune(self, top: Path, names: set[str], prefix: str = "") -> None:
         """Remove everything but these files and their directories."""
-        directories = {above for name in names for above in _above(name)}
+        directories = {above for name in interrupts.paced(names) for above in _above(name)}
         with self._files.listing(top) as fd, os.scandir(fd) as scan:
             entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in scan]
-        for last, is_directory in entries:
+        for last, is_directory in interrupts.paced(entries):
             name = prefix + last
             if is_directory and name in directories:
                 self._prune(top / last, names, f"{name}/")
@@ -505,9 +505,11 @@ class FileSink:
                 break
             self._add(count)
             at += count
+            interrupts.point()
         while block := os.pread(fd, 1 << 20, at):
             self.write(at, block)
             at += len(block)
+            interrupts.point()
 
     def finish(self, ns: int | None) -> None:
         """Check and stamp the file after the last byte. Raises `RemoteChanged` where the size is not the listed one."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from forebay import errors
-from forebay._kernel import host
+from forebay._kernel import host, interrupts
 from forebay._logs import logger
 from forebay._model import LISTINGS, Buffer, BufferSink, ObjectInfo, Span, Transfer
 from forebay.directories.location import RemoteDirectory
@@ -112,7 +112,7 @@ def _listed(location: RemoteDirectory) -> Iterator[File]:
     location.fetcher.count(Transfer(requests=1))
     infos = dict(location.list())
     noted = _noted(location, set(infos)) if MARK in infos else {}
-    for name, info in infos.items():
+    for name, info in interrupts.paced(infos.items()):
         if name != MARK:
             mine = noted.get(name)
             is_noted = mine is not None and bool(mine.etag) and is_same_version(info.validator, mine.etag or "")
@@ -194,7 +194,8 @@ class UploadMarker:
         try:
             content = json.loads(bytes(data))
             format, complete = int(content["forebay"]), bool(content["complete"])
-            files = {name: MarkedFile(int(file["size"]), str(file["xxh3"]), file["etag"]) for name, file in content["files"].items()}
+            rows = interrupts.paced(content["files"].items())
+            files = {name: MarkedFile(int(file["size"]), str(file["xxh3"]), file["etag"]) for name, file in rows}
             if not all(0 <= file.size < 1 << 63 for file in files.values()):
                 raise ValueError("a size that no file has")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

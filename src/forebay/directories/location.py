@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forebay import errors, remote
+from forebay._kernel.interrupts import paced
 from forebay._model import ObjectInfo, Remote
 from forebay.directories.manifests import Part, Patterns
 from forebay.fetch import Fetcher
@@ -56,7 +57,7 @@ class RemoteDirectory:
     def list(self) -> Iterator[tuple[str, ObjectInfo]]:
         """All objects below: relative names as the remote lists them, unchecked. Raises `RemoteError`."""
         head = self.prefix.folder.removesuffix("/") + "/" if self.local is None else ""
-        for info in self.remote.list(self.prefix.folder):
+        for info in paced(self.remote.list(self.prefix.folder)):
             if not info.url.startswith(head):
                 raise errors.BadListing(f"{self.key}: it lists {info.url!r}, which does not lie below it", url=self.key, name=info.url)
             yield self.prefix.name_of(info.url), info

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 from forebay import errors
 from forebay._engine.files.blobs import checksum_of
-from forebay._kernel import host
+from forebay._kernel import host, interrupts
 from forebay._kernel.below import why_not_below
 from forebay._model import Buffer
 from forebay.remote.local import is_unfinished
@@ -48,7 +48,7 @@ class Manifest:
     @classmethod
     def of(cls, where: str, files: Iterable[File]) -> Self:
         """The manifest of a listing, in any order. Raises `BadListing` for names that files below one directory cannot have."""
-        files = sorted((file for file in files if not is_folder(file.name, file.size)), key=lambda file: file.name)
+        files = sorted((file for file in interrupts.paced(files) if not is_folder(file.name, file.size)), key=lambda file: file.name)
         check_names(where, [file.name for file in files])
         return cls(tuple(files))
 
@@ -56,7 +56,7 @@ class Manifest:
     def parse(cls, where: str, data: Buffer) -> Self:
         """The manifest from its `encoded` form, which every process that may write to the root may have changed. Raises ValueError,
         TypeError, RecursionError or `BadListing` for any other."""
-        return cls.of(where, [_checked_row(File(*row)) for row in json.loads(bytes(data))])
+        return cls.of(where, [_checked_row(File(*row)) for row in interrupts.paced(json.loads(bytes(data)))])
 
     @host.cached_property
     def encoded(self) -> bytes:
@@ -65,7 +65,7 @@ class Manifest:
     @host.cached_property
     def version(self) -> str:
         """A hash of the names, sizes and validators of the files."""
-        rows = [(file.name, file.size, file.validator or file.digest or file.modified) for file in self.files]
+        rows = [(file.name, file.size, file.validator or file.digest or file.modified) for file in interrupts.paced(self.files)]
         return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
 
     @property
@@ -96,7 +96,8 @@ class Part:
         if not self.include and not self.exclude:
             return whole
         is_included, is_excluded = _matcher(self.include or ("*",)), _matcher(self.exclude)
-        return Manifest(tuple(file for file in whole.files if is_included(file.name) and not is_excluded(file.name)))
+        every = interrupts.paced(whole.files)
+        return Manifest(tuple(file for file in every if is_included(file.name) and not is_excluded(file.name)))
 
 
 def _checked_row(file: File) -> File:
@@ -136,7 +137,7 @@ def is_folder(name: str, size: int | None) -> bool:
 def check_names(where: str, names: Sequence[str]) -> None:
     """Raises `BadListing` unless all names can be files below one directory. ``names``: sorted."""
     folders: set[str] = set()
-    for name in names:
+    for name in interrupts.paced(names):
         if why := why_not_below(name):
             raise _bad(where, name, why)
         above = name
@@ -204,7 +205,7 @@ def files_below(folder: str) -> list[LocalFile]:
     if not os.path.isdir(folder):
         kind, what = (errors.NotADirectory, "this is a file") if os.path.exists(folder) else (errors.NotFound, "there is no such directory")
         raise kind(f"{folder} cannot be uploaded: {what}", url=folder)
-    files = sorted((LocalFile.of(name, path) for name, path in _walk(folder, "")), key=lambda file: file.name)
+    files = sorted((LocalFile.of(name, path) for name, path in interrupts.paced(_walk(folder, ""))), key=lambda file: file.name)
     if not files:
         raise _refused(folder, "it holds no file")
     try:
@@ -213,7 +214,7 @@ def files_below(folder: str) -> list[LocalFile]:
         raise _refused(folder, f"{error.name!r} is a name that readers refuse") from error
     if max(file.seen[-1] for file in files) > time.time_ns() - TICK * 1e9:
         time.sleep(TICK)
-        return [LocalFile.of(file.name, file.path) for file in files]
+        return [LocalFile.of(file.name, file.path) for file in interrupts.paced(files)]
     return files
 
 

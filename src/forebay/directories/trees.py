@@ -15,8 +15,13 @@ from collections.abc import Mapping, Sequence
 from forebay import errors, remote
 from forebay._engine.leases import Lease, in_place
 from forebay._engine.store import Store
+<<<<<<< HEAD
 from forebay._kernel import waits
 from forebay._model import DIRECTORIES, URLS, Entry, ObjectInfo, Victim, noted
+=======
+from forebay._kernel import interrupts, waits
+from forebay._model import Entry, ObjectInfo, Victim, noted
+>>>>>>> w-points
 from forebay.directories import listings
 from forebay.directories.listings import Listing
 from forebay.directories.location import RemoteDirectory
@@ -245,7 +250,7 @@ class _Tree:
 
     def _files(self, manifest: Manifest, at: int, stack: contextlib.ExitStack) -> dict[str, Lease]:
         """Leases on all files, which the stack closes; missing ones are fetched, several at a time."""
-        targets = {file.name: self._location.target(file.name) for file in manifest.files}
+        targets = {file.name: self._location.target(file.name) for file in interrupts.paced(manifest.files)}
         leases = self._stored_files(manifest, targets, at, stack)
         missing = sorted((file for file in manifest.files if file.name not in leases), key=lambda file: -(file.size or 0))
         self._came_unseen = any(file.digest is None and (file.validator is None or file.name in self._unlike) for file in missing)
@@ -259,7 +264,7 @@ class _Tree:
 
         jobs = [
             Job(self._fetcher, targets[file.name], self._options_of(file, at, done), number, leased=True)
-            for number, file in enumerate(missing)
+            for number, file in enumerate(interrupts.paced(missing))
         ]
         came: list[Lease] = []
         try:
@@ -284,7 +289,7 @@ class _Tree:
         """Leases on the files that are there, and match the listing."""
         leases, older = dict[str, Lease](), list[tuple[Entry, int]]()
         keys = {targets[file.name].key: file for file in manifest.files}
-        for key, lease in self._store.take_many(URLS, list(keys)).items():
+        for key, lease in interrupts.paced(self._store.take_many(URLS, list(keys)).items()):
             stack.enter_context(contextlib.closing(lease))
             if lease.entry.kind == "blob" and self._is_right(lease.entry, keys[key], at) and self._store.is_sound(lease):
                 if self._store.validated(lease.entry) < at and not lease.entry.varies:

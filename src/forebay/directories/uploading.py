@@ -302,7 +302,7 @@ class _Upload:
     def _look_again(self, files: Mapping[str, LocalFile]) -> dict[str, ObjectInfo]:
         """The objects that the remote lists for the files now. Raises `Conflict` if one is not the object that was sent."""
         now = {name: info for name, info in self._location.list() if name in files}
-        for name, file in files.items():
+        for name, file in interrupts.paced(files.items()):
             info, written = now.get(name), self._written.get(name)
             if info is None or info.size not in (None, file.size) or not self._is_same(written, info):
                 message = f"{self._location.key}: {name!r} was removed or written to by somebody else while it was uploaded"
@@ -319,7 +319,8 @@ class _Upload:
         self, files: Mapping[str, LocalFile], digests: Mapping[str, str], now: Mapping[str, ObjectInfo]
     ) -> tuple[tuple[File, str], ...]:
         return tuple(
-            (File(name, file.size, now[name].validator, now[name].modified, digests[name]), file.path) for name, file in files.items()
+            (File(name, file.size, now[name].validator, now[name].modified, digests[name]), file.path)
+            for name, file in interrupts.paced(files.items())
         )
 
     def _say(self, state: str, done: int, total: int) -> None:
@@ -328,7 +329,8 @@ class _Upload:
 
 
 def _noted(files: Mapping[str, LocalFile], digests: Mapping[str, str], etags: Mapping[str, str | None]) -> dict[str, MarkedFile]:
-    return {name: MarkedFile(file.size, digests[name], etags.get(name)) for name, file in files.items() if name != METADATA}
+    every = interrupts.paced(files.items())
+    return {name: MarkedFile(file.size, digests[name], etags.get(name)) for name, file in every if name != METADATA}
 
 
 def _is_told(
@@ -341,8 +343,8 @@ def _is_told(
 
 def _in_the_way(gone: Iterable[str], files: Mapping[str, object]) -> set[str]:
     """Of the files to remove: those at the path of a new directory, and those below the path of a new file."""
-    folders = {folder for name in files for folder in _above(name)}
-    return {name for name in gone if name in folders or any(folder in files for folder in _above(name))}
+    folders = {folder for name in interrupts.paced(files) for folder in _above(name)}
+    return {name for name in interrupts.paced(gone) if name in folders or any(folder in files for folder in _above(name))}
 
 
 def _above(name: str) -> Iterator[str]:

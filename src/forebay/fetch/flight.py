@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import errors
-from forebay._kernel import waits
+from forebay._kernel import interrupts, waits
 from forebay._model import Buffer
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def get_or_make_free(
         try:
             holds = stack.enter_context(fetcher.store.locks.holding_free(space, keys))
             # P1 looks: absent / P2 makes, stores, unlocks / P1 locks: without this look it makes the value again.
-            found = {key: value for key in holds if (value := look(key)) is not None}
+            found = {key: value for key in interrupts.paced(holds) if (value := look(key)) is not None}
             keys = list(holds)
         except (errors.CacheFault, errors.Closed) as error:
             fetcher.fall_back(error, label)

@@ -16,7 +16,7 @@ from forebay import _config, errors
 from forebay._engine.index.adaptive import charge_of, hash_of
 from forebay._engine.index.orders import NEVER, Orders
 from forebay._engine.publish import INLINE
-from forebay._kernel import host
+from forebay._kernel import host, interrupts
 from forebay._kernel.interrupts import guarded_methods, items_of_program
 from forebay._model import URLS, Buffer
 from forebay.fetch import Fetcher
@@ -41,6 +41,7 @@ _NARROW = 8
 _IN_MEMORY = 256 << 20
 """Bytes of objects that are fetched and not to be stored, until their turn."""
 _AT_FIRST, _A_TURN = 1024, 8  # so many are drawn for the horizon at once
+_AT_ONCE = 128  # so many are looked for at once, while the lock is held
 _LAG = 1024
 """Objects that were skipped and count as not read yet: another process reads them."""
 _LOOK_EVERY = 16
@@ -168,7 +169,7 @@ class Lookahead(Iterator[memoryview]):
         taken = [self._take(url) for url in every]
         others = [following.url for following in taken if following.load is None]
         many = iter(self._read_many(others, return_exceptions=True))
-        results = [self._result(following, next(many) if following.load is None else None) for following in taken]
+        results = [self._result(following, next(many) if following.load is None else None) for following in interrupts.paced(taken)]
         if not return_exceptions:
             for result in results:
                 if isinstance(result, Exception):
@@ -242,6 +243,7 @@ class Lookahead(Iterator[memoryview]):
 
     def _take(self, url: Url) -> _Next:
         """The object, if it is ahead; else one of its own. In both cases what is ahead moves on."""
+        interrupts.point()
         text = as_text(url)
         name = self._name(text)
         with self._lock:
@@ -288,14 +290,16 @@ class Lookahead(Iterator[memoryview]):
             self._orders.advance(self._read)
 
     def _fill(self, count: int = _A_TURN) -> None:
-        """Look ahead as far as the window allows, and draw ``count`` more objects for the horizon. Caller: holds the lock."""
+        """Look ahead as far as the window allows, for so many at once, and draw ``count`` more objects for the horizon. Caller: holds the
+        lock."""
         self._measure()
         self._look_after_lent()
         for _ in range(count if self._horizon else 0):
             if self._uses.drawn - self._read >= self._horizon or not self._draw():
                 break
             self._scout(self._drawn[-1])
-        while len(self._ahead) < self._most:
+        most = min(len(self._ahead) + _AT_ONCE, self._most)
+        while len(self._ahead) < most:
             is_enough = self._width + self._unsized * self._typical >= self._reach if self._sized else self._unsized >= self._workers
             if (is_enough or self._in_memory >= _IN_MEMORY) and self._ahead:
                 break

@@ -222,7 +222,8 @@ def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
     try:
         with os.scandir(folder) as entries:
             # a directory is sorted with a slash at its end, as its files are
-            paths = sorted((entry.path + "/" if entry.is_dir(follow_symlinks=False) else entry.path, entry) for entry in entries)
+            every = interrupts.paced(entries)
+            paths = sorted((entry.path + "/" if entry.is_dir(follow_symlinks=False) else entry.path, entry) for entry in every)
     except FileNotFoundError:
         return
     for name, entry in paths:

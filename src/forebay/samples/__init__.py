@@ -14,19 +14,24 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, SupportsIndex
 
 from forebay import codecs, errors
 from forebay._engine.packs.pack import Pack, Unencodable
 from forebay._engine.store import Store
-from forebay._kernel import waits
+from forebay._kernel import interrupts, waits
 from forebay._kernel.interrupts import guarded, guarded_methods, items_of_program, of_program
 from forebay._logs import logger
 from forebay._model import SAMPLES, Buffer, Entry, Item, noted
 from forebay.fetch import Fetcher
 from forebay.fetch.flight import get_or_make, get_or_make_free
 
+if TYPE_CHECKING:
+    from forebay._engine.flight import KeyHold
+
 log = logger("forebay.samples")
+AT_ONCE = 4096
+"""Slots that are locked at once: the time that the kernel takes for it grows with the square of their number."""
 
 
 class _MovedFunction:
@@ -265,7 +270,7 @@ class Samples(Generic[Item]):
         self, indices: Iterable[SupportsIndex], fn: Callable[[list[int]], Sequence[Item | Buffer]], *, timeout: float | None = None
     ) -> list[Item]:
         """The items of these slots, in this order, as `get` returns them. One call of ``fn(slots)`` makes all missing items, and they are
-        stored; a slot that is named twice is passed once.
+        stored; a slot that is named twice is passed once. Of more than 4,096 missing items, each call makes up to 4,096.
 
         Slots that another process is making come last, when this call holds none: that process makes them, or `get_or_put` calls
         ``fn([slot])`` here. An error of ``fn`` is raised here, and nothing of its call is stored; a process that waits for one of these
@@ -275,10 +280,12 @@ class Samples(Generic[Item]):
         timeout = self._fetcher.timeout if timeout is None else timeout
         until = None if timeout is None else time.monotonic() + timeout
         items: dict[int, tuple[Item]] = {}
-        missing = [i for i in dict.fromkeys(slots) if not _added(items, i, self._decoded(i, self._find(i, self._copy)))]
+        wanted = interrupts.paced(dict.fromkeys(slots))
+        missing = [i for i in wanted if not _added(items, i, self._decoded(i, self._find(i, self._copy)))]
         while missing:
             with waits.time_limit(timeout):
-                busy = self._make_free(missing, fn, items)
+                groups = [missing[at : at + AT_ONCE] for at in range(0, len(missing), AT_ONCE)]
+                busy = [i for group in groups for i in self._make_free(group, fn, items)]
             if len(busy) == len(missing):  # others have all of them. This call holds none, so no process waits for it meanwhile.
                 i = busy.pop(0)
                 left = None if until is None else max(until - time.monotonic(), 0.0)
@@ -293,13 +300,17 @@ class Samples(Generic[Item]):
         """Add the items of those slots that no other process is making. Returns the others."""
         keys = {f"{self._pack.id:x}/{i}": i for i in missing}
 
-        def make(missing: Sequence[str], holds: Mapping[str, object]) -> dict[str, tuple[Item]]:
+        def make(missing: Sequence[str], holds: Mapping[str, KeyHold]) -> dict[str, tuple[Item]]:
             free = [keys[key] for key in missing]
             with waits.time_limit(None, afresh=True):  # the time limit is for the cache, not for the function
                 values = _checked(of_program(fn)(free), len(free))
-            is_stored = holds or not self._pack.admits
-            pairs = zip(missing, free, values, strict=True)
-            return {key: self._store_and_read(i, value) if is_stored else (self._as_read(value),) for key, i, value in pairs}
+            is_stored, made = holds or not self._pack.admits, dict[str, tuple[Item]]()
+            for key, i, value in zip(missing, free, values, strict=True):
+                interrupts.point()
+                made[key] = self._store_and_read(i, value) if is_stored else (self._as_read(value),)
+                if key in holds:
+                    holds[key].release()
+            return made
 
         if self._pack.admits:
             label = f"samples of {self._label}"

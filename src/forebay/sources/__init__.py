@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from forebay import errors
 from forebay._engine.leases import Lease
-from forebay._kernel.interrupts import guarded_methods
+from forebay._kernel.interrupts import guarded_methods, paced
 from forebay._logs import logger
 from forebay._model import Source as Source
 from forebay._model import SourceInfo as SourceInfo
@@ -78,7 +78,7 @@ class UrlSource:
         """All names, in the order of the remote. Omits names that are not below the prefix, such as ``../x``, with one warning. Raises
         `RemoteError`, also for HTTP, which has no listings."""
         has_warned = False
-        for info in self._reach.list(self._prefix.folder):
+        for info in paced(self._reach.list(self._prefix.folder)):
             name = self._prefix.name_of(info.url)
             if is_name(name):
                 yield name

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from forebay._kernel import interrupts
 from forebay._kernel.threads import run_all
 from forebay._model import Buffer
 from forebay.tasks.code import cells_of, definition_of, is_installed, module_of, place_of, shape_of, steps_of
@@ -173,6 +174,7 @@ class DigestWriter:
         return self._enter(key, depth, value)
 
     def _enter(self, key: int, depth: int, value: Any) -> bytes:
+        interrupts.point()
         outer, self._highest = self._highest, sys.maxsize
         self._above[key] = depth, value
         try:
@@ -200,11 +202,13 @@ class DigestWriter:
             quick = quick_of(type(value))
             out += quick(value) if quick is not None else write(value)
             count += 1
+            if not count % interrupts.PORTION:
+                interrupts.point()
         return b"%b%x:%b" % (mark, count, bytes(out))
 
     def unordered(self, mark: bytes, parts: Iterable[bytes]) -> bytes:
         """Parts whose order does not count."""
-        ordered = sorted(parts)
+        ordered = sorted(interrupts.paced(parts))
         return b"%b%x:%b" % (mark, len(ordered), b"".join(ordered))
 
     def pairs(self, mark: bytes, items: Iterable[tuple[Any, Any]]) -> bytes:

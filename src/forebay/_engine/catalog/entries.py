@@ -11,6 +11,7 @@ from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.schema import COUNT, LIVE, SUPERSEDED
 from forebay._engine.catalog.transactions import Rows, Txn
 from forebay._engine.files.layout import CatalogBroken
+from forebay._kernel import interrupts
 from forebay._model import Entry
 
 T = TypeVar("T")
@@ -419,7 +420,8 @@ def members(rows: Rows, tree: int) -> list[tuple[str, Entry]]:
     linked = rows.all(
         f"SELECT {_COLUMNS}, l.name FROM links l JOIN entries e ON e.id = l.member JOIN spaces s ON s.id = e.space WHERE l.tree = ?", tree
     )
-    if not all(checked.is_member(row[-1]) for row in linked):
+    if not all(checked.is_member(row[-1]) for row in interrupts.paced(linked)):
         rows.report_unreadable("entries", (tree,), f"the directory {tree:x}, since the name of a file in it leads out of it")
         return []
-    return sorted((row[-1], entry) for row in linked if (entry := checked.entry(rows, row[:-1])) is not None)
+    members = ((row[-1], checked.entry(rows, row[:-1])) for row in interrupts.paced(linked))
+    return sorted((name, entry) for name, entry in members if entry is not None)

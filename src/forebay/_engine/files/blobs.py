@@ -177,7 +177,7 @@ def build(root: Root, id: int, members: Iterable[tuple[str, str | Path]], *, key
     try:
         _make_directory(root, str(staged))
         _link_all(root, str(staged), members)
-        for directory in _directories(root, str(staged)):
+        for directory in interrupts.paced(_directories(root, str(staged))):
             root.files.chmod(directory, root.tree_mode)
         # Moving a directory requires write permission on it: its own mode is set after the move, its row after both.
         root.files.chmod(staged, root.dir_mode)
@@ -215,7 +215,7 @@ def look(root: Root, path: str) -> dict[str, tuple[int, int, int]]:
     while folders:
         above = folders.pop()
         with root.files.listing(f"{path}/{above}".removesuffix("/")) as fd, os.scandir(fd) as inside:
-            for entry in inside:
+            for entry in interrupts.paced(inside):
                 name = above + entry.name
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(name + "/")
@@ -229,7 +229,7 @@ def look(root: Root, path: str) -> dict[str, tuple[int, int, int]]:
 def footprint(names: Iterable[str], block: int) -> int:
     """About how many bytes of disk the directories of a tree with these members will take: enough, where names are not too long."""
     sizes: dict[str, int] = {"": 0}
-    for name in names:
+    for name in interrupts.paced(names):
         *above, last = name.split("/")
         for depth, part in enumerate((*above, last)):
             parent = "/".join(above[:depth])
@@ -244,7 +244,7 @@ def footprint(names: Iterable[str], block: int) -> int:
 def _link_all(root: Root, top: str, members: Iterable[tuple[str, str | Path]]) -> None:
     """Plain strings, and a directory is opened once for its files: there may be many thousands."""
     directories = {""}
-    for folder, files in itertools.groupby(members, key=_folder_of):
+    for folder, files in itertools.groupby(interrupts.paced(members), key=_folder_of):
         parts, name = folder.split("/"), folder
         try:
             for depth in range(1, len(parts) + 1):

@@ -17,6 +17,7 @@ Payloads start at multiples of 64, so that arrays in them are aligned."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import struct
@@ -28,7 +29,7 @@ from typing import NamedTuple
 import xxhash
 
 from forebay._engine.files.layout import PAGE, Root
-from forebay._kernel import host, locks, mappings
+from forebay._kernel import host, interrupts, locks, mappings
 from forebay._kernel.below import NoPlainFile
 from forebay._model import Buffer
 from forebay.errors import Damaged
@@ -310,13 +311,16 @@ def bad_slots(root: Root, id: int, words: memoryview) -> list[int]:
     """Every slot whose record differs from what was stored. Reads all bytes."""
     bad: list[int] = []
     by_segment: dict[int, list[tuple[int, int]]] = {}
-    for slot, word in enumerate(cells_of(words).tolist()):
-        if word:
-            number, offset = place_of(word)
-            by_segment.setdefault(number, []).append((offset, slot))
+    cells = cells_of(words).tolist()
+    for slot in interrupts.paced(itertools.compress(itertools.count(), cells)):
+        number, offset = place_of(cells[slot])
+        by_segment.setdefault(number, []).append((offset, slot))
     for number, places in by_segment.items():
         view, seed = _map_whole(root, id, number), seed_of(id)
-        bad += [slot for offset, slot in sorted(places) if length_of(view, offset, seed, slot) is None]
+        for offset, slot in sorted(places):
+            interrupts.point()
+            if length_of(view, offset, seed, slot) is None:
+                bad.append(slot)
     return sorted(bad)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import operator
 import os
 import sys
@@ -192,7 +193,7 @@ class Pack:
     def filled(self) -> list[int]:
         """All filled slots."""
         self._check_open()
-        return [slot for slot, word in enumerate(self._cells.tolist()) if word]
+        return list(itertools.compress(itertools.count(), self._cells.tolist()))
 
     def count(self) -> int:
         """How many slots are filled."""

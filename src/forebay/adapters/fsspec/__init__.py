@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 from forebay import errors
 from forebay._engine.index.memo import Hit, no_hit
 from forebay._kernel import host
-from forebay._kernel.interrupts import guarded_methods, of_program
+from forebay._kernel.interrupts import guarded_methods, of_program, paced, point
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import URLS
@@ -246,7 +246,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
         if arguments or self.fetch == "blocks" or not self._has_urls:
             contents = self._side_by_side([functools.partial(self.cat_file, each, **arguments) for each in paths], returns=True)
         else:
-            contents = [self._hit(each) for each in paths]
+            contents = [self._hit(each) for each in paced(paths)]
             missing = [place for place, view in enumerate(contents) if view is None]
             views = self.cache.read_many([self._source(paths[place]).url for place in missing], return_exceptions=True, force=self.force)
             for place, view in zip(missing, views, strict=True):
@@ -293,6 +293,7 @@ class ForebayFileSystem(ChainedFileSystem, metaclass=_InstanceCache):  # type: i
             while data := file.read(COPIED):
                 target.write(data)
                 callback.relative_update(len(data))
+                point()
 
     def _side_by_side(self, calls: Sequence[Callable[[], Any]], *, returns: bool = False) -> list[Any]:
         """The results, in order. The first error is raised, or, if ``returns``, each stands in the place of its result."""

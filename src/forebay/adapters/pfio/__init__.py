@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from forebay import errors
-from forebay._kernel.interrupts import guarded_methods
+from forebay._kernel.interrupts import guarded_methods, paced
 from forebay.adapters.pfio.base import Cache as Cache
 from forebay.adapters.pfio.base import Filling, Stored, check_local, checked_length, close_source
 from forebay.adapters.pfio.file import PfioFile
@@ -96,7 +96,7 @@ class ReadOnlyFileCache(Stored):
         if isinstance(preserved, PfioFile):
             missing = preserved.incomplete()
         else:
-            missing = next((i for i in range(self.length) if i not in preserved), None)
+            missing = next((i for i in paced(range(self.length)) if i not in preserved), None)
         if missing is not None:
             raise RuntimeError(f"{name!r} is incomplete: slot {missing} is empty or damaged; a FileCache can preload it")
         previous, self._source, self.closed = self._source, preserved, False

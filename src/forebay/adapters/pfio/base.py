@@ -25,7 +25,7 @@ from forebay import errors
 from forebay._engine.files.layout import FULL
 from forebay._engine.packs.pack import Pack
 from forebay._kernel import host
-from forebay._kernel.interrupts import finalizer, guarded_methods, is_of_handler
+from forebay._kernel.interrupts import finalizer, guarded_methods, is_of_handler, paced
 from forebay._kernel.locks import LockFile
 from forebay._logs import logger
 from forebay.adapters.pfio.file import RECORD, PfioFile, write_array
@@ -345,7 +345,7 @@ class Filling(Stored):
         if source.name is None:
             return source.preserve(name, overwrite)
         with self._node_cache().samples(length=self.length) as copy:
-            complete = all(copy.put(i, cast(memoryview, source.get(i))) for i in source)
+            complete = all(copy.put(i, cast(memoryview, source.get(i))) for i in paced(source))
             return complete and copy.preserve(name, overwrite)
 
     def preload(self, name: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from forebay import codecs, errors
 from forebay._engine.files import pack_files
 from forebay._kernel import host
-from forebay._kernel.interrupts import guarded
+from forebay._kernel.interrupts import guarded, paced, point
 from forebay._kernel.mappings import map_file
 from forebay.cache import Cache
 from forebay.samples import Samples
@@ -69,7 +69,7 @@ class PfioFile:
 
     def incomplete(self) -> int | None:
         """The first slot that is empty, or whose record points outside of the file's data; None if all are complete."""
-        for i, (offset, length) in enumerate(RECORD.iter_unpack(self._view[: self._start])):
+        for i, (offset, length) in paced(enumerate(RECORD.iter_unpack(self._view[: self._start]))):
             if length < 0 or offset < self._start or offset + length > self._size:
                 return i
         return None
@@ -106,6 +106,7 @@ def _count(view: memoryview, path: str) -> int:
 
 _PAGE = 4096
 _BLOCK = 1 << 20
+_BLOCKS = 16 << 20  # that the kernel copies at once
 
 
 def write_array(file: BinaryIO, samples: Samples) -> None:
@@ -144,7 +145,7 @@ def write_array(file: BinaryIO, samples: Samples) -> None:
 
 def _locations(samples: Samples, pack: Any, first: tuple[int, memoryview] | None) -> Iterator[tuple[int, int, int, int]]:
     """(slot, segment, offset in the segment, size) of all filled slots but the first."""
-    for i in samples:
+    for i in paced(samples):
         data = samples.get(i)
         if data is not None and first is not None and i != first[0]:
             number, offset = pack_files.place_of(pack._cells[i])
@@ -159,10 +160,12 @@ def _copy_segment(pack: Any, number: int, fd: int, base: int, size: int) -> None
     source = pack_files.open_segment(pack._root, pack.id, number)
     try:
         done, whole = 0, _rounded(size)  # whole pages, otherwise their blocks cannot be shared; a segment consists of whole pages
-        while done < whole and (count := host.copy_range(source, fd, done, whole - done, base + done)):
+        while done < whole and (count := host.copy_range(source, fd, done, min(_BLOCKS, whole - done), base + done)):
             done += count
+            point()
         while done < size and (block := os.pread(source, min(_BLOCK, size - done), done)):
             done += os.pwrite(fd, block, base + done)
+            point()
     finally:
         os.close(source)
 
@@ -183,7 +186,7 @@ def import_pfio(
     target = Cache() if cache is None else cache
     array: Samples[Any] = target.samples(length=len(file), codec=codec)
     try:
-        for slot in file:
+        for slot in paced(file):
             data = file.get(slot)
             if data is not None and not array._pack.put(slot, lambda stream: (payload_of(stream),), data):
                 raise errors.NoSpace.of(f"slot {slot} of {path}", len(data), 0, target.budget)
