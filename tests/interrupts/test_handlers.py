@@ -446,3 +446,28 @@ def test_functions_that_make_values_run_with_the_programs_handlers(cache: foreba
         signal.signal(NUMBER, handler)
         MAKERS[name](cache, url, look)
     assert seen == [(handler, 1)]
+
+
+def test_a_finalizer_that_runs_while_the_handlers_are_put_back() -> None:
+    """It makes a guarded call, which puts back what it finds: a collection may run it wherever Python makes an object."""
+
+    class Saved(dict[int, Any]):
+        def get(self, number: int, default: Any = None) -> Any:
+            found = super().get(number, default)
+            if not inside:
+                inside.append(number)
+                interrupts.guarded(lambda: None)()
+            return found
+
+    inside = list[int]()
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, interrupt)
+    saved = interrupts._saved
+    interrupts._saved = Saved()
+    try:
+        interrupts.guarded(lambda: None)()
+        assert inside
+        assert not interrupts._saved
+    finally:
+        interrupts._saved = saved
+    assert [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)] == [interrupt, interrupt]

@@ -139,8 +139,10 @@ def _plain_action(number: int, handler: Any, action: bytes) -> bytes:
 
 def _put_back() -> None:
     """Restore the handlers, except where the program has set others meanwhile. Can be interrupted, and repeated."""
-    for number, (handler, action) in tuple(_saved.items()):
-        if isinstance(_signal.getsignal(number), _Note):
+    for number in tuple(_saved):  # not the pairs: to make these, Python may run a finalizer, which puts back what it finds
+        saved = _saved.get(number)
+        if saved is not None and isinstance(_signal.getsignal(number), _Note):
+            handler, action = saved
             _signal.signal(number, handler)
             if action:
                 _sigaction(number, action, None)

@@ -15,13 +15,8 @@ from collections.abc import Mapping, Sequence
 from forebay import errors, remote
 from forebay._engine.leases import Lease, in_place
 from forebay._engine.store import Store
-<<<<<<< HEAD
-from forebay._kernel import waits
-from forebay._model import DIRECTORIES, URLS, Entry, ObjectInfo, Victim, noted
-=======
 from forebay._kernel import interrupts, waits
-from forebay._model import Entry, ObjectInfo, Victim, noted
->>>>>>> w-points
+from forebay._model import DIRECTORIES, URLS, Entry, ObjectInfo, Victim, noted
 from forebay.directories import listings
 from forebay.directories.listings import Listing
 from forebay.directories.location import RemoteDirectory
