@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import random
 import signal
@@ -28,6 +27,7 @@ from tests.interrupts.test_every_line import CALLS, Place, opened_place
 from tests.items import until
 from tests.processes import Child, ProcessGroup, in_child
 from tests.servers.counting import Shelf
+from tests.versions import SIZES, Versions
 
 INTERRUPTS = 1000
 """Of each call."""
@@ -110,41 +110,11 @@ def test_interrupts_at_random_moments(place: Place, name: str, children: Process
 # -- many processes, killed and interrupted, against what is right ---------------------------------------------------------
 
 KEYS, SLOTS, PROCESSES, BUDGET, SECONDS = 30, 100, 4, 24 * MiB, 120.0
-SIZES = (100, 3_000, 20_000, 60_000, 400_000)
 PINNED, QUOTA = 6, 400_000
-
-
-def version(key: int, number: int) -> bytes:
-    head = f"{key}:{number:08d}:".encode()
-    return head + bytes([number % 251]) * SIZES[key % len(SIZES)]
 
 
 def pinned(number: int) -> bytes:
     return random.Random(number).randbytes(SIZES[number % 4])
-
-
-class Versions:
-    """What all processes know of the keys of one space, whoever is killed: which version of each was begun, and which one is stored for
-    sure. One process at a time writes a key; all of them read it."""
-
-    def __init__(self) -> None:
-        self._words = memoryview(mmap.mmap(-1, 16 * KEYS)).cast("Q")
-
-    def put(self, space: forebay.Space, key: int) -> None:
-        begun = self._words[2 * key] + 1
-        self._words[2 * key] = begun
-        if space.put(str(key), version(key, begun)):
-            self._words[2 * key + 1] = begun
-
-    def get(self, space: forebay.Space, key: int, seen: dict[int, int]) -> None:
-        """Of what was stored or served before this call began nothing older may come; ``seen``: what this process was served."""
-        least = max(seen.get(key, 0), self._words[2 * key + 1])
-        data = space.get(str(key))
-        if data is None:  # evicted
-            return
-        found = seen[key] = int(bytes(data).split(b":", 2)[1])
-        assert bytes(data) == version(key, found)
-        assert least <= found <= self._words[2 * key], f"version {found} of {key}, of {least} to {self._words[2 * key]}"
 
 
 def set_up(place: Path) -> None:
@@ -200,7 +170,7 @@ def live(it: Fronts, versions: Versions, place: int, seed: int, seconds: float) 
 @pytest.mark.stress
 @pytest.mark.timeout(1800)
 def test_processes_that_are_killed_and_interrupted_get_what_is_right(server: ScriptedServer, shelf: Shelf, tmp_path: Path) -> None:
-    it, versions = Fronts(tmp_path / "root", server, shelf, keys=KEYS, slots=SLOTS), Versions()
+    it, versions = Fronts(tmp_path / "root", server, shelf, keys=KEYS, slots=SLOTS), Versions(KEYS)
     in_child(lambda: set_up(it.place))
     chance, group, alive = random.Random(1), ProcessGroup(), dict[int, Child]()
     end = time.monotonic() + parts.share(int(SECONDS))
