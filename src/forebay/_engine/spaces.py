@@ -47,6 +47,13 @@ class Spaces:
         """The limits of the root that are set, by the names of `Settings`; None: not set."""
         return self.engine.settings.limits().of_root()
 
+    def budget(self) -> int:
+        """The bytes that all processes together may store; 0 if no budget is set. If the head cannot be read, what this process knows."""
+        try:
+            return self.root_limits()["budget"] or 0
+        except errors.CacheFault:
+            return self.engine.settings.known.budget or 0
+
     @recover_and_retry
     def number(self, name: str) -> int:
         """The number of a space in the present catalog, to read from; 0, which no entry has, if there is none. What writes asks for it in
@@ -91,10 +98,12 @@ class Spaces:
             evicted = count_before - count_after
             log.warning("%s: %d entries of the space %s were evicted for its lower limit, %s", engine.root.path, evicted, name, freed)
 
+    @recover_and_retry
     def used(self, name: str) -> tuple[int, int]:
         """Bytes and number of the live entries of a space."""
         return rows.live(self.engine.parts.catalog, name)
 
+    @recover_and_retry
     def used_below(self, name: str, prefix: str) -> tuple[int, int]:
         """Bytes and number of the live entries of a space whose keys begin with ``prefix``."""
         return rows.live_below(self.engine.parts.catalog, self.number(name), prefix)

@@ -435,7 +435,7 @@ class Cache(DictLike):
     @property
     def budget(self) -> int:
         """Bytes that all processes together may store."""
-        return self._store.seeing.usage().budget
+        return self._store.spaces.budget()
 
     def stats(self) -> Stats:
         """Counters of all processes of the node, and sizes. If the cache cannot be read: zeros, with one warning."""
