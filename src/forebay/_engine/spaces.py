@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from forebay import errors
+from forebay._config import format_size, parse_size
 from forebay._engine.catalog import entries
 from forebay._engine.catalog import spaces as rows
 from forebay._engine.engine import Engine, recover_and_retry
@@ -29,12 +30,14 @@ class Spaces:
         self.engine = engine
 
     def ensure(
-        self, name: str, *, kind: str = "values", policy: str | None = None, quota: int | None = None, max_count: int | None = None
+        self, name: str, *, kind: str = "values", policy: str | None = None, quota: int | str | None = None, max_count: int | None = None
     ) -> None:  # fmt: skip
-        """Create the space of this name if it is missing; an explicit policy, quota or count is set for every process."""
+        """Create the space of this name if it is missing; an explicit policy, quota or count is set for every process. ``quota``: bytes, or
+        text, in which a percentage refers to the budget."""
+        quota = parse_size(quota, total=self.budget(), name="quota") if isinstance(quota, str) else quota
         self._ensure(name, kind, SpaceLimits(Policy.parse(policy) if policy else None, quota, max_count))
 
-    def open(self, name: str, policy: str | None = None, quota: int | None = None, max_count: int | None = None) -> None:
+    def open(self, name: str, policy: str | None = None, quota: int | str | None = None, max_count: int | None = None) -> None:
         """`ensure`, for callers that can read at once and write later: where the catalog is busy or cannot be written to, the next call
         that writes to the space creates it."""
         try:
@@ -83,7 +86,6 @@ class Spaces:
 
     def _shrink(self, name: str) -> None:
         """Evict what is above a lower limit, as far as it is not in use."""
-        from forebay._config import format_size
         from forebay._engine.space.free_space import SpaceRequest
 
         engine = self.engine

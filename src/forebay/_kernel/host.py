@@ -35,7 +35,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _FICLONE = 0x40049409
-_GET_FLAGS, _SET_FLAGS, _NO_COPY, _COMPRESS = 0x80086601, 0x40086602, 0x00800000, 0x04  # see ioctl_iflags(2)
+_GET_FLAGS, _SET_FLAGS, _NO_COPY = 0x80086601, 0x40086602, 0x00800000  # see ioctl_iflags(2)
+_COMPRESSION = 0x04 | 0x0400  # FS_COMPR_FL, FS_NOCOMP_FL
 _COPYING = frozenset(["btrfs"])
 _IOV_MAX = 1024
 _HIGH = 512
@@ -211,9 +212,11 @@ def store_in_place(fd: int, wanted: bool = True) -> None:
     if fs_kind(fd) not in _COPYING:
         return
     flags = _flags_of(fd)
-    changed = (flags | _NO_COPY) & ~_COMPRESS if wanted else flags & ~_NO_COPY
+    changed = flags & ~_COMPRESSION | _NO_COPY if wanted else flags & ~_NO_COPY
     if flags != changed:
         step("store_in_place", fd)
+        if wanted and flags & _COMPRESSION:  # of a directory whose files are compressed, or never are: btrfs refuses both at once
+            fcntl.ioctl(fd, _SET_FLAGS, (flags & ~_COMPRESSION).to_bytes(8, "little"))
         fcntl.ioctl(fd, _SET_FLAGS, changed.to_bytes(8, "little"))
         if _flags_of(fd) & _NO_COPY != changed & _NO_COPY:
             raise OSError(errno.EOPNOTSUPP, "the file system does not switch copy-on-write off")

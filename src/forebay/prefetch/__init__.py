@@ -313,7 +313,7 @@ class Prefetcher(Pool[Item_co]):
 
 @guarded
 def open_prefetcher(fetcher: Fetcher, source: Any, *, decode: Any = None, **options: Any) -> Prefetcher[Any] | PassThrough[Any]:
-    """See `Cache.prefetcher`. ``budget`` in bytes."""
+    """See `Cache.prefetcher`. ``budget``: see `Spaces.ensure`."""
     check_free(options["name"])
     if options["store"] not in STORES:
         raise errors.ConfigError(

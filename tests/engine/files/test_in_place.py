@@ -121,6 +121,47 @@ def test_a_root_that_was_made_otherwise_is_changed_when_no_process_has_it_open(b
             assert_whole(other)
 
 
+MARKS = ("chattr +c {}", "chattr +m {}", "btrfs property set {} compression zstd")
+"""Commands that have the files of a directory compressed, never compressed, or compressed in one way: they inherit that."""
+
+CLAIM = """
+import forebay, sys
+with forebay.claim([sys.argv[1]]) as claim:
+    claim.array("numbers", (100,), "u1")[:] = 1
+    print(claim.array("numbers", (100,), "u1").sum())
+"""
+
+
+@pytest.fixture(params=MARKS)
+def marked(btrfs: Path, request: pytest.FixtureRequest) -> Path:
+    place = btrfs / "marked"
+    place.mkdir()
+    command = request.param.format(place).split()
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not there")
+    subprocess.run(command, check=True)
+    return place
+
+
+def test_a_directory_whose_files_are_compressed_or_never_are(marked: Path) -> None:
+    with forebay.Cache(marked / "root", budget=100 * MiB, min_free=0) as cache:
+        fill(cache)
+        files = mapped(cache.path)
+        assert dict.fromkeys(files, True) == {path: in_place(path) for path in files}
+        assert_whole(cache)
+    (marked / "empty").mkdir()
+    with forebay.Cache(marked / "empty", budget=100 * MiB, min_free=0) as cache:
+        fill(cache)
+        assert_whole(cache)
+
+
+def test_claims_in_a_directory_whose_files_are_compressed_or_never_are(marked: Path) -> None:
+    environment = {**os.environ, "FOREBAY_CLAIMS": str(marked / "claims")}
+    command = [sys.executable, "-c", CLAIM, marked / "data"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "100"), done.stderr
+
+
 def test_a_file_system_that_cannot_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "fs_kind", lambda path: "btrfs")
     flags = bytearray(8)
