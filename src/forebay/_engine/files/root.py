@@ -215,12 +215,12 @@ def _unshare(root: Root) -> None:
     if host.fs_kind(root.path) not in host.SHARING:
         return
     head = root.shared_dir / "head"
-    with contextlib.suppress(*_NO_FILE), open(root.files.open(head, os.O_RDWR), "rb") as file:
+    with contextlib.suppress(*_NO_FILE, PermissionError), open(root.files.open(head, os.O_RDWR), "rb") as file:
         if not host.shares_blocks(file.fileno()):
             return
         for path in (*_mapped(root), Path(f"{root.catalog}-shm")):
             if path != head:  # the head is the last: it shows that this is done
-                with contextlib.suppress(*_NO_FILE), open(root.files.open(path, os.O_RDWR), "rb") as other:
+                with contextlib.suppress(*_NO_FILE, PermissionError), open(root.files.open(path, os.O_RDWR), "rb") as other:
                     host.unshare(other.fileno())
         host.unshare(file.fileno())
 
