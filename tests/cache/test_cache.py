@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import pickle
@@ -14,10 +15,12 @@ import pytest
 
 import forebay
 from forebay import Cache, errors, remote
+from forebay._engine.store import Store
 from forebay.cache.entries import _Listing
 from forebay.errors import ConfigError, RootRefused
 from forebay.testing import ScriptedServer
 from tests.conftest import descriptors
+from tests.items import until
 from tests.processes import in_child
 
 SUM = "0" * 64
@@ -339,3 +342,23 @@ def test_verify_is_check(cache: Cache, tmp_path: Path) -> None:
     (tmp_path / "root" / "blobs" / "foreign").write_bytes(b"x")
     assert cache.verify(deep=True) == cache.check(deep=True) != []
     (tmp_path / "root" / "blobs" / "foreign").unlink()
+
+
+def test_a_share_of_the_budget_is_found_once_the_root_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_nothing(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "data").mkdir()
+    source = tmp_path / "data" / "a"
+    source.write_bytes(b"bytes")
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "open", open_nothing)
+        cache = Cache(tmp_path / "root", budget=8 << 20, min_free=0)
+        space, pool = cache.space("v", quota="50%"), cache.prefetcher(f"file://{source.parent}/", name="p", budget="25%")
+        cache.tasks("t", budget="1MB")
+        assert [bytes(data) for data in cache.lookahead([f"file://{source}"], window="5%")] == [b"bytes"]
+    with cache:
+        until(lambda: space.put("k", b"v"), "the cache")
+        assert bytes(pool.get_lazy("a").get()) == b"bytes"
+        limits = cache._fetcher.store.spaces.limits_of
+        assert [limits(name).quota for name in "vpt"] == [4 << 20, 2 << 20, 1_000_000]

@@ -503,8 +503,8 @@ def test_an_import_that_does_not_end_holds_up_one_fork_for_a_while(
     assert caplog.text.count("a fork did not wait any longer for the import of forebay.endless_to_import") == 1
 
 
-def test_a_fork_waits_for_a_lock_that_another_thread_holds_after_all_that_it_takes_itself() -> None:
-    lock, reached, order = host.ForkLock(), threading.Event(), list[str]()
+def test_a_fork_waits_for_what_no_child_may_inherit_after_all_that_it_takes_itself() -> None:
+    reached, order = threading.Event(), list[str]()
 
     class Listener:
         def before_fork(self) -> None:
@@ -518,17 +518,17 @@ def test_a_fork_waits_for_a_lock_that_another_thread_holds_after_all_that_it_tak
     seen = list[list[str]]()
 
     def take() -> list[str]:
-        with lock.lock:
+        with host.uncopied:
             return order
 
-    with lock.lock:
+    with host.uncopied:
         thread = threading.Thread(target=lambda: seen.append(in_child(take)))
         thread.start()
         reached.wait()
         order.append("released")
     thread.join()
     assert seen == [["released", "the child"]]
-    with lock.lock:
+    with host.uncopied:
         assert in_child(take) == ["released", "the child"]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from forebay import errors
 from forebay._kernel import host
 from forebay.testing import ScriptedServer
 from tests.harness import MiB
-from tests.power.disks import NOTHING_FLUSHED, Disk, disk, hide_mounts, run
+from tests.power.disks import KINDS, LOG_FLUSHED, NOTHING_FLUSHED, disk, hide_mounts, run
 from tests.processes import Line, in_child, talk_to
 from tests.remote_directories import files_of
 from tests.servers.counting import Shelf
@@ -26,10 +28,19 @@ def body(number: int) -> bytes:
     return bytes([number]) * 5_000
 
 
-def calls(cache: forebay.Cache, urls: list[str], shelf: Shelf, number: int) -> dict[str, Callable[[], object]]:
-    """One of each front, for things that were not asked for before; and what each should give."""
+def below(urls: list[str]) -> str:
+    return urls[0].rpartition("/")[0] + "/"
+
+
+MAY_RAISE = frozenset({"directory", "len", "set_limits", "keys", "evict", "entry", "history", "overhead", "check", "plan"})
+"""Calls that raise a `CacheFault` if the cache cannot be read or changed: they have nothing else to give."""
+
+
+def calls(cache: forebay.Cache, pool: Any, urls: list[str], shelf: Shelf, number: int) -> dict[str, Callable[[], object]]:
+    """One of each front, for things that were not asked for before; and what each should give. ``pool``: a prefetcher with limits."""
     samples = cache.samples("samples", 100, codec="raw")
     compute = cache.tasks("tasks").cached(body)
+    name = f"{number}.bin"
 
     def opened() -> bytes:
         with cache.open(urls[number + 1]) as file:
@@ -42,6 +53,21 @@ def calls(cache: forebay.Cache, urls: list[str], shelf: Shelf, number: int) -> d
     def directory() -> dict[str, bytes]:
         with cache.directory(f"bucket/{number}", filesystem=shelf.fsspec()) as path:
             return files_of(path)
+
+    def loaded(**options: object) -> bool:
+        with cache.prefetcher(below(urls), **options) as pool:
+            items = [*pool.stream([name]), pool.get_lazy(name).get()]
+            return list(map(bytes, items)) == [body(number)] * 2 and min(pool.count, pool.used) >= 0
+
+    def ahead(**options: object) -> bool:
+        order = urls[number : number + 3]
+        with cache.lookahead(order, **options) as objects:
+            return [bytes(objects.read(order[0])), *map(bytes, objects)] == [body(number + more) for more in range(3)]
+
+    def of_a_limit(make: Callable[[], bytes]) -> bool:
+        in_samples = cache.samples(f"of a limit {number}", 5, codec="raw", quota=MiB).get_or_put(1, make)
+        in_space = [cache.space(name, quota=quota).get_or_put("limited", make) for name, quota in (("v", MiB), (f"v{number}", "5%"))]
+        return [*in_space, in_samples, cache.tasks("tasks", budget=MiB).cached(body)(number + 6)] == [make()] * 3 + [body(number + 6)]
 
     return {
         "read": lambda: cache.read(urls[number]) == body(number),
@@ -56,46 +82,64 @@ def calls(cache: forebay.Cache, urls: list[str], shelf: Shelf, number: int) -> d
         "a space": lambda: cache.space("v").put("k", b"x") in (None, True, False),
         "stats": lambda: cache.stats().hits >= 0,
         "directory": lambda: isinstance(directory(), dict),
+        "a prefetcher": lambda: loaded(),
+        "a prefetcher with limits": lambda: loaded(name="new", budget=MiB) and loaded(name="limited", budget=2 * MiB, max_count=number + 9),
+        "a prefetcher by shares": lambda: loaded(name="limited", budget="5%") and loaded(name="short", keep=False),
+        "lookahead": lambda: ahead() and ahead(window=MiB) and ahead(window="5%"),
+        "that prefetcher": lambda: [*pool.stream([name])] == [body(number)] and min(pool.count, pool.used) >= 0,
+        "in": lambda: [f"none {number}" in each for each in (cache, cache.space("v"))] == [False, False],
+        "limits": lambda: of_a_limit(lambda: body(4)),
+        "budget": lambda: cache.budget == 50 * MiB,
+        "set_limits": lambda: pool.set_limits(budget=2 * MiB, max_count=number + 9) is None,
+        "len": lambda: len(cache.entries()) >= 0,
+        "keys": lambda: list(cache) != [""],
+        "evict": lambda: cache.space("v").evict("k") in (True, False),
+        "entry": lambda: cache.entry(f"none {number}") is None,
+        "history": lambda: cache.history() is not None,
+        "overhead": lambda: cache.overhead() is not None,
+        "check": lambda: cache.check() is not None,
+        "plan": lambda: cache.plan("1MB") is not None,
     }  # fmt: skip
 
 
-def die(place: Disk) -> None:
-    place.lose_power(NOTHING_FLUSHED)
-
-
-@pytest.mark.parametrize("before", ["nothing", "one of each"])
-def test_a_disk_that_dies_under_a_job(server: ScriptedServer, shelf: Shelf, before: str) -> None:
-    """XFS sends SIGBUS to a process that stores to a mapped page of such a disk."""
+@pytest.mark.parametrize(
+    ("kind", "how", "before"),
+    [("ext4", NOTHING_FLUSHED, "nothing"), *itertools.product(KINDS, (LOG_FLUSHED, NOTHING_FLUSHED), ["one of each"])],
+)
+def test_a_disk_that_dies_under_a_job(server: ScriptedServer, shelf: Shelf, kind: str, how: int, before: str) -> None:
+    """XFS sends SIGBUS to a process that stores to a mapped page of such a disk for the first time."""
     urls = [server.put(f"/{number}.bin", body(number)) for number in range(100)]
     for number in (0, 50):
         shelf.fill(f"bucket/{number}", FILES)
-    with disk("ext4") as place:
+    with disk(kind) as place:
 
-        def job(line: object) -> dict[str, str]:
+        def job(line: Line) -> dict[str, str]:
             cache = forebay.Cache(place.place / "root", budget=50 * MiB, min_free=0)
+            pool = cache.prefetcher(below(urls), name="of before", budget=MiB)
             if before == "one of each":
-                assert all(call() for call in calls(cache, urls, shelf, 0).values())
+                wrong = [name for name, call in calls(cache, pool, urls, shelf, 0).items() if not call()]
+                assert not wrong
             line.say("open")
             line.hear()
             found = {}
-            for name, call in calls(cache, urls, shelf, 50).items():
+            for name, call in calls(cache, pool, urls, shelf, 50).items():
                 try:
                     found[name] = "right" if call() else "wrong"
-                except errors.CacheFault:
-                    found[name] = "right" if name == "directory" else "the cache's fault"
+                except errors.CacheFault as error:
+                    found[name] = "right" if name in MAY_RAISE else f"{type(error).__name__}: {error}"
                 except Exception as error:
                     found[name] = f"{type(error).__name__}: {error}"
             return found
 
         with talk_to(job) as child:
             assert child.hear() == "open"
-            die(place)
+            place.lose_power(how)
             child.say("go")
             found = child.result()
         assert {name: what for name, what in found.items() if what != "right"} == {}
 
 
-@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_root_on_a_dead_disk(server: ScriptedServer, kind: str) -> None:
     url = server.put("/a", body(1))
     with disk(kind) as place:
@@ -107,7 +151,7 @@ def test_a_root_on_a_dead_disk(server: ScriptedServer, kind: str) -> None:
 
         with talk_to(lambda _: use(root)) as child:
             assert child.result()
-        die(place)
+        place.lose_power(NOTHING_FLUSHED)
         for there in (root, place.place / "new"):
             with talk_to(lambda _, there=there: use(there)) as child:
                 assert child.result()

@@ -41,7 +41,7 @@ class NullStore:
     alias = touch = set_validated = invalidate = note_failure = note_unstored = close = _nothing
     validated, is_intact, make_room = _gives(int), _gives(lambda: True), _gives(lambda: True)
     set_life = discard = is_leased = has_any = _gives(bool)
-    clear = largest = lacking = _gives(int)
+    clear = largest = lacking = budget = _gives(int)
     used = _gives(lambda: (0, 0))
     strays = remove_strays = _gives(Strays)
     take_many: Callable[..., dict[str, Lease]] = _gives(dict)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from forebay import errors
+from forebay._config import format_size, parse_size
 from forebay._engine.catalog import entries
 from forebay._engine.catalog import spaces as rows
 from forebay._engine.engine import Engine, recover_and_retry
@@ -29,12 +30,14 @@ class Spaces:
         self.engine = engine
 
     def ensure(
-        self, name: str, *, kind: str = "values", policy: str | None = None, quota: int | None = None, max_count: int | None = None
+        self, name: str, *, kind: str = "values", policy: str | None = None, quota: int | str | None = None, max_count: int | None = None
     ) -> None:  # fmt: skip
-        """Create the space of this name if it is missing; an explicit policy, quota or count is set for every process."""
+        """Create the space of this name if it is missing; an explicit policy, quota or count is set for every process. ``quota``: bytes, or
+        text, in which a percentage refers to the budget."""
+        quota = parse_size(quota, total=self.budget(), name="quota") if isinstance(quota, str) else quota
         self._ensure(name, kind, SpaceLimits(Policy.parse(policy) if policy else None, quota, max_count))
 
-    def open(self, name: str, policy: str | None = None, quota: int | None = None, max_count: int | None = None) -> None:
+    def open(self, name: str, policy: str | None = None, quota: int | str | None = None, max_count: int | None = None) -> None:
         """`ensure`, for callers that can read at once and write later: where the catalog is busy or cannot be written to, the next call
         that writes to the space creates it."""
         try:
@@ -46,6 +49,13 @@ class Spaces:
     def root_limits(self) -> dict[str, int | None]:
         """The limits of the root that are set, by the names of `Settings`; None: not set."""
         return self.engine.settings.limits().of_root()
+
+    def budget(self) -> int:
+        """The bytes that all processes together may store; 0 if no budget is set. If the head cannot be read, what this process knows."""
+        try:
+            return self.root_limits()["budget"] or 0
+        except errors.CacheFault:
+            return self.engine.settings.known.budget or 0
 
     @recover_and_retry
     def number(self, name: str) -> int:
@@ -76,7 +86,6 @@ class Spaces:
 
     def _shrink(self, name: str) -> None:
         """Evict what is above a lower limit, as far as it is not in use."""
-        from forebay._config import format_size
         from forebay._engine.space.free_space import SpaceRequest
 
         engine = self.engine
@@ -91,10 +100,12 @@ class Spaces:
             evicted = count_before - count_after
             log.warning("%s: %d entries of the space %s were evicted for its lower limit, %s", engine.root.path, evicted, name, freed)
 
+    @recover_and_retry
     def used(self, name: str) -> tuple[int, int]:
         """Bytes and number of the live entries of a space."""
         return rows.live(self.engine.parts.catalog, name)
 
+    @recover_and_retry
     def used_below(self, name: str, prefix: str) -> tuple[int, int]:
         """Bytes and number of the live entries of a space whose keys begin with ``prefix``."""
         return rows.live_below(self.engine.parts.catalog, self.number(name), prefix)

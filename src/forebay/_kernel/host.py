@@ -14,6 +14,7 @@ import gc
 import importlib
 import os
 import stat
+import struct
 import sys
 import threading
 import time
@@ -35,8 +36,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _FICLONE = 0x40049409
-_GET_FLAGS, _SET_FLAGS, _NO_COPY, _COMPRESS = 0x80086601, 0x40086602, 0x00800000, 0x04  # see ioctl_iflags(2)
+_GET_FLAGS, _SET_FLAGS, _NO_COPY = 0x80086601, 0x40086602, 0x00800000  # see ioctl_iflags(2)
+_COMPRESSION = 0x04 | 0x0400  # FS_COMPR_FL, FS_NOCOMP_FL
 _COPYING = frozenset(["btrfs"])
+SHARING = frozenset(["xfs", "overlay"])
+"""Kinds of file systems that write in place, except to blocks that a file shares with another one: see `unshare`. An overlay is as its
+upper layer."""
+_MAP_EXTENTS, _EXTENTS, _IS_SHARED, _UNSHARE = 0xC020660B, 64, 0x2000, 0x40  # FS_IOC_FIEMAP: see <linux/fiemap.h>
+_HEADER_OF_MAP, _EXTENT = struct.Struct("=QQIIII"), struct.Struct("=40xI12x")
 _IOV_MAX = 1024
 _HIGH = 512
 SLICE = 64 << 20
@@ -211,9 +218,11 @@ def store_in_place(fd: int, wanted: bool = True) -> None:
     if fs_kind(fd) not in _COPYING:
         return
     flags = _flags_of(fd)
-    changed = (flags | _NO_COPY) & ~_COMPRESS if wanted else flags & ~_NO_COPY
+    changed = flags & ~_COMPRESSION | _NO_COPY if wanted else flags & ~_NO_COPY
     if flags != changed:
         step("store_in_place", fd)
+        if wanted and flags & _COMPRESSION:  # of a directory whose files are compressed, or never are: btrfs refuses both at once
+            fcntl.ioctl(fd, _SET_FLAGS, (flags & ~_COMPRESSION).to_bytes(8, "little"))
         fcntl.ioctl(fd, _SET_FLAGS, changed.to_bytes(8, "little"))
         if _flags_of(fd) & _NO_COPY != changed & _NO_COPY:
             raise OSError(errno.EOPNOTSUPP, "the file system does not switch copy-on-write off")
@@ -226,6 +235,33 @@ def _flags_of(fd: int) -> int:
 def stores_in_place(directory: int) -> bool:
     """Whether blocks of the files that are made in this directory are written in place: see `store_in_place`."""
     return fs_kind(directory) not in _COPYING or bool(_flags_of(directory) & _NO_COPY)
+
+
+def shares_blocks(fd: int) -> bool:
+    """Whether a file shares blocks with another one, looking at its first `_EXTENTS` extents. False where the file system cannot tell."""
+    found = bytearray(_HEADER_OF_MAP.size + _EXTENTS * _EXTENT.size)
+    _HEADER_OF_MAP.pack_into(found, 0, 0, 1 << 62, 0, 0, _EXTENTS, 0)  # from byte 0 on, so many extents at most
+    try:
+        fcntl.ioctl(fd, _MAP_EXTENTS, found)
+    except OSError:
+        return False
+    return any(flags & _IS_SHARED for (flags,) in _EXTENT.iter_unpack(found[_HEADER_OF_MAP.size :]))
+
+
+def unshare(fd: int) -> None:
+    """Give a file blocks of its own in place of those that it shares with other files, where the file system can: a store into a mapping
+    of a shared block needs a new one, and kills the process on a full disk. Processes may have the file mapped. Raises OSError ENOSPC;
+    then it may still share some."""
+    size = os.fstat(fd).st_size
+    for start in range(0, size, SLICE):
+        step("unshare", fd)
+        while libc.fallocate(fd, _UNSHARE, start, min(SLICE, size - start)):
+            code = ctypes.get_errno()
+            if code in _UNSUPPORTED:
+                return
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
+        interrupts.point()
 
 
 def sync(fd: int) -> None:

@@ -301,7 +301,7 @@ class Cache(DictLike):
 
         ``urls`` and the other spaces in which the cache keeps its own entries (see `Space`) have limits and a policy too, but take no
         values. Raises `ConfigError`."""
-        self._fetcher.open_space(checked_name(name), policy=policy, quota=self._size(quota, "quota"))
+        self._fetcher.open_space(checked_name(name), policy=policy, quota=self._limit(quota, "quota"))
         return Space(self._fetcher, name)
 
     @overload
@@ -378,7 +378,7 @@ class Cache(DictLike):
         from forebay.prefetch import open_prefetcher  # imported late, with all kinds of sources: many programs never use it
 
         return open_prefetcher(
-            self._fetcher, source, decode=decode, name=checked_name(name), workers=workers, budget=self._size(budget, "budget"),
+            self._fetcher, source, decode=decode, name=checked_name(name), workers=workers, budget=self._limit(budget, "budget"),
             max_count=max_count, policy=policy, store=store, codec=codec, keep=keep,
         )  # fmt: skip
 
@@ -394,7 +394,7 @@ class Cache(DictLike):
         and `ConfigError`, also for a ``name`` that the cache itself uses, such as ``urls`` or ``values``."""
         from forebay.tasks import open_tasks  # imported late: many programs never use it
 
-        return open_tasks(self._fetcher, checked_name(name), codec, config, self._size(budget, "budget"), copy)
+        return open_tasks(self._fetcher, checked_name(name), codec, config, self._limit(budget, "budget"), copy)
 
     def claim(
         self, dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], remotes: str | Sequence[str | None] | None = None,
@@ -436,7 +436,7 @@ class Cache(DictLike):
     @property
     def budget(self) -> int:
         """Bytes that all processes together may store."""
-        return self._store.seeing.usage().budget
+        return self._store.spaces.budget()
 
     def stats(self) -> Stats:
         """Counters of all processes of the node, and sizes. If the cache cannot be read: zeros, with one warning."""
@@ -573,9 +573,16 @@ class Cache(DictLike):
         return find(self._fetcher, name)
 
     def _size(self, size: int | str | None, name: str) -> int | None:
-        """A size in bytes; percentages refer to the budget."""
+        """A size in bytes; percentages refer to the budget. None for a percentage while the root cannot be used, and so has no budget."""
         self._check_open()
-        return _config.parse_size(size, total=self.budget, name=name) if size is not None else None
+        total = self.budget
+        found = _config.parse_size(size, total=total, name=name) if size is not None else None
+        return found if total or not isinstance(size, str) or not size.strip().endswith("%") else None
+
+    def _limit(self, size: int | str | None, name: str) -> int | str | None:
+        """`_size`, but a percentage as it was given while it has no bytes: `Spaces.ensure` finds them once the root can be used."""
+        found = self._size(size, name)
+        return size if found is None else found
 
     def _reopened_by(self, lease: Lease, method: str, url: Url, options: ReadOptions, **others: Any) -> Lease:
         """The lease, which unpickles by repeating this call on a cache with the same root, without asking the remote."""

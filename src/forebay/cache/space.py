@@ -194,7 +194,11 @@ class Space(DictLike):
 
     def _holds(self, key: str) -> bool:
         """Whether there is something under this key; it counts as no use."""
-        return self._store().entry(self.name, checked(key)) is not None
+        try:
+            return self._store().entry(self.name, checked(key)) is not None
+        except errors.CacheFault as error:
+            self._fetcher.fall_back(error, f"{self.name}:{key}")
+            return False
 
     def _count(self) -> int:
         """The number of keys."""

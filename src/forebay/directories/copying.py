@@ -92,7 +92,7 @@ def _bring(location: RemoteDirectory, options: FetchOptions, target: Path, *, ov
         ask = functools.partial(location.remote.fetch, location.object(file.name), sink)
         fetcher.receive(location.target(file.name).key, ask, options)
 
-    files, budget = trees.chosen(location, options).files, fetcher.store.seeing.usage().budget
+    files, budget = trees.chosen(location, options).files, fetcher.store.spaces.budget()
     fetch_tree(files, target, fetch, overwrite=overwrite, budget=budget, on_progress=options.on_progress)
 
 

@@ -228,7 +228,7 @@ class _Tree:
         if self._store.root.read_only:
             raise errors.ReadOnly.of(self._store.root.path)
         manifest = _chosen(self._location, listing)
-        budget = self._store.seeing.usage().budget
+        budget = self._store.spaces.budget()
         if manifest.size > budget:
             todo = "it can never be stored: raise the budget, or request a part of it"
             raise errors.NoSpace.of(self._key, manifest.size, 0, budget, todo, hopeless=True)

@@ -230,19 +230,25 @@ class Prefetcher(Pool[Item_co]):
 
     @property
     def used(self) -> int:
-        """Bytes of the items now in this prefetcher's space, over all processes; for objects in ``urls``, of all below its prefix."""
+        """Bytes of the items now in this prefetcher's space, over all processes; for objects in ``urls``, of all below its prefix. If the
+        cache cannot be read: 0, with one warning."""
         return self._usage()[0]
 
     @property
     def count(self) -> int:
-        """Number of items now in this prefetcher's space, over all processes; for objects in ``urls``, of all below its prefix."""
+        """Number of items now in this prefetcher's space, over all processes; for objects in ``urls``, of all below its prefix. If the
+        cache cannot be read: 0, with one warning."""
         return self._usage()[1]
 
     def _usage(self) -> tuple[int, int]:
-        used, count = self._store.spaces.used(self.name)
-        if self._objects is None:
-            return used, count
-        below, objects = self._store.spaces.used_below(URLS, split_hash(self._objects.identity)[0].rstrip("/") + "/")
+        try:
+            used, count = self._store.spaces.used(self.name)
+            if self._objects is None:
+                return used, count
+            below, objects = self._store.spaces.used_below(URLS, split_hash(self._objects.identity)[0].rstrip("/") + "/")
+        except errors.CacheFault as error:
+            self._fetcher.warn("usage", "the items of the prefetcher %s cannot be counted: %s", self.name, error)
+            return 0, 0
         return used + below, count + objects
 
     def set_limits(self, *, budget: int | None = None, max_count: int | None = None) -> None:
@@ -307,7 +313,7 @@ class Prefetcher(Pool[Item_co]):
 
 @guarded
 def open_prefetcher(fetcher: Fetcher, source: Any, *, decode: Any = None, **options: Any) -> Prefetcher[Any] | PassThrough[Any]:
-    """See `Cache.prefetcher`. ``budget`` in bytes."""
+    """See `Cache.prefetcher`. ``budget``: see `Spaces.ensure`."""
     check_free(options["name"])
     if options["store"] not in STORES:
         raise errors.ConfigError(

@@ -134,7 +134,7 @@ class Lookahead(Iterator[memoryview]):
             weakref.finalize(self, abandon, weakref.ref(self._loader)).atexit = False
         host.at_fork(self)  # behind that of the loader, whose lock is taken inside of this one
         self._store, self._hit = store, fetcher.hot_lookup()
-        self._window = min(WINDOW, (store.seeing.usage().budget or in_memory()) // _SHARE) if window is None else window
+        self._window = min(WINDOW, (store.spaces.budget() or in_memory()) // _SHARE) if window is None else window
         self._narrows, self._is_full = window is None, False
         self._horizon = horizon if can_store else 0
         self._orders = Orders(store.root) if self._horizon and store.keeps else None

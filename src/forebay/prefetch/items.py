@@ -144,7 +144,7 @@ class Items:
             fault = error if isinstance(error, errors.CacheFault) else errors.CacheFault(f"{links[0][0].name}: {error}")
             return [fault.with_traceback(None)] if len(links) == 1 else [one for link in links for one in self.link([link])]
         found |= {name: lease for (name, _, _), lease in zip(new, made, strict=True)}
-        if 2 * store.spaces.largest(self.space) > store.seeing.usage().budget:  # else all that it links would be charged twice
+        if 2 * store.spaces.largest(self.space) > store.spaces.budget():  # else all that it links would be charged twice
             store.prefetching.never_used([lease.entry for _, lease in links])
         return [found[ref.name] for ref, _ in links]
 

@@ -200,8 +200,8 @@ class Tasks:
         self._bypass.set_condition(name, cond)
 
 
-def open_tasks(fetcher: Fetcher, name: str, codec: Any, config: Any, budget: int | None, copy: bool = False) -> Tasks:
-    """See `Cache.tasks`. ``budget`` in bytes."""
+def open_tasks(fetcher: Fetcher, name: str, codec: Any, config: Any, budget: int | str | None, copy: bool = False) -> Tasks:
+    """See `Cache.tasks`. ``budget``: see `Spaces.ensure`."""
     check_free(name)
     chosen = codec_of(codec) if codec is not None else default_codec(others_can_write=fetcher.others_can_write)
     bypass = Bypass(None if config is None else load(config))

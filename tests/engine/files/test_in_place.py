@@ -1,7 +1,9 @@
-"""Roots on a file system that copies the blocks that are written to: a real btrfs, in an image."""
+"""Roots on file systems that copy blocks that are written to: a btrfs, and an XFS with shared blocks, both real, in images."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -17,6 +19,7 @@ from forebay._engine.files.root import open_root
 from forebay._kernel import host
 from forebay.errors import RootRefused
 from tests.harness import MiB
+from tests.items import until
 
 FULL = """
 import forebay, os, sys
@@ -44,21 +47,53 @@ with forebay.Cache(root, budget=100_000_000, min_free=0) as cache:
 """
 
 
+COPIED = """
+import forebay, os, sys
+root, other = sys.argv[1:]
+with forebay.Cache(root, min_free=0) as cache:
+    samples = cache.samples("a", length=10, codec="raw", fingerprint="1")
+    for step in (1 << 16, 1 << 12):
+        try:
+            with open(other + str(step), "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(step))
+        except OSError:
+            os.sync()
+    for turn in range(1000):
+        found = [cache.get("small"), cache.get("large"), samples.get(3)]
+        if turn % 200 == 0:
+            os.sync()
+    print([len(data) for data in found])
+"""
+
+
 @pytest.fixture
 def btrfs(tmp_path: Path) -> Iterator[Path]:
+    with mounted("btrfs", tmp_path) as place:
+        yield place
+
+
+@pytest.fixture
+def xfs(tmp_path: Path) -> Iterator[Path]:
+    with mounted("xfs", tmp_path) as place:
+        yield place
+
+
+@contextlib.contextmanager
+def mounted(kind: str, tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
-    program = shutil.which("mkfs.btrfs", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    program = shutil.which(f"mkfs.{kind}", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     if program is None:
-        pytest.skip("mkfs.btrfs is not there: `make deps` installs it")
-    image, place = tmp_path / "image", tmp_path / "btrfs"
+        pytest.skip(f"mkfs.{kind} is not there: `make deps` installs it")
+    image, place = tmp_path / "image", tmp_path / kind
     place.mkdir()
     with open(image, "wb") as file:
-        file.truncate(300 * MiB)
+        file.truncate(400 * MiB)
     for command in ([program, "-q", image], ["mount", "-o", "loop", image, place]):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            pytest.skip(f"no btrfs can be mounted here: {done.stderr.strip()}")
+            pytest.skip(f"no {kind} can be mounted here: {done.stderr.strip()}")
     yield place
     subprocess.run(["umount", "-l", place], check=True)
 
@@ -121,6 +156,47 @@ def test_a_root_that_was_made_otherwise_is_changed_when_no_process_has_it_open(b
             assert_whole(other)
 
 
+MARKS = ("chattr +c {}", "chattr +m {}", "btrfs property set {} compression zstd")
+"""Commands that have the files of a directory compressed, never compressed, or compressed in one way: they inherit that."""
+
+CLAIM = """
+import forebay, sys
+with forebay.claim([sys.argv[1]]) as claim:
+    claim.array("numbers", (100,), "u1")[:] = 1
+    print(claim.array("numbers", (100,), "u1").sum())
+"""
+
+
+@pytest.fixture(params=MARKS)
+def marked(btrfs: Path, request: pytest.FixtureRequest) -> Path:
+    place = btrfs / "marked"
+    place.mkdir()
+    command = request.param.format(place).split()
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not there")
+    subprocess.run(command, check=True)
+    return place
+
+
+def test_a_directory_whose_files_are_compressed_or_never_are(marked: Path) -> None:
+    with forebay.Cache(marked / "root", budget=100 * MiB, min_free=0) as cache:
+        fill(cache)
+        files = mapped(cache.path)
+        assert dict.fromkeys(files, True) == {path: in_place(path) for path in files}
+        assert_whole(cache)
+    (marked / "empty").mkdir()
+    with forebay.Cache(marked / "empty", budget=100 * MiB, min_free=0) as cache:
+        fill(cache)
+        assert_whole(cache)
+
+
+def test_claims_in_a_directory_whose_files_are_compressed_or_never_are(marked: Path) -> None:
+    environment = {**os.environ, "FOREBAY_CLAIMS": str(marked / "claims")}
+    command = [sys.executable, "-c", CLAIM, marked / "data"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "100"), done.stderr
+
+
 def test_a_file_system_that_cannot_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "fs_kind", lambda path: "btrfs")
     flags = bytearray(8)
@@ -132,3 +208,83 @@ def test_a_file_system_that_cannot_is_refused_by_name(tmp_path: Path, monkeypatc
     with pytest.raises(RootRefused, match="copy-on-write"):
         open_root(tmp_path / "root")
     assert not (tmp_path / "root" / "FORMAT").exists()
+
+
+def shared(root: Path) -> list[Path]:
+    """The files that processes map to write to them, and that share blocks."""
+    found = []
+    for path in mapped(root):
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+            if host.shares_blocks(file.fileno()):
+                found.append(path)
+    return found
+
+
+@pytest.fixture
+def copied(xfs: Path) -> list[Path]:
+    """A root, and a copy of it that shares its blocks."""
+    with forebay.Cache(xfs / "root", budget=100 * MiB, min_free=0) as cache:
+        fill(cache)
+    os.sync()
+    done = subprocess.run(["cp", "-r", "--reflink=always", xfs / "root", xfs / "copy"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"files cannot share blocks here: {done.stderr}")
+    return [xfs / "root", xfs / "copy"]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_full_disk_ends_no_process_of_a_root_that_was_copied(copied: list[Path], which: int) -> None:
+    command = [sys.executable, "-c", COPIED, copied[which], copied[0].parent / "other"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "[100, 100000, 100]"), done.stderr
+
+
+def test_a_root_that_was_copied_is_unshared_when_it_is_opened_even_beside_other_processes(copied: list[Path]) -> None:
+    with forebay.Cache(copied[0], read_only=True) as reader:
+        assert len(shared(copied[0])) > 4
+        with forebay.Cache(copied[1]) as cache:
+            assert shared(copied[0]) == shared(copied[1]) == []
+            assert_whole(cache)
+        assert_whole(reader)
+    with forebay.Cache(copied[0]) as cache:
+        subprocess.run(["cp", "-r", "--reflink=always", copied[0], copied[0].parent / "another"], check=True)
+        assert copied[0] / "shared/head" in shared(copied[0])
+        with forebay.Cache(copied[0]) as other:
+            assert shared(copied[0]) == []
+            assert other.put("more", b"m")
+        assert cache.get("more") == b"m"
+        assert_whole(cache)
+
+
+def test_a_root_in_a_lower_layer_on_xfs_is_unshared_when_it_is_opened(xfs: Path) -> None:
+    """An overlay copies a file up by sharing its blocks."""
+    for name in ("lower", "upper", "work", "overlay"):
+        (xfs / name).mkdir()
+    with forebay.Cache(xfs / "lower" / "root", budget=100 * MiB, min_free=0) as cache:
+        fill(cache)
+    os.sync()
+    layers = f"lowerdir={xfs}/lower,upperdir={xfs}/upper,workdir={xfs}/work"
+    done = subprocess.run(["mount", "-t", "overlay", "none", "-o", layers, xfs / "overlay"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no overlay can be mounted here: {done.stderr.strip()}")
+    try:
+        with forebay.Cache(xfs / "overlay" / "root") as cache:
+            assert_whole(cache)
+            assert cache.put("more", b"m")
+            assert shared(xfs / "upper" / "root") == shared(cache.path) == []
+    finally:
+        subprocess.run(["umount", "-l", xfs / "overlay"], check=True)
+
+
+def test_a_copied_root_for_which_the_disk_has_no_room_is_used_once_it_has(copied: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "unshare", no_room)
+        cache = forebay.Cache(copied[1])
+        assert (cache.put("more", b"m"), cache.get("small")) == (False, None)
+    with cache:
+        until(lambda: cache.put("more", b"m"), "the cache")
+        assert shared(copied[1]) == []
+        assert_whole(cache)

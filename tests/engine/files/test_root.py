@@ -651,18 +651,37 @@ with forebay.Cache(sys.argv[1], budget=10**8) as cache:
 """
 
 
+CLAIM = """
+import sys, forebay
+try:
+    forebay.claim([sys.argv[1]])
+except OSError as error:
+    print(isinstance(error, forebay.errors.ForebayError), error.strerror)
+"""
+
+
+def without_proc(program: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program where /proc is not mounted, as in a chroot."""
+    unmounted = ["unshare", "-m", "sh", "-c", 'umount -l /proc && exec "$@"', "sh"]
+    if subprocess.run([*unmounted, "true"], capture_output=True).returncode:
+        pytest.skip("may not unmount /proc in a namespace of its own")
+    return subprocess.run([*unmounted, sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+
+
 @as_root
 @pytest.mark.parametrize("is_new", [True, False])
 def test_without_proc_calls_go_past_the_cache(tmp_path: Path, is_new: bool) -> None:
-    """As in a chroot. A path below /proc that is missing was taken for a file that another process had removed, again and again."""
+    """A path below /proc that is missing was taken for a file that another process had removed, again and again."""
     (tmp_path / "source").write_bytes(b"bytes")
     if not is_new:
         with forebay.Cache(tmp_path / "root", budget=MiB) as cache:
             cache.put("a", b"0")
-    unmounted = ["unshare", "-m", "sh", "-c", 'umount -l /proc && exec "$@"', "sh"]
-    if subprocess.run([*unmounted, "true"], capture_output=True).returncode:
-        pytest.skip("may not unmount /proc in a namespace of its own")
-    command = [*unmounted, sys.executable, "-c", WITHOUT_PROC, str(tmp_path / "root"), str(tmp_path / "source")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = without_proc(WITHOUT_PROC, tmp_path / "root", tmp_path / "source")
     assert done.stdout.strip() == "False b'bytes'"
     assert "/proc is not mounted" in done.stderr
+
+
+@as_root
+def test_without_proc_claims_raise_an_error_of_the_system(tmp_path: Path) -> None:
+    done = without_proc(CLAIM, tmp_path / "data")
+    assert "False" in done.stdout, done.stderr

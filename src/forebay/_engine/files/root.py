@@ -40,6 +40,7 @@ log = logger("forebay.root")
 
 _WORDS_SIZE = 4096
 _EMPTY, _DAMAGED, _STRANGE = -1, -2, -3
+_NO_FILE = FileNotFoundError, NoPlainFile, LinkInTheWay
 _PATIENCE, _ATTEMPTS = 10.0, 3
 # What the format 1 had, and this one does not have, by directory.
 _OF_INDEX = r"\d+|table|values|history|waiting|(policy|order)-\d+"
@@ -107,6 +108,7 @@ def _open_to_write(directory: Path, shared: bool, id_in_catalog: Callable[[Path]
     if shared and not root.shared:
         _refuse(directory, "a root for a group", "a root for its owner only", "choose another directory, or remove it first")
     _complete(root)
+    _unshare(root)
     return root
 
 
@@ -200,14 +202,34 @@ def _move_into_place(root: Root) -> None:
     made. Caller: no process has the root open."""
     root.files.unlink(root.shared_dir / "cells")  # they are copies, and many
     root.files.unlink(Path(f"{root.catalog}-shm"))  # a killed process left it: SQLite makes another
-    mapped = [root.words, root.counters, root.hosts, *(root.shared_dir / name for name in root.files.names_in(root.shared_dir))]
-    mapped += [root.packs_dir / name / "index" for name in root.files.names_in(root.packs_dir)]
-    mapped += [root.tmp_dir / name for name in root.files.names_in(root.tmp_dir) if name.endswith(".map")]
-    for path in mapped:
-        with contextlib.suppress(FileNotFoundError, NoPlainFile, LinkInTheWay), open(root.files.open(path), "rb") as file:
+    for path in _mapped(root):
+        with contextlib.suppress(*_NO_FILE), open(root.files.open(path), "rb") as file:
             root.replace(path, file.read())
     with contextlib.suppress(FileNotFoundError):  # a directory is missing: it is made, and this done, by `_lay_out`
         _store_in_place(root)
+
+
+def _unshare(root: Root) -> None:
+    """Unshare the files that processes map to write to them, if they share blocks with a copy: `cp` makes such copies on XFS, and so does
+    an overlay on XFS of a file of a lower layer, when the file is opened. Processes may have the root open."""
+    if host.fs_kind(root.path) not in host.SHARING:
+        return
+    head = root.shared_dir / "head"
+    with contextlib.suppress(*_NO_FILE, PermissionError), open(root.files.open(head, os.O_RDWR), "rb") as file:
+        if not host.shares_blocks(file.fileno()):
+            return
+        for path in (*_mapped(root), Path(f"{root.catalog}-shm")):
+            if path != head:  # the head is the last: it shows that this is done
+                with contextlib.suppress(*_NO_FILE, PermissionError), open(root.files.open(path, os.O_RDWR), "rb") as other:
+                    host.unshare(other.fileno())
+        host.unshare(file.fileno())
+
+
+def _mapped(root: Root) -> list[Path]:
+    """The files that processes map to write to them, apart from SQLite's."""
+    mapped = [root.words, root.counters, root.hosts, *(root.shared_dir / name for name in root.files.names_in(root.shared_dir))]
+    mapped += [root.packs_dir / name / "index" for name in root.files.names_in(root.packs_dir)]
+    return mapped + [root.tmp_dir / name for name in root.files.names_in(root.tmp_dir) if name.endswith(".map")]
 
 
 def _refuse(directory: str | Path, expected: str, actual: str, todo: str) -> NoReturn:
