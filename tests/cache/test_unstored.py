@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from forebay import Cache
+from forebay._engine.files.table import Waiters
 from forebay.codecs import Codec, codec
 from tests.items import until
 
@@ -177,3 +178,16 @@ def test_what_a_function_raises_reaches_its_caller(cache: Cache, error: BaseExce
         with pytest.raises(type(error)) as caught:
             call()
         assert caught.value is error
+
+
+@of_both
+def test_a_value_that_was_made_is_returned_whatever_became_of_the_root(cache: Cache, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1 makes a value, which cannot be stored / T2 deletes the root / T1 looks who waits for the value."""
+
+    def fail(_: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", str(cache.path))
+
+    monkeypatch.setattr(Waiters, "every", fail)
+    made = Made(cache, FEW, waiting=0)
+    assert call(cache, made) == bytes([7]) * FEW
+    assert made.runs == 1

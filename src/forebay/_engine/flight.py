@@ -335,14 +335,17 @@ class Flight:
         """Tell the callers that wait for this key, which this thread holds, that its value was made and cannot be stored. ``pack`` returns
         its bytes by this codec, unless there are more than so many; it is called only if a caller waits. Other threads of this process get
         them, and other processes if there are few. Without them each makes the value itself, at the same time as the others."""
-        keyhash, waiters = key_hash(space, key), self.engine.parts.writers.waiters
         here = [waiter for waiter in [*self._waiters] if (waiter.space, waiter.key) == (space, key)]
-        is_awaited = here or any(one.keyhash == keyhash for one in waiters.every())
-        data = pack(math.inf if here else MESSAGE) if is_awaited else None
+        data = pack(math.inf if here else MESSAGE) if here or self._is_awaited_elsewhere(key_hash(space, key)) else None
         for waiter in here:
             waiter.unstored = codec, data
         text = base64.b85encode(bytes(data)).decode() if data is not None and memoryview(data).nbytes <= MESSAGE else None
         self._note(space, key, _unstored(key, codec, None, text=text), None)
+
+    def _is_awaited_elsewhere(self, keyhash: int) -> bool:
+        with contextlib.suppress(errors.CacheFault, OSError):  # the root was deleted meanwhile, say
+            return any(one.keyhash == keyhash for one in self.engine.parts.writers.waiters.every())
+        return False
 
     @recover_and_retry
     def failure(self, space: str, key: str, since: int, asker: str | None = None) -> Exception | None:
