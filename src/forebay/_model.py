@@ -6,6 +6,7 @@ import enum
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard
 
 from forebay.errors import ConfigError, NotBytes
@@ -109,6 +110,18 @@ class Policy(enum.StrEnum):
             return cls(str(name).lower())
         except ValueError as error:
             raise ConfigError(f"unknown policy {name!r}: use one of {', '.join(cls)}", value=name) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """A caller that gets the value of a key. It decides which of its errors reach those that wait for the key, and which of theirs reach
+    it: see `Flight.note_failure`.
+
+    ``manner()``: a digest of the limits and credentials with which it asks remotes; takes milliseconds at first. ``runs_function``: a
+    function of the program makes the value, which may ask remotes or not; else it is what a remote serves."""
+
+    manner: Callable[[], str]
+    runs_function: bool = False
 
 
 class Codec(Protocol[Item]):
