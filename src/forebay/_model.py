@@ -6,7 +6,6 @@ import enum
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard
 
 from forebay.errors import ConfigError, NotBytes
@@ -112,8 +111,7 @@ class Policy(enum.StrEnum):
             raise ConfigError(f"unknown policy {name!r}: use one of {', '.join(cls)}", value=name) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Asker:
+class Asker(NamedTuple):
     """A caller that gets the value of a key. It decides which of its errors reach those that wait for the key, and which of theirs reach
     it: see `Flight.note_failure`.
 
