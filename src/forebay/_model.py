@@ -111,6 +111,17 @@ class Policy(enum.StrEnum):
             raise ConfigError(f"unknown policy {name!r}: use one of {', '.join(cls)}", value=name) from error
 
 
+class Asker(NamedTuple):
+    """A caller that gets the value of a key. It decides which of its errors reach those that wait for the key, and which of theirs reach
+    it: see `Flight.note_failure`.
+
+    ``manner()``: a digest of the limits and credentials with which it asks remotes; takes milliseconds at first. ``runs_function``: a
+    function of the program makes the value, which may ask remotes or not; else it is what a remote serves."""
+
+    manner: Callable[[], str]
+    runs_function: bool = False
+
+
 class Codec(Protocol[Item]):
     """A program's own codec, for `Cache.samples`, `Cache.tasks` and `Cache.prefetcher`.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 import forebay
 from forebay import RemoteOptions, errors
+from forebay.sources import DecodedSource, UrlSource
 from forebay.testing import Request, ScriptedServer
 from tests.processes import Line, talk_to
 
@@ -48,6 +51,66 @@ def pull(cache: forebay.Cache, url: str, **options: Any) -> bytes:
 
 def read(cache: forebay.Cache, url: str, **options: Any) -> bytes:
     return bytes(cache.read(url, **options))
+
+
+def by_function(cache: forebay.Cache, url: str) -> bytes:
+    return bytes(cache.get_or_put("k", lambda: cache.read(url)))
+
+
+def by_coroutine(cache: forebay.Cache, url: str) -> bytes:
+    return bytes(asyncio.run(awaited(cache, url)))
+
+
+async def awaited(cache: forebay.Cache, url: str) -> memoryview:
+    return await cache.aget_or_put("k", lambda: cache.aread(url))
+
+
+def by_sample(cache: forebay.Cache, url: str) -> bytes:
+    return bytes(cache.samples("array", length=4).get_or_put(1, lambda: cache.read(url)))
+
+
+def by_samples(cache: forebay.Cache, url: str) -> bytes:
+    return bytes(cache.samples("array", length=4).get_or_put_many([1], lambda slots: [cache.read(url) for _ in slots])[0])
+
+
+def by_task(cache: forebay.Cache, url: str) -> bytes:
+    @cache.tasks("flow").cached(version="1", ignore=["cache"])
+    def fetched(url: str, cache: forebay.Cache) -> bytes:
+        return bytes(cache.read(url))
+
+    return fetched(url, cache=cache)
+
+
+def by_task_of_coroutine(cache: forebay.Cache, url: str) -> bytes:
+    @cache.tasks("flow").cached(version="1", ignore=["cache"])
+    async def fetched(url: str, cache: forebay.Cache) -> bytes:
+        return bytes(await cache.aread(url))
+
+    return asyncio.run(fetched(url, cache=cache))
+
+
+def decode(key: str, data: bytes) -> bytes:
+    return bytes(data)
+
+
+def by_source(cache: forebay.Cache, url: str, *, options: RemoteOptions | None = None, store: str = "decoded") -> bytes:
+    """``options``: those of the source."""
+    folder, _, name = url.rpartition("/")
+    source: Any = UrlSource(folder, options=options)
+    if store == "decoded":
+        source = DecodedSource(source, decode, "1")
+    with cache.prefetcher(source, name="items", store=store) as pool:
+        return bytes(next(iter(pool.stream([name]))))
+
+
+FUNCTIONS: dict[str, Door] = {
+    "get_or_put": by_function,
+    "aget_or_put": by_coroutine,
+    "sample": by_sample,
+    "task": by_task,
+    "task of a coroutine": by_task_of_coroutine,
+    "source": by_source,
+}
 
 
 def stop(*_: object) -> None:
@@ -173,3 +236,92 @@ def test_what_the_source_answered_to_other_headers_does_not(tmp_path: Path, serv
 
 def read_url(url: str) -> Callable[[forebay.Cache], bytes]:
     return lambda cache: read(cache, url)
+
+
+@pytest.mark.parametrize("door", FUNCTIONS)
+@pytest.mark.parametrize("options", [SHORT, IN_ALL], ids=["read_timeout", "total_timeout"])
+def test_the_others_run_the_function_if_its_time_limits_were_others(
+    tmp_path: Path, server: ScriptedServer, beside: Beside, door: str, options: RemoteOptions
+) -> None:
+    url, call = server.put("/a.bin", BODY), FUNCTIONS[door]
+    got = beside.run(
+        tmp_path / "root", lambda cache: call(cache, url), lambda cache: call(cache, url), options=options, error=errors.RemoteTimeout
+    )  # fmt: skip
+    assert got == BODY
+
+
+def test_those_that_want_several_samples_run_the_function(tmp_path: Path, server: ScriptedServer, beside: Beside) -> None:
+    url = server.put("/a.bin", BODY)
+    got = beside.run(
+        tmp_path / "root", lambda cache: by_sample(cache, url), lambda cache: by_samples(cache, url), options=SHORT,
+        error=errors.RemoteTimeout,
+    )  # fmt: skip
+    assert got == BODY
+
+
+@pytest.mark.parametrize("door", FUNCTIONS)
+def test_what_the_source_did_to_a_function_concerns_all_that_ask_alike(
+    tmp_path: Path, server: ScriptedServer, beside: Beside, door: str
+) -> None:
+    url, call = server.put("/a.bin", BODY, statuses=[404]), FUNCTIONS[door]  # the next request would succeed
+
+    def waits(cache: forebay.Cache) -> str:
+        with pytest.raises(errors.NotFound) as caught:
+            call(cache, url)
+        return str(caught.value)
+
+    assert url in beside.run(tmp_path / "root", lambda cache: call(cache, url), waits, options=None, error=errors.NotFound)
+    assert server.gets == 1
+
+
+@pytest.mark.parametrize("store", ["decoded", "raw"])
+def test_the_options_of_a_source_tell_who_asks_alike(tmp_path: Path, server: ScriptedServer, beside: Beside, store: str) -> None:
+    url = server.put("/a.bin", BODY)
+
+    def first(cache: forebay.Cache) -> object:
+        return by_source(cache, url, options=SHORT, store=store)
+
+    def waits(cache: forebay.Cache) -> str:
+        with pytest.raises(errors.RemoteTimeout) as caught:
+            first(cache)
+        return str(caught.value)
+
+    assert "after 1 attempt" in beside.run(tmp_path / "alike", first, waits, options=None, error=errors.RemoteTimeout)
+    assert server.gets == 1
+    beside.asked.clear()
+    beside.go.clear()
+    got = beside.run(
+        tmp_path / "root", first, lambda cache: by_source(cache, url, store=store), options=None, error=errors.RemoteTimeout
+    )  # fmt: skip
+    assert got == BODY
+
+
+def test_a_thread_runs_the_function_if_its_time_limits_are_others(tmp_path: Path, server: ScriptedServer, beside: Beside) -> None:
+    url = server.put("/a.bin", BODY)
+    with (
+        forebay.Cache(tmp_path / "root", remote_options=SHORT) as first,
+        forebay.Cache(tmp_path / "root") as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        fails = pool.submit(by_function, first, url)
+        assert beside.asked.wait(60)
+        waits = pool.submit(by_function, second, url)
+        assert isinstance(fails.exception(60), errors.RemoteTimeout)
+        beside.go.set()
+        assert waits.result(60) == BODY
+
+
+def test_a_coroutine_runs_the_function_if_its_time_limits_are_others(tmp_path: Path, server: ScriptedServer, beside: Beside) -> None:
+    url = server.put("/a.bin", BODY)
+
+    async def both(first: forebay.Cache, second: forebay.Cache) -> memoryview:
+        fails = asyncio.ensure_future(awaited(first, url))
+        assert await asyncio.to_thread(beside.asked.wait, 60)
+        waits = asyncio.ensure_future(awaited(second, url))
+        with pytest.raises(errors.RemoteTimeout):
+            await fails
+        beside.go.set()
+        return await waits
+
+    with forebay.Cache(tmp_path / "root", remote_options=SHORT) as first, forebay.Cache(tmp_path / "root") as second:
+        assert asyncio.run(both(first, second)) == BODY

@@ -13,7 +13,8 @@ import pytest
 
 import forebay
 from forebay._engine.flight import KeyHold
-from forebay.cache import aio
+from forebay._kernel import interrupts
+from forebay._kernel.threads import in_thread
 from forebay.testing import ScriptedServer
 from tests.harness import MiB
 from tests.interrupts.every_line import held_locks
@@ -44,29 +45,49 @@ async def _awaited(awaitable: Any) -> Any:
     return await awaitable
 
 
+def calls_back(frame: FrameType) -> bool:
+    """Whether this is the callback that gives a coroutine its result, or the guard around it."""
+    code = frame.f_code
+    guarded = frame.f_locals.get("function") if (code.co_name, code.co_filename) == ("call", interrupts.__file__) else None
+    return "settle" in (code.co_name, getattr(guarded, "__name__", ""))
+
+
 @pytest.mark.parametrize("call", ["aread", "alocal", "in_thread"])
 def test_a_call_ends_if_a_handler_raises_in_the_callback_that_settles_it(tmp_path: Path, call: str) -> None:
-    told = list[Any]()
+    """At each opcode of the callback and of the guard around it, its first ones included, before signals wait."""
+    told, at, seen = list[Any](), 0, 0
 
-    def trace(frame: FrameType, event: str, argument: object) -> None:
-        if frame.f_code.co_name == "settle" and frame.f_code.co_filename == aio.__file__:
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if not calls_back(frame):
+            return None
+        frame.f_trace_opcodes = True
+        return strike
+
+    def strike(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal seen
+        seen += event == "opcode"
+        if seen == at:
             sys.settrace(None)
-            told.append("settle")
             signal.raise_signal(NUMBER)
+        return strike
 
     async def main(cache: forebay.Cache, url: str) -> Any:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
         if call == "in_thread":
-            return await asyncio.wait_for(aio.in_thread(lambda: b"x" * 30_000), 60)
+            return await asyncio.wait_for(in_thread(lambda: b"x" * 30_000), 20)
         if call == "aread":
-            return await asyncio.wait_for(cache.aread(url), 60)
-        async with cache.alocal(url) as path:
-            return Path(path).read_bytes()
+            return await asyncio.wait_for(cache.aread(url), 20)
+        lease = await asyncio.wait_for(cache.alocal(url), 20)
+        with lease:
+            return Path(lease.path).read_bytes()
 
     with ScriptedServer() as server, forebay.Cache(tmp_path / "root", budget=32 * MiB) as cache, handler_that_raises():
-        sys.settrace(trace)
-        try:
-            assert asyncio.run(main(cache, server.put("/x", b"x" * 30_000))) == b"x" * 30_000
-        finally:
-            sys.settrace(None)
-    assert [told[0], *map(type, told[1:])] == ["settle", TimeoutError]
+        while seen >= at:
+            at, seen = at + 1, 0
+            sys.settrace(trace)
+            try:
+                assert asyncio.run(main(cache, server.put(f"/{at}", b"x" * 30_000))) == b"x" * 30_000, f"at opcode {at}"
+            finally:
+                sys.settrace(None)
+    assert at > 20
+    assert [*map(type, told)] == [TimeoutError] * (at - 1)

@@ -772,6 +772,27 @@ def test_the_loop_goes_on_while_another_process_runs(cache: forebay.Cache, tasks
     assert len(journal) == 1
 
 
+@pytest.mark.parametrize("size", [100, 2_000_000])
+def test_where_no_thread_can_be_started_the_event_loop_waits_for_the_output(
+    tasks: Tasks, journal: Journal, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    @tasks.cached
+    async def work(x: int) -> bytes:
+        journal.note()
+        return b"x" * size
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def both() -> list[bytes]:
+        return await asyncio.gather(work(1), work(1))
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert asyncio.run(both()) == [b"x" * size] * 2
+    assert asyncio.run(work(1)) == b"x" * size
+    assert len(journal) == 1
+
+
 def test_what_a_coroutine_raises(tasks: Tasks, journal: Journal) -> None:
     @tasks.cached
     async def fail(x: int) -> int:

@@ -25,7 +25,7 @@ from forebay._engine.files.table import Entered, KeyWaiter
 from forebay._engine.index.counters import WAIT_NS_LOCK, WAITS
 from forebay._kernel import events, interrupts, locks, waits
 from forebay._logs import logger
-from forebay._model import Buffer
+from forebay._model import Asker, Buffer
 
 log = logger("forebay.fill")
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class Flight:
 
     async def make_once(
         self, space: str, key: str, look: Callable[[], T | None], make: Callable[[KeyHold], Awaitable[T]],
-        wait: WaitFor = waits.wait_for_async, *, timeout: float | None = None, on_wait: OnWait | None = None, asker: str | None = None,
+        wait: WaitFor = waits.wait_for_async, *, timeout: float | None = None, on_wait: OnWait | None = None, asker: Asker | None = None,
     ) -> T:  # fmt: skip
         """Return what ``look`` finds, else what ``make`` makes under the key's lock, which it may release before it returns. It runs once:
         a catalog that breaks meanwhile is recovered for the next call.
@@ -147,7 +147,7 @@ class Flight:
                 with self._making(space, key, hold.keyhash, asker):
                     return await make(hold)
 
-    def _look_again(self, space: str, key: str, look: Callable[[], T | None], waiter: KeyWait | None, asker: str | None) -> T | None:
+    def _look_again(self, space: str, key: str, look: Callable[[], T | None], waiter: KeyWait | None, asker: Asker | None) -> T | None:
         """P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: this is P2. Raises what P1 failed with while P2
         waited."""
         value = look()
@@ -158,7 +158,7 @@ class Flight:
         return value
 
     @contextlib.contextmanager
-    def _making(self, space: str, key: str, keyhash: int, asker: str | None) -> Iterator[None]:
+    def _making(self, space: str, key: str, keyhash: int, asker: Asker | None) -> Iterator[None]:
         """Around making a key's value under its lock: a failure reaches the processes that wait."""
         try:
             with _holding(keyhash):
@@ -313,18 +313,18 @@ class Flight:
 
     # -- failures --------------------------------------------------------------------------------------------------
 
-    def note_failure(self, space: str, key: str, error: Exception, asker: str | None = None) -> None:
-        """Record a failure for the callers that wait for this key, if it is not this caller's own.
+    def note_failure(self, space: str, key: str, error: Exception, asker: Asker | None = None) -> None:
+        """Record a failure for the callers that wait for this key, if it concerns any of them.
 
-        ``asker``: None for what a function makes, all of whose errors concern every caller. For what a remote serves: with which limits and
-        credentials this caller asks. Only errors of the remote count then, and only for callers that ask alike."""
+        What a remote answered, or that it did not, concerns the callers that ask alike. Any other error is the caller's own; but if a
+        function raised it, it concerns every caller. ``asker``: this caller; None: it runs a function that asks no remote."""
         if not _is_own(error, asker):
-            self._note(space, key, error, asker)
+            self._note(space, key, error, asker.manner() if asker is not None and _is_of_remote(error) else None)
 
-    def _note(self, space: str, key: str, error: Exception, asker: str | None) -> None:
+    def _note(self, space: str, key: str, error: Exception, manner: str | None) -> None:
         with contextlib.suppress(errors.CacheFault, OSError), self.engine.parts.catalog.write() as txn:
             at = time.monotonic_ns()
-            failures.record(txn, space, key, errors.to_wire(error) | ({} if asker is None else {"asker": asker}), at)
+            failures.record(txn, space, key, errors.to_wire(error) | ({} if manner is None else {"asker": manner}), at)
             if len(self._errors) >= 256:
                 self._errors.clear()
             copy = _without_frames(error)
@@ -348,23 +348,30 @@ class Flight:
         return False
 
     @recover_and_retry
-    def failure(self, space: str, key: str, since: int, asker: str | None = None) -> Exception | None:
+    def failure(self, space: str, key: str, since: int, asker: Asker | None = None) -> Exception | None:
         """What the work on a key failed with after ``since`` (nanoseconds of the monotonic clock), in any process, where that concerns this
         ``asker``; a later call tries again."""
         failure = failures.of(self.engine.parts.catalog, space, key)
-        if failure is None or failure[0] < since or failure[1].get("asker") not in (None, asker):
+        if failure is None or failure[0] < since:
+            return None
+        manner = failure[1].get("asker")
+        if manner is not None and (asker is None or manner != asker.manner()):
             return None
         at, error = self._errors.get((space, key), (0, None))
         copy = _without_frames(error) if error is not None and at == failure[0] else None
         return _from_wire(failure[1]) if copy is None else copy
 
 
-def _is_own(error: Exception, asker: str | None) -> bool:
+def _is_own(error: Exception, asker: Asker | None) -> bool:
     """Whether an error comes of what its caller asked for, or of the state of its process: others may succeed. See `note_failure`."""
     if isinstance(error, MemoryError) or (isinstance(error, errors.ForebayError) and error.callers_own):
         return True
-    was_asked = isinstance(error, (errors.RemoteError, errors.ChecksumMismatch)) and getattr(error, "attempts", None) != 0
-    return asker is not None and not was_asked
+    runs_function = asker is None or asker.runs_function
+    return not runs_function and (not _is_of_remote(error) or getattr(error, "attempts", None) == 0)
+
+
+def _is_of_remote(error: Exception) -> bool:
+    return isinstance(error, (errors.RemoteError, errors.ChecksumMismatch))
 
 
 def _from_wire(wire: dict[str, Any]) -> Exception:

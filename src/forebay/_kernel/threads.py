@@ -1,16 +1,21 @@
-"""Threads: one that starts or does not, `DaemonThread`; several that live as long as one call, `run_all` for a whole and `Threads` for
-items that turn up meanwhile."""
+"""Threads: one that starts or does not, `DaemonThread`; one whose result a coroutine awaits, `in_thread`; several that live as long as one
+call, `run_all` for a whole and `Threads` for items that turn up meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from forebay._kernel import interrupts
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 
@@ -56,6 +61,47 @@ class DaemonThread(threading.Thread):
         with contextlib.suppress(IndexError):
             return self._may_run.pop()
         return False
+
+
+async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
+    """The result of a call in a thread of its own: those of the event loop's executor may all wait for what this call does. If no thread
+    can be started, the event loop waits for the call."""
+    import asyncio  # loaded by any caller that awaits this
+
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    @functools.partial(interrupts.guarded, always=True)
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
+
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = call(*arguments)
+        except BaseException as error:  # noqa: BLE001 (raised where it is awaited)
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the event loop was closed
+            call_in_loop(loop, settle, result, failed)
+
+    if not DaemonThread(functools.partial(contextvars.copy_context().run, run), name="forebay-call").begin():
+        run()
+    return await future
+
+
+def call_in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: Any) -> None:
+    """Have an event loop call ``callback``, which is `guarded`, and does nothing when it is called again. Callable from any thread. Raises
+    RuntimeError if the loop was closed.
+
+    It is called twice: if a handler raises before the guard begins, the event loop logs the exception, and the call is lost."""
+    loop.call_soon_threadsafe(callback, *arguments)
+    with contextlib.suppress(RuntimeError):  # the loop was closed after the first call
+        loop.call_soon_threadsafe(callback, *arguments)
 
 
 def run_all(

@@ -292,8 +292,9 @@ class Cache(DictLike):
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
         """The bytes under this key; if there are none, the result of ``fn``, which is stored: one process runs it, and the others wait.
 
-        An error that ``fn`` raises reaches every process that waited. A result that cannot be stored is returned all the same, also to the
-        threads that waited, and to other processes if it has at most 16 KiB; a larger one each of those makes itself."""
+        An error that ``fn`` raises reaches every process that waited; a `RemoteError` only those with the same `RemoteOptions`, and another
+        one runs its ``fn``. A result that cannot be stored is returned all the same, also to the threads that waited, and to other
+        processes if it has at most 16 KiB; a larger one each of those makes itself."""
         return self._values.get_or_put(key, fn, timeout=timeout)
 
     def space(self, name: str, *, quota: int | str | None = None, policy: str | None = None) -> Space:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import functools
 import time
 from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO
 
 from forebay import errors
 from forebay._engine.leases import Lease
 from forebay._kernel import interrupts
 from forebay._kernel.interrupts import guarded, guarded_methods
-from forebay._kernel.threads import DaemonThread
+from forebay._kernel.threads import call_in_loop, in_thread
 from forebay._model import URLS
 from forebay.fetch import Fetcher
 from forebay.fetch.background import Background
@@ -23,7 +22,6 @@ from forebay.fetch.files import opened, stream
 from forebay.fetch.job import REOPENED, Job
 from forebay.fetch.request import FetchOptions, Target
 
-T = TypeVar("T")
 LARGE = 8 << 20
 """Bytes of an entry that may have to be verified, which takes too long for the thread of an event loop."""
 
@@ -99,46 +97,18 @@ class AsyncFetches:
         def settle() -> None:
             if not future.done():
                 future.set_result(None)
-            elif job.lease is not None:
-                job.lease.close()  # the task was cancelled
+            elif future.cancelled() and job.lease is not None:
+                job.lease.close()
 
         def done(job: Job) -> None:
             try:
-                loop.call_soon_threadsafe(settle)
+                call_in_loop(loop, settle)
             except RuntimeError:  # the event loop was closed
                 if job.lease is not None:
                     job.lease.close()
 
         self._background.submit(job, done)
         await future
-
-
-async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    """The result of a call in a thread of its own: those of the event loop's executor may all wait for what this call does."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    @functools.partial(guarded, always=True)
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast(T, result))
-
-    def run() -> None:
-        result, failed = None, None
-        try:
-            result = call(*arguments)
-        except BaseException as error:  # noqa: BLE001 (raised where it is awaited)
-            failed = error
-        with contextlib.suppress(RuntimeError):  # the event loop was closed
-            loop.call_soon_threadsafe(settle, result, failed)
-
-    if not DaemonThread(functools.partial(contextvars.copy_context().run, run), name="forebay-call").begin():
-        run()  # the event loop waits
-    return await future
 
 
 @guarded_methods()

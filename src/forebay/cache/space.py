@@ -10,6 +10,7 @@ from forebay import errors
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._kernel.interrupts import guarded, guarded_methods, of_program, steps_of_program
+from forebay._kernel.threads import in_thread
 from forebay._model import OWN_SPACES, Buffer, Victim, as_bytes, is_text
 from forebay.fetch import Fetcher
 from forebay.fetch.flight import get_or_make, get_or_make_async
@@ -149,7 +150,6 @@ class Space(DictLike):
         data = self._hit(key)
         if data is not None or (data := self._find(key)) is not None:
             return data
-        from forebay.cache.aio import in_thread
 
         async def make() -> memoryview:
             return _copied(await _called(fn))
@@ -221,8 +221,6 @@ def _packed(data: memoryview, most: float) -> memoryview | None:
 
 async def _called(fn: Callable[[], Buffer | Awaitable[Buffer]]) -> Buffer:
     import inspect
-
-    from forebay.cache.aio import in_thread
 
     result = of_program(fn)() if inspect.iscoroutinefunction(fn) else await in_thread(fn)
     return await steps_of_program(result) if inspect.isawaitable(result) else result

@@ -172,12 +172,12 @@ class _Tree:
             # P1 and P2 see no tree / P1 locks, creates the tree, unlocks / P2 locks: we are here.
             if (tree := self._stored()) is not None:
                 return tree
-            if (failure := self._store.locks.failure(DIRECTORIES, self._key, began, self._fetcher.asker)) is not None:
+            if (failure := self._store.locks.failure(DIRECTORIES, self._key, began, self._fetcher.asker())) is not None:
                 raise failure
             try:
                 return self._build()
             except Exception as error:
-                self._store.locks.note_failure(DIRECTORIES, self._key, error, self._fetcher.asker)
+                self._store.locks.note_failure(DIRECTORIES, self._key, error, self._fetcher.asker())
                 raise
 
     def _build(self) -> Lease:

@@ -18,7 +18,7 @@ from forebay._engine.index.memo import Remembered
 from forebay._engine.store import Store
 from forebay._kernel import events, host, interrupts, waits
 from forebay._logs import logger
-from forebay._model import LISTINGS, URLS, Entry, ObjectInfo, Remote, Transfer
+from forebay._model import LISTINGS, URLS, Asker, Entry, ObjectInfo, Remote, Transfer
 from forebay.fetch.opening import NO_OPTIONS, CacheHandle, CacheOptions, in_memory, others_can_write
 from forebay.fetch.request import FOREVER, POSTPONED, FetchOptions, Target, folder_of, index_key, is_same_version
 from forebay.fetch.upstream import Upstream
@@ -196,12 +196,14 @@ class Fetcher:
         """How requests are sent. Made by the first request."""
         return self._options or remote.RemoteOptions()
 
-    @host.cached_property
-    def asker(self) -> str:
-        """Tells caches that ask remotes alike from others, without their secrets: see `Flight.note_failure`."""
+    def asker(self, options: remote.RemoteOptions | None = None, *, runs_function: bool = False) -> Asker:
+        """This cache as a caller. ``options``: with which it asks remotes; default: its own."""
+        return Asker(lambda: self._manner(options or self.options), runs_function)
+
+    def _manner(self, options: remote.RemoteOptions) -> str:
+        """Tells these options from others, without their secrets."""
         import hashlib
 
-        options = self.options
         text = repr((options, sorted(options.headers.items()), options.token, options.partition))
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), key=self.naming.secret.to_bytes(8), digest_size=8).hexdigest()
 

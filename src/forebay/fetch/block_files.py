@@ -90,7 +90,7 @@ class _Opening:
         timeout = self._options.timeout
         return get_or_make(
             self._fetcher, URLS, self._key, self._look, self._ask, self._keep, label=self._target.key, timeout=timeout,
-            asker=self._fetcher.asker,
+            asker=self._fetcher.asker(self._target.options),
         )  # fmt: skip
 
     def _entries(self) -> tuple[Entry | None, Entry | None]:

@@ -128,7 +128,7 @@ class Blocks:
         look, key, label = partial(self._cached, number), self._key(number), self.target.key
         return get_or_make(
             self.fetcher, URLS, key, look, make, keep, label=label, timeout=self._timeout, counts_miss=True, looked=True,
-            asker=self.fetcher.asker,
+            asker=self.fetcher.asker(self.target.options),
         )  # fmt: skip
 
     def _fetch_free(self, numbers: Sequence[int], *, ahead: bool = False) -> dict[int, memoryview]:
@@ -172,7 +172,7 @@ class Blocks:
                 data = self._request(Span(first.start, last.end - first.start))
         except Exception as error:
             for number in run if holds else ():
-                store.locks.note_failure(URLS, self._key(number), error, self.fetcher.asker)
+                store.locks.note_failure(URLS, self._key(number), error, self.fetcher.asker(self.target.options))
             raise
         spans = {self._key(number): self.span(number) for number in run}
         came = {key: data[span.start - first.start : span.end - first.start] for key, span in spans.items()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import errors
 from forebay._kernel import interrupts, waits
-from forebay._model import Buffer
+from forebay._model import Asker, Buffer
 
 if TYPE_CHECKING:
     from forebay._engine.flight import KeyHold, WaitFor
@@ -62,7 +62,7 @@ async def get_or_make_async(
     fetcher: Fetcher, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]],
     keep: Callable[[T], Awaitable[T | None]], *, past: Callable[[T], T] | None = None,
     pack: Callable[[T, float], Buffer | None] | None = None, unpack: Callable[[Buffer], T | None] | None = None, codec: str = "",
-    label: str = "", timeout: float | None = None, counts_miss: bool = False, looked: bool = False, asker: str | None = None,
+    label: str = "", timeout: float | None = None, counts_miss: bool = False, looked: bool = False, asker: Asker | None = None,
     wait: WaitFor = waits.wait_for_async,
 ) -> T:  # fmt: skip
     """The result of ``look``; else that of ``make``, as ``keep`` stored it. One process of the node runs ``make`` at a time.
@@ -70,10 +70,10 @@ async def get_or_make_async(
     Looks before it takes the key's lock, and again under it: another process may have stored the value in between. ``keep`` returns None
     if the value cannot be stored: callers that waited then get the bytes of ``pack``, through ``unpack``, if they have the same ``codec``;
     see `Flight.note_unstored`. If the cache fails, ``make`` runs once, and the caller gets its result through ``past``. ``looked``: the
-    caller has just looked. ``label``: the name of the value in messages. ``asker``: see `Flight.note_failure`. Raises what ``make``
-    raises."""
+    caller has just looked. ``label``: the name of the value in messages. ``asker``: see `Flight.note_failure`; default: a function of the
+    program makes the value. Raises what ``make`` raises."""
     values: list[T] = []
-    has_failed, locks = False, fetcher.store.locks
+    has_failed, locks, asker = False, fetcher.store.locks, asker or fetcher.asker(runs_function=True)
 
     async def fill(_: KeyHold) -> T:
         nonlocal has_failed

@@ -14,7 +14,7 @@ from forebay._engine.files.layout import CatalogBroken
 from forebay._engine.index.head import SharedBroken
 from forebay._engine.leases import Lease, in_place
 from forebay._kernel import waits
-from forebay._model import URLS, Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, Started, can_clone
+from forebay._model import URLS, Asker, Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, Started, can_clone
 from forebay.fetch.request import FetchOptions, Target, is_expected, is_same_version, sha256_of
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ class Job:
         return (self.target.in_place is not None and not self.options.force) or (self.options.bypass and not self.leased)
 
     @property
-    def asker(self) -> str | None:
+    def asker(self) -> Asker:
         """See `Flight.note_failure`."""
-        return None if self.is_function else self.fetcher.asker
+        return self.fetcher.asker(self.target.options, runs_function=self.is_function)
 
     @property
     def needs_file(self) -> bool:

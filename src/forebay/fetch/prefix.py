@@ -125,8 +125,12 @@ class RemoteAccess:
         fetcher = self.fetcher
         assert fetcher is not None
         if self.filesystem is not None:
-            return fetcher.target_on(self._on_filesystem, url)
-        return fetcher.target(url) if self._realm is None else fetcher.target_by(url, self._naming(fetcher), partial(self.remote, url))
+            target = fetcher.target_on(self._on_filesystem, url)
+        elif self._realm is None:
+            return fetcher.target(url)
+        else:
+            target = fetcher.target_by(url, self._naming(fetcher), partial(self.remote, url))
+        return target._replace(options=self._given)
 
     @property
     def _on_filesystem(self) -> remote.FilesystemRemote:

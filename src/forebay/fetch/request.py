@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from forebay._engine.flight import OnWait
     from forebay._engine.leases import Lease
     from forebay.fetch import Fetcher
+    from forebay.remote import RemoteOptions
 
 PARTS = "#block"
 """What follows the key of an object in the keys of its index and of all of its blocks: no key of an object has it, see `without_marks`."""
@@ -32,8 +33,8 @@ _REMOTE = ("http", "s3:")
 
 
 class Target(NamedTuple):
-    """A URL, the remote that serves it, and the space and key under which it is stored. ``above``: the key in the upstream root. Only
-    ``url`` may contain secrets."""
+    """A URL, the remote that serves it, and the space and key under which it is stored. ``above``: the key in the upstream root.
+    ``options``: with which the remote is asked, if not with those of the cache. Only ``url`` and ``options`` may contain secrets."""
 
     url: str
     key: str
@@ -42,6 +43,7 @@ class Target(NamedTuple):
     in_place: str | None = None
     above: str = ""
     space: str = URLS
+    options: RemoteOptions | None = None
 
     @property
     def remote(self) -> Remote:

@@ -19,7 +19,8 @@ from forebay.fetch import Fetcher
 from forebay.fetch.job import Job
 from forebay.fetch.request import FetchOptions, Target
 from forebay.prefetch.loads import Load, LoadRef
-from forebay.sources import DecodedSource, Source, UrlSource
+from forebay.remote import RemoteOptions
+from forebay.sources import DecodedSource, Source, UrlSource, options_of
 
 log = logger("forebay.prefetch")
 T = TypeVar("T")
@@ -60,10 +61,12 @@ class Items:
         """Whether the cache has the item as a part of something else: then it is not stored once more."""
         return False
 
-    def _job(self, ref: LoadRef, number: int, bring: Callable[[Sink], Transfer], **options: Any) -> Job:
-        """The job that stores in ``space`` what ``bring`` gives to its sink."""
+    def _job(
+        self, ref: LoadRef, number: int, bring: Callable[[Sink], Transfer], asked_with: RemoteOptions | None = None, **options: Any
+    ) -> Job:  # fmt: skip
+        """The job that stores in ``space`` what ``bring`` gives to its sink. ``asked_with``: see `Target`."""
         remote = cast(Remote, FunctionRemote(bring))
-        target = Target(ref.key, ref.name, "", lambda: remote, space=self.space)
+        target = Target(ref.key, ref.name, "", lambda: remote, space=self.space, options=asked_with)
         fetch = FetchOptions(-1, timeout=self.fetcher.timeout, life="cached" if self.keep else "held")
         return Job(self.fetcher, target, fetch, number, leased=True, in_memory=True, has_partial=False, is_function=True, **options)
 
@@ -205,14 +208,15 @@ class ItemReader:
     """Reads the items of a source: their bytes as they are stored, and the values that callers get of these.
 
     The threads of a loader refer to this object, never to the prefetcher, so they end when the prefetcher is dropped. ``objects``: the
-    source, if its items are whole objects of a remote. ``counts``: whether a read counts as a request; else the source counts them.
+    source, if its items are whole objects of a remote. ``options``: with which it asks remotes, if not with those of the cache.
+    ``counts``: whether a read counts as a request; else the source counts them.
     ``takes_parts``: whether an item may be a part of another entry, which no limit of the prefetcher binds."""
 
     takes_parts = False
 
     def __init__(self, source: Source, options: dict[str, Any], store: Store) -> None:
         self._source, self._store, self._codec = source, store, options["codec"]
-        self.is_raw = options["store"] == "raw"
+        self.is_raw, self.options = options["store"] == "raw", options_of(source)
         self._inner: Any = source
         self._decoders: list[Any] = []
         while self.is_raw and isinstance(self._inner, DecodedSource):
@@ -289,7 +293,7 @@ class SourceItems(Items):
         self._reader = reader
 
     def job(self, load: Load, number: int = 0) -> Job:
-        return self._job(load.ref, number, partial(self._bring, load.ref), since=load.busy_since)
+        return self._job(load.ref, number, partial(self._bring, load.ref), self._reader.options, since=load.busy_since)
 
     def read(self, key: str) -> Buffer:
         self._store.count("misses")

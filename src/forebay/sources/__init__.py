@@ -42,7 +42,7 @@ class UrlSource:
         self, prefix: str | os.PathLike[str], *, filesystem: Any = None, version: str | None = None, options: RemoteOptions | None = None
     ) -> None:
         self._prefix = Prefix(prefix, plain=filesystem is not None)
-        self._reach = RemoteAccess(filesystem, options)
+        self._reach, self.options = RemoteAccess(filesystem, options), options
         self.uri = self._reach.shown(self._prefix.url)
         self.version = version
         self.is_local = self._prefix.local is not None
@@ -251,6 +251,13 @@ def identity_of(source: Any) -> str:
     """What distinguishes the items of a source from those of others."""
     own = getattr(source, "identity", None)
     return own if isinstance(own, str) else str(source.uri)
+
+
+def options_of(source: Any) -> RemoteOptions | None:
+    """The options for requests that were passed to a source; None if there are none, or it is of another package."""
+    while isinstance(source, DecodedSource):
+        source = source.inner
+    return source.options if isinstance(source, UrlSource | TarSource) else None
 
 
 def source_of(thing: Any) -> Source:

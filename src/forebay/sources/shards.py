@@ -198,7 +198,7 @@ class ShardIndexes:
             lambda: Index(self._build(url, info)),
             keep,
             label=key,
-            asker=fetcher.asker,
+            asker=fetcher.asker(self._reach.options),
         )
 
     def _build(self, url: str, info: ObjectInfo) -> bytes:

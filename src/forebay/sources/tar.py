@@ -62,7 +62,7 @@ class TarSource:
         options: RemoteOptions | None = None,
     ) -> None:  # fmt: skip
         given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
-        self._reach, self.version = RemoteAccess(filesystem, options), version
+        self._reach, self.version, self.options = RemoteAccess(filesystem, options), version, options
         self._shards = ShardIndexes(self._reach)
         self._silent: dict[str, float] = {}
         texts = [text for each in given for text in expanded(as_text(each))]

@@ -7,6 +7,7 @@ import contextlib
 import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from forebay import errors
@@ -14,6 +15,7 @@ from forebay._engine.index.memo import Remembered
 from forebay._engine.null_store import NullStore
 from forebay._engine.store import Store
 from forebay._kernel import host, mappings, waits
+from forebay._kernel.threads import in_thread
 from forebay._logs import logger
 from forebay._model import Buffer
 from forebay.codecs import MAPPED_FROM, Codec
@@ -386,9 +388,7 @@ class _Call:
         options: dict[str, Any] = {"digest": self.digest or "", "pin": self.pin, "label": self.label, "copy": self.copy}
         if self.wait is waits.wait_here:
             return self.values.kept(self.key, made[0], **options)
-        import asyncio  # loaded by any caller that awaits this
-
-        return await asyncio.to_thread(self.values.kept, self.key, made[0], **options)  # to write a large value takes long
+        return await in_thread(partial(self.values.kept, self.key, made[0], **options))  # to write a large value takes long
 
     def pack(self, made: tuple[Any], most: float) -> Buffer | None:
         """The bytes of a value that was not stored; None if it cannot be encoded, or they are more than ``most``."""
