@@ -69,6 +69,10 @@ def calls(cache: forebay.Cache, pool: Any, urls: list[str], shelf: Shelf, number
         in_space = [cache.space(name, quota=quota).get_or_put("limited", make) for name, quota in (("v", MiB), (f"v{number}", "5%"))]
         return [*in_space, in_samples, cache.tasks("tasks", budget=MiB).cached(body)(number + 6)] == [make()] * 3 + [body(number + 6)]
 
+    def listed(tag: str) -> bool:
+        tasks = cache.tasks("tasks")
+        return not tasks.has(tag) and tag not in set(tasks.keys()) and min(len(tasks), tasks.size_bytes(), tasks.stats().entries) >= 0
+
     return {
         "read": lambda: cache.read(urls[number]) == body(number),
         "open": lambda: opened() == body(number + 1),
@@ -89,6 +93,7 @@ def calls(cache: forebay.Cache, pool: Any, urls: list[str], shelf: Shelf, number
         "that prefetcher": lambda: [*pool.stream([name])] == [body(number)] and min(pool.count, pool.used) >= 0,
         "in": lambda: [f"none {number}" in each for each in (cache, cache.space("v"))] == [False, False],
         "limits": lambda: of_a_limit(lambda: body(4)),
+        "of tasks": lambda: listed(f"none {number}"),
         "budget": lambda: cache.budget == 50 * MiB,
         "set_limits": lambda: pool.set_limits(budget=2 * MiB, max_count=number + 9) is None,
         "len": lambda: len(cache.entries()) >= 0,

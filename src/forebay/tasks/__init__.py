@@ -107,7 +107,8 @@ class Tasks:
         return self._values.flush()
 
     def keys(self) -> list[str]:
-        """All keys, from the least to the most recently used. For a function's outputs, they are what ``fn.tag_of()`` returns."""
+        """All keys, from the least to the most recently used. For a function's outputs, they are what ``fn.tag_of()`` returns. If the
+        cache cannot be read: none, with one warning, and the number and size of the values are 0."""
         return self._values.keys()
 
     def size_bytes(self) -> int:

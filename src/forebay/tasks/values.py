@@ -287,7 +287,11 @@ class Values:
     def has(self, key: str) -> bool:
         """Whether there is a value under this key, of any codec. Does not count as a use."""
         above = self.fetcher.upstream
-        return self._store().entry(self.space, key) is not None or (above is not None and above.entry(self.space, key) is not None)
+        try:
+            return self._store().entry(self.space, key) is not None or (above is not None and above.entry(self.space, key) is not None)
+        except errors.CacheFault as error:
+            self.fetcher.fall_back(error, f"{self.space}:{key}")
+            return False
 
     def has_any(self, prefix: str) -> bool:
         """Whether any key begins with ``prefix``."""
@@ -318,12 +322,23 @@ class Values:
             return 0
 
     def keys(self) -> list[str]:
-        """All keys, from the least to the most recently used."""
-        return self._store().seeing.keys(self.space)
+        """All keys, from the least to the most recently used. If the cache cannot be read: none, with one warning."""
+        try:
+            return self._store().seeing.keys(self.space)
+        except errors.CacheFault as error:
+            self._warn_unread(error)
+            return []
 
     def size(self) -> tuple[int, int]:
-        """Stored size in bytes, and number, of the values."""
-        return self._store().spaces.used(self.space)
+        """Stored size in bytes, and number, of the values. If the cache cannot be read: 0, with one warning."""
+        try:
+            return self._store().spaces.used(self.space)
+        except errors.CacheFault as error:
+            self._warn_unread(error)
+            return 0, 0
+
+    def _warn_unread(self, error: errors.CacheFault) -> None:
+        self.fetcher.warn("usage", "the values of the tasks %s cannot be listed: %s", self.space, error)
 
     def budget(self) -> int | None:
         """Bytes that the values may have; None: limited by the cache only."""
