@@ -246,8 +246,9 @@ class Samples(Generic[Item]):
     def get_or_put(self, i: int, fn: Callable[[], Item | Buffer], *, timeout: float | None = None) -> Item:
         """The item in slot ``i``; else the result of ``fn``, which is stored: one process of the node at a time runs it for a slot.
 
-        Returns the item as `get` does. An error that ``fn`` raises reaches every process that waited. If nothing more can be stored, ``fn``
-        runs here at once. ``timeout``: seconds to wait for another process. Raises `ConfigError` if the codec rejects a value."""
+        Returns the item as `get` does. An error that ``fn`` raises reaches every process that waited; a `RemoteError` only those with the
+        same `RemoteOptions`. If nothing more can be stored, ``fn`` runs here at once. ``timeout``: seconds to wait for another process.
+        Raises `ConfigError` if the codec rejects a value."""
         decoded = self._decoded(i, self._find(i, self._copy))
         return decoded[0] if decoded is not None else self._make(i, fn, timeout)
 
