@@ -847,6 +847,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 def test_a_warning_says_what_was_lost_and_what_stays(place: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
     harm(place / "catalog.sqlite", how)
     with said(caplog) as words, forebay.Cache(place) as cache:
+        assert len(cache.entries()) == 0  # a hit alone would not ask the catalog
         assert (cache.budget, cache.get("k3")) == (BUDGET, None)
     (word,) = words
     assert "fetched again" in word
