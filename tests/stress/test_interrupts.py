@@ -82,7 +82,7 @@ def lost_as_a_finalizer_begins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.stress
 @pytest.mark.usefixtures("lost_as_a_finalizer_begins")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"aread"}))  # asyncio's own callbacks lose what a handler raises (see Limits)
 def test_interrupts_at_random_moments(place: Place, name: str, children: ProcessGroup) -> None:
     chance, make, raised, root = random.Random(name), CALLS[name], 0, place.folder / "root"
     for _ in range(3):
