@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from forebay._engine.store import Store
 from forebay.testing import ScriptedServer
 from tests.harness import MiB
 from tests.items import Items
+from tests.processes import in_child
 
 LONG = "x" * 100_000
 TEXTS = [
@@ -174,3 +176,17 @@ def test_no_validator_is_damage(cache: forebay.Cache, caplog: pytest.LogCaptureF
 def test_nothing_that_anybody_passes_is_damage(cache: forebay.Cache, caplog: pytest.LogCaptureFixture, door: str, odd: Any) -> None:
     with unharmed(cache, caplog), contextlib.suppress(*TYPED):
         DOORS[door](cache, odd)
+
+
+def test_a_relative_root_in_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+    def opened() -> str:
+        (tmp_path / "gone").mkdir()
+        os.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        try:
+            forebay.Cache("relative").close()
+        except errors.RootRefused as error:
+            return str(error)
+        return ""
+
+    assert "relative" in in_child(opened)

@@ -737,6 +737,21 @@ def test_sqlite_writes_a_first_page_anew_that_the_log_has(rich: Path, monkeypatc
     assert_settled(rich, BUDGET)
 
 
+def test_a_first_page_is_written_anew_beside_a_reader_who_stands_still(rich: Path) -> None:
+    """SQLite copies no page from the log that the reader may still need from the file."""
+    with contextlib.closing(sqlite3.connect(rich / "catalog.sqlite", isolation_level=None)) as reader, forebay.Cache(rich) as cache:
+        assert cache.put("k0", b"\0")
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM entries").fetchall()
+        assert cache.put("k0", b"\0")
+        overwrite(rich / "catalog.sqlite", 0, os.urandom(PAGE))
+        assert cache.put("k0", b"\0")
+        assert (rich / "catalog.sqlite").read_bytes().startswith(b"SQLite format 3\0")
+        reader.execute("COMMIT")
+        assert what_is_there(cache) == ALL
+        assert cache.check(deep=True) == []
+
+
 def test_a_first_page_that_is_made_anew_says_nothing_of_the_size(rich: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """T1 makes that page / P2 closes the catalog, and copies its log into the file, which grows / T1 writes the page."""
     overwrite(rich / "catalog.sqlite", 0, os.urandom(PAGE))

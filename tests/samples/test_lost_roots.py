@@ -17,6 +17,7 @@ import pytest
 import forebay
 from forebay._engine import spaces
 from forebay._engine.packs.pack import Pack
+from forebay.samples import NoPack
 from tests.harness import MiB
 from tests.processes import Line, in_child, talk_to
 
@@ -461,3 +462,23 @@ def test_a_read_only_handle_goes_on_with_what_it_has(cache: forebay.Cache) -> No
         assert os.path.exists(cache.path)
         assert found.get(1) == OLD
         assert not found.put(2, NEW)
+
+
+def test_an_array_that_is_opened_while_its_handle_is_closed_stays_closed() -> None:
+    """T1 opens the array / T2 closes the handle, which has none yet / T1 gives the handle the array."""
+
+    class Opened:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    opened = Opened()
+
+    def find() -> Any:
+        late.close()
+        return opened
+
+    late = NoPack(10, find_pack=find)
+    late._open()
+    assert opened.closed

@@ -25,7 +25,8 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.tasks import Tasks
+from forebay._kernel.threads import in_thread
+from forebay.tasks import Tasks, values
 from tests.items import until
 from tests.processes import Gate, fork
 
@@ -791,6 +792,39 @@ def test_where_no_thread_can_be_started_the_event_loop_waits_for_the_output(
     assert asyncio.run(both()) == [b"x" * size] * 2
     assert asyncio.run(work(1)) == b"x" * size
     assert len(journal) == 1
+
+
+def test_outputs_of_many_coroutines_are_stored_by_few_threads(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may have the writer lock, so that all of them wait for it."""
+    kept, most = values.Values.kept, list[int]()
+
+    def keep(self: values.Values, *arguments: Any, **options: Any) -> Any:
+        most.append(sum(thread.name == "forebay-call" for thread in threading.enumerate()))
+        return kept(self, *arguments, **options)
+
+    @tasks.cached
+    async def work(x: int) -> int:
+        return x
+
+    async def all_of_them() -> list[int]:
+        return await asyncio.gather(*(work(x) for x in range(200)))
+
+    monkeypatch.setattr(values.Values, "kept", keep)
+    assert asyncio.run(all_of_them()) == list(range(200))
+    assert 1 <= max(most) <= 2 * values.AT_ONCE  # a thread that is done may not have ended yet
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_function_that_raises_what_no_future_takes(cache: forebay.Cache, cached: bool) -> None:
+    def stop() -> bytes:
+        raise StopIteration
+
+    async def call() -> object:
+        return await (cache.aget_or_put("k", stop) if cached else in_thread(stop))
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(call())
+    assert cache.get_or_put("k", lambda: b"v", timeout=5) == b"v"
 
 
 def test_what_a_coroutine_raises(tasks: Tasks, journal: Journal) -> None:

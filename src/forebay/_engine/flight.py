@@ -136,8 +136,8 @@ class Flight:
 
         ``wait``: how to wait for the lock: the event loop goes on, or, with `waits.wait_here`, the thread that has `waits.run` drive this
         coroutine sleeps. ``asker``: see `note_failure`. Raises what ``make`` raised, here or in the process that was waited for, where
-        that concerns this caller; `WaitTimeout` after ``timeout`` seconds
-        of waiting; `Busy` where waiting would never end; `Unstored`: see `note_unstored`."""
+        that concerns this caller; `WaitTimeout` after ``timeout`` seconds of waiting; `Busy` where waiting would never end; `Unstored`: see
+        `note_unstored`."""
         with self.engine.reopening():
             hold, waiter = await self._hold(space, key, wait, timeout, on_wait)
             with hold:

@@ -479,8 +479,7 @@ async def steps_of_program(awaitable: Awaitable[T]) -> T:
 def items_of_program(iterable: Iterable[T]) -> Iterator[T]:
     """The items of an iterable of the program's own, which may be slow: its code runs `outside`. Those of a list are `paced`."""
     if isinstance(iterable, (list, tuple, dict)):
-        for some in portions(iterable):
-            yield from some
+        yield from paced(iterable)
         return
     with outside():
         items = iter(iterable)

@@ -81,9 +81,12 @@ async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
             future.set_result(cast(T, result))
 
     def run() -> None:
-        result, failed = None, None
+        result, failed = None, cast(BaseException | None, None)
         try:
             result = call(*arguments)
+        except StopIteration as error:  # no future takes it
+            failed = RuntimeError(f"{call!r} raised StopIteration")
+            failed.__cause__ = error
         except BaseException as error:  # noqa: BLE001 (raised where it is awaited)
             failed = error
         with contextlib.suppress(RuntimeError):  # the event loop was closed

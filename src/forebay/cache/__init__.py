@@ -374,7 +374,7 @@ class Cache(DictLike):
         the bytes and decodes them at each `Lazy.get`; ``decoded`` stores the value, through ``codec``, as for `tasks`. ``budget``: maximum
         bytes of the space, over all processes. ``max_count``: maximum items of the space. ``policy``: what happens when all bytes are in
         use: ``wait`` waits until some are released; the others read from the source. ``keep``: if False, an item is removed
-        when its last holder in any process releases it. Raises `ConfigError`; so does a ``name`` that the cache itself
+        when its last holder in any process releases it. Raises `ConfigError`, also for a ``name`` that the cache itself
         uses, such as ``urls`` or ``values``."""
         from forebay.prefetch import open_prefetcher  # imported late, with all kinds of sources: many programs never use it
 

@@ -77,8 +77,8 @@ class CacheOptions(NamedTuple):
         root = self.root or environment.home or _config.default_root(is_network=lambda path: not host.is_local(host.fs_kind(path)))
         return options._replace(
             # Absolute: what is opened again, in this process or another, may be opened in another working directory.
-            root=Path(root).absolute(),
-            upstream=None if self.upstream is None else Path(self.upstream).absolute(),
+            root=_absolute(root),
+            upstream=None if self.upstream is None else _absolute(self.upstream),
             max_rate=None if options.max_rate is None else _config.parse_rate(options.max_rate),
             max_connections=None if options.max_connections is None else _config.parse_connections(options.max_connections),
             max_age=None if options.max_age is None else _config.parse_age(options.max_age, name="max_age"),
@@ -161,6 +161,13 @@ class CacheOptions(NamedTuple):
 
 
 NO_OPTIONS = CacheOptions()
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path).absolute()
+    except OSError:  # the working directory was deleted: whoever opens the path refuses it
+        return Path(path)
 
 
 def _is_path(path: str | os.PathLike[str]) -> bool:

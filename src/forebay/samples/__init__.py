@@ -84,6 +84,8 @@ class NoPack:
             self._found = pack
             if self.handles is not None:
                 self.handles.take_up(pack)
+            if self.closed:  # T1 opens the array / T2 closes the handle, which has none yet / T1 gives the handle the array
+                pack.close()
         return pack
 
     def find(self, slot: int, copy: bool = False) -> None:

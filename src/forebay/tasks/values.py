@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import pickle
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +24,24 @@ from forebay.fetch import Fetcher
 from forebay.fetch.flight import get_or_make_async
 
 if TYPE_CHECKING:
+    import asyncio
+
     from forebay._engine.flight import WaitFor
 
 log = logger("forebay.tasks")
 T = TypeVar("T")
+
+AT_ONCE = 8
+"""Outputs of coroutines that one event loop stores at once, each in a thread."""
+_storing: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+
+def _one_of_few() -> asyncio.Semaphore:
+    import asyncio  # loaded by any caller that runs in an event loop
+
+    loop = asyncio.get_running_loop()
+    return _storing.get(loop) or _storing.setdefault(loop, asyncio.Semaphore(AT_ONCE))
+
 
 COUNTED = ("hits", "misses", "runs", "replays", "waits", "store_failures", "damaged")
 _MOST = 16 << 10
@@ -403,7 +418,8 @@ class _Call:
         options: dict[str, Any] = {"digest": self.digest or "", "pin": self.pin, "label": self.label, "copy": self.copy}
         if self.wait is waits.wait_here:
             return self.values.kept(self.key, made[0], **options)
-        return await in_thread(partial(self.values.kept, self.key, made[0], **options))  # to write a large value takes long
+        async with _one_of_few():
+            return await in_thread(partial(self.values.kept, self.key, made[0], **options))  # to write a large value takes long
 
     def pack(self, made: tuple[Any], most: float) -> Buffer | None:
         """The bytes of a value that was not stored; None if it cannot be encoded, or they are more than ``most``."""

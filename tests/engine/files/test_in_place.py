@@ -288,3 +288,23 @@ def test_a_copied_root_for_which_the_disk_has_no_room_is_used_once_it_has(copied
         until(lambda: cache.put("more", b"m"), "the cache")
         assert shared(copied[1]) == []
         assert_whole(cache)
+
+
+def test_sqlite_keeps_its_locks_when_a_copied_root_is_opened_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To close any descriptor of a file drops the locks of the process on it: the next process would cut the index of the log, which this
+    one has mapped."""
+
+    def locks_on(path: Path) -> list[str]:
+        inode = f":{path.stat().st_ino}"
+        return [line for line in Path("/proc/locks").read_text().splitlines() if line.split()[5].endswith(inode)]
+
+    with forebay.Cache(tmp_path / "root", budget=10 * MiB) as cache:
+        assert cache.put("k", b"v")
+        files = [cache.path / f"catalog.sqlite{ending}" for ending in ("", "-shm")]
+        before = list(map(locks_on, files))
+        assert len(before[1]) == 1
+        monkeypatch.setattr(host, "SHARING", {host.fs_kind(tmp_path)})
+        monkeypatch.setattr(host, "shares_blocks", lambda fd: True)
+        monkeypatch.setattr(host, "unshare", lambda fd: None)
+        with forebay.Cache(tmp_path / "root"):
+            assert list(map(locks_on, files)) == before

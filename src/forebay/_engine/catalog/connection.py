@@ -156,6 +156,9 @@ class Catalog:
                 is_mended = not found and self._is_written_over_locked()
                 if is_mended:
                     self._write_first_page_locked()
+                    if self._is_written_over_locked():  # a reader stands in the way
+                        self._close_peers_locked()
+                        making.mend_first_page(self._root, self._wal)
                     found = self._damage_locked()  # what the log hid until now
                 there = self._seen
                 self._close_locked()
@@ -531,14 +534,13 @@ class Catalog:
         return guard is not None and guard.read(len(magic)) != magic and not guard.is_lost()
 
     def _write_first_page_locked(self) -> None:
-        """Have SQLite write the first page of the file anew: it knows the page from the log, but copies nothing twice."""
+        """Have SQLite write the first page of the file anew, where no reader is in the way: it knows the page from the log, but copies
+        nothing twice."""
         with translated():
             con = self._connection_locked()
             (version,) = con.execute("PRAGMA user_version").fetchone()
             con.execute(f"PRAGMA user_version = {version % 1_000_000 + 1}")  # a change of that page, which says nothing to anybody
-            con.execute("PRAGMA wal_checkpoint(FULL)")  # waits for readers
-        if self._is_written_over_locked():
-            raise errors.WriterBusy(f"{self._path} was written over, and cannot be mended while others read it", waited=0.0, holder="")
+            con.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _commit_locked(self, txn: Txn) -> None:
         words = self._head.words()

@@ -218,7 +218,7 @@ def _unshare(root: Root) -> None:
     with contextlib.suppress(*_NO_FILE, PermissionError), open(root.files.open(head, os.O_RDWR), "rb") as file:
         if not host.shares_blocks(file.fileno()):
             return
-        for path in (*_mapped(root), Path(f"{root.catalog}-shm")):
+        for path in _mapped(root):  # SQLite's index is not among them: to close a descriptor of it would drop SQLite's locks
             if path != head:  # the head is the last: it shows that this is done
                 with contextlib.suppress(*_NO_FILE, PermissionError), open(root.files.open(path, os.O_RDWR), "rb") as other:
                     host.unshare(other.fileno())
