@@ -61,10 +61,10 @@ def locked_at(fd: int, start: int, length: int = 1) -> int | None:
     return None if kind == fcntl.F_UNLCK else max(at, start)
 
 
-def file_of(fd: int) -> tuple[int, int] | None:
-    """Which file a descriptor is of; None if it is closed."""
+def file_of(file: int | str) -> tuple[int, int] | None:
+    """Which file a descriptor is of, or a path leads to; None if it is closed, or there is none."""
     try:
-        status = os.fstat(fd)
+        status = os.stat(file)
     except OSError:
         return None
     return status.st_dev, status.st_ino

@@ -115,15 +115,6 @@ def map_index(root: Root, id: int, length: int | None, *, writable: bool) -> mem
     return words
 
 
-def file_at(path: str) -> tuple[int, int] | None:
-    """Which file a path leads to, as `locks.file_of` has it; None if there is none."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
 def has_name(path: str, file: tuple[int, int] | None) -> bool:
     """Whether a path leads to this file, given as `locks.file_of` does. Raises OSError."""
     try:

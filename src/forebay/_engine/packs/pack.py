@@ -26,7 +26,7 @@ from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HIT
 from forebay._engine.index.head import SharedHead
 from forebay._engine.leases import Lease
 from forebay._engine.packs.segments import GONE, MANY_HITS, NOTHING, Appender, Finder, Mapped, finder
-from forebay._kernel import fences, host, interrupts, mappings
+from forebay._kernel import fences, host, interrupts, locks, mappings
 from forebay._model import Buffer
 
 MAPPED = 1 << 20
@@ -84,7 +84,7 @@ class Pack:
         self.is_lost = False
         """Whether the pack is in no root any more, or its catalog has forgotten it."""
         self._path = str(root.pack(self.id) / "index")
-        self._file = pack_files.file_at(self._path)
+        self._file = locks.file_of(self._path)
         self._begin()
         host.at_fork(self)
         _flush_at_exit(self)
