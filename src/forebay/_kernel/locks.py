@@ -420,12 +420,13 @@ def holders(path: str | os.PathLike[str], offset: int, among: Iterable[int] | No
     inode = f":{status.st_ino} "
     return tuple(
         pid
-        for pid in (_numbers("/proc") if among is None else among)
+        for pid in (numbers("/proc") if among is None else among)
         if any(_covers(line, inode, offset, length) for line in _locks_of(pid, status))
     )
 
 
-def _numbers(directory: str) -> list[int]:
+def numbers(directory: str) -> list[int]:
+    """The names in a directory of /proc that are numbers: processes, or the descriptors of one."""
     try:
         return [int(name) for name in os.listdir(directory) if name.isdigit()]
     except OSError:
@@ -435,7 +436,7 @@ def _numbers(directory: str) -> list[int]:
 def _locks_of(pid: int, file: os.stat_result) -> list[str]:
     """What the kernel says of the locks of a process on one file."""
     lines: list[str] = []
-    for fd in _numbers(f"/proc/{pid}/fd"):
+    for fd in numbers(f"/proc/{pid}/fd"):
         try:
             if not os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), file):  # takes a tenth of the next look
                 continue
@@ -452,7 +453,7 @@ def holders_by_byte(path: str | os.PathLike[str]) -> dict[int, int]:
         status = os.stat(path)
     except OSError:
         return {}
-    return {int(line.split()[-2]): pid for pid in _numbers("/proc") for line in _locks_of(pid, status)}
+    return {int(line.split()[-2]): pid for pid in numbers("/proc") for line in _locks_of(pid, status)}
 
 
 def _covers(line: str, inode: str, offset: int, length: int = 1) -> bool:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import signal
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from forebay import errors
 from forebay._engine.catalog import connection, entries, transactions
-from forebay._engine.catalog.transactions import PART, Wal
+from forebay._engine.catalog.transactions import PART, LogFiles, Wal
 from forebay._engine.store import Settings, Store
 from tests.harness import KiB, MiB, bytes_of, opened
-from tests.processes import Gate, fork
+from tests.processes import Gate, death_of, fork, fork_to_die, in_child
 
 SOFT, STEP, FREE, WARN = 256 * KiB, 32 * KiB, MiB, 2 * MiB
 BUDGET = 8 * MiB
@@ -248,12 +249,106 @@ def test_a_process_with_a_deleted_index_that_closes_last_does_not_copy_the_log_b
         assert store.check(deep=True) == []
 
 
+def delete_log(place: Path) -> None:
+    (place / "catalog.sqlite-wal").unlink()
+
+
+@pytest.fixture
+def others(place: Path) -> Iterator[None]:
+    """Another process has put and pinned ten values, idles once the log was deleted, and goes on at the end."""
+    ready, on = Gate(), Gate()
+
+    def idle() -> None:
+        with opened(place, 64 * MiB) as store:
+            put_many(store, 10, "idle")
+            assert store.set_life("v", "idle3", "pinned")
+            ready.open()
+            on.wait()
+            assert bytes_of(store, "idle9") == bytes_of(store, "new9") == b"x" * 12 * KiB
+            put_many(store, 10, "later")
+            assert bytes_of(store, "idle9") == bytes_of(store, "new9") == b"x" * 12 * KiB
+
+    with opened(place, 64 * MiB):
+        pass
+    child = fork(idle)
+    ready.wait()
+    delete_log(place)
+    yield
+    on.open()
+    child.result()
+    with opened(place) as store:
+        assert [entry.key for entry in store.seeing.entries() if entry.life == "pinned"] == ["idle3"]
+        assert [name for name in ("idle", "new", "later") if bytes_of(store, f"{name}9") != b"x" * 12 * KiB] == []
+        assert store.check(deep=True) == []
+    assert sound(place)
+    assert not (place / "catalog.damaged.sqlite").exists()
+
+
+@pytest.mark.usefixtures("others")
+def test_a_deleted_log_is_written_anew_from_a_process_that_has_it_open(place: Path) -> None:
+    def work() -> None:
+        with opened(place, 64 * MiB) as store:
+            assert bytes_of(store, "idle9") == b"x" * 12 * KiB
+            put_many(store, 10, "new")
+            assert store.engine.recovered == []
+
+    in_child(work)
+
+
+@pytest.mark.usefixtures("others")
+def test_a_process_that_writes_the_log_anew_is_killed_at_each_step(place: Path) -> None:
+    def work() -> None:
+        with opened(place, 64 * MiB) as store:
+            put_many(store, 10, "new")
+
+    deaths = list[str]()
+    while len(deaths) < 40 and (death := death_of(fork_to_die(len(deaths), work))) is not None:
+        deaths.append(death)
+    assert [death for death in deaths if death.startswith("rename")], deaths
+    in_child(work)
+
+
+def test_a_deleted_log_of_the_only_process(place: Path) -> None:
+    """It is noticed before the next transaction; else no other process would see that one's commits."""
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 10, "idle")
+        delete_log(place)
+        put_many(store, 10, "new")
+        in_child(lambda: look(place, "idle9", "new9"))
+        delete_log(place)
+    look(place, "idle9", "new9")  # copied by the close
+
+
+def look(place: Path, *keys: str) -> None:
+    with opened(place) as store:
+        assert [key for key in keys if bytes_of(store, key) != b"x" * 12 * KiB] == []
+        assert store.check(deep=True) == []
+
+
+def test_a_deleted_log_that_no_process_has_open(place: Path) -> None:
+    """Its commits are lost, as by a power cut; the index that is left says that they are there."""
+
+    def work() -> None:
+        store = Store.open(place, SETTINGS)
+        put_many(store, 10, "old")
+        store.engine.parts.catalog._copy_log_locked()
+        put_many(store, 10, "lost")
+
+    fork(work).result()  # and is gone without closing it
+    delete_log(place)
+    with opened(place, 64 * MiB) as store:
+        assert bytes_of(store, "old9") == b"x" * 12 * KiB
+        put_many(store, 10, "new")
+    look(place, "old9", "new9")
+    assert not (place / "catalog.damaged.sqlite").exists()
+
+
 def test_an_index_that_is_always_deleted_is_a_fault(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(place, 64 * MiB) as store:
         put_many(store, 5)
         numbers = iter(range(100))
         with monkeypatch.context() as changing:
-            changing.setattr(Wal, "current_index", lambda self: (0, next(numbers)))
+            changing.setattr(Wal, "files", lambda self: LogFiles((0, 0), (0, next(numbers))))
             with pytest.raises(errors.CacheFault, match="faster than the catalog can be read"):
                 store.engine.parts.catalog.all("SELECT id FROM entries")
         assert bytes_of(store, "k1") == b"x" * 12 * KiB

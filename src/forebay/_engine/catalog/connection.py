@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from logging import INFO, WARNING
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from forebay import errors
@@ -22,6 +23,7 @@ from forebay._engine.catalog import schema, transactions
 from forebay._engine.catalog.transactions import (
     Ballast,
     Holding,
+    LogFiles,
     Txn,
     UnreadableRows,
     Wal,
@@ -95,7 +97,7 @@ class Catalog:
         self._path, self._wal = str(root.catalog), Wal(str(root.catalog), root.files)
         self._writer = WriterLock(root, words)
         self._peers = self._peers_now()
-        self._mutex = self._peers.mutex  # guards _con, _guard, _seen, _index, _pid, _ids
+        self._mutex = self._peers.mutex  # guards _con, _guard, _seen, _log_files, _pid, _ids
         self._guard: locks.LockFile | None = None
         self._con: sqlite3.Connection | None = None
         self._begun: Identity | None = None  # the catalog, as of `_seen`, in which the epoch has begun
@@ -103,7 +105,7 @@ class Catalog:
         self._spaces: dict[str, int] = {}  # see `space`; another one with each connection, which may be to another catalog
         self._seen: Identity | None = None
         self._first_id: object = None  # see `Identity`
-        self._index: tuple[int, int] | None = None
+        self._log_files: LogFiles | None = None  # that the connection has open
         self._log_size = 0  # before the transaction that runs
         self.log_over = 0
         """Bytes of the log that the budget counts, when a transaction last looked."""
@@ -150,8 +152,10 @@ class Catalog:
                 is_vouched = told == why and vouched is not None and vouched == seen and time.monotonic() < at + VOUCHED
                 if is_vouched and not self._is_written_over_locked():
                     return False
+                self._restore_log()
                 self._close_peers_locked()
-                self._wal.mend()
+                if self._wal.mend():  # rows are gone of which there are records
+                    self._head.epoch, self._begun = 0, None
                 found = self._damage_locked() and self._damage_locked()
                 is_mended = not found and self._is_written_over_locked()
                 if is_mended:
@@ -255,6 +259,9 @@ class Catalog:
         try:
             if os.path.lexists(self._wal.journal):
                 self._wal.remove(self._wal.journal)
+            # To look twice: P1 finds no log / P2 connects, and makes both / P1 finds the index.
+            if self._wal.files().has_lost_log() and self._wal.files().has_lost_log():
+                raise CatalogBroken(f"the log {self._wal.log} was deleted", damaged=True)
             return self._connected("mode=rw")
         finally:
             if got:
@@ -301,7 +308,7 @@ class Catalog:
             raise CatalogBroken(f"the catalog {self._path} has lost its log: its header says so", damaged=True)
         con.execute("SELECT 1 FROM meta").fetchone()  # opens the index of the log
         self._first_id = meta.get("first_id")
-        self._index = self._wal.current_index()
+        self._log_files = self._wal.files()
 
     def _connection_locked(self) -> sqlite3.Connection:
         if self._pid != os.getpid():  # forked behind Python's back: SQLite's state here is the parent's, not to be used nor closed
@@ -348,7 +355,7 @@ class Catalog:
         """Whether the index of the log is the one that was opened, or that does not matter: during a transaction nobody else writes."""
         if self._con is None or self._still or self._con.in_transaction:
             return True
-        return self._index is not None and self._index == self._wal.current_index()
+        return self._log_files is not None and self._log_files.are(self._wal.files())
 
     def _unlock_locked(self, error: BaseException) -> None:
         """Where SQLite waited in vain for one of its locks: this process may hold it itself, by an unlocking that the system refused."""
@@ -610,7 +617,8 @@ class Catalog:
             except CatalogBroken:
                 self._close_locked()
                 raise
-            if self._con is not None and self._index != self._wal.current_index():
+            if self._con is not None and self._log_files != self._wal.files():
+                self._restore_log()
                 self._close_peers_locked()
 
     def check_named(self) -> None:
@@ -622,6 +630,14 @@ class Catalog:
         if self._seen is not None and self._seen[:2] != (where.st_dev, where.st_ino):
             raise CatalogBroken(f"the catalog {self._path} was replaced")
 
+    def _restore_log(self) -> None:
+        """Where the log was deleted alone, write it anew from a process that still has it open. Its commits are in no other place, and the
+        index, which all share, says that they are there. Caller: holds the writer lock. Raises what the disk raises."""
+        content = None if self._wal.size() else self._wal.deleted()
+        if content is not None:
+            self._root.replace(Path(self._wal.log), content)
+            log.warning("%s was deleted: it was written anew by a process that had it open", self._wal.log)
+
     def has_its_lock(self) -> bool:
         """Whether the writer lock is still the one that other processes take."""
         return self._writer.file.is_same()
@@ -630,10 +646,7 @@ class Catalog:
 
     def look_at_log(self) -> int:
         """Returns `log_over`, as it is now. Above `KEEP` the log has the size of what is in use: it is cut when it starts again."""
-        try:
-            self._log_size = size = os.stat(self._wal.log).st_size
-        except FileNotFoundError:
-            self._log_size = size = 0
+        self._log_size = size = self._wal.size()
         self.log_over = max(0, size - transactions.FREE)
         return self.log_over
 
@@ -662,7 +675,7 @@ class Catalog:
     # -- process life ----------------------------------------------------------------------------------------------
 
     def _close_locked(self) -> None:
-        con, self._con, self._seen, index, self._index, self._ids = self._con, None, None, self._index, None, [0, 0]
+        con, self._con, self._seen, opened, self._log_files, self._ids = self._con, None, None, self._log_files, None, [0, 0]
         if con is not None and self._writer.file.is_lost():
             # the job closed SQLite's descriptors, and may have reopened their numbers: closing would write into its files
             host.never_free(con)
@@ -670,7 +683,8 @@ class Catalog:
             # The process that closes the catalog last copies the log into it: by the index that it has, which may be older than the log.
             got, guard = False, self._guard
             with contextlib.suppress(OSError):  # it has no name any more, or is another user's: SQLite copies nothing either
-                got = guard is not None and index != self._wal.current_index() and guard.try_lock(_SHARED, exclusive=False)
+                is_theirs = opened is None or not opened.are(self._wal.files())
+                got = guard is not None and is_theirs and guard.try_lock(_SHARED, exclusive=False)
             try:
                 with contextlib.suppress(sqlite3.Error):
                     con.close()
@@ -715,6 +729,6 @@ class Catalog:
             self._guard.after_fork_child()
         self._peers = self._peers_now()
         self._mutex = self._peers.mutex
-        self._con, self._index, self._pid, self._ids = None, None, os.getpid(), [0, 0]
+        self._con, self._log_files, self._pid, self._ids = None, None, os.getpid(), [0, 0]
         self._beginners = {me: seen for me, seen in self._beginners.items() if me == threading.get_ident()}
         self._writer.after_fork_child()

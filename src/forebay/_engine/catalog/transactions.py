@@ -19,6 +19,7 @@ it as long as it is stopped: the log grows meanwhile, and what it has above `FRE
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import stat
@@ -28,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from forebay import errors
 from forebay._engine.catalog import schema
@@ -323,6 +324,22 @@ MAGIC = b"SQLite format 3\0"
 _MODE_AT, _LOG_MODE = 18, b"\x02\x02"
 
 
+class LogFiles(NamedTuple):
+    """By device and inode, which files the log and its index are; None: there is none."""
+
+    log: tuple[int, int] | None
+    its_index: tuple[int, int] | None
+
+    def are(self, now: LogFiles) -> bool:
+        """Whether a connection that has opened these two may go on where ``now`` have the names: as long as the index has, nobody writes by
+        another one. Where the log alone was deleted, it has what all have written."""
+        return self.its_index is not None and self.its_index == now.its_index and now.log in (None, self.log)
+
+    def has_lost_log(self) -> bool:
+        """Whether the log alone was deleted: SQLite makes it before the index, and removes it after that."""
+        return self.its_index is not None and self.log is None
+
+
 class Wal:
     """The log and its index beside one catalog. No state but their paths."""
 
@@ -343,18 +360,18 @@ class Wal:
         """The log or the index, where that is a pipe, a link or anything else that SQLite could not use."""
         return next((path for path in (self.log, self.index) if _is_plain(path) is False), None)
 
-    def mend(self) -> None:
-        """Remove what is `strange`, and restore the header's flag that there is a log. Caller: holds the writer lock, and this process has
-        no open connection: closing a descriptor of the catalog would drop its locks."""
-        if _is_plain(self.log) is False and _is_plain(self.index):
-            self._files.unlink(self.index)  # it is of another log, which is gone
+    def mend(self) -> bool:
+        """Remove what is `strange`, and restore the header's flag that there is a log. Returns whether commits are lost: the log was
+        deleted, and only its index is left. Caller: holds the writer lock, and this process has no open connection: closing a descriptor
+        of the catalog would drop its locks."""
+        is_lost = not self.exists() and bool(_is_plain(self.index)) and self._files.unlink(self.index)
         for path in (self.log, self.index):
             if _is_plain(path) is False:
                 self.remove(path)
         try:
             fd = self._files.open(self._catalog, os.O_RDWR)
         except OSError:
-            return  # it is gone, not a plain file, or not writable: the caller notices
+            return is_lost  # it is gone, not a plain file, or not writable: the caller notices
         try:
             head = os.pread(fd, _MODE_AT + 2, 0)
             if head.startswith(MAGIC) and head[_MODE_AT:] not in (_LOG_MODE, b""):
@@ -362,24 +379,49 @@ class Wal:
                 host.pwrite(fd, _LOG_MODE, _MODE_AT)
         finally:
             os.close(fd)
+        return is_lost
 
     def remove(self, path: str) -> None:
         """Remove a foreign file, pipe, link or empty directory beside the catalog."""
         self._files.make_way(path)
         log.warning("%s: nothing of Forebay's: it was removed", path)
 
-    def current_index(self) -> tuple[int, int] | None:
-        """Which file the index is: another one after it was deleted; None between the two."""
+    def size(self) -> int:
+        """Of the log, in bytes; 0 where there is none."""
         try:
-            status = os.stat(self.index)
+            return os.stat(self.log).st_size
         except FileNotFoundError:
-            return None
-        return status.st_dev, status.st_ino
+            return 0
+
+    def files(self) -> LogFiles:
+        """Which files have the names of the log and its index now."""
+        return LogFiles(locks.file_of(self.log), locks.file_of(self.index))
+
+    def deleted(self) -> bytes | None:
+        """What is in the log that has lost its name, where a process still has it open with the index that is there now."""
+        directory, name = os.path.split(self.log)
+        link, index = f"{os.path.join(os.path.realpath(directory), name)} (deleted)", locks.file_of(self.index)
+        for pid in locks.numbers("/proc") if index else ():
+            files = [f"/proc/{pid}/fd/{fd}" for fd in locks.numbers(f"/proc/{pid}/fd")]
+            if index in map(locks.file_of, files):
+                for file in files:
+                    with contextlib.suppress(OSError):  # closed meanwhile
+                        if os.readlink(file) == link and (content := _content(file)):
+                            return content
+        return None
 
     def reader(self) -> str:
         """The processes that have a place in the log, in words for people."""
         pids = {pid for byte in range(_READERS, _READERS + _COUNT) for pid in locks.posix_holders(self.index, byte)} - {os.getpid()}
         return ", ".join(map(locks.describe_process, sorted(pids))) or "a process"
+
+
+def _content(path: str) -> bytes:
+    fd = host.open_fd(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(fd, os.fstat(fd).st_size, 0)
+    finally:
+        os.close(fd)
 
 
 def _is_plain(path: str) -> bool | None:
