@@ -356,9 +356,12 @@ def test_a_share_of_the_budget_is_found_once_the_root_can_be_used(tmp_path: Path
         cache = Cache(tmp_path / "root", budget=8 << 20, min_free=0)
         space, pool = cache.space("v", quota="50%"), cache.prefetcher(f"file://{source.parent}/", name="p", budget="25%")
         cache.tasks("t", budget="1MB")
+        samples = cache.samples("a", 10, quota="12.5%")
         assert [bytes(data) for data in cache.lookahead([f"file://{source}"], window="5%")] == [b"bytes"]
     with cache:
         until(lambda: space.put("k", b"v"), "the cache")
         assert bytes(pool.get_lazy("a").get()) == b"bytes"
         limits = cache._fetcher.store.spaces.limits_of
         assert [limits(name).quota for name in "vpt"] == [4 << 20, 2 << 20, 1_000_000]
+        until(lambda: samples.put(1, b"sample"), "the array")
+        assert samples._pack.quota == 1 << 20

@@ -161,6 +161,38 @@ def test_each_call_finds_the_present_array(cache: forebay.Cache, use: str, name:
         samples.get(1)
 
 
+@pytest.mark.parametrize("how", [delete, move, replace])
+def test_a_reader_notices_by_a_sample_of_another_process_that_is_gone(cache: forebay.Cache, how: Callable[[Path], None]) -> None:
+    """Its slot is filled in the index that this process has mapped, so nothing is put there."""
+    samples = cache.samples("a", LENGTH)
+    by_another(cache.path, lambda other: (other.put(1, OLD), other.put(2, OLD)))
+    assert samples.filled == 2
+    how(cache.path)
+    assert samples.get(1) is None
+    assert samples.put(1, NEW)
+    assert samples.get(1) == NEW
+    assert samples.get_or_put(2, lambda: NEW) == NEW
+    assert by_another(cache.path, lambda other: other.filled) == 2
+
+
+def test_a_put_notices_while_the_job_closes_its_descriptors(cache: forebay.Cache) -> None:
+    samples = cache.samples("a", LENGTH)
+    samples.put(1, OLD)
+    appender = samples._pack._appender
+    os.close(appender.fd)
+    pack, make_ready = samples._pack, appender.make_ready
+    appended = iter([lambda: make_ready(1 << 20), lambda: lose(cache, delete)])
+
+    def append(*_: Any) -> None:
+        next(appended)()
+        raise forebay.errors.CacheFault("the array is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack, "_append_locked", append)
+        assert samples.put(2, NEW)
+    assert by_another(cache.path, lambda other: bytes(other.get(2))) == NEW
+
+
 def test_handles_of_one_array_stay_together(cache: forebay.Cache) -> None:
     samples = cache.samples("a", LENGTH, codec="pickle")
     writable = samples.writable()

@@ -565,7 +565,8 @@ class _Uncopied:
 
 uncopied = _Uncopied()
 """``with uncopied:``: a fork by another thread waits for the end of this block, and whoever begins one during a fork, for the fork. Such
-blocks do not wait for one another, and may be nested. One may begin under any other lock; no lock that a fork takes may be taken in one."""
+blocks do not wait for one another, and may be nested. One may begin under any other lock; no lock that a fork takes may be taken in one.
+Two threads that both fork inside such blocks wait for each other for ever."""
 at_fork(uncopied)  # the first: it waits last, when the fork has all other locks
 
 

@@ -339,8 +339,8 @@ class Cache(DictLike):
 
         if policy != "freeze":
             raise errors.ConfigError(f"policy={policy!r}: samples support only 'freeze'", name="policy", value=policy)
-        size = self._size(quota, "quota")
-        return open_samples(self._fetcher, name, length, codec=codec, fingerprint=fingerprint, quota=size, copy=copy)
+        limit = self._limit(quota, "quota")
+        return open_samples(self._fetcher, name, length, codec=codec, fingerprint=fingerprint, quota=limit, copy=copy)
 
     @overload
     def prefetcher(
@@ -581,7 +581,7 @@ class Cache(DictLike):
         return found if total or not isinstance(size, str) or not size.strip().endswith("%") else None
 
     def _limit(self, size: int | str | None, name: str) -> int | str | None:
-        """`_size`, but a percentage as it was given while it has no bytes: `Spaces.ensure` finds them once the root can be used."""
+        """`_size`, but a percentage as it was given while it has no bytes: it is taken of the budget once the root can be used."""
         found = self._size(size, name)
         return size if found is None else found
 

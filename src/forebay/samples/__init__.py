@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, SupportsIndex
 
 from forebay import codecs, errors
+from forebay._config import parse_size
 from forebay._engine.packs.pack import Pack, Unencodable
 from forebay._engine.store import Store
 from forebay._kernel import interrupts, waits
@@ -532,7 +533,7 @@ def _checked(values: Sequence[Item], count: int) -> Sequence[Item]:
 
 @guarded
 def open_samples(
-    fetcher: Fetcher, name: str | None, length: int | None, *, codec: Any, fingerprint: str | bytes | None, quota: int | None = None,
+    fetcher: Fetcher, name: str | None, length: int | None, *, codec: Any, fingerprint: str | bytes | None, quota: int | str | None = None,
     copy: bool = False,
 ) -> Samples[Any]:  # fmt: skip
     """See `Cache.samples`."""
@@ -559,7 +560,7 @@ def open_samples(
     return samples
 
 
-def _found_or_none(fetcher: Fetcher, name: str | None, find: Callable[[], Pack | None], quota: int | None) -> Pack | None:
+def _found_or_none(fetcher: Fetcher, name: str | None, find: Callable[[], Pack | None], quota: int | str | None) -> Pack | None:
     """The pack that ``find`` opens, with this quota, if one is given. None where the cache fails. Raises `ConfigError`."""
     fetcher.current()
     try:
@@ -568,7 +569,7 @@ def _found_or_none(fetcher: Fetcher, name: str | None, find: Callable[[], Pack |
         fetcher.fall_back(error, f"samples:{name or ''}")
         return None
     if pack is not None and quota is not None:
-        pack.set_quota(quota)
+        pack.set_quota(parse_size(quota, total=fetcher.store.spaces.budget(), name="quota"))
     return pack
 
 

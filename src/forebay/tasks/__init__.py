@@ -108,7 +108,7 @@ class Tasks:
 
     def keys(self) -> list[str]:
         """All keys, from the least to the most recently used. For a function's outputs, they are what ``fn.tag_of()`` returns. If the
-        cache cannot be read: none, with one warning, and the number and size of the values are 0."""
+        cache cannot be read, there are none, one warning says so, and `size_bytes` and ``len`` are 0."""
         return self._values.keys()
 
     def size_bytes(self) -> int:

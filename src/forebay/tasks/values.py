@@ -337,7 +337,7 @@ class Values:
             return 0
 
     def keys(self) -> list[str]:
-        """All keys, from the least to the most recently used. If the cache cannot be read: none, with one warning."""
+        """All keys, from the least to the most recently used. If the cache cannot be read, there are none, and one warning says so."""
         try:
             return self._store().seeing.keys(self.space)
         except errors.CacheFault as error:
@@ -345,7 +345,7 @@ class Values:
             return []
 
     def size(self) -> tuple[int, int]:
-        """Stored size in bytes, and number, of the values. If the cache cannot be read: 0, with one warning."""
+        """Stored size in bytes, and number, of the values. If the cache cannot be read, both are 0, and one warning says so."""
         try:
             return self._store().spaces.used(self.space)
         except errors.CacheFault as error:

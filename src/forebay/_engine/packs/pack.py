@@ -67,6 +67,8 @@ class Pack:
         self.lease, self.id, self.length = lease, lease.entry.id, length
         self._segments, self._head, self._counters, self._space = segments, head, counters, space
         self._root, self._epoch, self._seed = root, root.epoch_tag, pack_files.seed_of(self.id)
+        self._path = str(root.pack(self.id) / "index")
+        self._file = locks.file_of(self._path)  # before it is mapped: another one by then is noticed, and the pack opened again
         words = pack_files.map_index(self._root, self.id, length, writable=not self._root.read_only)
         self._words, self._cells = words, pack_files.cells_of(words)
         self._hints = NOTHING if root.is_layered else pack_files.hints_of(words)  # a hint does not say whether the record is seen here
@@ -83,8 +85,6 @@ class Pack:
         self.closed = False
         self.is_lost = False
         """Whether the pack is in no root any more, or its catalog has forgotten it."""
-        self._path = str(root.pack(self.id) / "index")
-        self._file = locks.file_of(self._path)
         self._begin()
         host.at_fork(self)
         _flush_at_exit(self)
@@ -163,10 +163,11 @@ class Pack:
     @interrupts.guarded
     def _find_slowly(self, slot: int, copy: bool) -> memoryview | None:
         slot = self._checked(slot)
+        is_there = not self.is_lost and (self._ends[slot] or self._locate(slot))
         if self.is_lost:
             found: memoryview | None = self.present().find(slot, copy)
             return found
-        if not self._ends[slot] and not self._locate(slot):
+        if not is_there:
             self._misses += 1
             return None
         self._hits += 1
@@ -230,7 +231,11 @@ class Pack:
             self._mapped.look_again(number)
             size = pack_files.length_of(*record, trusted=self._epoch)
         if size is None:
-            self._empty(slot, word)
+            if not length and not self.has_name():  # filled by another process, in a root that is gone
+                with contextlib.suppress(errors.CacheFault):
+                    self._segments.notice(self)
+            else:
+                self._empty(slot, word)
             return False
         self._places[number] = begin, begin + length  # after `show`: who sees it reads from the larger view
         self._note_length(slot, word, size)
@@ -274,19 +279,20 @@ class Pack:
         except Exception as error:
             raise Unencodable(f"{type(error).__name__}: {error}") from error
         length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
-        try:
-            with self._appending:
-                return self._append_locked(slot, parts, length)
-        except errors.CacheFault:
-            if not self.is_lost:
-                raise
-        except OSError as error:
-            with faults(f"sample {slot}", length):
-                if error.errno != errno.EBADF:
-                    raise
-                with self._appending:  # the job closed our descriptors
-                    self._appender = None
+        for turn in (1, 2):
+            try:
+                with self._appending:
+                    if turn == 2:  # the job closed our descriptors
+                        self._appender = None
                     return self._append_locked(slot, parts, length)
+            except errors.CacheFault:
+                if not self.is_lost:
+                    raise
+                break
+            except OSError as error:
+                with faults(f"sample {slot}", length):
+                    if error.errno != errno.EBADF or turn == 2:
+                        raise
         is_stored: bool = self.present().put(slot, encode, value)
         return is_stored
 
