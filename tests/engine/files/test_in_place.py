@@ -18,8 +18,9 @@ import forebay
 from forebay._engine.files.root import open_root
 from forebay._kernel import host
 from forebay.errors import RootRefused
-from tests.harness import MiB
+from tests.harness import MiB, fill_the_disk
 from tests.items import until
+from tests.processes import in_child
 
 FULL = """
 import forebay, os, sys
@@ -310,3 +311,18 @@ def test_sqlite_keeps_its_locks_when_a_copied_root_is_opened_once_more(tmp_path:
         monkeypatch.setattr(host, "unshare", lambda fd: None)
         with forebay.Cache(tmp_path / "root"):
             assert list(map(locks_on, files)) == before
+
+
+def test_a_root_is_opened_where_the_disk_has_no_room_for_a_new_file(xfs: Path) -> None:
+    """The last process that closes a catalog removes its log: the next one has to make it, for which the ballast is given up."""
+    place = xfs / "root"
+
+    def fill() -> None:
+        with forebay.Cache(place, budget=10 * MiB, min_free=0) as cache:
+            assert cache.put("k", bytes(100_000))
+
+    in_child(fill)
+    fill_the_disk(xfs)
+    with forebay.Cache(place) as cache:
+        assert cache.get("k") == bytes(100_000)
+        assert cache.put("new", b"v")

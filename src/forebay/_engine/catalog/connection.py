@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from forebay import errors
 from forebay._engine.catalog import schema, transactions
 from forebay._engine.catalog.transactions import (
+    LEAST_BALLAST,
     Ballast,
     Holding,
     LogFiles,
@@ -29,6 +30,7 @@ from forebay._engine.catalog.transactions import (
     Wal,
     WriterLock,
     fetched,
+    no_room,
     number_of_space,
     translated,
 )  # fmt: skip
@@ -271,8 +273,11 @@ class Catalog:
         con = self._opened(how)
         try:
             self._check_identity(con)
-        except BaseException:
+        except BaseException as error:
             con.close()
+            # It could not make the log, and does not say why. On XFS a new file may need 32 KiB.
+            if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_CANTOPEN and host.free_bytes(self._root.path) < LEAST_BALLAST:
+                raise no_room(error) from error
             raise
         return con
 

@@ -162,8 +162,7 @@ class translated:
         code = getattr(error, "sqlite_errorcode", 0)
         name = getattr(error, "sqlite_errorname", type(error).__name__)
         if code in _FULL:
-            todo = "free some of the disk"
-            raise DiskFull(f"the catalog cannot grow: {error} ({name}): {todo}", need=0, free=0, budget=0, limit="disk") from error
+            raise no_room(error) from error
         # Python's own error: text that is not UTF-8
         undecodable = not code and isinstance(error, sqlite3.OperationalError)
         if code & 0xFF in _DAMAGE or code in _DAMAGE_EXACTLY or undecodable:
@@ -171,6 +170,12 @@ class translated:
         if code == sqlite3.SQLITE_IOERR_FSTAT:  # SQLite makes a log like the catalog, which has no name any more
             raise CatalogBroken(f"the catalog was deleted while it was opened: {error} ({name})") from error
         raise errors.CacheFault(f"the catalog failed: {error} ({name})") from error
+
+
+def no_room(error: BaseException) -> DiskFull:
+    """What is raised for an error of SQLite whose cause is that the disk is full."""
+    message = f"the catalog cannot grow: {error} ({getattr(error, 'sqlite_errorname', type(error).__name__)}): free some of the disk"
+    return DiskFull(message, need=0, free=0, budget=0, limit="disk")
 
 
 class Txn:
