@@ -35,7 +35,7 @@ from forebay._engine.store import Store
 from forebay._kernel import host, locks
 from forebay._model import Policy
 from forebay.testing import ScriptedServer
-from tests.harness import MiB, assert_settled, bytes_of, opened
+from tests.harness import MiB, assert_counted, assert_settled, audit, bytes_of, opened
 from tests.processes import Gate, fork, in_child
 
 BUDGET, QUOTA = 50 * MiB, 3 * MiB
@@ -256,7 +256,27 @@ def test_a_catalog_that_lost_its_log_while_it_was_open_gives_no_id_a_second_time
             assert Path(path).read_bytes() == content(7)
         assert all(cache.get(f"n{number}") == content(number) for number in range(100, 250))
         assert all(cache.get(f"n{number}") in (None, content(number)) for number in range(100))
-        assert [problem.kind for problem in cache.check(deep=True)] == ["stray"]  # that was leased when the others were removed
+        assert cache.check(deep=True) == []
+
+
+def test_what_is_in_use_when_its_catalog_is_deleted_is_counted_and_goes_with_its_last_user(tmp_path: Path, server: ScriptedServer) -> None:
+    place = tmp_path / "root"
+    with forebay.Cache(place, budget=BUDGET, min_free=0) as cache:
+        lease, samples = cache.local(server.put("/leased", bytes(MiB))), cache.samples("s", 100)
+        for number in range(100):
+            assert samples.put(number, os.urandom(10_000))
+        before = audit(place).used
+        for ending in ("", "-wal", "-shm"):
+            (place / f"catalog.sqlite{ending}").unlink()
+        assert cache.put("first", b"1")
+        assert assert_counted(place, BUDGET).used > before - MiB // 2
+        assert cache.check(deep=True) == []
+        lease.close()
+        assert samples.get(1) is None  # by the array of the new catalog
+        cache.put("second", b"2" * 100_000)
+        cache.put("third", b"3")
+        assert assert_settled(place, BUDGET).used < MiB // 2
+        assert cache.check(deep=True) == []
 
 
 @pytest.mark.parametrize("spared", ["nothing", "meta"], ids=["unreadable at opening", "unreadable later"])

@@ -275,14 +275,18 @@ def _repair_segments(root: Root, catalog: Catalog) -> None:
 
 
 def remove_strays(root: Root, catalog: Catalog, index: EntryIndex, eviction: Eviction, keys: LockFile) -> int:
-    """Remove files that no row names. Files that are leased or being written stay."""
+    """Remove files that no row names; returns how many. Files that are being written stay. Those that are leased are counted, and removed
+    when they no longer are."""
     removed = 0
     for path, name in _strays(root, catalog, index):
         if name[1] == "policy":  # a hint: whoever has it mapped goes on
             removed += root.files.unlink(path)
             continue
         if name[1]:
-            removed += eviction.remove_orphan(name)
+            if eviction.remove_orphan(name):
+                removed += 1
+            elif (size := _size_of(path)) is not None:
+                eviction.count_orphan(name, size)
             continue
         keyhash = tmp.keyhash if (tmp := parse_tmp_name(path.name)) else 0
         if keys.try_lock(keyhash, exclusive=True):

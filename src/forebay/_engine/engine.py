@@ -202,7 +202,7 @@ class Engine(Hits):
                 continue
             is_lost = not pack.has_name()
             with contextlib.suppress(errors.CacheFault):
-                is_lost = is_lost or not entries.is_known(self.parts.catalog, pack.id)
+                is_lost = is_lost or not entries.has_name(self.parts.catalog, pack.id)
             if is_lost:
                 pack.lose()
 

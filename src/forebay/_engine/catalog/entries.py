@@ -353,6 +353,11 @@ def is_known(rows: Rows, id: int) -> bool:
     return bool(rows.all("SELECT 1 FROM entries WHERE id = ? UNION ALL SELECT 1 FROM reservations WHERE id = ?", id, id))
 
 
+def has_name(rows: Rows, id: int) -> bool:
+    """Whether an entry has, or had, a name in this catalog: not one whose file was found without a row."""
+    return bool(rows.all("SELECT 1 FROM entries WHERE id = ? AND key != ''", id))
+
+
 def known(rows: Rows, ids: Sequence[int]) -> set[int]:
     """Those of some ids that `is_known` is true of."""
     return {row[0] for some in _sixteens(ids) for table in ("entries", "reservations") for row in rows.all(_KNOWN[table], *some)}

@@ -25,6 +25,7 @@ from forebay._engine.catalog import entries, segments
 from forebay._engine.catalog.checked import is_number
 from forebay._engine.catalog.connection import Catalog
 from forebay._engine.catalog.entries import Ended, FileName, Spared, Superseded
+from forebay._engine.catalog.schema import SUPERSEDED
 from forebay._engine.catalog.transactions import AT_ONCE, Rows, Txn
 from forebay._engine.files import blobs, pack_files
 from forebay._engine.files.layout import PAGE, DiskFull, RootReplaced, faults, is_suffix
@@ -34,7 +35,7 @@ from forebay._engine.leases import Leases
 from forebay._engine.space.ranking import EvictionCandidate
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Entry, Victim
+from forebay._model import URLS, Entry, Victim
 from forebay.errors import Damaged
 
 log = logger("forebay.eviction")
@@ -166,6 +167,18 @@ class Eviction:
                 return not entries.is_known(self._catalog, file[0]) and self._unlink(file)
         finally:
             self._leases.evicted(file[0])
+
+    def count_orphan(self, file: FileName, charge: int) -> None:
+        """Count what `remove_orphan` left, as what was superseded: the budget has room for it, and a sweep removes it."""
+        id, kind, suffix = file
+        if kind == "pack":  # its segments have rows of their own
+            charge = pack_files.size_of_index(self._root, id) or 0
+        with self._catalog.write() as txn:
+            if not entries.is_known(txn, id):
+                entries.keep(txn, [Ended(id, 0, suffix, txn.space(URLS, "values"), kind, SUPERSEDED, charge, charge)])
+                txn.leftovers = True
+        if kind == "pack":
+            measure(self._root, self._catalog)
 
     def _remove_beside(self, file: FileName) -> bool:
         """Remove a file that has the id of an entry and is not its file; no process can have a lease on it."""
