@@ -34,13 +34,13 @@ def _array_type(size: int) -> Any:
 
 
 def _anchor(address: int, length: int) -> Any:
-    """What the views of a mapping refer to: it is unmapped with the last one. No instruction of Python's runs meanwhile, in which a signal
-    could come."""
+    """The object that all views of a mapping refer to. When the last view is gone, C code alone unmaps the memory: a signal handler cannot
+    run inside, where Python would ignore what it raises."""
     # ctypes makes a type per length and keeps it: with lengths rounded up to a power of two there are few.
     anchor = _array_type(1 << (length - 1).bit_length()).from_address(address)
     anchor.__del__ = functools.partial(_unmap, address, length)
-    # The collector calls the finalizers of all that it has found before it drops any, and another one may read the view. Only the last
-    # view ends what it does not track.
+    # The garbage collector calls all finalizers of a cycle before it drops any reference, and one of them may read a view. It never calls
+    # that of an object that it does not track: this one ends with the last reference.
     _untrack(anchor)
     return anchor
 
