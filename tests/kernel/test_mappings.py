@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import signal
@@ -18,7 +19,7 @@ from forebay._kernel import mappings
 from forebay._kernel.locks import LockFile
 from tests.conftest import descriptors, mapped
 from tests.processes import Line, in_child, talk_to
-from tests.strikes import soon, take_ctrl_c
+from tests.strikes import take_ctrl_c
 
 CONTENT = bytes(range(256)) * 40
 
@@ -202,22 +203,72 @@ def test_another_thing_in_the_place_of_a_file_is_not_mapped(path: Path, fd: int,
     assert (own == CONTENT, type(own.obj) is bytearray) == (True, True)
 
 
-def test_a_signal_while_a_large_one_is_unmapped_is_not_lost(path: Path, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    unmapped = []
-
-    os.truncate(fd, mappings.LARGE)
-    view = mappings.map_file(fd, mappings.LARGE)
-    ours = mappings.address(view)
-
-    def struck(address: int, length: int) -> None:
-        if address == ours:  # not what another test has left
-            signal.raise_signal(signal.SIGINT)
-            unmapped.append(address)
-        mappings._unmap(address, length)
-
+@pytest.mark.parametrize("size", [len(CONTENT), 8 << 20])
+def test_a_signal_while_it_is_unmapped_comes_afterwards(fd: int, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    os.truncate(fd, size)
+    struck = ctypes.CDLL(None)["raise"]  # by C code, as a signal comes in `munmap`: Python's handler runs at the next instruction
+    struck.argtypes = [ctypes.c_int]
+    monkeypatch.setattr(mappings, "_unmap", functools.partial(struck, signal.SIGINT))
+    view = mappings.map_file(fd, size)
+    address = mappings.address(view)
     take_ctrl_c()
-    monkeypatch.setattr(mappings._Mapped.__del__, "__defaults__", (struck,))
-    with soon():
+    with pytest.raises(KeyboardInterrupt):
         del view
-    assert unmapped == [ours]
-    assert not mapped(path.parent)
+        len(CONTENT)
+    monkeypatch.undo()
+    mappings._unmap(address, size)
+
+
+GARBAGE = """
+import functools, gc, os, sys
+from forebay._kernel import mappings
+
+fd, size, kind = os.open(sys.argv[1], os.O_RDWR), int(sys.argv[2]), sys.argv[3]
+
+
+class Reader:
+    def __del__(self):
+        read.append(bytes(self.view[:3]))
+
+
+def reading(view):
+    try:
+        yield
+    finally:
+        read.append(bytes(view[:3]))
+
+
+def in_window(fd, size):
+    window = mappings.Window(2 * size)
+    window.map_at(fd, size, 0)
+    return window.view
+
+
+read = []
+maps = {
+    "read-only": mappings.map_file,
+    "shared": functools.partial(mappings.map_file, writable=True),
+    "private": functools.partial(mappings.map_file, writable=True, private=True),
+    "window": in_window,
+}[kind]
+gc.disable()
+for maps_first in (True, False):  # the collector finalizes the oldest first, or last
+    view = maps(fd, size) if maps_first else None
+    reader = Reader()
+    reader.view = view or maps(fd, size)
+    reader.generator, reader.me = reading(reader.view), reader
+    next(reader.generator)
+    del view, reader
+    gc.collect()
+print(read == [b"abc"] * 4, sys.argv[1] in open("/proc/self/maps").read())
+"""
+
+
+@pytest.mark.parametrize("kind", ["read-only", "shared", "private", "window"])
+@pytest.mark.parametrize("size", [4096, 8 << 20])
+def test_a_finalizer_may_read_what_is_collected_with_it(tmp_path: Path, size: int, kind: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abc" + bytes(size - 3))
+    words = [sys.executable, "-c", GARBAGE, str(path), str(size), kind]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True False\n", "")

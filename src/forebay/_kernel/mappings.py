@@ -10,11 +10,9 @@ import errno
 import functools
 import mmap
 import os
-import sys
-from collections.abc import Callable
 from typing import Any, cast
 
-from forebay._kernel import fences, host, interrupts
+from forebay._kernel import fences, host
 from forebay._kernel.host import libc
 
 _map = libc.mmap
@@ -22,36 +20,29 @@ _map.restype = ctypes.c_void_p
 _map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _unmap = libc.munmap
 _unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_untrack = ctypes.pythonapi.PyObject_GC_UnTrack
+_untrack.restype = None
+_untrack.argtypes = [ctypes.py_object]
 _FAILED = ctypes.c_void_p(-1).value
 _ANOTHER = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))  # nothing is there, or a link or socket
-LARGE = 4 << 20  # bytes
 _FIXED, _NORESERVE, _PROT_NONE = 0x10, 0x4000, 0  # of Linux on all its machines that matter here; Python's module has them not
-
-
-class _Mapped:
-    """What the views of a mapping refer to: it is unmapped with the last one. Half the time of a `weakref.finalize`."""
-
-    address: int
-    length: int
-
-    def __del__(self, unmap: Any = _unmap) -> None:
-        unmap(self.address, self.length)
-
-
-_unmap_guarded = interrupts.finalizer(_Mapped.__del__)
-
-
-class _LargeMapped(_Mapped):
-    """Its unmapping takes so long that a signal is likely to come meanwhile. Of a small one, guarding it would take longer than that."""
-
-    def __del__(self, unmap: Any = _unmap_guarded, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # at exit the kernel does it, whatever is left of the interpreter
-            unmap(self)
 
 
 @functools.cache
 def _array_type(size: int) -> Any:
-    return type("Mapped", (_LargeMapped if size >= LARGE else _Mapped, ctypes.c_ubyte * size), {})
+    return type("Mapped", (ctypes.c_ubyte * size,), {"__slots__": ("__del__", "file")})
+
+
+def _anchor(address: int, length: int) -> Any:
+    """The object that all views of a mapping refer to. When the last view is gone, C code alone unmaps the memory: a signal handler cannot
+    run inside, where Python would ignore what it raises."""
+    # ctypes makes a type per length and keeps it: with lengths rounded up to a power of two there are few.
+    anchor = _array_type(1 << (length - 1).bit_length()).from_address(address)
+    anchor.__del__ = functools.partial(_unmap, address, length)
+    # The garbage collector calls all finalizers of a cycle before it drops any reference, and one of them may read a view. It never calls
+    # that of an object that it does not track: this one ends with the last reference.
+    _untrack(anchor)
+    return anchor
 
 
 def _mapped(address: int) -> int:
@@ -70,10 +61,7 @@ def map_file(fd: int, length: int, *, offset: int = 0, writable: bool = False, p
         return memoryview((ctypes.c_ubyte * 1)()).cast("B")[:0].toreadonly()
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = _mapped(_map(None, length, protection, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, fd, offset))
-    # ctypes makes a type per length and keeps it: with lengths rounded up to a power of two there are few.
-    anchor = _array_type(1 << (length - 1).bit_length()).from_address(address)
-    anchor.address, anchor.length = address, length
-    view = memoryview(anchor).cast("B")[:length]
+    view = memoryview(_anchor(address, length)).cast("B")[:length]
     return view if writable else view.toreadonly()
 
 
@@ -149,9 +137,7 @@ class Window:
         """Takes addresses only, no memory. Raises OSError where the process may not have so many."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         self._address = _mapped(_map(None, length, _PROT_NONE, flags, -1, 0))
-        whole = _array_type(length).from_address(self._address)
-        whole.address, whole.length = self._address, length
-        self.view = memoryview(whole).cast("B").toreadonly()
+        self.view = memoryview(_anchor(self._address, length)).cast("B")[:length].toreadonly()
         self.length = length
 
     def map_at(self, fd: int, length: int, at: int) -> None:
