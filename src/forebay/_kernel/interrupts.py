@@ -124,7 +124,7 @@ def _begin() -> None:
         _saved[number] = handler, action
         try:
             _signal.signal(number, _Note(handler))
-        except ValueError:  # in a subinterpreter no thread runs handlers
+        except unless_of_handler(ValueError):  # in a subinterpreter no thread runs handlers
             _main = None
             return
         if action:
