@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +149,74 @@ def test_what_a_handler_raises_at_any_line_reaches_the_caller(
         assert raised == bool(moments.where) == interrupt.ran - ran, moments.where
     assert at > 3
     assert place.tasks.stats().store_failures == place.tasks.stats().damaged == 0
+
+
+class Signalling:
+    """A value, an argument and a part of a tag, whose own code is interrupted."""
+
+    armed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._signal()
+        return _recreated, ()
+
+    def __format__(self, spec: str) -> str:
+        self._signal()
+        return "tag"
+
+    def _signal(self) -> None:
+        if Signalling.armed:
+            signal.raise_signal(NUMBER)
+
+
+def _recreated() -> Signalling:
+    Signalling()._signal()
+    return Signalling()
+
+
+class Odd:
+    """A codec of the program's own."""
+
+    name = "odd"
+
+    def encode(self, value: Any) -> bytes:
+        return b"x"
+
+    def decode(self, data: memoryview) -> Signalling:
+        return _recreated()
+
+
+def _of_odd_codec(cache: forebay.Cache, run: list[Any]) -> Call:
+    samples: Any = cache.samples("odd", 3, codec=Odd())
+    return lambda: samples.get_or_put(1, lambda: run.append(1) or Signalling())
+
+
+OWN_CODE: dict[str, Callable[[forebay.Cache, list[Any]], Call]] = {
+    "an argument": lambda cache, run: partial(cache.tasks("t").cached(run.append), Signalling()),
+    "an argument, with a tag": lambda cache, run: partial(cache.tasks("t").cached(lambda x: run.append(x), tag="a"), Signalling()),
+    "a field of a tag": lambda cache, run: partial(cache.tasks("t").cached(lambda x: run.append(x), tag="{x}"), Signalling()),
+    "a value": lambda cache, run: cache.tasks("t").cached(lambda: run.append(1) or Signalling()),
+    "a value of another codec": lambda cache, run: cache.tasks("t", codec=Odd()).cached(lambda: run.append(1) or Signalling()),
+    "a sample": _of_odd_codec,
+}
+
+
+@pytest.mark.parametrize("name", OWN_CODE)
+def test_what_a_handler_raises_in_the_code_of_a_value_is_none_of_its_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The function does not run for it, and the next call has the value."""
+    run = list[Any]()
+    with forebay.Cache(tmp_path / "root", budget=32 * MiB, min_free=0) as cache, handler_that_raises():
+        call = OWN_CODE[name](cache, run)
+        call()
+        with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="of the handler"):
+            patch.setattr(Signalling, "armed", True)
+            call()
+        assert not caplog.records
+        assert len(run) == 1
+        call()
+        assert len(run) == 1
 
 
 def test_writable_memory_of_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

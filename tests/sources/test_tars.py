@@ -27,6 +27,7 @@ from forebay.sources import SourceInfo, TarSource, shards, tar_index
 from forebay.sources.tar_index import Index
 from forebay.testing import Request, ScriptedServer
 from tests.harness import KiB, MiB
+from tests.interrupts.signals import handler_that_raises, interrupted_after
 from tests.processes import fork, in_child
 from tests.servers.nginx import nginx
 from tests.strikes import interrupted
@@ -833,6 +834,21 @@ def test_keys_come_where_no_thread_can_be_started(tmp_path: Path, monkeypatch: p
         (tmp_path / f"{number}.tar").write_bytes(tar_of({"a": b"1"}))
     monkeypatch.setattr(threading.Thread, "start", start)
     assert list(TarSource([tmp_path / f"{number}.tar" for number in range(3)]).keys()) == [f"{number}.tar/a" for number in range(3)]
+
+
+def test_what_a_handler_raises_while_keys_come_in_this_thread_ends_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the next one, which has the members of another shard."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for number in range(3):
+        (tmp_path / f"{number}.tar").write_bytes(tar_of({"a": b"1"}))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    keys = TarSource([tmp_path / f"{number}.tar" for number in range(3)]).keys()
+    with handler_that_raises(), monkeypatch.context() as patch, pytest.raises(TimeoutError, match="of the handler"):
+        interrupted_after(patch, shards.ShardIndexes, "index")
+        next(keys)
 
 
 def test_keys_that_end_do_not_wait_for_a_shard_that_stalls(server: ScriptedServer) -> None:
