@@ -28,7 +28,7 @@ from tests.processes import ProcessGroup
 STRIDE = 3 * parts.PARTS
 """`make test` sends a signal at one line in so many, `make test-all` at each."""
 SPARSE = {"prune": 7, "repair": 13, "read, with a retry": 7}
-"""Calls with loops over all directories of the root, or with a pause: at one line in so many, of which `make test` takes one in `STRIDE`."""
+"""Calls that loop over all directories of the root, or pause: at one line in so many, of which `make test` takes one in `STRIDE`."""
 
 
 class Place:
