@@ -386,6 +386,33 @@ def test_what_is_raised_is_not_kept(tasks: ours.RayTasks, log: Log) -> None:
     assert tasks.keys() == []
 
 
+class Limited:
+    """A time limit ends as the worker stores it."""
+
+    came = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not Limited.came:  # Ray pickles it, too
+            Limited.came = True
+            signal.raise_signal(signal.SIGUSR1)
+        return str, ()
+
+
+def limited(log: Log) -> Limited:
+    def handler(*_: object) -> None:
+        raise TimeoutError("of the handler")
+
+    log.add()
+    signal.signal(signal.SIGUSR1, handler)
+    return Limited()
+
+
+def test_signals_wait_while_a_worker_stores(tasks: ours.RayTasks, log: Log) -> None:
+    with pytest.raises(TimeoutError, match="of the handler"):
+        ray.get(task(tasks, limited).remote(log))
+    assert len(log) == 1
+
+
 def pair(x: int, log: Log) -> tuple[int, int]:
     log.add()
     return x, x + 1

@@ -410,6 +410,7 @@ class CallPlan:
         return self.replay is None and not self.kept
 
 
+@guarded
 def make_plan(
     session: Session, naming: Naming, mode: str | None, tag: str | None, returns: int, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     *, needs_tag: bool = False,
