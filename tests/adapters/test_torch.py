@@ -9,12 +9,14 @@ import multiprocessing
 import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import pytest
 import forebay
 from forebay import errors
 from tests.harness import KiB, MiB
+from tests.interrupts.every_line import Moments, interrupt
 from tests.processes import Gate, ProcessGroup, in_child
 
 np = pytest.importorskip("numpy")
@@ -379,6 +382,37 @@ def test_a_codec_that_fails_does_not_stop_the_loop(cache: forebay.Cache, log: Lo
     assert [r.levelname for r in caplog.records if r.name == "forebay.adapters.torch"] == ["WARNING"]
     assert "no number of mine" in caplog.text
     caplog.clear()  # tracebacks hold what was seen in them
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["an item", "a batch"])
+def test_what_a_handler_raises_is_no_fault_of_the_cache(cache: forebay.Cache, caplog: pytest.LogCaptureFixture, whole: bool) -> None:
+    """At any line: not even once the item is decoded."""
+    before, moments, at = signal.signal(signal.SIGUSR1, interrupt), Moments(), 0
+    gc.disable()  # what a handler raises as a finalizer begins is lost
+    try:
+        while moments.where or at < 8:
+            at += 7
+            dataset = cached(cache, Batches(), name=f"{at}")
+            call = partial(dataset.__getitems__, [0, 1]) if whole else partial(dataset.__getitem__, 0)
+            assert moments.run(call, at) == bool(moments.where), moments.where
+            assert call() == ([b"0", b"1"] if whole else b"0")
+    finally:
+        gc.enable()
+        signal.signal(signal.SIGUSR1, before)
+    assert not caplog.records
+
+
+class Batches(data.Dataset):  # type: ignore[misc]
+    """Items, several at once."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, i: int) -> bytes:
+        return b"%d" % i
+
+    def __getitems__(self, indices: list[int]) -> list[bytes]:
+        return [self[i] for i in indices]
 
 
 @pytest.mark.keeps("the root was removed under an open cache")

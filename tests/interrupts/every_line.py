@@ -16,18 +16,30 @@ import forebay
 OURS = str(Path(forebay.__file__).parent) + os.sep
 
 
-class Interrupt(Exception):
-    """What the handler raises. An Exception, so that code that takes it for an error of its own shows."""
+class Interrupt(TimeoutError, KeyError, IndexError, ValueError, TypeError, RuntimeError):
+    """What the handler raises: of many classes, so that code that takes it for an error of its own shows."""
+
+
+class Missing(AttributeError, LookupError):
+    """As `Interrupt`, of a class that Python cannot combine with the others."""
+
+
+class NotImported(ImportError):
+    """As `Missing`."""
+
+
+KINDS = (Interrupt, Missing, NotImported)
 
 
 class Handler:
-    """The handler of the signals. ``ran``: how often."""
+    """The handler of the signals. ``ran``: how often. ``kind``: what it raises."""
 
     ran = 0
+    kind: type[Exception] = Interrupt
 
     def __call__(self, *_: object) -> None:
         self.ran += 1
-        raise Interrupt
+        raise self.kind
 
 
 interrupt = Handler()
@@ -53,7 +65,7 @@ class Moments:
             del result
             while self.where and interrupt.ran == ran:  # one that came during a finalizer is sent again
                 time.sleep(0.001)
-        except Interrupt:
+        except KINDS:
             return True
         return False
 

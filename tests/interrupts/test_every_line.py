@@ -27,8 +27,8 @@ from tests.processes import ProcessGroup
 
 STRIDE = 3 * parts.PARTS
 """`make test` sends a signal at one line in so many, `make test-all` at each."""
-SPARSE = {"prune": 7, "repair": 13}
-"""Calls with loops over all directories of the root: at one line in so many, of which `make test` takes one in `STRIDE`."""
+SPARSE = {"prune": 7, "repair": 13, "read, with a retry": 7}
+"""Calls that loop over all directories of the root, or pause: at one line in so many, of which `make test` takes one in `STRIDE`."""
 
 
 class Place:
@@ -133,6 +133,33 @@ def _read_blocks(place: Place, url: str) -> Any:
     return file  # it is dropped later: what a handler raises as a finalizer begins is lost (see Limits)
 
 
+def _read_again(place: Place) -> Any:
+    """An answer that says to ask again comes first."""
+    place.number += 1
+    url = place.server.put(f"/{place.number}.bin", b"x" * 30_000, statuses=[503], retry_after="0")
+    return lambda: place.cache.read(url)
+
+
+def _first_call(place: Place) -> Any:
+    """The code of a new function is looked up under a lock."""
+    number = place.slot()
+    return lambda: place.cache.tasks("t").cached(lambda x: [x, number])(number)
+
+
+def _upload(place: Place) -> Any:
+    folder = place.folder / place.new()
+    folder.mkdir()
+    (folder / "a").write_bytes(b"a" * 30_000)
+    return lambda: forebay.Checkpoint.upload(folder, f"/runs/{folder.name}", filesystem=place.files, cache=place.cache)
+
+
+def _to_directory(place: Place) -> Any:
+    name = place.new()
+    place.files.pipe(f"/runs/{name}/a", b"a" * 30_000)
+    checkpoint = forebay.Checkpoint(f"/runs/{name}", filesystem=place.files, cache=place.cache)
+    return lambda: checkpoint.to_directory(place.folder / name)
+
+
 def _claimed(place: Place, name: str) -> None:
     place.claimed = None
     place.claimed = forebay.claim([], world=forebay.World(1, 1, 1, 0), job=place.claim.job, name=name)
@@ -158,6 +185,7 @@ CALLS: dict[str, Callable[[Place], Callable[[], Any]]] = {
     "get_or_put": lambda place: partial(place.cache.get_or_put, place.new(), lambda: b"m" * 30_000),
     "read": lambda place: partial(place.cache.read, place.url()),
     "read a large object": lambda place: partial(place.cache.read, place.url(2 * MiB)),
+    "read, with a retry": _read_again,
     "read_many": lambda place: partial(place.cache.read_many, [place.url() for _ in range(3)]),
     "aread": lambda place: partial(_read_in_loop, place, place.url()),
     "local": lambda place: partial(_closed, place.cache.local, place.url()),
@@ -175,6 +203,9 @@ CALLS: dict[str, Callable[[Place], Callable[[], Any]]] = {
     "a lazy": _read_lazy,
     "a stream": _stream,
     "a cached call": lambda place: partial(place.function, place.slot()),
+    "the first call of a cached function": _first_call,
+    "upload": _upload,
+    "to_directory": _to_directory,
     "a claim": lambda place: partial(_claimed, place, place.new()),
     "a lock": _with_lock,
     "evict": _evict,

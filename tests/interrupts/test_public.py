@@ -32,7 +32,7 @@ LOOKS = {
     "forebay.LocalFiles": {"leases", "__getitem__", "__len__"},
     "forebay.Claim": {"closed"},
     "forebay.Prefetcher": {"closed"},
-    "forebay.Tasks": {"cached", "from_cache", "if_cached", "set_provider", "set_condition"},
+    "forebay.Tasks": {"from_cache", "if_cached", "set_provider", "set_condition"},
     "forebay.Lazy": {"__eq__"},
     "forebay.World": {"__init__", "__eq__", "__repr__", "detect_workers", "copy", "replicate", "to_json"},
     "forebay.adapters.pfio.FileCache": {"__len__", "multiprocess_safe", "multithread_safe"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import queue
+import signal
 import threading
 import time
 import weakref
@@ -13,8 +14,10 @@ from functools import partial
 
 import pytest
 
+from forebay._kernel import interrupts
 from forebay._kernel import threads as threads_module
 from forebay._kernel.threads import DaemonThread, Threads, run_all
+from tests.interrupts.signals import NUMBER, handler_that_raises
 
 WAIT = 60.0
 
@@ -197,6 +200,23 @@ def test_an_interrupt_of_the_caller_wins_and_stops_the_threads(inline: bool) -> 
     with pytest.raises(KeyboardInterrupt):
         run_all([work] * 6, 3, name="ctrl-c", inline=inline, on_turn=None if inline else press, stop=stopped.set)
     assert threads_called("ctrl-c") == []
+
+
+def test_what_a_handler_raises_in_the_caller_wins_over_the_error_of_a_thread() -> None:
+    here, begun, failing = threading.get_ident(), threading.Event(), queue.SimpleQueue[threading.Thread]()
+
+    def work() -> None:
+        if threading.get_ident() != here:
+            assert begun.wait(WAIT)
+            failing.put(threading.current_thread())
+            raise ValueError
+        begun.set()
+        failing.get(timeout=WAIT).join()
+        signal.raise_signal(NUMBER)
+        interrupts.point()
+
+    with handler_that_raises(), pytest.raises(TimeoutError, match="of the handler"):
+        interrupts.guarded(run_all)([work] * 2, 2, name="both", inline=True)
 
 
 def test_a_thread_that_does_not_end_is_left_behind_and_takes_nothing_more() -> None:

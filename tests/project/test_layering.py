@@ -24,7 +24,7 @@ ORDER = """
     _model _kernel.interrupts < _kernel.threads < remote
     _model < _kernel.events < _engine.files
     _kernel.host < _kernel.below
-    _model < codecs testing
+    _model _kernel.interrupts < codecs testing
     _kernel.waits _kernel.below _config < world remote
     _kernel.waits _kernel.below _config < _engine.files < _engine.index < _engine.catalog < _engine.leases < _engine.space < _engine.publish
     _engine.publish < _engine.packs

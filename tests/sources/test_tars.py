@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import tarfile
 import threading
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 import forebay
 from forebay import errors
+from forebay._kernel import interrupts
 from forebay._model import ObjectInfo, Span
 from forebay.cache import fetcher_of
 from forebay.fetch.prefix import RemoteAccess
@@ -27,6 +29,7 @@ from forebay.sources import SourceInfo, TarSource, shards, tar_index
 from forebay.sources.tar_index import Index
 from forebay.testing import Request, ScriptedServer
 from tests.harness import KiB, MiB
+from tests.interrupts.signals import NUMBER, handler_that_raises
 from tests.processes import fork, in_child
 from tests.servers.nginx import nginx
 from tests.strikes import interrupted
@@ -833,6 +836,30 @@ def test_keys_come_where_no_thread_can_be_started(tmp_path: Path, monkeypatch: p
         (tmp_path / f"{number}.tar").write_bytes(tar_of({"a": b"1"}))
     monkeypatch.setattr(threading.Thread, "start", start)
     assert list(TarSource([tmp_path / f"{number}.tar" for number in range(3)]).keys()) == [f"{number}.tar/a" for number in range(3)]
+
+
+def test_what_a_handler_raises_while_keys_come_in_this_thread_ends_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the next one, which has the members of another shard."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for number in range(3):
+        (tmp_path / f"{number}.tar").write_bytes(tar_of({"a": b"1"}))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    keys = TarSource([tmp_path / f"{number}.tar" for number in range(3)]).keys()
+    real = shards.ShardIndexes.index
+
+    def index(self: shards.ShardIndexes, url: str) -> shards.Indexed:
+        found = real(self, url)
+        if url.endswith("1.tar"):
+            signal.raise_signal(NUMBER)
+            interrupts.point()
+        return found
+
+    with handler_that_raises(), monkeypatch.context() as patch, pytest.raises(TimeoutError, match="of the handler"):
+        patch.setattr(shards.ShardIndexes, "index", index)
+        next(keys)
 
 
 def test_keys_that_end_do_not_wait_for_a_shard_that_stalls(server: ScriptedServer) -> None:

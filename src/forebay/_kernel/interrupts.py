@@ -31,6 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 PATIENCE = 1.0
 """Seconds after which a signal that comes again is delivered at once."""
@@ -78,7 +79,7 @@ class Delivered(BaseException):
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
-        self.error = error
+        self.error: BaseException = error.error if isinstance(error, Delivered) else error
 
 
 # -- handlers ----------------------------------------------------------------------------------------------------------
@@ -99,7 +100,10 @@ class _Note:
             self.handler(number, frame)
         elif now - _noted.setdefault(number, now) >= PATIENCE:
             _noted.pop(number, None)
-            self.handler(number, frame)
+            try:
+                self.handler(number, frame)
+            except BaseException as error:  # noqa: BLE001 (raised at the end of the call)
+                raise Delivered(error) from None
 
 
 def _begin() -> None:
@@ -120,7 +124,7 @@ def _begin() -> None:
         _saved[number] = handler, action
         try:
             _signal.signal(number, _Note(handler))
-        except ValueError:  # in a subinterpreter no thread runs handlers
+        except unless_of_handler(ValueError):  # in a subinterpreter no thread runs handlers
             _main = None
             return
         if action:
@@ -218,6 +222,14 @@ def is_of_handler(trace: TracebackType | None) -> bool:
     while trace is not None and trace.tb_frame.f_code not in codes:
         trace = trace.tb_next
     return trace is not None
+
+
+def unless_of_handler(*kinds: type[E]) -> tuple[type[E], ...]:
+    """For an ``except`` around code that a handler may interrupt at any line: these classes, or none if a handler that is in place raised
+    the exception. A time limit may be an OSError, a KeyError, anything."""
+    trace = sys.exc_info()[2]
+    is_from_inside = trace is not None and trace.tb_next is not None  # else this very frame raised it, as usual
+    return () if is_from_inside and get_ident() == _main and is_of_handler(trace) else kinds
 
 
 def _code_of(handler: Any) -> CodeType | None:
@@ -388,10 +400,10 @@ def guarded(function: Callable[P, R], *, always: bool = False) -> Callable[P, R]
                         function(*args, **kwargs)
                     raise
                 return function(*args, **kwargs)
-            except Delivered as delivered:
-                error = delivered.error
-        finally:
-            _end()
+            finally:
+                _end()
+        except Delivered as delivered:
+            error = delivered.error
         try:
             raise error
         finally:

@@ -234,6 +234,8 @@ class _Run:
             while (call := self._next()) is not None:
                 interrupts.point()
                 call()
+        except interrupts.Delivered:  # before what a thread has raised
+            raise
         except BaseException as error:  # noqa: BLE001 (raised by `run_all`, as it is)
             self.errors.append(error)
             self.end()

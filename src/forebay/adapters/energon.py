@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forebay import codecs, errors
+from forebay._kernel.interrupts import unless_of_handler
 from forebay._logs import logger
 from forebay._model import Noted
 from forebay.cache import Cache, fetcher_of
@@ -257,7 +258,7 @@ class _Stores:
             identity = self._decoders.get(decoder)
             if identity is None:
                 identity = self._decoders.setdefault(decoder, _new_identity(decoder))
-        except TypeError:  # it cannot be a key
+        except unless_of_handler(TypeError):  # it cannot be a key
             identity = _new_identity(decoder)
         return identity
 
@@ -267,7 +268,7 @@ def _new_identity(decoder: Any) -> str:
         config = getattr(decoder, "config", None)
         settings = json.dumps(config(), sort_keys=True, default=repr).encode() if callable(config) else pickle.dumps(decoder)
         return f"{_name_of(type(decoder))} {hashlib.blake2s(settings).hexdigest()}"
-    except Exception as error:  # noqa: BLE001 - whatever its own code raises
+    except unless_of_handler(Exception) as error:  # whatever its own code raises
         log.debug("a %s is known in this process only: %s", type(decoder).__name__, error)
         return os.urandom(12).hex()
 
@@ -356,7 +357,7 @@ def _decoded(ds: Any, fname: str, noted: Any, plain: bool) -> Item:
     try:
         head = base64.b85decode(note[1:])
         info = _plain_info(head) if kind == _ItemForm.PLAIN else None
-    except (errors.Damaged, ValueError, TypeError) as error:
+    except unless_of_handler(errors.Damaged, ValueError, TypeError) as error:
         log.warning("the stored form of %s cannot be read, the item is read again: %s", fname, error)
         data, info = ds[fname]
         return data, info

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from forebay import errors
+from forebay._kernel.interrupts import unless_of_handler
 from forebay._model import Buffer, as_bytes
 from forebay.codecs import arrays, by_value
 from forebay.codecs.arrays import MAPPED_FROM as MAPPED_FROM
@@ -193,7 +194,7 @@ class _Pickle(Named):
             return ndarray(shape, dtype, buffers[0], 0, None, order)
         try:
             return pickle.loads(stream, buffers=buffers)
-        except (pickle.UnpicklingError, EOFError) as error:
+        except unless_of_handler(pickle.UnpicklingError, EOFError) as error:
             raise _damaged(str(error)) from error
 
 

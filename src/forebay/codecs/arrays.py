@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from forebay import errors
+from forebay._kernel.interrupts import unless_of_handler
 from forebay.codecs.base import damaged
 
 # Smaller tensors are copied: the page faults of a private mapping take longer than a copy (150 KB read: 60 us, copied and read: 20).
@@ -63,7 +64,7 @@ def parse_head(head: bytes) -> tuple[Any, tuple[int, ...], Any, str, int]:
             raise ValueError("not what encode writes")
         # An array of this shape over a single element: it raises if NumPy refuses the shape.
         np.ndarray(shape, dtype, bytes(dtype.itemsize), 0, (0,) * len(shape))
-    except (ValueError, TypeError, SyntaxError, KeyError, IndexError, MemoryError, RecursionError) as error:
+    except unless_of_handler(ValueError, TypeError, SyntaxError, KeyError, IndexError, MemoryError, RecursionError) as error:
         raise damaged(f"no array begins with {head[:80]!r}") from error
     return np.ndarray, tuple(shape), dtype, order, math.prod(shape) * dtype.itemsize
 

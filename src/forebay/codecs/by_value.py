@@ -10,6 +10,8 @@ import types
 import weakref
 from typing import Any
 
+from forebay._kernel.interrupts import unless_of_handler
+
 MAINS = frozenset({"__main__", "__mp_main__"})  # the second is what children of multiprocessing call the first
 _MAX_CODE = 64 << 10
 """Bytes of a class or function that are stored with each value that needs it."""
@@ -52,7 +54,7 @@ def by_name(name: str, code: bytes) -> Any:
 def _in_main(name: str) -> Any:
     try:
         return operator.attrgetter(name)(sys.modules["__main__"])
-    except (AttributeError, KeyError):
+    except unless_of_handler(AttributeError, KeyError):
         return None
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from forebay import errors
+from forebay._kernel.interrupts import unless_of_handler
 from forebay._model import Buffer, is_text
 from forebay.codecs import arrays
 from forebay.codecs.arrays import CannotEncode
@@ -33,7 +34,7 @@ class Json(Named):
     def decode(self, data: memoryview, private: Callable[[], memoryview]) -> Any:
         try:
             return json.loads(bytes(data))
-        except (ValueError, RecursionError) as error:
+        except unless_of_handler(ValueError, RecursionError) as error:
             raise damaged(f"it is no JSON: {error}") from error
 
 
@@ -82,7 +83,7 @@ class Arrow(Named):
             with arrow.ipc.open_stream(arrow.py_buffer(data[ALIGNMENT:])) as reader:
                 value = reader.read_all() if head == _HEADS[b"Table"] else reader.read_next_batch()
             value.validate()
-        except (arrow.ArrowException, OSError, StopIteration) as error:
+        except unless_of_handler(arrow.ArrowException, OSError, StopIteration) as error:
             raise damaged(f"it is no Arrow table: {error}") from error
         return value
 
@@ -171,7 +172,7 @@ class Pytree(Named):
                 raise ValueError(f"a value of {reader.end:,} bytes has {len(data):,}")
         except (OSError, ImportError):  # of `private`, and of missing packages
             raise
-        except Exception as error:
+        except unless_of_handler(Exception) as error:
             raise damaged(f"{type(error).__name__}: {error}") from error
         return value
 

@@ -21,7 +21,7 @@ from forebay._config import parse_size
 from forebay._engine.packs.pack import Pack, Unencodable
 from forebay._engine.store import Store
 from forebay._kernel import interrupts, waits
-from forebay._kernel.interrupts import guarded, guarded_methods, items_of_program, of_program
+from forebay._kernel.interrupts import guarded, guarded_methods, items_of_program, of_program, unless_of_handler
 from forebay._logs import logger
 from forebay._model import SAMPLES, Buffer, Entry, Item, noted
 from forebay.fetch import Fetcher
@@ -333,7 +333,7 @@ class Samples(Generic[Item]):
             return None
         try:
             return (self._codec.decode(data, lambda: self._private(i, data) if data.readonly else data),)
-        except Exception:
+        except unless_of_handler(Exception):
             if guarded(self._pack.is_damaged)(i):
                 return None
             raise  # the error of the codec itself

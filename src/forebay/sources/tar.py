@@ -147,6 +147,8 @@ class TarSource:
     def _index(self, indexing: _Indexing) -> None:
         try:
             indexing.built.set_result(self._shards.index(indexing.url))
+        except interrupts.Delivered:
+            raise
         except BaseException as error:  # noqa: BLE001 (raised where the index is wanted)
             indexing.built.set_exception(error)
 

@@ -52,7 +52,7 @@ class TaskStats:
     damaged: int
 
 
-@guarded_methods("cached", "from_cache", "if_cached", "set_provider", "set_condition")
+@guarded_methods("from_cache", "if_cached", "set_provider", "set_condition")
 class Tasks:
     """Values by tag, and functions whose outputs are stored. Made by `Cache.tasks`.
 

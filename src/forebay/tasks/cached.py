@@ -28,6 +28,7 @@ class TasksLike(Protocol):
     _bypass: Bypass
 
 
+@guarded
 def decorate(
     tasks: TasksLike, function: Any = None, tag: TagRule = None, version: object = None, ignore: str | tuple[str, ...] = (),
     copy: bool = False,

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay._kernel import host
+from forebay._kernel.interrupts import guarded, unless_of_handler
 
 _FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # cells of notebooks have it; elsewhere it changes nothing
 _FUTURE = functools.reduce(operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)) & ~0x10
@@ -355,6 +356,7 @@ def definition_of(function: types.FunctionType) -> Definition:
     return definition
 
 
+@guarded
 def _look_up(code: types.CodeType, namespace: dict[str, Any]) -> Definition:
     source = _source_of(code, namespace)
     written = source.find(code) if source is not None else None
@@ -406,8 +408,11 @@ MANY_FUNCTIONS = 100
 def cells_of(function: Any) -> Iterator[tuple[str, Any]]:
     """The variables that a function closes over, as far as they have a value yet."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):
-            yield name, cell.cell_contents
+        try:
+            content = cell.cell_contents
+        except unless_of_handler(ValueError):
+            continue
+        yield name, content
 
 
 def functions_of(function: Any) -> list[types.FunctionType]:
@@ -443,7 +448,7 @@ def _wrapped(value: Any) -> Any:
     """What any object, of whatever package, says that it wraps."""
     try:
         return getattr(value, "__wrapped__", None)
-    except Exception:  # noqa: BLE001  # such as of a proxy for what is not there now
+    except unless_of_handler(Exception):  # such as of a proxy for what is not there now
         return None
 
 

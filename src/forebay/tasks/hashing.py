@@ -48,8 +48,11 @@ class Unstable(Exception):
 def digest(data: Buffer) -> bytes:
     """16 bytes that only equal contents share: BLAKE2b (RFC 7693), since a quick hash lets whoever makes the contents find two that share
     them, and a call would get the output of another one. Large contents take several threads."""
-    if len(data) <= 2 * LEAF:
-        return blake2b(data, digest_size=16).digest()
+    return blake2b(data, digest_size=16).digest() if len(data) <= 2 * LEAF else _digest_by_leaves(data)
+
+
+@interrupts.guarded
+def _digest_by_leaves(data: Buffer) -> bytes:
     view = memoryview(data)
     digests = [b""] * -(-len(view) // LEAF)
 
@@ -181,7 +184,7 @@ class DigestWriter:
             data = short(writer_of(type(value))(self, value))
         except (Unstable, RecursionError):
             raise
-        except Exception as error:
+        except interrupts.unless_of_handler(Exception) as error:
             why = "" if str(error).startswith("cannot pickle") else f": {type(error).__name__}: {error}"
             raise self._unstable(f"a {place_of(type(value))}", why) from error
         finally:

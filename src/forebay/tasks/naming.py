@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Self
 
 from forebay import errors
+from forebay._kernel.interrupts import guarded, unless_of_handler
 from forebay._logs import logger
 from forebay.tasks.code import arrived, chain_of, codes_in, definition_of, functions_of, identity_of, names_read_by, shape_of
 from forebay.tasks.hashing import QUICK, ConstantWriter, Unstable, as_own, brought, digest, encoded, kind_text, text
@@ -119,6 +120,10 @@ class Naming:
                     break
             else:
                 return known[0]
+        return self._prefix_now()
+
+    @guarded
+    def _prefix_now(self) -> str:
         try:
             code, uses = code_of(self.function, self._sent)
         except Exception as error:
@@ -160,10 +165,12 @@ class Naming:
         """Key, digest and given tag of `call`, without its objects: a hit has no time for them."""
         try:
             values = self._bind(*args, **kwargs)
-        except TypeError as error:  # the call will raise it, too, unless another signature is shown than the function's own
+        except unless_of_handler(
+            TypeError
+        ) as error:  # the call will raise it, too, unless another signature is shown than the function's own
             is_its_own = isinstance(self.function, types.FunctionType) and not hasattr(self.function, "__wrapped__")
-            if not is_its_own and self._is_first("signature"):
-                log.warning("%s runs uncached where a call does not fit its signature: %s", self.identity, str(error))
+            if not is_its_own:
+                self._warn_once("signature", "%s runs uncached where a call does not fit its signature: %s", self.identity, str(error))
             return None
         if tag is None and self._rule is not None:
             tag = self._tag_by_rule(values, args, kwargs)
@@ -177,8 +184,8 @@ class Naming:
                 digest = self._lenient_digest(values)
             return self._prefix() + _encodable(tag), digest, tag
         except Unstable as error:
-            if self._is_first("uncached"):
-                log.warning("%s runs uncached: %s has no content that stays: %s", self.identity, self._where(error), self._cure(error))
+            message = "%s runs uncached: %s has no content that stays: %s"
+            self._warn_once("uncached", message, self.identity, self._where(error), self._cure(error))
             return None
 
     def tag_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tag:
@@ -208,13 +215,14 @@ class Naming:
             except Unstable as error:
                 error.index = index
                 parts.append(b"?" + kind_text(type(value)))
-                if self._is_first(f"unstable {index}"):
-                    log.warning("%s: %s counts by its type only: it has no content that stays", self.identity, self._where(error))
+                message = "%s: %s counts by its type only: it has no content that stays"
+                self._warn_once(f"unstable {index}", message, self.identity, self._where(error))
         try:
             own = self._own if self._own is not None else self._written_own()
         except Unstable as error:
             own = self._own = self._head
-            log.warning("%s: what it closes over does not count: %s has no content that stays", self.identity, error.what)
+            message = "%s: what it closes over does not count: %s has no content that stays"
+            self._warn_once("own", message, self.identity, error.what)
         return blake2b(own + b"".join(parts), digest_size=16).hexdigest()
 
     def _written_own(self) -> bytes:
@@ -259,7 +267,7 @@ class Naming:
             named = {**named, **named[self._others]}
         try:
             tag = rule.format(*listed, **named)
-        except Exception as error:
+        except unless_of_handler(Exception) as error:
             raise self._bad_format(f"{type(error).__name__}: {error}", tuple(named)) from error
         if _ADDRESS.search(tag):
             _Shown(self._refuse_address).vformat(rule, listed, named)
@@ -297,7 +305,7 @@ class Naming:
         """What can be known before the first call: whether each field is an argument."""
         try:
             fields = _fields(rule)
-        except ValueError as error:
+        except unless_of_handler(ValueError) as error:
             raise self._bad_format(str(error), tuple(self._parameters)) from error
         unnumbered = 0
         for field in fields:
@@ -324,6 +332,11 @@ class Naming:
 
     def _cure(self, error: Unstable) -> str:
         return "give a version" if error.index == _CODE else "give a tag, or ignore it"
+
+    @guarded
+    def _warn_once(self, topic: str, message: str, *facts: str) -> None:
+        if self._is_first(topic):
+            log.warning(message, *facts)
 
     def _is_first(self, topic: str) -> bool:
         """Whether this topic is reported for the first time."""
@@ -352,7 +365,7 @@ _live: weakref.WeakValueDictionary[tuple[Any, ...], Naming] = weakref.WeakValueD
 def _parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(function).parameters)
-    except (ValueError, TypeError):  # some built-in functions have no signature
+    except unless_of_handler(ValueError, TypeError):  # some built-in functions have no signature
         kinds = zip(("args", "kwargs"), _VAR, strict=True)
         return {name: inspect.Parameter(name, kind) for name, kind in kinds}
 

@@ -16,6 +16,7 @@ from forebay._engine.index.memo import Remembered
 from forebay._engine.null_store import NullStore
 from forebay._engine.store import Store
 from forebay._kernel import host, mappings, waits
+from forebay._kernel.interrupts import unless_of_handler
 from forebay._kernel.threads import in_thread
 from forebay._logs import logger
 from forebay._model import Buffer
@@ -89,7 +90,7 @@ class Values:
             return None
         try:
             value = self._decode(hit.view, copy)
-        except Exception:  # noqa: BLE001  # whatever a value's own code raises: `look` reports it
+        except unless_of_handler(Exception):  # whatever a value's own code raises: `look` reports it
             return None
         store.touch(hit.entry)
         self.fetcher.store.count_hit(hit.size)

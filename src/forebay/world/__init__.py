@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any, Self
 
-from forebay._kernel.interrupts import guarded
+from forebay._kernel.interrupts import guarded, unless_of_handler
 from forebay.errors import ConfigError
 from forebay.world.launchers import ranks
 from forebay.world.launchers import worker as dataloader_worker
@@ -113,5 +113,5 @@ def _formatted(numbers: dict[str, int]) -> str:
 def _number(name: str, value: Any) -> int:
     try:
         return operator.index(value)
-    except TypeError:
+    except unless_of_handler(TypeError):
         raise ConfigError(f"{name}={value!r}: must be a whole number", name=name, value=repr(value)) from None

@@ -24,10 +24,13 @@ import numpy as np
 import ray
 
 import forebay
+from forebay._kernel import interrupts
 from forebay.adapters import ray as ours
 from forebay.adapters.ray.tasks import size_in
 from forebay.tasks.naming import code_of
+from forebay.tasks.values import Values
 from tests.adapters.ray_cluster import AWAY, HEAD, Log, Nodes, node
+from tests.interrupts.signals import NUMBER, handler_that_raises
 from tests.items import until
 
 SRC = str(Path(__file__).parents[3] / "src")
@@ -384,6 +387,46 @@ def test_what_is_raised_is_not_kept(tasks: ours.RayTasks, log: Log) -> None:
             ray.get(task(tasks, fails).remote(log))
     assert len(log) == 2
     assert tasks.keys() == []
+
+
+class Limited:
+    """A time limit ends as the worker stores it."""
+
+    came = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not Limited.came:  # Ray pickles it, too
+            Limited.came = True
+            signal.raise_signal(signal.SIGUSR1)
+        return str, ()
+
+
+def limited(log: Log) -> Limited:
+    def handler(*_: object) -> None:
+        raise TimeoutError("of the handler")
+
+    log.add()
+    signal.signal(signal.SIGUSR1, handler)
+    return Limited()
+
+
+def test_signals_wait_while_a_worker_stores(tasks: ours.RayTasks, log: Log) -> None:
+    with pytest.raises(TimeoutError, match="of the handler"):
+        ray.get(task(tasks, limited).remote(log))
+    assert len(log) == 1
+
+
+def test_signals_wait_while_the_caller_looks(tasks: ours.RayTasks, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, look = list[bool](), Values.look
+
+    def watched(self: Values, *args: Any, **kwargs: Any) -> Any:
+        seen.append(isinstance(signal.getsignal(NUMBER), interrupts._Note))
+        return look(self, *args, **kwargs)
+
+    monkeypatch.setattr(Values, "look", watched)
+    with handler_that_raises():
+        assert ray.get(task(tasks).remote(3, log)) == 9
+    assert seen == [True]
 
 
 def pair(x: int, log: Log) -> tuple[int, int]:

@@ -29,7 +29,7 @@ import xxhash
 
 from forebay._engine.files.layout import Root
 from forebay._engine.files.table import FREE, HEADER, SharedTable
-from forebay._kernel import host, locks, mappings
+from forebay._kernel import host, interrupts, locks, mappings
 from forebay._logs import logger
 from forebay.errors import CacheFault
 
@@ -92,7 +92,7 @@ class Counters:
         it is another one after `claim` and after a fork. Beyond 30 threads the rest share one, and could lose a count here."""
         try:
             seat: _Seat = self._page.local.seat
-        except AttributeError:
+        except interrupts.unless_of_handler(AttributeError):
             self.claim()
             seat = self._page.local.seat = _Seat(self._page)
         return seat.block

@@ -89,7 +89,7 @@ def finder(
                 ends[slot] = end  # last: a reader that sees it relies on the other
                 if hits >= MANY_HITS:
                     flush()
-        except (IndexError, KeyError):
+        except interrupts.unless_of_handler(IndexError, KeyError):
             return slowly(slot, copy)
         hits += 1
         size += end - start

@@ -25,7 +25,7 @@ from forebay import errors
 from forebay._engine.files.layout import FULL
 from forebay._engine.packs.pack import Pack
 from forebay._kernel import host
-from forebay._kernel.interrupts import finalizer, guarded_methods, is_of_handler, paced
+from forebay._kernel.interrupts import finalizer, guarded_methods, paced, unless_of_handler
 from forebay._kernel.locks import LockFile
 from forebay._logs import logger
 from forebay.adapters.pfio.file import RECORD, PfioFile, write_array
@@ -134,9 +134,7 @@ class Stored(Shared):
             data = source.get(i)
         except errors.Closed:  # by another thread, meanwhile
             return None
-        except OSError as error:  # a cache that cannot be read is empty
-            if is_of_handler(error.__traceback__):
-                raise
+        except unless_of_handler(OSError) as error:  # a cache that cannot be read is empty
             self._warn_once(error)
             return None
         if data is None:
@@ -212,7 +210,7 @@ def recorded(tag: str, *, trace: bool = True) -> contextlib.AbstractContextManag
         return contextlib.nullcontext()
     try:
         from pytorch_pfn_extras.profiler import record  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
+    except unless_of_handler(ImportError):
         return contextlib.nullcontext()
     recording: contextlib.AbstractContextManager[Any] = record(tag, trace=True)
     return recording

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay import errors
-from forebay._kernel.interrupts import guarded
+from forebay._kernel.interrupts import guarded, of_program
 from forebay._logs import logger
 from forebay.tasks import Tasks, hashing
 from forebay.tasks.cached import Cached
@@ -410,6 +410,7 @@ class CallPlan:
         return self.replay is None and not self.kept
 
 
+@guarded
 def make_plan(
     session: Session, naming: Naming, mode: str | None, tag: str | None, returns: int, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     *, needs_tag: bool = False,
@@ -450,13 +451,14 @@ def _fits(value: Any, returns: int) -> bool:
     return returns == 1 or (not isinstance(value, (str, bytes, Mapping)) and getattr(value, "__len__", lambda: -1)() == returns)
 
 
+@guarded
 def work(function: Callable[..., Any], naming: Naming, plan: CallPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """On the worker: run or replay the call, and keep its output."""
     session = session_of(plan.context.namespace).install(plan.context)
 
     def run() -> Any:
         session.counted["runs"] += 1
-        return function(*args, **kwargs)
+        return of_program(function)(*args, **kwargs)
 
     def run_to_keep() -> Any:
         value = run()
@@ -512,7 +514,7 @@ def _replayed(
     assert plan.replay is not None
     provider = session.bypass.providers.get(plan.replay.name)
     if provider is not None:
-        value = provider(plan.replay.tag, plan.replay.data_path, *args, **kwargs)
+        value = of_program(provider)(plan.replay.tag, plan.replay.data_path, *args, **kwargs)
     else:
         try:
             value = session.ask("text", plan.replay.data_path)
@@ -542,6 +544,7 @@ def in_actor(actor: Any, method: str, naming: Naming, plan: CallPlan, names: Seq
     return work(getattr(actor, method), naming, plan, args, kwargs)
 
 
+@guarded
 def keep_results(naming: Naming, plan: CallPlan, names: Sequence[str], *flat: Any) -> Any:
     """The task that Ray runs after a method that cannot be replaced by another function: ``flat`` has its results, then its arguments."""
     results, (args, kwargs) = flat[: plan.returns], _unflattened(names, flat[plan.returns :])

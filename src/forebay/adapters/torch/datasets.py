@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from forebay import errors
+from forebay._kernel.interrupts import guarded, unless_of_handler
 from forebay._logs import logger
 from forebay._model import to_bytes
 from forebay.cache import Cache
@@ -155,7 +156,7 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
             return {i: (item,) for i, item in zip(slots, self.samples.get_or_put_many(slots, decode), strict=True)}
         except errors.Closed:
             raise
-        except Exception as error:
+        except unless_of_handler(Exception) as error:
             if decoded and isinstance(error, errors.ConfigError):
                 error.add_note(ADVICE)
                 raise
@@ -180,7 +181,7 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
             return self.samples.get_or_put(index, decode)
         except errors.Closed:
             raise
-        except Exception as error:
+        except unless_of_handler(Exception) as error:
             if decoded and isinstance(error, errors.ConfigError):
                 error.add_note(ADVICE)
                 raise
@@ -191,6 +192,7 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
             self._warn(index, error)
             return item
 
+    @guarded
     def _warn(self, index: int, error: Exception) -> None:
         level, self._level = self._level, logging.DEBUG  # logged once
         log.log(level, "the cache failed, and items are read without it; here item %d: %s", index, error, exc_info=True)
@@ -204,7 +206,7 @@ def _length(dataset: Any) -> int:
     try:
         if not isinstance(dataset, IterableDataset):
             return len(dataset)
-    except TypeError:
+    except unless_of_handler(TypeError):
         log.debug("a %s has no length", type(dataset).__name__)
     kind = type(dataset).__name__
     raise errors.ConfigError(f"{kind} is not a map-style dataset: it needs __len__ and __getitem__", name="dataset", value=kind)

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from forebay import errors, remote
+from forebay._kernel.interrupts import unless_of_handler
 from forebay._logs import logger
 from forebay._model import Span
 from forebay.adapters.torch.datasets import opened
@@ -208,7 +209,7 @@ class _Position:
                 raise _no_state(name, value)
         try:
             turns, samples = array("q", state["buffered_turns"]), array("q", state["buffered_samples"])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except unless_of_handler(KeyError, TypeError, ValueError, OverflowError) as error:
             raise _no_state("buffered_turns", state.get("buffered_turns")) from error
         if len(turns) != len(samples) or min((*turns, *samples), default=0) < 0:
             raise _no_state("buffered_turns", state["buffered_turns"])
