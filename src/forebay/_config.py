@@ -156,7 +156,7 @@ def parse_timeout(value: float | None, *, name: str = "timeout") -> float | None
 def parse_sha256(value: str, *, name: str = "sha256") -> str:
     """A SHA-256 as 64 lower-case hexadecimal digits. Raises `ConfigError` for anything else."""
     if isinstance(value, str) and re.fullmatch(_SHA256, value):
-        return value.lower()
+        return str.lower(value)
     raise _wrong(name, value, "a SHA-256 is 64 hexadecimal digits")
 
 

@@ -103,7 +103,7 @@ def hf_hub_download(
 ) -> Snapshot:  # fmt: skip
     """The path of one file of a repository, under its own name. See `snapshot_download`."""
     _check(endpoint, others)
-    name = f"{subfolder}/{filename}" if subfolder else filename
+    name = "/".join(map(remote.as_text, (subfolder, filename) if subfolder else (filename,)))
     select, url = (glob.escape(name), None), _url_of(repo_id, repo_type, revision)
     return Snapshot.of(_lease(cache or default_cache(), url, select, token, headers, local_files_only, force_download), name)
 
@@ -120,11 +120,12 @@ def _check(endpoint: str | None, others: Mapping[str, Any]) -> None:
 
 
 def _url_of(repo_id: str, repo_type: str | None, revision: str | None) -> str:
+    repo_id, revision = remote.as_text(repo_id), remote.as_text(revision or MAIN)
     if repo_type not in _FOLDERS:
         raise errors.ConfigError(f"repo_type={repo_type!r}: use 'model', 'dataset' or 'space'", name="repo_type", value=repo_type)
     if not re.fullmatch(r"(?:\w[\w.-]*/)?\w[\w.-]*", repo_id, re.ASCII) or ".." in repo_id:
         raise errors.ConfigError(f"{repo_id!r} is not a repository: expected owner/name", name="repo_id", value=repo_id)
-    return f"hf://{_FOLDERS[repo_type]}{repo_id}@{quote(revision or MAIN, safe='')}"
+    return f"hf://{_FOLDERS[repo_type]}{repo_id}@{quote(revision, safe='')}"
 
 
 def _lease(

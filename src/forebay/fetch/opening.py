@@ -61,10 +61,10 @@ class CacheOptions(NamedTuple):
         Raises `ConfigError`."""
         environment = _config.EnvironmentSettings.from_environment()
         given, _ = _config.given_settings()
-        if self.root is not None and not os.fspath(self.root):
+        if self.root is not None and not remote.as_text(self.root):
             raise errors.ConfigError("root must not be empty (use '.' for the current directory)", name="root", value="")
         for name, path in (("root", self.root), ("upstream", self.upstream)):
-            if path is not None and not _is_path(path):
+            if path is not None and not _is_path(remote.as_text(path)):
                 raise errors.ConfigError(f"{name}={path!r} cannot be the path of a directory", name=name, value=repr(path))
         if self.max_entries is not None and self.max_entries < 0:
             message = f"max_entries={self.max_entries}: it must not be negative"
@@ -164,10 +164,11 @@ NO_OPTIONS = CacheOptions()
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
+    path = Path(remote.as_text(path))  # pathlib would take the `__str__` of a subclass of str
     try:
-        return Path(path).absolute()
+        return path.absolute()
     except OSError:  # the working directory was deleted: whoever opens the path refuses it
-        return Path(path)
+        return path
 
 
 def _is_path(path: str | os.PathLike[str]) -> bool:

@@ -22,7 +22,7 @@ from forebay._engine.store import Store
 from forebay._kernel import interrupts, waits
 from forebay._kernel.interrupts import guarded, guarded_methods, items_of_program, of_program
 from forebay._logs import logger
-from forebay._model import SAMPLES, Buffer, Entry, Item, noted
+from forebay._model import SAMPLES, Buffer, Entry, Item, exact_str, noted
 from forebay.fetch import Fetcher
 from forebay.fetch.flight import get_or_make, get_or_make_free
 
@@ -440,7 +440,7 @@ class Samples(Generic[Item]):
         self._pack.has(0)  # raises Closed
         if self.name is not None:
             raise errors.ConfigError(f"this array already has a name: {self.name!r}", name="name", value=name)
-        _checked_name(name)
+        name = _checked_name(name)
         if isinstance(self._pack, NoPack):
             return False
         try:
@@ -460,7 +460,8 @@ class Samples(Generic[Item]):
         self._pack.has(0)
         if self.frozen:
             return False
-        pack = _find(self._fetcher, _checked_name(name), _Shape(len(self), self._codec.name, None))
+        name = _checked_name(name)
+        pack = _find(self._fetcher, name, _Shape(len(self), self._codec.name, None))
         if pack is None:
             return False
         self.close()
@@ -538,7 +539,7 @@ def open_samples(
     """See `Cache.samples`."""
     chosen = codecs.codec(codec)
     if name is not None:
-        _checked_name(name)
+        name = _checked_name(name)
     elif length is None:
         raise errors.ConfigError("an array without a name needs a length: cache.samples(length=N)", name="length", value=None)
     if length is not None and not (isinstance(length, int) and length >= 1):
@@ -671,15 +672,22 @@ def _find_in(store: Store, name: str, shape: _Shape) -> Pack | None:
 
 
 def _checked_name(name: str) -> str:
-    """The name, if an array can have it. Raises `ConfigError`."""
-    if not isinstance(name, str) or not name or name.startswith("~") or not name.isprintable():
+    """The name as an exact str, if an array can have it. Raises `ConfigError`."""
+    text = exact_str(name)
+    if not text or text.startswith("~") or not text.isprintable():
         message = f"an array cannot be called {name!r}: a name is a str, not empty, without '~' at its begin"
         raise errors.ConfigError(message, name="name", value=repr(name))
-    return name
+    return text
 
 
 def _digest_of(fingerprint: str | bytes | None) -> str | None:
     """A fingerprint in its stored form."""
     if fingerprint is None:
         return None
-    return hashlib.sha256(fingerprint.encode() if isinstance(fingerprint, str) else fingerprint).hexdigest()
+    text = exact_str(fingerprint)
+    data: Any = fingerprint if text is None else text
+    try:
+        return hashlib.sha256(data.encode() if text is not None else data).hexdigest()
+    except (TypeError, ValueError, BufferError) as error:
+        message = f"the fingerprint {fingerprint!r} cannot be used: it is a str of valid unicode, or bytes"
+        raise errors.ConfigError(message, name="fingerprint", value=repr(fingerprint)) from error
