@@ -22,6 +22,7 @@ from forebay.directories.location import locate
 from forebay.directories.manifests import Patterns
 from forebay.fetch import Fetcher
 from forebay.fetch.request import FetchOptions
+from forebay.remote.base import replaced
 from forebay.remote.hub.names import KINDS, MAIN, is_offline, token_from
 from forebay.remote.urls import hub_endpoint
 
@@ -148,4 +149,4 @@ def _options(fetcher: Fetcher, token: str | bool | None, headers: Mapping[str, s
         options = replace(options, token=None, anonymous=True)
     elif isinstance(token, str):
         options = replace(options, token=token, anonymous=None)
-    return options if headers is None else replace(options, headers={**options.headers, **headers})
+    return options if headers is None else replace(options, headers=replaced(options.headers, headers))
