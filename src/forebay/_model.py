@@ -115,7 +115,7 @@ class Policy(enum.StrEnum):
     def parse(cls, name: str) -> Policy:
         """The policy with this name. Raises `ConfigError`."""
         try:
-            return cls(str(name).lower())
+            return cls((exact_str(name) or str(name)).lower())
         except ValueError as error:
             raise ConfigError(f"unknown policy {name!r}: use one of {', '.join(cls)}", value=name) from error
 

@@ -15,7 +15,7 @@ from forebay._engine.store import Store
 from forebay._kernel import events, host, waits
 from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay._logs import logger
-from forebay._model import VALUES, Buffer, Codec, Entry, Item, Problem, Report, Strays
+from forebay._model import VALUES, Buffer, Codec, Entry, Item, Problem, Report, Strays, exact_str
 from forebay.cache.space import DictLike, Space, T, checked_name
 from forebay.fetch import Fetcher
 from forebay.fetch.opening import CacheOptions
@@ -341,7 +341,7 @@ class Cache(DictLike):
         must exist, else `NotCached`. Raises `ConfigError` (a ValueError) if the array has another length or codec."""
         from forebay.samples import open_samples
 
-        if policy != "freeze":
+        if exact_str(policy) != "freeze":
             raise errors.ConfigError(f"policy={policy!r}: samples support only 'freeze'", name="policy", value=policy)
         size = self._size(quota, "quota")
         return open_samples(self._fetcher, name, length, codec=codec, fingerprint=fingerprint, quota=size, copy=copy)

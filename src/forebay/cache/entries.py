@@ -77,7 +77,7 @@ class Entries(_Listing[Entry]):
     added or removed during an iteration may or may not be in it; no entry is in it twice. Callable from any thread."""
 
     def __init__(self, store: Store | NullStore, space: str | None = None, where: Callable[[Entry], bool] | None = None) -> None:
-        self._store, self._space, self._where = store, None if space is None else checked(space), where
+        self._store, self._space, self._where = store, None if space is None else checked(space, "space"), where
 
     def __iter__(self) -> Iterator[Entry]:
         return self.sorted_by(attrgetter("used"))

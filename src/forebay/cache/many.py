@@ -110,7 +110,7 @@ def _read_until_miss(fetcher: Fetcher, urls: Sequence[Url], hit: Hit, results: l
     """Read what the process remembers, and the others up to the first that has to be fetched. Returns the places of those behind it that
     the cache has: they are read while fetches are under way."""
     max_age, later, reads = fetcher.max_age, list[int](), True
-    results[:] = [hit(url, max_age) for some in portions(urls) for url in some]  # type: ignore[arg-type]  # a path misses
+    results[:] = [hit(url, max_age) if type(url) is str else None for some in portions(urls) for url in some]
     with contextlib.suppress(errors.ConfigError, errors.MissingExtra):  # `target` raises it too
         for place in paced(_missing(results)):
             if reads or len(later) >= MEANWHILE:

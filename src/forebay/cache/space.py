@@ -6,7 +6,7 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from forebay import errors
+from forebay import _config, errors
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._kernel.interrupts import guarded, guarded_methods, of_program, steps_of_program
@@ -108,7 +108,7 @@ class Space(DictLike):
         during the call."""
         if not self._takes_values:
             raise _no_values(self.name)
-        store, key = self._store(), checked(key)
+        store, key, timeout = self._store(), checked(key), _config.parse_timeout(timeout)
         view = as_bytes(data)
         try:
             with waits.time_limit(self._fetcher.timeout if timeout is None else timeout):
@@ -140,7 +140,7 @@ class Space(DictLike):
         return get_or_make(self._fetcher, self.name, key, look, lambda: _copied(fn()), keep, **self._options(timeout))
 
     def _options(self, timeout: float | None) -> dict[str, Any]:
-        store, timeout = self._bound, self._fetcher.timeout if timeout is None else timeout
+        store, timeout = self._bound, self._fetcher.timeout if timeout is None else _config.parse_timeout(timeout)
         looked = store.keeps and not store.root.read_only  # else there is no look under a lock, in the catalog and upstream
         return {"timeout": timeout, "counts_miss": True, "looked": looked, "pack": _packed, "unpack": memoryview}
 
@@ -262,11 +262,11 @@ def _ended(task: Any) -> None:
         task.exception()  # seen: the caller that would raise it may have been cancelled
 
 
-def checked(key: str) -> str:
-    """The key, or the name of a space, as an exact str, if it is valid. Raises `ConfigError`."""
+def checked(key: str, what: str = "key") -> str:
+    """The key, or ``what`` it is, as an exact str, if it is valid. Raises `ConfigError`."""
     text = exact_str(key)
     if text is None or not is_text(text):
-        raise errors.ConfigError(f"the key {key!r} cannot be used: a key is a str of valid unicode", name="key", value=repr(key))
+        raise errors.ConfigError(f"the {what} {key!r} cannot be used: a {what} is a str of valid unicode", name=what, value=repr(key))
     return text
 
 
@@ -278,7 +278,7 @@ def _no_values(space: str) -> errors.ConfigError:
 
 def checked_name(name: str) -> str:
     """The name of a space. Raises `ConfigError`."""
-    text = checked(name)
+    text = checked(name, "name")
     if not text or ":" in text:
         raise errors.ConfigError(f"the space {text!r} cannot be named: not empty, and without ':'", name="name", value=text)
     return text

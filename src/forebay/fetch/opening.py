@@ -66,9 +66,8 @@ class CacheOptions(NamedTuple):
         for name, path in (("root", self.root), ("upstream", self.upstream)):
             if path is not None and not _is_path(remote.as_text(path)):
                 raise errors.ConfigError(f"{name}={path!r} cannot be the path of a directory", name=name, value=repr(path))
-        if self.max_entries is not None and self.max_entries < 0:
-            message = f"max_entries={self.max_entries}: it must not be negative"
-            raise errors.ConfigError(message, name="max_entries", value=self.max_entries)
+        if self.max_entries is not None:
+            _config.parse_count(self.max_entries, name="max_entries", least=0)
         unset = [
             name for name in ("shared", "min_free", "max_rate", "max_connections", "offline", "max_age") if getattr(self, name) is None
         ]

@@ -28,7 +28,7 @@ def checked_key(key: object) -> str:
     """The key of an item as an exact str. Raises `ConfigError`."""
     text = exact_str(key)
     if not text:
-        raise errors.ConfigError(f"key must be a str that is not empty, not {key!r}", name="key", value=repr(key))
+        raise errors.ConfigError(f"{key!r} is not a key: expected a str that is not empty", name="key", value=repr(key))
     return text
 
 

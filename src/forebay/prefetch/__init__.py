@@ -259,8 +259,8 @@ class Prefetcher(Pool[Item_co]):
         """Set how many bytes and items the space may have, for all processes at once. Items over a lowered limit are evicted unless they
         are held. None leaves a limit unchanged. Raises `ConfigError`."""
         for name, value in (("budget", budget), ("max_count", max_count)):
-            if value is not None and (type(value) is not int or value < 0):
-                raise errors.ConfigError(f"{name} must be an integer that is not negative, not {value!r}", name=name, value=value)
+            if value is not None:
+                _config.parse_count(value, name=name, least=0)
         self._store.spaces.ensure(self.name, quota=budget, max_count=max_count)
         self._options |= {name: value for name, value in (("budget", budget), ("max_count", max_count)) if value is not None}
         if self._objects is None:
@@ -320,15 +320,13 @@ class Prefetcher(Pool[Item_co]):
 def open_prefetcher(fetcher: Fetcher, source: Any, *, decode: Any = None, **options: Any) -> Prefetcher[Any] | PassThrough[Any]:
     """See `Cache.prefetcher`. ``budget``: see `Spaces.ensure`."""
     check_free(options["name"])
+    options["store"] = exact_str(options["store"]) or repr(options["store"])
     if options["store"] not in STORES:
         raise errors.ConfigError(
             f"store must be {' or '.join(map(repr, STORES))}, not {options['store']!r}", name="store", value=options["store"]
         )
     _config.parse_count(options["workers"], name="workers")
-    if type(options["max_count"]) is not int or options["max_count"] < 0:
-        raise errors.ConfigError(
-            f"max_count must be an integer that is not negative, not {options['max_count']!r}", name="max_count", value=options["max_count"]
-        )
+    _config.parse_count(options["max_count"], name="max_count", least=0)
     source = wrapped(source_of(source), decode)
     chosen = options["codec"]
     options["codec"] = codecs.codec(chosen) if chosen is not None else codecs.default_codec(others_can_write=fetcher.others_can_write)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from forebay import errors
+from forebay import _config, errors
 from forebay._engine.leases import Lease
 from forebay._kernel import waits
 from forebay._kernel.interrupts import Steps, guarded, guarded_methods, items_of_program, of_program
@@ -181,8 +181,7 @@ class Pool(Generic[Item_co]):
 
         ``keys`` may be endless: it is consumed only as far as items are prefetched. If the source raises for an item, so does the iterator
         at that item. Dropping the iterator releases prefetched items. Raises `ConfigError` for a negative ``ahead``."""
-        if ahead < 0:
-            raise errors.ConfigError(f"ahead must not be negative: {ahead}", name="ahead", value=ahead)
+        _config.parse_count(ahead, name="ahead", least=0)
         return Steps(self._stream(items_of_program(keys), ahead))
 
     def _stream(self, keys: Iterable[str], ahead: int) -> Generator[Item_co, None, None]:

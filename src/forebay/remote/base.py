@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers as numbers_abc
+import operator
 import re
 import threading
 import time
@@ -73,15 +75,19 @@ class RemoteOptions:
     partition: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("connect_timeout", "read_timeout", "total_timeout", *_COUNTS):
+        for name in ("connect_timeout", "read_timeout", "total_timeout", "backoff", *_COUNTS):
             value = getattr(self, name)
-            if value is not None and not hasattr(value, "__index__" if name in _COUNTS else "__float__"):
+            if value is None and name == "total_timeout":
+                continue
+            number = _number(value, is_count=name in _COUNTS)
+            if number is None:
                 wanted = "an integer" if name in _COUNTS else "a number"
                 raise errors.ConfigError(f"{name} is {value!r}: it must be {wanted}", name=name, value=value)
-            if value is not None and not value > 0:
+            if not (number > 0 or (name == "backoff" and number == 0)):
                 raise errors.ConfigError(f"{name} is {value!r}: it must be above 0", name=name, value=value)
-            if value is not None and not value < threading.TIMEOUT_MAX:
+            if not number < threading.TIMEOUT_MAX:
                 raise errors.ConfigError(f"{name} is {value!r}: it must be below {threading.TIMEOUT_MAX:.0f}", name=name, value=value)
+            object.__setattr__(self, name, number)
         for name in ("token", "partition"):
             text = exact_str(value := getattr(self, name))
             if text is None and value is not None:
@@ -128,6 +134,16 @@ class RemoteOptions:
         """These options with a short time limit, for asking whether a known version is still current, which is optional for the caller."""
         limit = min(CHECK_TIMEOUT, self.total_timeout or CHECK_TIMEOUT)
         return replace(self, attempts=min(2, self.attempts), total_timeout=limit)
+
+
+def _number(value: object, *, is_count: bool) -> float | None:
+    """A number as Python's own; None for what is none, such as an array."""
+    try:
+        if is_count:
+            return operator.index(value)  # type: ignore[arg-type]
+        return float(value) if isinstance(value, numbers_abc.Real) else None
+    except TypeError:
+        return None
 
 
 def _checked_headers(headers: object) -> Iterator[tuple[str, str]]:

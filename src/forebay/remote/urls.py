@@ -172,7 +172,7 @@ def _single(kind: str, text: str, naming: UrlNaming | None) -> str:
         rest = rest.partition("#")[0]
     rest, mark, query = rest.partition("?")
     host, slash, name = rest.partition("/")
-    left = _query(kind, query, naming) if query else "" if kind in _PORTS else mark  # names of objects may end with a `?`
+    left = _query(kind, query, naming) if query else mark  # a `?` at the end may name another object
     return f"{kind}://{_host(kind, host, naming)}{slash}{name}{left}"
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import operator
 import os
+import re
 import secrets
 import time
 import warnings
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, SupportsIndex
 
-from forebay import codecs, errors
+from forebay import _config, codecs, errors
 from forebay._engine.packs.pack import Pack, Unencodable
 from forebay._engine.store import Store
 from forebay._kernel import interrupts, waits
@@ -256,6 +257,7 @@ class Samples(Generic[Item]):
 
     @guarded
     def _make(self, i: int, fn: Callable[[], Item | Buffer], timeout: float | None) -> Item:
+        timeout = _config.parse_timeout(timeout)
         if not self._pack.admits:
             return self._store_and_read(i, of_program(fn)())[0]
 
@@ -280,7 +282,7 @@ class Samples(Generic[Item]):
         slots makes the item itself. ``timeout``: total seconds to wait for others. Raises `ConfigError` as `get_or_put` does, and
         ValueError if ``fn`` returns another number of values."""
         slots = [operator.index(i) for i in items_of_program(indices)]
-        timeout = self._fetcher.timeout if timeout is None else timeout
+        timeout = self._fetcher.timeout if timeout is None else _config.parse_timeout(timeout)
         until = None if timeout is None else time.monotonic() + timeout
         items: dict[int, tuple[Item]] = {}
         wanted = interrupts.paced(dict.fromkeys(slots))
@@ -542,8 +544,10 @@ def open_samples(
         name = _checked_name(name)
     elif length is None:
         raise errors.ConfigError("an array without a name needs a length: cache.samples(length=N)", name="length", value=None)
-    if length is not None and not (isinstance(length, int) and length >= 1):
-        raise errors.ConfigError(f"length={length!r} is invalid: it must be an int of at least 1", name="length", value=length)
+    if length is not None:
+        if not (isinstance(length, int) and length >= 1):
+            raise errors.ConfigError(f"length={length!r} is invalid: it must be an int of at least 1", name="length", value=length)
+        length = int.__index__(length)
     shape = _Shape(length or 0, chosen.name, _digest_of(fingerprint))
 
     def find_pack() -> Pack | None:
@@ -628,7 +632,8 @@ def _find_or_make(fetcher: Fetcher, name: str | None, shape: _Shape) -> Pack | N
     pack = _find(fetcher, name, shape)
     if pack is not None or not shape.length:
         return pack
-    hold = store.locks.hold(SAMPLES, name)
+    # A name such as `5f/3` is that of the lock of a slot, which may be held by the caller: it makes the item of this slot.
+    hold = store.locks.hold(SAMPLES, f"~{name}" if re.fullmatch("[0-9a-f]+/[0-9]+", name) else name)
     try:
         # P1 sees none / P2 sees none / P1 holds the key, creates it, releases / P2 holds the key: we are here.
         pack = _find(fetcher, name, shape)

@@ -212,7 +212,7 @@ class TarSource:
 
     def _split(self, key: str) -> tuple[str, str]:
         """The shard and the member of a key. Raises `ConfigError` for what is no key."""
-        urls, key = self._urls(), checked_key(key)
+        urls, key = self._urls(), checked_key(key) if key else ""
         at = key.find("/")
         while at >= 0:
             if key[:at] in urls:
