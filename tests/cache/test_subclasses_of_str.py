@@ -41,7 +41,7 @@ class AnyCase(str):
         return hash(self.lower())
 
 
-class Shown(str, enum.Enum):
+class Shown(str, enum.Enum):  # noqa: UP042  # whose `str` is another text
     KEY = "alpha"
 
 
