@@ -15,6 +15,8 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._model import exact_str
+from forebay.adapters.pfio import FileCache
+from forebay.adapters.streaming.shared import Block
 from forebay.checkpoint import Checkpoint
 from forebay.remote import as_text
 from forebay.sources import TarSource, UrlSource
@@ -233,3 +235,21 @@ def test_what_is_no_str_is_no_key(cache: forebay.Cache, key: Any) -> None:
             cache.read(key)
         with pytest.raises(errors.ConfigError):
             cache.read_many([key])
+
+
+def test_names_of_adapters(tmp_path: Path) -> None:
+    directory = Liar(str(tmp_path / "pfio"))
+    with FileCache(2, dir=directory) as slots:
+        slots.put(0, b"0")
+        slots.put(1, b"1")
+        assert slots.preserve(Liar("kept"))
+    with FileCache(2, dir=directory) as slots:
+        assert slots.preload(Liar("kept"))
+        assert slots.get(1) == b"1"
+    block = Block.create(Liar(f"forebay-{os.getpid()}-liar"), 8)
+    try:
+        assert type(block.name) is str
+        assert Block.attach(block.name).size == 8
+    finally:
+        block.unlink()
+        block.close()
