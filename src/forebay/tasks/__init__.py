@@ -228,11 +228,7 @@ def _unpickle(root: str, init_kwargs: dict[str, Any], name: str, codec: Codec, b
 
 def _key(tag: str) -> str:
     """The key of a tag as an exact str, which a function's tag knows. Raises `ConfigError` unless the tag is a str of valid Unicode."""
-    key = exact_str(tag)
-    if key is not tag:
-        from forebay.tasks.naming import Tag  # imported late: most tags are of no subclass
-
-        key = exact_str(tag.key) if isinstance(tag, Tag) else key
+    key = exact_str(getattr(tag, "key", tag))
     if key is None or not is_text(key):
         message = f"the tag {tag!r} cannot be used: a tag is a str of valid unicode"
         raise errors.ConfigError(message, name="tag", value=repr(tag))
