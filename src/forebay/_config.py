@@ -54,7 +54,7 @@ def parse_size(value: int | str, *, total: int | None = None, name: str = "size"
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
             raise _wrong(name, value, "a size must not be negative")
-        return value
+        return int.__index__(value)
     match = re.fullmatch(_SIZE, value.strip()) if isinstance(value, str) else None
     unit = match[2].lower() if match else ""
     if match is None or (unit != "%" and unit not in _UNITS):
@@ -103,10 +103,11 @@ def parse_connections(value: int | str, *, name: str = "max_connections") -> int
     return value
 
 
-def parse_count(value: int, *, name: str) -> int:
-    """A number of things at a time, such as transfers. Raises `ConfigError` for anything but an integer of at least 1."""
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}", name=name, value=value)
+def parse_count(value: int, *, name: str, least: int = 1) -> int:
+    """A number of things, such as transfers at a time. Raises `ConfigError` for anything but an integer of at least ``least``."""
+    if type(value) is not int or value < least:
+        wanted = f"of at least {least}" if least else "that is not negative"
+        raise ConfigError(f"{name} must be an integer {wanted}, not {value!r}", name=name, value=value)
     return value
 
 
@@ -156,7 +157,7 @@ def parse_timeout(value: float | None, *, name: str = "timeout") -> float | None
 def parse_sha256(value: str, *, name: str = "sha256") -> str:
     """A SHA-256 as 64 lower-case hexadecimal digits. Raises `ConfigError` for anything else."""
     if isinstance(value, str) and re.fullmatch(_SHA256, value):
-        return value.lower()
+        return str.lower(value)
     raise _wrong(name, value, "a SHA-256 is 64 hexadecimal digits")
 
 

@@ -57,6 +57,15 @@ def is_frozen(data: Buffer) -> bool:
     return isinstance(data, bytes) or (isinstance(data, memoryview) and getattr(data.obj, "is_mutable", True) is False)
 
 
+def exact_str(value: object) -> str | None:
+    """The text of a str as one of no subclass; None for what is no str.
+
+    A subclass may have its own ``__eq__`` or ``__hash__``, by which a look-up would find what is stored under another text."""
+    if type(value) is str:
+        return value
+    return str.__str__(value) if issubclass(type(value), str) else None
+
+
 def is_text(value: str) -> bool:
     """Whether a str has no lone surrogates: UTF-8, and so a key, cannot hold them."""
     try:
@@ -106,7 +115,7 @@ class Policy(enum.StrEnum):
     def parse(cls, name: str) -> Policy:
         """The policy with this name. Raises `ConfigError`."""
         try:
-            return cls(str(name).lower())
+            return cls((exact_str(name) or str(name)).lower())
         except ValueError as error:
             raise ConfigError(f"unknown policy {name!r}: use one of {', '.join(cls)}", value=name) from error
 

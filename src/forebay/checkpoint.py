@@ -66,12 +66,12 @@ class Checkpoint(metaclass=_Kind):
         self._given, self._cache = filesystem, cache
         check_either(self.url, filesystem)
         if filesystem is None and not remote.is_url(self.url):
-            self.url = os.path.abspath(os.path.expanduser(self.url))
+            self.url = remote.absolute_path(os.path.expanduser(self.url))
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str], cache: Cache | None = None) -> Self:
         """A handle to a directory on this host."""
-        return cls(os.path.abspath(os.path.expanduser(remote.as_text(path))), None, cache)
+        return cls(remote.absolute_path(os.path.expanduser(remote.as_text(path))), None, cache)
 
     # -- what it is ------------------------------------------------------------------------------------------------
 

@@ -387,3 +387,22 @@ def test_a_signal_while_a_written_file_is_dropped_is_not_lost(
     with soon():
         del file
     assert memory.cat("/d/a") == b"a"
+
+
+class AnyCase(str):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and self.lower() == other.lower()
+
+    def __hash__(self) -> int:
+        return hash(self.lower())
+
+
+def test_a_path_of_a_subclass_of_str_is_the_text_that_it_contains(cache: forebay.Cache, memory: Any) -> None:
+    memory.pipe({"/A": b"upper", "/a": b"lower"})
+    fs, _ = of(cache, "memory:///A")
+    for _ in range(3):
+        assert fs.cat_file(AnyCase("/A")) == b"upper"
+        assert fs.cat_file(AnyCase("/a")) == b"lower"
+        assert fs.cat([AnyCase("/a"), AnyCase("/A")]) == {"/a": b"lower", "/A": b"upper"}
+        with fs.open(AnyCase("/a")) as file:
+            assert file.read() == b"lower"

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 import forebay
 from forebay import errors
 from forebay._engine.store import Store
+from forebay.checkpoint import Checkpoint
+from forebay.sources import UrlSource
 from forebay.testing import ScriptedServer
 from tests.harness import MiB
 from tests.items import Items
@@ -190,3 +192,81 @@ def test_a_relative_root_in_a_working_directory_that_is_gone(tmp_path: Path) -> 
         return ""
 
     assert "relative" in in_child(opened)
+
+
+def test_a_relative_path_in_a_working_directory_that_is_gone(tmp_path: Path, cache: forebay.Cache, server: ScriptedServer) -> None:
+    url = server.put("/a", b"body")
+    cache.put("rel", b"value")
+    calls: list[Callable[[], object]] = [
+        lambda: cache.read("rel"), lambda: cache.read("rel", force=True), lambda: cache.read_many(["rel"]), lambda: cache.open("rel"),
+        lambda: cache.local("rel"), lambda: cache.pull("rel"), lambda: cache.directory("rel"), lambda: cache.invalidate("rel"),
+        lambda: list(cache.lookahead(["rel"])), lambda: cache.prefetcher("rel"), lambda: Checkpoint("rel"),
+        lambda: Checkpoint.from_directory("rel"), lambda: cache.copy_directory(tmp_path, "rel"),
+    ]  # fmt: skip
+
+    def tried() -> list[str]:
+        (tmp_path / "gone").mkdir()
+        os.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        found = []
+        for call in calls:
+            try:
+                call()
+            except errors.ConfigError as error:
+                found.append(str(error))
+        assert cache.read(url) == b"body"
+        assert cache.get("rel") == b"value"
+        assert cache.entry("rel") is not None
+        return found
+
+    found = in_child(tried)
+    assert len(found) == len(calls)
+    assert all("'rel' is relative" in text for text in found)
+
+
+ARRAYS: list[Any] = [[1, 2], [0.5, 1], [], ["a", "b"], [True, False]]
+NUMBERS: dict[str, Callable[[forebay.Cache, Any], object]] = {
+    "budget": lambda cache, odd: forebay.Cache(cache.path.parent / "other", budget=odd),
+    "max_entries": lambda cache, odd: forebay.Cache(cache.path.parent / "other", max_entries=odd),
+    "max_rate": lambda cache, odd: forebay.Cache(cache.path.parent / "other", max_rate=odd),
+    "timeout": lambda cache, odd: forebay.Cache(cache.path.parent / "other", timeout=odd),
+    "timeout of put": lambda cache, odd: cache.space("s").put("k", b"x", timeout=odd),
+    "timeout of get_or_put": lambda cache, odd: cache.get_or_put("k", lambda: b"x", timeout=odd),
+    "timeout of samples": lambda cache, odd: cache.samples("a", 3).get_or_put(0, lambda: b"x", timeout=odd),
+    "timeout of several samples": lambda cache, odd: cache.samples("a", 3).get_or_put_many([0], lambda some: [b"x"], timeout=odd),
+    "block_size": lambda cache, odd: cache.open("http://h/a", block_size=odd),
+    "workers": lambda cache, odd: cache.prefetcher(Items(1), workers=odd),
+    "max_count": lambda cache, odd: cache.prefetcher(Items(1), max_count=odd),
+    "store": lambda cache, odd: cache.prefetcher(Items(1), store=odd),
+    "ahead": lambda cache, odd: cache.prefetcher(Items(1)).stream(["a"], ahead=odd),
+    "policy": lambda cache, odd: cache.space("s", policy=odd),
+    "policy of samples": lambda cache, odd: cache.samples("a", 3, policy=odd),
+    "window": lambda cache, odd: cache.lookahead(["a"], window=odd),
+    "length": lambda cache, odd: cache.samples("b", odd),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_an_array_is_no_number(cache: forebay.Cache, name: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    for odd in ARRAYS:
+        with pytest.raises(errors.ConfigError) as caught:
+            NUMBERS[name](cache, numpy.array(odd))
+        assert name.partition(" ")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["\ud800", "a\udfff", "\udc7f/b"])
+@pytest.mark.parametrize("where", ["", "http://127.0.0.1:9/d", "s3://b/d"])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_half_a_character_in_the_key_of_an_item(tmp_path: Path, where: str, key: str, enabled: bool) -> None:
+    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0, enabled=enabled) as cache:
+        source = UrlSource(where or tmp_path)
+        with cache.prefetcher(source) as pool:
+            calls: list[Callable[[], object]] = [
+                lambda: pool.get_lazy(key).get(), lambda: pool.get(key), lambda: pool.get_many([key]), lambda: source[key],
+            ]  # fmt: skip
+            calls += [lambda: source.size(key), lambda: source.version_of(key)] if not where else []
+            for call in calls:
+                with pytest.raises(errors.ConfigError, match="half a character"):
+                    call()
+            assert len(pool.warm([key]).failed) == 1

@@ -46,6 +46,23 @@ def test_a_wrong_option_is_named() -> None:
         RemoteOptions(streams=0)
 
 
+@pytest.mark.parametrize("name", ["", " ", "a b", " a", "a ", "a:", "a\r\nb", "a\0", "\u00e9", "Content-Length", "transfer-encoding"])
+def test_a_header_that_would_be_another_one_is_refused(name: str) -> None:
+    with pytest.raises(errors.ConfigError, match="cannot be sent"):
+        RemoteOptions(headers={name: "1"})
+
+
+@pytest.mark.parametrize("name", ["connect_timeout", "read_timeout", "total_timeout", "backoff", "attempts", "part"])
+def test_an_array_is_no_number(name: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    for wrong in ([1, 2], [0.5], [], ["a", "b"], [True, False]):
+        with pytest.raises(errors.ConfigError, match=f"{name} is array"):
+            RemoteOptions(**{name: numpy.array(wrong)})
+    right: Any = {name: numpy.int64(3)}
+    assert RemoteOptions(**right) == RemoteOptions(**{name: 3})  # type: ignore[arg-type]
+    assert type(getattr(RemoteOptions(**right), name)) in (int, float)
+
+
 COUNTS = ["attempts", "connections", "streams", "part", "buffer"]
 
 

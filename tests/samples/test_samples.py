@@ -698,3 +698,17 @@ def test_a_worker_tells_what_it_found_when_it_ends(cache: forebay.Cache, method:
         worker.join()
         counts = cache.stats()
         assert (counts.hits, counts.misses, counts.bytes_hit) == (8, 2, 8000)
+
+
+def test_an_array_may_have_the_name_of_the_lock_of_a_slot(tmp_path: Path) -> None:
+    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0, timeout=2.0) as cache, cache.samples("a", 4) as array:
+        name = f"{next(iter(cache.entries('samples'))).id:x}/3"
+
+        def make() -> bytes:
+            with cache.samples(name, 2) as other:
+                return b"made" if other.put(0, b"of other") else b""
+
+        assert array.get_or_put(3, make) == b"made"
+        with cache.samples(name) as other:
+            assert other.get(0) == b"of other"
+        assert cache.check() == []

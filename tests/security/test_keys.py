@@ -257,6 +257,90 @@ def test_ranges_and_conditions_are_never_those_of_the_user(server: ScriptedServe
     assert not any(value in headers.values() for request in server.requests for value in request.headers.values())
 
 
+@pytest.mark.parametrize("kind", ["http", "https"])
+def test_an_empty_authorization_is_another_one_than_none(kind: str) -> None:
+    """It is sent in place of the user of a URL, or of the token."""
+    empty = Realm(RemoteOptions(headers={"authorization": ""}))
+    assert not empty.is_usual
+    assert len({empty(kind), Realm(RemoteOptions(token="t"))(kind), Realm()(kind)}) == 3
+    assert Realm(RemoteOptions(headers={"AUTHORIZATION": " "}, token="t"))(kind) == empty(kind)
+
+
+@pytest.mark.parametrize("anonymous_first", [False, True])
+def test_an_object_of_a_user_is_not_served_to_who_sends_none(server: ScriptedServer, tmp_path: Path, anonymous_first: bool) -> None:
+    def on_request(request: Any) -> None:
+        server.objects["/a"].body = request.headers.get("Authorization", "none").encode()
+
+    url = server.put("/a", b"", etag='"1"').replace("http://", "http://me:secret@")
+    server.on_request = on_request
+    bodies = []
+    for headers in ({"Authorization": ""}, {})[:: 1 if anonymous_first else -1]:
+        with forebay.Cache(tmp_path / "root", remote_options=RemoteOptions(headers=headers)) as cache:
+            bodies.append(text(cache.read(url)))
+    assert [body.startswith("Basic ") for body in bodies] == [anonymous_first is False, anonymous_first is True]
+
+
+LINES = [
+    {"X-A": " a\t"}, {"X-A": ""}, {"X-A": "1", "x-a": "2"}, {"X-A": "1", "x-a": " 1"}, {"X-A": "\u00e9"},
+    {"Authorization": "Bearer a"}, {"Authorization": ""}, {"authorization": "Digest a", "Accept": "b"}, {"Accept-Encoding": "gzip"},
+    {"Connection": "close"}, {"x-ms-version": "1"}, {"User-Agent": "me", "X-A": "a"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("headers", LINES, ids=str)
+@pytest.mark.parametrize("kind", ["http", "s3"])
+def test_what_is_sent_is_what_the_key_says(
+    server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, headers: dict[str, str]
+) -> None:  # fmt: skip
+    """Each line of the user once, and none of ours beside it."""
+    _s3_at(server.url, monkeypatch)
+    server.put("/bucket/a", b"body")
+    options = RemoteOptions(headers={**headers, "Host": "h"} if kind == "http" else headers)
+    with forebay.Cache(tmp_path / "root", remote_options=options) as cache:
+        assert cache.read("s3://bucket/a" if kind == "s3" else f"{server.url}/bucket/a") == b"body"
+    names = {name.lower() for name in options.headers}
+    for request in server.requests:
+        lines = [(name.lower(), value) for name, value in request.headers.items() if name.lower() in names]
+        assert sorted(line for line in lines if line[0] != "user-agent") == sorted(options.keyed_headers)
+        assert [name.lower() for name in request.headers].count("host") == 1
+
+
+def _s3_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("AWS_ENDPOINT_URL_S3", url),
+        ("AWS_ACCESS_KEY_ID", "a"),
+        ("AWS_SECRET_ACCESS_KEY", "b"),
+        ("AWS_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("name", ["Host", "X-Amz-Date", "x-amz-content-sha256", "X-AMZ-Security-Token"])
+def test_what_a_signature_is_made_of_is_refused_by_name(
+    server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:  # fmt: skip
+    _s3_at(server.url, monkeypatch)
+    with forebay.Cache(tmp_path / "root", remote_options=RemoteOptions(headers={name: "mine"})) as cache:
+        with pytest.raises(errors.ConfigError, match=name.lower()):
+            cache.read("s3://bucket/a")
+        assert cache.read(server.put("/a", b"body")) == b"body"
+    assert not [request for request in server.requests if request.path != "/a"]
+
+
+def test_a_signature_covers_what_the_user_sends_to_s3(server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWS refuses a request with any other header of its own."""
+    _s3_at(server.url, monkeypatch)
+    server.put("/bucket/a", b"body")
+    headers = {"X-Amz-Request-Payer": "requester", "X-Team": "a"}
+    with forebay.Cache(tmp_path / "root", remote_options=RemoteOptions(headers=headers, requester_pays=True)) as cache:
+        assert cache.read("s3://bucket/a") == b"body"
+    for request in server.requests:
+        lines = [(name.lower(), value) for name, value in request.headers.items()]
+        signatures = [value for name, value in lines if name == "authorization"]
+        assert "x-amz-request-payer" in signatures[0].partition("SignedHeaders=")[2]
+        assert [len(signatures), lines.count(("x-amz-request-payer", "requester")), lines.count(("x-team", "a"))] == [1, 1, 1]
+
+
 def test_headers_of_one_snapshot_are_part_of_its_key(hubs: tuple[Hub, Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", hubs[0].url)
     with forebay.Cache(tmp_path / "root") as cache:

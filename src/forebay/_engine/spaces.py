@@ -35,7 +35,7 @@ class Spaces:
         """Create the space of this name if it is missing; an explicit policy, quota or count is set for every process. ``quota``: bytes, or
         text, in which a percentage refers to the budget."""
         quota = parse_size(quota, total=self.budget(), name="quota") if isinstance(quota, str) else quota
-        self._ensure(name, kind, SpaceLimits(Policy.parse(policy) if policy else None, quota, max_count))
+        self._ensure(name, kind, SpaceLimits(Policy.parse(policy) if policy is not None else None, quota, max_count))
 
     def open(self, name: str, policy: str | None = None, quota: int | str | None = None, max_count: int | None = None) -> None:
         """`ensure`, for callers that can read at once and write later: where the catalog is busy or cannot be written to, the next call

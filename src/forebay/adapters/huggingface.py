@@ -22,6 +22,7 @@ from forebay.directories.location import locate
 from forebay.directories.manifests import Patterns
 from forebay.fetch import Fetcher
 from forebay.fetch.request import FetchOptions
+from forebay.remote.base import replaced
 from forebay.remote.hub.names import KINDS, MAIN, is_offline, token_from
 from forebay.remote.urls import hub_endpoint
 
@@ -103,7 +104,7 @@ def hf_hub_download(
 ) -> Snapshot:  # fmt: skip
     """The path of one file of a repository, under its own name. See `snapshot_download`."""
     _check(endpoint, others)
-    name = f"{subfolder}/{filename}" if subfolder else filename
+    name = "/".join(map(remote.as_text, (subfolder, filename) if subfolder else (filename,)))
     select, url = (glob.escape(name), None), _url_of(repo_id, repo_type, revision)
     return Snapshot.of(_lease(cache or default_cache(), url, select, token, headers, local_files_only, force_download), name)
 
@@ -120,11 +121,12 @@ def _check(endpoint: str | None, others: Mapping[str, Any]) -> None:
 
 
 def _url_of(repo_id: str, repo_type: str | None, revision: str | None) -> str:
+    repo_id, revision = remote.as_text(repo_id), remote.as_text(revision or MAIN)
     if repo_type not in _FOLDERS:
         raise errors.ConfigError(f"repo_type={repo_type!r}: use 'model', 'dataset' or 'space'", name="repo_type", value=repo_type)
     if not re.fullmatch(r"(?:\w[\w.-]*/)?\w[\w.-]*", repo_id, re.ASCII) or ".." in repo_id:
         raise errors.ConfigError(f"{repo_id!r} is not a repository: expected owner/name", name="repo_id", value=repo_id)
-    return f"hf://{_FOLDERS[repo_type]}{repo_id}@{quote(revision or MAIN, safe='')}"
+    return f"hf://{_FOLDERS[repo_type]}{repo_id}@{quote(revision, safe='')}"
 
 
 def _lease(
@@ -147,4 +149,4 @@ def _options(fetcher: Fetcher, token: str | bool | None, headers: Mapping[str, s
         options = replace(options, token=None, anonymous=True)
     elif isinstance(token, str):
         options = replace(options, token=token, anonymous=None)
-    return options if headers is None else replace(options, headers={**options.headers, **headers})
+    return options if headers is None else replace(options, headers=replaced(options.headers, headers))

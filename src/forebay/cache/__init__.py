@@ -15,7 +15,7 @@ from forebay._engine.store import Store
 from forebay._kernel import events, host, waits
 from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay._logs import logger
-from forebay._model import VALUES, Buffer, Codec, Entry, Item, Problem, Report, Strays
+from forebay._model import VALUES, Buffer, Codec, Entry, Item, Problem, Report, Strays, exact_str
 from forebay.cache.space import DictLike, Space, T, checked_name
 from forebay.fetch import Fetcher
 from forebay.fetch.opening import CacheOptions
@@ -106,14 +106,16 @@ class Cache(DictLike):
         search the cache nor write to it. ``force``: store a local file too. ``pin``: never evict the object. ``filesystem``: an fsspec or
         pyarrow filesystem; ``url`` is a path on it. Raises `RemoteError`. A hit takes no lock and no system call."""
         if max_age is None and not (refresh or sha256 or etag or bypass or pin or filesystem):
-            view = (self._forced_hit if force else self._hit)(url, self._max_age)  # type: ignore[arg-type]  # a path may miss
+            if type(url) is not str:
+                url = remote.as_text(url)
+            view = (self._forced_hit if force else self._hit)(url, self._max_age)
             return view if view is not None else self._read(url, force, timeout)
         return self._read_with(url, {
             "max_age": max_age, "refresh": refresh, "sha256": sha256, "etag": etag, "timeout": timeout, "bypass": bypass, "force": force,
             "pin": pin, "filesystem": filesystem})  # fmt: skip
 
     @guarded
-    def _read(self, url: Url, force: bool, timeout: float | None) -> memoryview:
+    def _read(self, url: str, force: bool, timeout: float | None) -> memoryview:
         """`read` of what this process does not remember."""
         view = first_touch(self._fetcher, url, force=force)
         return view if view is not None else self._fetcher.read(self._target(url), self._options(force=force, timeout=timeout))
@@ -246,7 +248,8 @@ class Cache(DictLike):
         """`read` for a coroutine. Objects awaited at the same time are fetched in parallel, as by `read_many`. Cancelling a call stops no
         fetch."""
         if not options:
-            view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
+            url = remote.as_text(url)
+            view = self._hit(url, self._max_age)
             if view is not None or (view := first_touch(self._fetcher, url, force=False)) is not None:
                 return view
         return await self._fetches.read(*self._request(url, options))
@@ -302,7 +305,8 @@ class Cache(DictLike):
 
         ``urls`` and the other spaces in which the cache keeps its own entries (see `Space`) have limits and a policy too, but take no
         values. Raises `ConfigError`."""
-        self._fetcher.open_space(checked_name(name), policy=policy, quota=self._limit(quota, "quota"))
+        name = checked_name(name)
+        self._fetcher.open_space(name, policy=policy, quota=self._limit(quota, "quota"))
         return Space(self._fetcher, name)
 
     @overload
@@ -337,7 +341,7 @@ class Cache(DictLike):
         must exist, else `NotCached`. Raises `ConfigError` (a ValueError) if the array has another length or codec."""
         from forebay.samples import open_samples
 
-        if policy != "freeze":
+        if exact_str(policy) != "freeze":
             raise errors.ConfigError(f"policy={policy!r}: samples support only 'freeze'", name="policy", value=policy)
         limit = self._limit(quota, "quota")
         return open_samples(self._fetcher, name, length, codec=codec, fingerprint=fingerprint, quota=limit, copy=copy)

@@ -18,6 +18,7 @@ from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay._model import DIRECTORIES, URLS, VALUES, Entry, Report, Victim, is_text
+from forebay.cache.space import checked
 from forebay.fetch import Fetcher
 from forebay.fetch.prefix import Prefix
 from forebay.fetch.request import PARTS, index_key
@@ -76,7 +77,7 @@ class Entries(_Listing[Entry]):
     added or removed during an iteration may or may not be in it; no entry is in it twice. Callable from any thread."""
 
     def __init__(self, store: Store | NullStore, space: str | None = None, where: Callable[[Entry], bool] | None = None) -> None:
-        self._store, self._space, self._where = store, space, where
+        self._store, self._space, self._where = store, None if space is None else checked(space, "space"), where
 
     def __iter__(self) -> Iterator[Entry]:
         return self.sorted_by(attrgetter("used"))
@@ -174,7 +175,7 @@ def planned(entries: Entries) -> Sequence[Victim]:
 def find(fetcher: Fetcher, name: Name) -> tuple[str, str] | None:
     """The space and the key of the entry of this name; None if there is none. Raises `Ambiguous`."""
     if isinstance(name, Entry):
-        return name.space, name.key
+        return checked(name.space), checked(name.key)
     text, store = remote.as_text(name), fetcher.store
     names = {space.name for space in store.seeing.usage().spaces}
 
@@ -242,7 +243,7 @@ def evict(fetcher: Fetcher, name: Name, entry: Entry | None) -> Report:
 def blocks_of(fetcher: Fetcher, name: Name) -> list[Entry]:
     """The blocks of an object, of all versions and sizes, and their index. ``name``: of the object, or of the index."""
     if isinstance(name, Entry):
-        keys = [name.key.removesuffix(index_key(""))] if name.space == URLS else []
+        keys = [checked(name.key).removesuffix(index_key(""))] if checked(name.space) == URLS else []
     else:
         of_urls = (key for space, key in _keys_of(fetcher, remote.as_text(name)) if space == URLS)
         keys = [key for key in of_urls if PARTS not in key]  # else a block is not cached

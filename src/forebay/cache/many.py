@@ -13,7 +13,7 @@ from forebay._engine.index.memo import Hit
 from forebay._engine.leases import Lease
 from forebay._kernel.interrupts import guarded_methods, items_of_program, paced, portions
 from forebay._logs import logger
-from forebay._model import Entry
+from forebay._model import Entry, exact_str
 from forebay.fetch import Fetcher
 from forebay.fetch.background import run_beside
 from forebay.fetch.job import Job
@@ -84,6 +84,8 @@ def _several(urls: Iterable[Url], name: str) -> Iterable[Url]:
 def read_many(fetcher: Fetcher, urls: Iterable[Url], hit: Hit | None, options: ReadOptions, *, return_exceptions: bool) -> list[Any]:
     """See `Cache.read_many`. ``hit``: serves what the process remembers; None: the options do not allow it."""
     every = list(_several(urls, "read_many"))
+    if not {*map(type, every)} <= {str}:
+        every = [url if exact_str(url) is None and not isinstance(url, os.PathLike) else as_text(url) for url in every]
     results: list[Any] = [None] * len(every)
     later = [] if hit is None else _read_until_miss(fetcher, every, hit, results)
 
@@ -108,7 +110,7 @@ def _read_until_miss(fetcher: Fetcher, urls: Sequence[Url], hit: Hit, results: l
     """Read what the process remembers, and the others up to the first that has to be fetched. Returns the places of those behind it that
     the cache has: they are read while fetches are under way."""
     max_age, later, reads = fetcher.max_age, list[int](), True
-    results[:] = [hit(url, max_age) for some in portions(urls) for url in some]  # type: ignore[arg-type]  # a path misses
+    results[:] = [hit(url, max_age) if type(url) is str else None for some in portions(urls) for url in some]
     with contextlib.suppress(errors.ConfigError, errors.MissingExtra):  # `target` raises it too
         for place in paced(_missing(results)):
             if reads or len(later) >= MEANWHILE:

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from forebay import errors
+from forebay import _config, errors
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._kernel.interrupts import guarded, guarded_methods, of_program, steps_of_program
 from forebay._kernel.threads import in_thread
-from forebay._model import OWN_SPACES, Buffer, Victim, as_bytes, is_text
+from forebay._model import OWN_SPACES, Buffer, Victim, as_bytes, exact_str, is_text
 from forebay.fetch import Fetcher
 from forebay.fetch.flight import get_or_make, get_or_make_async
 
@@ -34,7 +34,7 @@ class DictLike:
     def __getitem__(self, key: str) -> memoryview:
         data = self._values.get(key)
         if data is None:
-            raise errors.NotCached.of(key)
+            raise errors.NotCached.of(checked(key))
         return data
 
     def __setitem__(self, key: str, data: Buffer) -> None:
@@ -81,12 +81,16 @@ class Space(DictLike):
 
     def get(self, key: str, default: T | None = None) -> memoryview | T | None:
         """The bytes under this key, read-only; ``default`` if there are none. They stay valid after an eviction."""
-        hit = self._hit(key)
+        if type(key) is not str:
+            return self._get(key, default)
+        if self._fetcher.current() is not self._bound:
+            self._store()
+        hit = self._quick(key, FOREVER)
         return hit if hit is not None else self._get(key, default)
 
     @guarded
     def _get(self, key: str, default: T | None) -> memoryview | T | None:
-        data = self._find(key)
+        data = self._touched(key := checked(key))
         if data is not None:
             return data
         try:
@@ -104,8 +108,7 @@ class Space(DictLike):
         during the call."""
         if not self._takes_values:
             raise _no_values(self.name)
-        store = self._store()
-        checked(key)
+        store, key, timeout = self._store(), checked(key), _config.parse_timeout(timeout)
         view = as_bytes(data)
         try:
             with waits.time_limit(self._fetcher.timeout if timeout is None else timeout):
@@ -120,12 +123,16 @@ class Space(DictLike):
         """The bytes under this key; else the result of ``fn``, which is stored. One process runs it; see `Cache.get_or_put`."""
         if not self._takes_values:
             raise _no_values(self.name)
-        hit = self._hit(key)
+        if type(key) is not str:
+            return self._get_or_put(key, of_program(fn), timeout)
+        if self._fetcher.current() is not self._bound:
+            self._store()
+        hit = self._quick(key, FOREVER)
         return hit if hit is not None else self._get_or_put(key, of_program(fn), timeout)
 
     @guarded
     def _get_or_put(self, key: str, fn: Callable[[], Buffer], timeout: float | None) -> memoryview:
-        data = self._find(key)
+        data = self._touched(key := checked(key))
         if data is not None:
             return data
         _drop_lost()
@@ -133,7 +140,7 @@ class Space(DictLike):
         return get_or_make(self._fetcher, self.name, key, look, lambda: _copied(fn()), keep, **self._options(timeout))
 
     def _options(self, timeout: float | None) -> dict[str, Any]:
-        store, timeout = self._bound, self._fetcher.timeout if timeout is None else timeout
+        store, timeout = self._bound, self._fetcher.timeout if timeout is None else _config.parse_timeout(timeout)
         looked = store.keeps and not store.root.read_only  # else there is no look under a lock, in the catalog and upstream
         return {"timeout": timeout, "counts_miss": True, "looked": looked, "pack": _packed, "unpack": memoryview}
 
@@ -147,8 +154,8 @@ class Space(DictLike):
         ``fn``: a coroutine function, or a function, which runs in a thread."""
         if not self._takes_values:
             raise _no_values(self.name)
-        data = self._hit(key)
-        if data is not None or (data := self._find(key)) is not None:
+        data = self._touched(key := checked(key))
+        if data is not None:
             return data
 
         async def make() -> memoryview:
@@ -158,15 +165,12 @@ class Space(DictLike):
         made = guarded(get_or_make_async)(self._fetcher, self.name, key, look, make, keep, **self._options(timeout))
         return await _unharmed(made)
 
-    def _hit(self, key: str) -> memoryview | None:
-        """The bytes of a key that this process remembers; None: `_find` tells. Raises `Closed`."""
-        if self._fetcher.current() is not self._bound:
-            self._store()
-        return self._quick(key, FOREVER)
-
-    def _find(self, key: str) -> memoryview | None:
-        """The bytes of a key to which the index leads, for which nothing is waited. None: `_look` tells. Raises `ConfigError`."""
-        return self._bound.first_touch(self.name, checked(key), FOREVER)
+    def _touched(self, key: str) -> memoryview | None:
+        """The bytes of a checked key that this process remembers, or to which the index leads: nothing is waited for. None: `_look` tells.
+        Raises `Closed`."""
+        self._store()
+        hit = self._quick(key, FOREVER)
+        return hit if hit is not None else self._bound.first_touch(self.name, key, FOREVER)
 
     def _look(self, key: str) -> memoryview | None:
         """The bytes of a key by the catalog, or in the upstream root; None if there are none. Raises `CacheFault`."""
@@ -258,11 +262,12 @@ def _ended(task: Any) -> None:
         task.exception()  # seen: the caller that would raise it may have been cancelled
 
 
-def checked(key: str) -> str:
-    """The key, or the name of a space, if it is valid. Raises `ConfigError`."""
-    if not isinstance(key, str) or not is_text(key):
-        raise errors.ConfigError(f"the key {key!r} cannot be used: a key is a str of valid unicode", name="key", value=repr(key))
-    return key
+def checked(key: str, what: str = "key") -> str:
+    """The key, or ``what`` it is, as an exact str, if it is valid. Raises `ConfigError`."""
+    text = exact_str(key)
+    if text is None or not is_text(text):
+        raise errors.ConfigError(f"the {what} {key!r} cannot be used: a {what} is a str of valid unicode", name=what, value=repr(key))
+    return text
 
 
 def _no_values(space: str) -> errors.ConfigError:
@@ -273,6 +278,7 @@ def _no_values(space: str) -> errors.ConfigError:
 
 def checked_name(name: str) -> str:
     """The name of a space. Raises `ConfigError`."""
-    if not name or ":" in checked(name):
-        raise errors.ConfigError(f"the space {name!r} cannot be named: not empty, and without ':'", name="name", value=name)
-    return name
+    text = checked(name, "name")
+    if not text or ":" in text:
+        raise errors.ConfigError(f"the space {text!r} cannot be named: not empty, and without ':'", name="name", value=text)
+    return text

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from forebay import _config, errors
 from forebay._kernel.interrupts import guarded, guarded_methods, undone_by
+from forebay._model import exact_str
 from forebay.claims import conflicts, records, shared
 from forebay.claims.barriers import Barrier
 from forebay.claims.conflicts import ClaimRequest
@@ -64,8 +65,8 @@ def claim(
     registry = Registry()
     if name is None:
         key = str(next(_counts.setdefault((registry.path, identified.id, world.rank), itertools.count())))
-    elif isinstance(name, str) and name:
-        key = f"named {name}"
+    elif text := exact_str(name):
+        key = f"named {text}"
     else:
         raise errors.ConfigError(f"name={name!r}: must be a non-empty text", name="name", value=repr(name))
     request = ClaimRequest(identified, key, streams, world)
@@ -102,8 +103,8 @@ def _listed(value: Any, name: str) -> list[Any]:
 
 
 def _text(value: Any, name: str) -> str:
-    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    if not isinstance(text, str) or not text or "\0" in text:
+    text = exact_str(os.fspath(value)) if isinstance(value, str | os.PathLike) else None
+    if not text or "\0" in text:
         raise _wrong_type(name, value)
     return text
 

@@ -21,7 +21,7 @@ from forebay import _config, errors
 from forebay._kernel import fences, host, mappings, waits
 from forebay._kernel.interrupts import guarded_methods
 from forebay.claims.members import Identity, Member, Members
-from forebay.claims.shared import NamedLock, map_shared, name_hash, words_of
+from forebay.claims.shared import NamedLock, checked_name, map_shared, name_hash, words_of
 
 SEATS = 1024
 """The largest number of parties."""
@@ -158,9 +158,9 @@ class Barrier:
 
     def __init__(self, members: Members, name: str) -> None:
         """Raises ConfigError, NoSpace, Closed."""
-        self.name = name
+        self.name = checked_name(name)
         self._members = members
-        self._state = state_of(members, name)
+        self._state = state_of(members, self.name)
 
     def __repr__(self) -> str:
         return f"<the barrier {self.name!r} of {self._members.name}>"

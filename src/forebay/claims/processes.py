@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from forebay._kernel import host, locks
+from forebay._model import exact_str
 from forebay.errors import ConfigError
 from forebay.world import World, launchers
 
@@ -126,10 +127,11 @@ def identify(job: str | None, world: World) -> JobId:
 
     The job of a rank that is alone on its node is its process, whatever its launcher says, since it shares nothing with others. So a
     step of SLURM may run two programs side by side. Several nodes on one machine, as in tests, have a job each."""
-    if job is not None and (not isinstance(job, str) or not job):
+    name = exact_str(job)
+    if job is not None and not name:
         raise ConfigError(f"job={job!r}: must be a name, the same in all ranks of the job", name="job", value=repr(job))
-    if job is not None:
-        identified = JobId(job, job, "job=")
+    if name is not None:
+        identified = JobId(name, name, "job=")
     else:
         identified = (_launched(world) if world.ranks_per_node > 1 else None) or _by_process(world)
     if not world.is_multinode:

@@ -26,6 +26,7 @@ from forebay import _config, errors
 from forebay._kernel import host, locks, mappings, waits
 from forebay._kernel.interrupts import guarded, guarded_methods, shielded, undone_by
 from forebay._logs import logger
+from forebay._model import exact_str
 from forebay.claims import claim_files
 from forebay.claims.claim_files import LOCKS, WORDS
 from forebay.claims.members import Members
@@ -106,6 +107,14 @@ def words_of(members: Members) -> waits.Words:
     return _locks_of(members).words
 
 
+def checked_name(name: object) -> str:
+    """A name of what a claim shares, as an exact str. Raises `ConfigError`."""
+    text = exact_str(name)
+    if text is None:
+        raise errors.ConfigError(f"name={name!r}: must be a str", name="name", value=repr(name))
+    return text
+
+
 def name_hash(kind: str, name: str) -> int:
     """Return 62 bits that stand for a name."""
     digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8, person=kind.encode())
@@ -130,8 +139,7 @@ class NamedLock:
     _held: _HeldLock | None = None
 
     def __init__(self, members: Members, name: str, timeout: float | None = None, *, kind: Kind = "lock") -> None:
-        if not isinstance(name, str):
-            raise errors.ConfigError(f"name={name!r}: must be a str", name="name", value=repr(name))
+        name = checked_name(name)
         members.check()
         self.name, self.timeout = name, _config.parse_timeout(timeout)
         self._members, self._kind = members, kind
@@ -202,7 +210,7 @@ def scalar(members: Members, name: str, dtype: Any) -> Scalar:
     kind = _dtype(name, dtype)
     if kind.subdtype is not None:
         raise errors.ConfigError(f"{name!r}: a value of {kind!r} is an array, not one value")
-    view = map_shared(members, "scalar", name, kind.itemsize, dtype=repr(kind))
+    view = map_shared(members, "scalar", name := checked_name(name), kind.itemsize, dtype=repr(kind))
     return Scalar(members, name, _numpy().ndarray((1,), kind, buffer=view))
 
 
@@ -289,6 +297,7 @@ def map_shared(members: Members, kind: str, name: str, size: int, **facts: Any) 
 
     The view stays valid after the claim is closed, and in forked children."""
     lock = NamedLock(members, name, kind="memory")
+    name = lock.name
     header = {"kind": kind, "name": name, "size": size, **facts}
     path = os.path.join(members.directory, f"{'barrier' if kind == 'barrier' else 'memory'}.{_quoted(name)}")
     view = _open(path, header, members)

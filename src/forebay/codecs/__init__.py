@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from forebay import errors
 from forebay._kernel.interrupts import unless_of_handler
-from forebay._model import Buffer, as_bytes
+from forebay._model import Buffer, as_bytes, exact_str
 from forebay.codecs import arrays, by_value
 from forebay.codecs.arrays import MAPPED_FROM as MAPPED_FROM
 from forebay.codecs.base import ALIGNMENT as ALIGNMENT
@@ -34,12 +34,13 @@ def codec(which: str | object) -> Codec:
     Raises `ConfigError` for anything else, `MissingExtra` for ``numpy`` without NumPy and ``arrow`` without PyArrow."""
     if isinstance(which, (Named, _Custom)):
         return cast(Codec, which)
-    if which == "numpy":
+    name = exact_str(which)
+    if name == "numpy":
         arrays.numpy()
-    if which == "arrow":
+    if name == "arrow":
         needs_pyarrow()
-    if isinstance(which, str) and which in _NAMED:
-        return _NAMED[which]
+    if name in _NAMED:
+        return _NAMED[name]
     methods = (getattr(which, "encode", None), getattr(which, "decode", None))
     if isinstance(which, (str, type, ModuleType)) or not all(map(callable, methods)):
         what = f"the {type(which).__name__} {which!r}"
@@ -72,8 +73,8 @@ class _Raw(Named):
 class _Custom:
     def __init__(self, inner: Any) -> None:
         self._inner, kind = inner, type(inner)
-        name = getattr(inner, "name", None)
-        self.name = name if isinstance(name, str) else f"{kind.__module__}.{kind.__qualname__}"
+        name = exact_str(getattr(inner, "name", None))
+        self.name = name if name is not None else f"{kind.__module__}.{kind.__qualname__}"
         if self.name in _NAMED or not self.name:
             raise errors.ConfigError(f"a codec of your own cannot have the name {self.name!r}", name="codec", value=self.name)
 

@@ -101,7 +101,9 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     text = remote.as_text(path)
     if not text or "\0" in text:
         raise errors.ConfigError(f"to_directory needs a path, not {text!r}", name="path", value=text)
-    return Path(os.path.realpath(os.path.expanduser(text)))
+    text = os.path.expanduser(text)
+    remote.absolute_path(text)  # raises if there is no working directory
+    return Path(os.path.realpath(text))
 
 
 @contextlib.contextmanager

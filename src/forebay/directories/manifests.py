@@ -19,7 +19,7 @@ from forebay import errors
 from forebay._engine.files.blobs import checksum_of
 from forebay._kernel import host, interrupts
 from forebay._kernel.below import why_not_below
-from forebay._model import Buffer
+from forebay._model import Buffer, exact_str
 from forebay.remote.local import is_unfinished
 
 Patterns: TypeAlias = str | Iterable[str] | None
@@ -111,14 +111,16 @@ def _checked_row(file: File) -> File:
 
 
 def _patterns(given: Patterns, name: str) -> tuple[str, ...]:
-    several = (given,) if isinstance(given, str) else tuple(given or ())
+    several, patterns = (given,) if isinstance(given, str) else tuple(given or ()), set[str]()
     for pattern in several:
-        if not isinstance(pattern, str) or not pattern:
+        text = exact_str(pattern)
+        if not text:
             message = f"{name}={pattern!r} is no pattern: expected one such as 'model-*.safetensors' or 'weights/'"
             raise errors.ConfigError(message, name=name, value=repr(pattern))
+        patterns.add(text)
     if given is not None and not several and name == "include":
         raise errors.ConfigError("include=[] selects no file: omit it to select all", name=name, value="[]")
-    return tuple(sorted(set(several)))
+    return tuple(sorted(patterns))
 
 
 def _matcher(patterns: Sequence[str]) -> Any:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from forebay import errors
+from forebay import errors, remote
 from forebay._kernel import host, interrupts
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
@@ -81,7 +81,7 @@ def upload(
     Raises `ConfigError` for a local directory that cannot be uploaded, `SourceChanged` if a file of it changes meanwhile; `Conflict`;
     `Unsupported` for HTTP; `BadListing` where old and new names exclude each other; `RemoteError`. After any of these, or an
     interrupt, the same call continues where it stopped."""
-    return _Upload(location, os.path.abspath(local), max(1, jobs), tell).run(delete, dry_run)
+    return _Upload(location, remote.absolute_path(remote.as_text(local)), max(1, jobs), tell).run(delete, dry_run)
 
 
 def push(

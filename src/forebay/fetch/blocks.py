@@ -31,7 +31,7 @@ ANY_AGE = 1 << 62
 
 def parse_block_size(value: int | str) -> int:
     """Bytes of a block. Raises `ConfigError`."""
-    size = AUTO if value == "auto" else _config.parse_size(value, name="block_size")
+    size = AUTO if isinstance(value, str) and value == "auto" else _config.parse_size(value, name="block_size")
     if not LEAST <= size <= MOST:
         message = f"block_size={value!r}: a block has {LEAST:,} to {MOST:,} bytes"
         raise errors.ConfigError(message, name="block_size", value=value)

@@ -61,24 +61,24 @@ class CacheOptions(NamedTuple):
         Raises `ConfigError`."""
         environment = _config.EnvironmentSettings.from_environment()
         given, _ = _config.given_settings()
-        if self.root is not None and not os.fspath(self.root):
+        given_root, upstream = (None if path is None else remote.as_text(path) for path in (self.root, self.upstream))
+        if given_root == "":
             raise errors.ConfigError("root must not be empty (use '.' for the current directory)", name="root", value="")
-        for name, path in (("root", self.root), ("upstream", self.upstream)):
+        for name, path in (("root", given_root), ("upstream", upstream)):
             if path is not None and not _is_path(path):
                 raise errors.ConfigError(f"{name}={path!r} cannot be the path of a directory", name=name, value=repr(path))
-        if self.max_entries is not None and self.max_entries < 0:
-            message = f"max_entries={self.max_entries}: it must not be negative"
-            raise errors.ConfigError(message, name="max_entries", value=self.max_entries)
+        if self.max_entries is not None:
+            _config.parse_count(self.max_entries, name="max_entries", least=0)
         unset = [
             name for name in ("shared", "min_free", "max_rate", "max_connections", "offline", "max_age") if getattr(self, name) is None
         ]
         options = self._replace(**{name: getattr(environment, name) for name in unset})
         names_remote = any(name.lower() in given for name in _config.REMOTE)
-        root = self.root or environment.home or _config.default_root(is_network=lambda path: not host.is_local(host.fs_kind(path)))
+        root = given_root or environment.home or _config.default_root(is_network=lambda path: not host.is_local(host.fs_kind(path)))
         return options._replace(
             # Absolute: what is opened again, in this process or another, may be opened in another working directory.
             root=_absolute(root),
-            upstream=None if self.upstream is None else _absolute(self.upstream),
+            upstream=None if upstream is None else _absolute(upstream),
             max_rate=None if options.max_rate is None else _config.parse_rate(options.max_rate),
             max_connections=None if options.max_connections is None else _config.parse_connections(options.max_connections),
             max_age=None if options.max_age is None else _config.parse_age(options.max_age, name="max_age"),
@@ -163,14 +163,14 @@ class CacheOptions(NamedTuple):
 NO_OPTIONS = CacheOptions()
 
 
-def _absolute(path: str | os.PathLike[str]) -> Path:
+def _absolute(path: str | Path) -> Path:
     try:
         return Path(path).absolute()
     except OSError:  # the working directory was deleted: whoever opens the path refuses it
         return Path(path)
 
 
-def _is_path(path: str | os.PathLike[str]) -> bool:
+def _is_path(path: str) -> bool:
     """Whether there can be a file of this name."""
     try:
         return b"\0" not in os.fsencode(path)

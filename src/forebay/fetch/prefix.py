@@ -11,7 +11,7 @@ from typing import Any
 from forebay import errors, remote
 from forebay._engine.leases import Lease
 from forebay._kernel import host
-from forebay._model import URLS, BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
+from forebay._model import URLS, BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer, exact_str
 from forebay.fetch import A, Fetcher
 from forebay.fetch.opening import in_memory
 from forebay.fetch.request import FetchOptions, Target
@@ -24,14 +24,26 @@ def info_of(source: Any, key: str) -> SourceInfo:
     return SourceInfo(source.uri, key, None, (key,)) if own is None else own(key)
 
 
+def checked_key(key: object) -> str:
+    """The key of an item as an exact str. Raises `ConfigError`."""
+    text = exact_str(key)
+    if not text:
+        raise errors.ConfigError(f"{key!r} is not a key: expected a str that is not empty", name="key", value=repr(key))
+    return text
+
+
 def checked_name(key: object) -> str:
-    """A name that stays below its prefix. Raises `ConfigError`."""
-    if not isinstance(key, str):
-        raise errors.ConfigError(f"{key!r} is not a key: expected a str", name="key", value=repr(key))
-    if not is_name(key):
-        message = f"{key!r} is not a key: expected a name below the source, such as 'a/b.jpg', without . and .."
-        raise errors.ConfigError(message, name="key", value=key)
-    return key
+    """A key that names what lies below a prefix. Raises `ConfigError`."""
+    name = checked_key(key)
+    if not is_name(name):
+        message = f"{name!r} is not a key: expected a name below the source, such as 'a/b.jpg', without . and .."
+        raise errors.ConfigError(message, name="key", value=repr(name))
+    try:
+        name.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        message = f"{name!r} is not a key: it contains half a character, at {error.start}"
+        raise errors.ConfigError(message, name="key", value=repr(name)) from None
+    return name
 
 
 def is_name(key: str) -> bool:

@@ -17,8 +17,9 @@ from forebay._engine.leases import Lease
 from forebay._kernel import waits
 from forebay._kernel.interrupts import guarded, guarded_methods, items_of_program, of_program
 from forebay._logs import logger
-from forebay._model import SESSIONS, URLS, Buffer, Item_co, check_free
+from forebay._model import SESSIONS, URLS, Buffer, Item_co, check_free, exact_str
 from forebay.fetch import Fetcher
+from forebay.fetch.prefix import checked_key
 from forebay.fetch.request import FOREVER, split_hash
 from forebay.prefetch.items import ItemReader, Items, Objects, SourceItems
 from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
@@ -101,6 +102,7 @@ class Prefetcher(Pool[Item_co]):
 
         The items of a source without a version belong to a session, which ends with the last process that uses it."""
         version = getattr(self.source, "version", None)
+        version = version if (text := exact_str(version)) is None else text
         decoder = () if self._reader.is_raw else (*decoder_of(self.source), self._options["codec"].name)
         parts = [identity_of(self.source), repr(version), self._options["store"], *decoder]
         self._digest = self._bound = _digest(parts)
@@ -121,7 +123,8 @@ class Prefetcher(Pool[Item_co]):
 
     def get_lazy(self, key: str) -> Lazy[Item_co]:
         """Start loading an item, and return at once. Raises `Closed` (a RuntimeError)."""
-        return Lazy(self, key, self._loader.submit(key, *self._name_of(_checked_key(key))))
+        key = checked_key(key)
+        return Lazy(self, key, self._loader.submit(key, *self._name_of(key)))
 
     def _stream(self, keys: Iterable[str], ahead: int) -> Generator[Item_co, None, None]:
         """What the cache has is read when its turn comes, in the thread of the caller, and without a lease: no caller holds these items.
@@ -139,7 +142,7 @@ class Prefetcher(Pool[Item_co]):
 
     def _expected(self, key: str) -> Lazy[Item_co] | tuple[str, str]:
         """The key, and the name of the item in the cache, if the index of keys knows it; else a lazy, whose load tells."""
-        named = self._name_of(_checked_key(key))
+        named = self._name_of(key := checked_key(key))
         if not self.closed:
             if self._reader.is_kept(key):
                 return key, named[0]
@@ -181,7 +184,7 @@ class Prefetcher(Pool[Item_co]):
 
     def _spill(self, name: str, data: bytes) -> Lease:
         self._loader.start()
-        shown = name.encode("utf-8", "backslashreplace").decode()
+        shown = (exact_str(name) or "").encode("utf-8", "backslashreplace").decode()
         return self._store.put_held(self.name, f"~put/{shown}~{secrets.token_hex(8)}", data)
 
     def _unspill(self, lease: Lease, seal: bytes) -> Any:
@@ -221,6 +224,7 @@ class Prefetcher(Pool[Item_co]):
 
         for key in items_of_program(keys):
             self._check_open()
+            key = checked_key(key)
             window.append((key, self._loader.submit(key, *self._name_of(key), holds=False)))
             finish_all_but(4 * int(self._options["workers"]))
         finish_all_but(0)
@@ -255,8 +259,8 @@ class Prefetcher(Pool[Item_co]):
         """Set how many bytes and items the space may have, for all processes at once. Items over a lowered limit are evicted unless they
         are held. None leaves a limit unchanged. Raises `ConfigError`."""
         for name, value in (("budget", budget), ("max_count", max_count)):
-            if value is not None and (type(value) is not int or value < 0):
-                raise errors.ConfigError(f"{name} must be an integer that is not negative, not {value!r}", name=name, value=value)
+            if value is not None:
+                _config.parse_count(value, name=name, least=0)
         self._store.spaces.ensure(self.name, quota=budget, max_count=max_count)
         self._options |= {name: value for name, value in (("budget", budget), ("max_count", max_count)) if value is not None}
         if self._objects is None:
@@ -292,6 +296,7 @@ class Prefetcher(Pool[Item_co]):
         if self._item_version is not None:
             try:
                 version = self._item_version(key)
+                version = version if (text := exact_str(version)) is None else text
             except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
                 log.debug("the version of %s is not known: %s", key, str(error))
         bound = version is None and self._bound is not self._digest
@@ -315,15 +320,13 @@ class Prefetcher(Pool[Item_co]):
 def open_prefetcher(fetcher: Fetcher, source: Any, *, decode: Any = None, **options: Any) -> Prefetcher[Any] | PassThrough[Any]:
     """See `Cache.prefetcher`. ``budget``: see `Spaces.ensure`."""
     check_free(options["name"])
+    options["store"] = exact_str(options["store"]) or repr(options["store"])
     if options["store"] not in STORES:
         raise errors.ConfigError(
             f"store must be {' or '.join(map(repr, STORES))}, not {options['store']!r}", name="store", value=options["store"]
         )
     _config.parse_count(options["workers"], name="workers")
-    if type(options["max_count"]) is not int or options["max_count"] < 0:
-        raise errors.ConfigError(
-            f"max_count must be an integer that is not negative, not {options['max_count']!r}", name="max_count", value=options["max_count"]
-        )
+    _config.parse_count(options["max_count"], name="max_count", least=0)
     source = wrapped(source_of(source), decode)
     chosen = options["codec"]
     options["codec"] = codecs.codec(chosen) if chosen is not None else codecs.default_codec(others_can_write=fetcher.others_can_write)
@@ -357,17 +360,11 @@ def decoder_of(source: Any) -> tuple[str, ...]:
     return tuple(decoders)
 
 
-def _checked_key(key: str) -> str:
-    """Raises `ConfigError`."""
-    if type(key) is not str or not key:
-        raise errors.ConfigError(f"key must be a str that is not empty, not {key!r}", name="key", value=repr(key))
-    return key
-
-
 def _seal(data: Buffer) -> bytes:
     """Digest by which the process that spilled an object recognizes its bytes: it unpickles no others."""
     return hashlib.blake2b(data, digest_size=32).digest()
 
 
 def _digest(parts: Iterable[str]) -> str:
-    return hashlib.blake2b("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    exact = (exact_str(part) or "" for part in parts)
+    return hashlib.blake2b("".join(f"{len(part)}:{part}" for part in exact).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -9,13 +9,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from forebay import errors
+from forebay import _config, errors
 from forebay._engine.leases import Lease
 from forebay._kernel import waits
 from forebay._kernel.interrupts import Steps, guarded, guarded_methods, items_of_program, of_program
 from forebay._logs import logger
 from forebay._model import Item_co
-from forebay.fetch.prefix import info_of
+from forebay.fetch.prefix import checked_key, info_of
 from forebay.prefetch.loads import Load
 from forebay.reports import OnProgress, WarmReport
 from forebay.sources import DecodedSource, Source, SourceInfo, source_of
@@ -160,7 +160,7 @@ class Pool(Generic[Item_co]):
 
     def get(self, key: str, sample: Any = None) -> Item_co:
         """Read and decode an item now, without the cache. Raises what the source raises."""
-        value: Item_co = self._read(key)
+        value: Item_co = self._read(key := checked_key(key))
         if sample is not None:
             add_source(sample, info_of(self.source, key))
         return value
@@ -181,8 +181,7 @@ class Pool(Generic[Item_co]):
 
         ``keys`` may be endless: it is consumed only as far as items are prefetched. If the source raises for an item, so does the iterator
         at that item. Dropping the iterator releases prefetched items. Raises `ConfigError` for a negative ``ahead``."""
-        if ahead < 0:
-            raise errors.ConfigError(f"ahead must not be negative: {ahead}", name="ahead", value=ahead)
+        _config.parse_count(ahead, name="ahead", least=0)
         return Steps(self._stream(items_of_program(keys), ahead))
 
     def _stream(self, keys: Iterable[str], ahead: int) -> Generator[Item_co, None, None]:
@@ -235,7 +234,7 @@ class PassThrough(Pool[Item_co]):
     def get_lazy(self, key: str) -> Lazy[Item_co]:
         """A lazy that reads at its first `get`. Raises `Closed`."""
         pool: Pool[Item_co] | None = self._prefetcher()
-        return Lazy(self, key) if pool is None else pool.get_lazy(key)
+        return Lazy(self, checked_key(key)) if pool is None else pool.get_lazy(key)
 
     def put(self, obj: T, name: str = "") -> Lazy[T]:
         """A lazy that holds the object. Raises `Closed`."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.remote.urls import PUBLIC_HUB, hub_endpoint, scheme
 from forebay.remote.urls import UrlNaming as UrlNaming
 from forebay.remote.urls import absolute as absolute
+from forebay.remote.urls import absolute_path as absolute_path
 from forebay.remote.urls import as_text as as_text
 from forebay.remote.urls import bare as bare
 from forebay.remote.urls import canonical as canonical
@@ -84,8 +85,9 @@ class Realm:
         if text is None:
             is_http = kind in ("http", "https")
             parts = self.endpoint(kind), self._partition or (self._credentials if is_http else "")
-            credentials = ("authorization", self._credentials.strip(" \t"))  # stands in `parts`
-            headers = [line for line in self._headers if not (is_http and line == credentials)] if is_http or kind in _SENDING else []
+            # What stands in `parts` already; an empty header does not, and is sent in place of the user of a URL.
+            credentials = ("authorization", self._credentials) if is_http and self._credentials else None
+            headers = [line for line in self._headers if line != credentials] if is_http or kind in _SENDING else []
             text = self._texts[kind] = repr((*parts, headers)) if headers else repr(parts) if any(parts) else ""
         return text
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers as numbers_abc
+import operator
 import re
 import threading
 import time
@@ -19,7 +21,7 @@ from forebay._kernel import host, interrupts
 from forebay._kernel.threads import run_all
 from forebay._kernel.waits import SharedLimit, time_limit
 from forebay._logs import logger
-from forebay._model import Span, Transfer
+from forebay._model import Span, Transfer, exact_str
 from forebay.remote.urls import canonical
 
 log = logger("forebay.remote")
@@ -31,6 +33,8 @@ MAX_RETRY_AFTER = 120.0
 WARN_ABOVE = 5.0  # seconds: a longer pause between two attempts is logged as a warning
 _COUNTS = frozenset({"attempts", "connections", "streams", "part", "buffer"})
 _OF_REQUEST = frozenset({"user-agent", "traceparent", "x-request-id"})
+_FRAMING = frozenset({"content-length", "transfer-encoding"})
+_NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _SENDABLE = r"[\t\x20-\x7e\xa0-\xff]*\Z"
 
 
@@ -38,7 +42,9 @@ _SENDABLE = r"[\t\x20-\x7e\xa0-\xff]*\Z"
 class RemoteOptions:
     """How requests to remotes are sent. Hashable; can be pickled; its repr shows no secret.
 
-    ``headers``: sent with every request for a URL, but not if it redirects to another scheme, host or port. ``token``: likewise, as
+    ``headers``: sent with every request for a URL, but not if it redirects to another scheme, host or port, and each in place of one that
+    Forebay would send. ``Content-Length`` and ``Transfer-Encoding`` raise `ConfigError`, as do, for ``s3://``, ``Host``, ``x-amz-date``,
+    ``x-amz-content-sha256`` and ``x-amz-security-token``. ``token``: likewise, as
     ``Authorization: Bearer``. Credentials for a single host belong in ``~/.netrc`` (or ``$NETRC``). ``connect_timeout``: seconds.
     ``read_timeout``: seconds since the last byte received. ``total_timeout``: seconds for one call with all its retries; None: no limit.
     ``attempts``: how often one request or range is tried. ``backoff``: seconds before the second attempt, doubled each time up to 10 s,
@@ -69,26 +75,28 @@ class RemoteOptions:
     partition: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("connect_timeout", "read_timeout", "total_timeout", *_COUNTS):
+        for name in ("connect_timeout", "read_timeout", "total_timeout", "backoff", *_COUNTS):
             value = getattr(self, name)
-            if value is not None and not hasattr(value, "__index__" if name in _COUNTS else "__float__"):
+            if value is None and name == "total_timeout":
+                continue
+            number = _number(value, is_count=name in _COUNTS)
+            if number is None:
                 wanted = "an integer" if name in _COUNTS else "a number"
                 raise errors.ConfigError(f"{name} is {value!r}: it must be {wanted}", name=name, value=value)
-            if value is not None and not value > 0:
+            if not (number > 0 or (name == "backoff" and number == 0)):
                 raise errors.ConfigError(f"{name} is {value!r}: it must be above 0", name=name, value=value)
-            if value is not None and not value < threading.TIMEOUT_MAX:
+            if not number < threading.TIMEOUT_MAX:
                 raise errors.ConfigError(f"{name} is {value!r}: it must be below {threading.TIMEOUT_MAX:.0f}", name=name, value=value)
+            object.__setattr__(self, name, number)
         for name in ("token", "partition"):
-            if not isinstance(getattr(self, name), str | None):
+            text = exact_str(value := getattr(self, name))
+            if text is None and value is not None:
                 raise errors.ConfigError(f"{name} must be a text, or None", name=name)  # its value is a secret
-        if not isinstance(self.headers, Mapping) or not all(isinstance(text, str) for line in self.headers.items() for text in line):
-            raise errors.ConfigError("headers must be a mapping of texts to texts", name="headers")
-        object.__setattr__(self, "headers", dict(self.headers))  # what the caller changes later would be in no key
-        for name, text in {**self.headers, **({"token": self.token} if self.token else {})}.items():
-            if not re.match(_SENDABLE, f"{name}{text}"):
-                raise errors.ConfigError(
-                    f"the value of {name!r} cannot be sent: it contains a line break or characters beyond Latin-1", name=name
-                )
+            object.__setattr__(self, name, text)
+        # A copy: what the caller changes later would be in no key.
+        object.__setattr__(self, "headers", dict(_checked_headers(self.headers)))
+        if self.token:
+            _check_sendable("token", self.token)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -101,15 +109,24 @@ class RemoteOptions:
 
     @property
     def authorization(self) -> str:
-        """The value of the ``Authorization`` header, else the token; "" if neither was given."""
-        given = next((value for name, value in self.headers.items() if name.lower() == "authorization"), None)
+        """The value of the ``Authorization`` header, else the token; "" if neither was given, or the header is empty."""
+        given = next((value for name, value in self.sent_headers.items() if name.lower() == "authorization"), None)
         return given if given is not None else f"Bearer {self.token}" if self.token else ""
 
     @property
+    def sent_headers(self) -> dict[str, str]:
+        """The headers that are sent: those of the user but for `is_set_by_remote`, each line once."""
+        lines: dict[tuple[str, str], str] = {}
+        for name, value in self.headers.items():
+            if not is_set_by_remote(name):
+                lines.setdefault((name.lower(), value), name)
+        return {name: value for (_, value), name in lines.items()}
+
+    @property
     def keyed_headers(self) -> tuple[tuple[str, str], ...]:
-        """The headers that are part of the keys, each once, in order of their names in lower case. ``partition`` stands for all but
+        """The `sent_headers` that are part of the keys, in order of their names in lower case. ``partition`` stands for all but
         ``Accept*``."""
-        lines = {(name.lower(), value.strip(" \t")): None for name, value in self.headers.items() if is_keyed(name)}
+        lines = [(name.lower(), value) for name, value in self.sent_headers.items() if is_keyed(name)]
         kept = [line for line in lines if self.partition is None or line[0].startswith("accept")]
         return tuple(sorted(kept, key=itemgetter(0)))
 
@@ -117,6 +134,44 @@ class RemoteOptions:
         """These options with a short time limit, for asking whether a known version is still current, which is optional for the caller."""
         limit = min(CHECK_TIMEOUT, self.total_timeout or CHECK_TIMEOUT)
         return replace(self, attempts=min(2, self.attempts), total_timeout=limit)
+
+
+def _number(value: object, *, is_count: bool) -> float | None:
+    """A number as Python's own; None for what is none, such as an array."""
+    try:
+        if is_count:
+            return operator.index(value)  # type: ignore[arg-type]
+        return float(value) if isinstance(value, numbers_abc.Real) else None
+    except TypeError:
+        return None
+
+
+def _checked_headers(headers: object) -> Iterator[tuple[str, str]]:
+    """The lines as they are sent: without blanks around a value. Raises `ConfigError`."""
+    if not isinstance(headers, Mapping):
+        raise errors.ConfigError("headers must be a mapping of texts to texts", name="headers")
+    for given, content in headers.items():
+        name, value = exact_str(given), exact_str(content)
+        if name is None or value is None:
+            raise errors.ConfigError("headers must be a mapping of texts to texts", name="headers")
+        if not re.fullmatch(_NAME, name):
+            raise errors.ConfigError(f"{name!r} cannot be sent: it is no name of a header", name="headers")
+        if name.lower() in _FRAMING:
+            raise errors.ConfigError(f"the header {name!r} cannot be sent: Forebay alone says where a request ends", name=name)
+        _check_sendable(name, value)
+        yield name, value.strip(" \t")
+
+
+def _check_sendable(name: str, value: str) -> None:
+    if not re.match(_SENDABLE, value):
+        message = f"the value of {name!r} cannot be sent: it contains a line break or characters beyond Latin-1"
+        raise errors.ConfigError(message, name=name)
+
+
+def replaced(headers: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
+    """``headers``, of which ``others`` replace those of the same name, however it is written."""
+    names = {name.lower() for name in others}
+    return {name: value for name, value in headers.items() if name.lower() not in names} | dict(others)
 
 
 def is_keyed(name: str) -> bool:

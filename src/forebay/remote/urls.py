@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
+from forebay._model import exact_str
 from forebay.errors import ConfigError
 
 Url: TypeAlias = str | os.PathLike[str]
@@ -82,9 +83,11 @@ class UrlNaming(NamedTuple):
 
 
 def as_text(url: object) -> str:
-    """A URL or path as text. Raises `ConfigError` for what is neither."""
-    text = os.fspath(url) if isinstance(url, str | os.PathLike) else url
-    if isinstance(text, str):
+    """A URL or path as an exact str. Raises `ConfigError` for what is neither."""
+    text = exact_str(url)
+    if text is None and isinstance(url, os.PathLike):
+        text = exact_str(os.fspath(url))
+    if text is not None:
         return text
     shown = redacted(repr(url))
     raise ConfigError(f"a URL or path is a str or an os.PathLike of one, not {shown}", name="url", value=shown)
@@ -169,7 +172,7 @@ def _single(kind: str, text: str, naming: UrlNaming | None) -> str:
         rest = rest.partition("#")[0]
     rest, mark, query = rest.partition("?")
     host, slash, name = rest.partition("/")
-    left = _query(kind, query, naming) if query else "" if kind in _PORTS else mark  # names of objects may end with a `?`
+    left = _query(kind, query, naming) if query else mark  # a `?` at the end may name another object
     return f"{kind}://{_host(kind, host, naming)}{slash}{name}{left}"
 
 
@@ -253,7 +256,16 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
         path = (b"/" + unquote_to_bytes(quoted)).decode("utf-8", "surrogateescape")
     if "\0" in path:
         raise ConfigError(f"{text!r} is no path: it contains a null byte", name="url", value=text)
-    return os.path.abspath(path)
+    return absolute_path(path)
+
+
+def absolute_path(path: str) -> str:
+    """The absolute path that a path means now. Raises `ConfigError` for a relative one if the working directory was deleted."""
+    try:
+        return os.path.abspath(path)
+    except OSError as error:
+        message = f"{path!r} is relative, and the working directory cannot be used: {error.strerror}: give an absolute path"
+        raise ConfigError(message, name="url", value=path) from error
 
 
 # -- texts without secrets ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import hashlib
 import json
 import operator
 import os
+import re
 import secrets
 import time
 import warnings
@@ -16,14 +17,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, SupportsIndex
 
-from forebay import codecs, errors
-from forebay._config import parse_size
+from forebay import _config, codecs, errors
 from forebay._engine.packs.pack import Pack, Unencodable
 from forebay._engine.store import Store
 from forebay._kernel import interrupts, waits
 from forebay._kernel.interrupts import guarded, guarded_methods, items_of_program, of_program, unless_of_handler
 from forebay._logs import logger
-from forebay._model import SAMPLES, Buffer, Entry, Item, noted
+from forebay._model import SAMPLES, Buffer, Entry, Item, exact_str, noted
 from forebay.fetch import Fetcher
 from forebay.fetch.flight import get_or_make, get_or_make_free
 
@@ -257,6 +257,7 @@ class Samples(Generic[Item]):
 
     @guarded
     def _make(self, i: int, fn: Callable[[], Item | Buffer], timeout: float | None) -> Item:
+        timeout = _config.parse_timeout(timeout)
         if not self._pack.admits:
             return self._store_and_read(i, of_program(fn)())[0]
 
@@ -281,7 +282,7 @@ class Samples(Generic[Item]):
         slots makes the item itself. ``timeout``: total seconds to wait for others. Raises `ConfigError` as `get_or_put` does, and
         ValueError if ``fn`` returns another number of values."""
         slots = [operator.index(i) for i in items_of_program(indices)]
-        timeout = self._fetcher.timeout if timeout is None else timeout
+        timeout = self._fetcher.timeout if timeout is None else _config.parse_timeout(timeout)
         until = None if timeout is None else time.monotonic() + timeout
         items: dict[int, tuple[Item]] = {}
         wanted = interrupts.paced(dict.fromkeys(slots))
@@ -441,7 +442,7 @@ class Samples(Generic[Item]):
         self._pack.has(0)  # raises Closed
         if self.name is not None:
             raise errors.ConfigError(f"this array already has a name: {self.name!r}", name="name", value=name)
-        _checked_name(name)
+        name = _checked_name(name)
         if isinstance(self._pack, NoPack):
             return False
         try:
@@ -461,7 +462,8 @@ class Samples(Generic[Item]):
         self._pack.has(0)
         if self.frozen:
             return False
-        pack = _find(self._fetcher, _checked_name(name), _Shape(len(self), self._codec.name, None))
+        name = _checked_name(name)
+        pack = _find(self._fetcher, name, _Shape(len(self), self._codec.name, None))
         if pack is None:
             return False
         self.close()
@@ -539,11 +541,13 @@ def open_samples(
     """See `Cache.samples`."""
     chosen = codecs.codec(codec)
     if name is not None:
-        _checked_name(name)
+        name = _checked_name(name)
     elif length is None:
         raise errors.ConfigError("an array without a name needs a length: cache.samples(length=N)", name="length", value=None)
-    if length is not None and not (isinstance(length, int) and length >= 1):
-        raise errors.ConfigError(f"length={length!r} is invalid: it must be an int of at least 1", name="length", value=length)
+    if length is not None:
+        if not (isinstance(length, int) and length >= 1):
+            raise errors.ConfigError(f"length={length!r} is invalid: it must be an int of at least 1", name="length", value=length)
+        length = int.__index__(length)
     shape = _Shape(length or 0, chosen.name, _digest_of(fingerprint))
 
     def find_pack() -> Pack | None:
@@ -569,7 +573,7 @@ def _found_or_none(fetcher: Fetcher, name: str | None, find: Callable[[], Pack |
         fetcher.fall_back(error, f"samples:{name or ''}")
         return None
     if pack is not None and quota is not None:
-        pack.set_quota(parse_size(quota, total=fetcher.store.spaces.budget(), name="quota"))
+        pack.set_quota(_config.parse_size(quota, total=fetcher.store.spaces.budget(), name="quota"))
     return pack
 
 
@@ -628,7 +632,8 @@ def _find_or_make(fetcher: Fetcher, name: str | None, shape: _Shape) -> Pack | N
     pack = _find(fetcher, name, shape)
     if pack is not None or not shape.length:
         return pack
-    hold = store.locks.hold(SAMPLES, name)
+    # A name such as `5f/3` is that of the lock of a slot, which may be held by the caller: it makes the item of this slot.
+    hold = store.locks.hold(SAMPLES, f"~{name}" if re.fullmatch("[0-9a-f]+/[0-9]+", name) else name)
     try:
         # P1 sees none / P2 sees none / P1 holds the key, creates it, releases / P2 holds the key: we are here.
         pack = _find(fetcher, name, shape)
@@ -672,15 +677,22 @@ def _find_in(store: Store, name: str, shape: _Shape) -> Pack | None:
 
 
 def _checked_name(name: str) -> str:
-    """The name, if an array can have it. Raises `ConfigError`."""
-    if not isinstance(name, str) or not name or name.startswith("~") or not name.isprintable():
+    """The name as an exact str, if an array can have it. Raises `ConfigError`."""
+    text = exact_str(name)
+    if not text or text.startswith("~") or not text.isprintable():
         message = f"an array cannot be called {name!r}: a name is a str, not empty, without '~' at its begin"
         raise errors.ConfigError(message, name="name", value=repr(name))
-    return name
+    return text
 
 
 def _digest_of(fingerprint: str | bytes | None) -> str | None:
     """A fingerprint in its stored form."""
     if fingerprint is None:
         return None
-    return hashlib.sha256(fingerprint.encode() if isinstance(fingerprint, str) else fingerprint).hexdigest()
+    text = exact_str(fingerprint)
+    data: Any = fingerprint if text is None else text
+    try:
+        return hashlib.sha256(data.encode() if text is not None else data).hexdigest()
+    except (TypeError, ValueError, BufferError) as error:
+        message = f"the fingerprint {fingerprint!r} cannot be used: it is a str of valid unicode, or bytes"
+        raise errors.ConfigError(message, name="fingerprint", value=repr(fingerprint)) from error

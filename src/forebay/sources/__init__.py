@@ -18,7 +18,7 @@ from forebay._model import SourceInfo as SourceInfo
 from forebay.fetch import Fetcher
 from forebay.fetch.prefix import Prefix, RemoteAccess, checked_name, info_of, is_name
 from forebay.fetch.request import Target
-from forebay.remote import RemoteOptions, redacted
+from forebay.remote import RemoteOptions, as_text, redacted
 from forebay.sources.tar import TarSource as TarSource
 from forebay.sources.tar import is_tar
 
@@ -264,12 +264,8 @@ def source_of(thing: Any) -> Source:
     """The source for an argument of a caller. A path or URL that ends with ``.tar``, or several of them, are shards; any other is a prefix;
     an object with ``source[key]`` and ``uri`` is used as is. Raises `ConfigError` for anything else."""
     if isinstance(thing, (str, os.PathLike)):
-        return TarSource(thing) if is_tar(os.fspath(thing)) else UrlSource(thing)
-    if (
-        isinstance(thing, (list, tuple))
-        and thing
-        and all(isinstance(each, (str, os.PathLike)) and is_tar(os.fspath(each)) for each in thing)
-    ):
+        return TarSource(thing) if is_tar(as_text(thing)) else UrlSource(thing)
+    if isinstance(thing, (list, tuple)) and thing and all(isinstance(each, (str, os.PathLike)) and is_tar(as_text(each)) for each in thing):
         return TarSource(thing)
     if hasattr(thing, "__getitem__") and isinstance(getattr(thing, "uri", None), str):
         source: Source = thing

@@ -19,7 +19,7 @@ from forebay._kernel.threads import Threads
 from forebay._logs import logger
 from forebay._model import SourceInfo
 from forebay.fetch import Fetcher
-from forebay.fetch.prefix import Prefix, RemoteAccess, is_name
+from forebay.fetch.prefix import Prefix, RemoteAccess, checked_key, is_name
 from forebay.remote import RemoteOptions, as_text, bare
 from forebay.sources.shards import Indexed, ShardIndexes
 
@@ -213,8 +213,8 @@ class TarSource:
         return self._reach.shown(self._url(shard))
 
     def _split(self, key: str) -> tuple[str, str]:
-        """The shard and the member of a key."""
-        urls = self._urls()
+        """The shard and the member of a key. Raises `ConfigError` for what is no key."""
+        urls, key = self._urls(), checked_key(key) if key else ""
         at = key.find("/")
         while at >= 0:
             if key[:at] in urls:

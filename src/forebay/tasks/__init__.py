@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 from forebay import errors
 from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay._logs import logger
-from forebay._model import check_free
+from forebay._model import check_free, exact_str, is_text
 from forebay.codecs import Codec, default_codec
 from forebay.codecs import codec as codec_of
 from forebay.fetch import Fetcher
@@ -227,13 +227,11 @@ def _unpickle(root: str, init_kwargs: dict[str, Any], name: str, codec: Codec, b
 
 
 def _key(tag: str) -> str:
-    """The key of a tag, which a function's tag knows. Raises `ConfigError` unless the tag is a str of valid Unicode."""
-    key: str = getattr(tag, "key", tag)
-    try:
-        key.encode()
-    except (AttributeError, UnicodeEncodeError) as error:
+    """The key of a tag as an exact str, which a function's tag knows. Raises `ConfigError` unless the tag is a str of valid Unicode."""
+    key = exact_str(getattr(tag, "key", tag))
+    if key is None or not is_text(key):
         message = f"the tag {tag!r} cannot be used: a tag is a str of valid unicode"
-        raise errors.ConfigError(message, name="tag", value=repr(tag)) from error
+        raise errors.ConfigError(message, name="tag", value=repr(tag))
     return key
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 from forebay import errors
 from forebay._kernel.interrupts import guarded, unless_of_handler
 from forebay._logs import logger
+from forebay._model import exact_str
 from forebay.tasks.code import arrived, chain_of, codes_in, definition_of, functions_of, identity_of, names_read_by, shape_of
 from forebay.tasks.hashing import QUICK, ConstantWriter, Unstable, as_own, brought, digest, encoded, kind_text, text
 
@@ -66,10 +67,12 @@ class Naming:
         self, function: Callable[..., Any], tag: TagRule, version: object = None, ignore: str | tuple[str, ...] = (),
         identity: str | None = None, code: Code | None = None,
     ) -> None:  # fmt: skip
-        self.function, self.version = function, None if version is None else str(version)
+        tag = tag if callable(tag) else exact_str(tag) or tag
+        self.function, self.version = function, None if version is None else exact_str(version) or str(version)
         self.identity = identity or identity_of(function)
         self.name: str = getattr(function, "__name__", None) or self.identity.rpartition(".")[2]
-        self._rule, self._ignore = tag, (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        several = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        self._rule, self._ignore = tag, tuple(exact_str(name) or name for name in several)
         self._sent = code
         # What keys begin with, the code, and what that depends on. With a version nothing is looked up; else at the first call.
         self._known: tuple[str, Code | None, tuple[Use, ...]] | None = None
@@ -275,10 +278,11 @@ class Naming:
 
     def _computed(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         assert callable(self._rule)
-        tag = self._rule(*args, **kwargs)
-        if not isinstance(tag, str):
-            message = f"{self.identity}: its tag= gave the {type(tag).__name__} {tag!r}, where a str is expected"
-            raise errors.ConfigError(message, name="tag", value=repr(tag))
+        given = self._rule(*args, **kwargs)
+        tag = exact_str(given)
+        if tag is None:
+            message = f"{self.identity}: its tag= gave the {type(given).__name__} {given!r}, where a str is expected"
+            raise errors.ConfigError(message, name="tag", value=repr(given))
         for address in set(_ADDRESS.findall(tag)):
             for name, value in zip(self._parameters, values, strict=True):
                 if not isinstance(value, str) and address in f"{value} {value!r}":

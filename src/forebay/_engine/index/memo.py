@@ -123,10 +123,10 @@ class Memo:
         names are what users wrote, not keys, see `alias`.
 
         No lock and no system call, and no attribute that a local can be: this is the path that is taken a million times a second."""
-        known, now_ns, block = self._of(space), time.time_ns, counters.block
+        get, now_ns, block = self._of(space).get, time.time_ns, counters.block
 
         def hit(name: str, max_age: int) -> memoryview | None:
-            entry = known.get(name)
+            entry = get(name)
             if entry is None or (as_written and entry.by_key):
                 return None
             now, slot = now_ns(), entry.slot
@@ -150,10 +150,10 @@ class Memo:
     def finder(self, space: str) -> Find:
         """Return a function that returns the current item of a key of the space; None: take the slow path. It records no use and counts
         nothing: its caller knows whether the item is a hit. No lock and no system call."""
-        known, now_ns = self._of(space), time.time_ns
+        get, now_ns = self._of(space).get, time.time_ns
 
         def find(name: str) -> Remembered | None:
-            entry = known.get(name)
+            entry = get(name)
             if not isinstance(entry, Remembered) or entry.slot[ID] != entry.id:
                 return None
             since, until, _ = self.window

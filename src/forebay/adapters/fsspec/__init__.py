@@ -26,6 +26,7 @@ from forebay.cache.entries import entries_below
 from forebay.fetch import Fetcher
 from forebay.fetch.blocks import parse_block_size
 from forebay.fetch.request import first_touch
+from forebay.remote import as_text
 from forebay.remote.filesystems import is_in_process, protocols_of
 
 try:
@@ -499,7 +500,7 @@ def _unchained(path: Any) -> Any:
         return {_unchained(each): value for each, value in path.items()}
     if isinstance(path, (list, tuple, set)):
         return [_unchained(each) for each in path]
-    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    text = as_text(path)
     for prefix in ("forebay::", "forebay://"):
         text = text.removeprefix(prefix)
     return text

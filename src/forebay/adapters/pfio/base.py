@@ -30,6 +30,7 @@ from forebay._kernel.locks import LockFile
 from forebay._logs import logger
 from forebay.adapters.pfio.file import RECORD, PfioFile, write_array
 from forebay.cache import Cache as NodeCache
+from forebay.remote import absolute_path, as_text
 from forebay.samples import Samples
 
 log = logger("forebay.pfio")
@@ -114,7 +115,7 @@ class Stored(Shared):
     def __init__(self, length: int, do_pickle: bool, dir: str | os.PathLike[str] | None, verbose: bool, trace: bool) -> None:
         self.length, self.do_pickle, self.verbose, self.trace = checked_length(length), do_pickle, verbose, trace
         self.dir = default_dir() if dir is None else dir
-        self._directory, self._is_given = os.path.abspath(self.dir), dir is not None
+        self._directory, self._is_given = absolute_path(as_text(self.dir)), dir is not None
         self._source, self._has_warned = None, False
         self._cache: NodeCache | None = None
 
@@ -148,6 +149,7 @@ class Stored(Shared):
 
     def _find(self, name: str) -> Samples | PfioFile | None:
         """What was preserved under this name. Raises `ConfigError` if it has fewer slots."""
+        name = as_text(name)
         preserved: Samples | PfioFile | None = None if self._is_given else _named(self._node_cache(), name, self.length)
         path = os.path.join(self._directory, name)
         if preserved is None and os.path.exists(path):
@@ -296,7 +298,7 @@ class Filling(Stored):
         self._check_creator("preserve")
         if self.closed:
             return False
-        to_file = self._is_given or isinstance(self._source, PfioFile)
+        name, to_file = as_text(name), self._is_given or isinstance(self._source, PfioFile)
         kept = self._save(name, overwrite) if to_file else self._name(name, overwrite)
         if not kept:
             self._log("%s is not preserved in %s", name, self.dir)

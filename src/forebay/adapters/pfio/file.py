@@ -16,6 +16,7 @@ from forebay._kernel import host
 from forebay._kernel.interrupts import guarded, paced, point
 from forebay._kernel.mappings import map_file
 from forebay.cache import Cache
+from forebay.remote import absolute_path, as_text
 from forebay.samples import Samples
 
 RECORD = struct.Struct("Qq")
@@ -30,7 +31,7 @@ class PfioFile:
 
     @guarded
     def __init__(self, path: str | os.PathLike[str], length: int | None = None) -> None:
-        self.path = os.path.abspath(path)
+        self.path = absolute_path(as_text(path))
         with open(self.path, "rb") as file:
             view = map_file(file.fileno(), os.fstat(file.fileno()).st_size)
         self.length = _count(view, self.path) if length is None else _checked(view, self.path, length)

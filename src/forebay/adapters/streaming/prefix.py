@@ -136,6 +136,7 @@ def get_shm_prefix(
 
     Raises `ClaimConflict` (a ValueError) if another live job has a directory, `ClaimMismatch` (a RuntimeError) if a rank passes other
     directories than the first one of its node, or that one does not come within `LEADER_WITHIN`; ConfigError, WaitTimeout, NoSpace."""
+    streams_local = [urls.as_text(path) for path in streams_local]
     streams = _streams(streams_local, streams_remote)
     if retry < 0:
         raise errors.ConfigError(f"retry={retry}: must be 0 or more", name="retry", value=retry)

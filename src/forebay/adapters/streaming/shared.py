@@ -24,6 +24,7 @@ import numpy as np
 from forebay import errors
 from forebay._kernel import host, interrupts, locks, mappings
 from forebay._kernel.interrupts import guarded, guarded_methods
+from forebay._model import exact_str
 from forebay.claims import members
 
 T = TypeVar("T")
@@ -41,9 +42,10 @@ on_unpickle: Callable[[], None] | None = None
 
 def path_of(name: str) -> str:
     """Return the file of a block. Raises FileNotFoundError, as the system call does, for an invalid name; TypeError for what is no text."""
-    if not isinstance(name, str):
+    text = exact_str(name)
+    if text is None:
         raise TypeError(f"{name!r} is not a name of shared memory: must be a str")
-    bare = name.lstrip("/")
+    bare = text.lstrip("/")
     if not bare or "/" in bare or "\0" in bare or len(os.fsencode(bare)) > 255:
         raise FileNotFoundError(errno.EINVAL, f"{name!r} is not a name of shared memory: must be one path component of at most 255 bytes")
     return f"{SHM}/{bare}"
@@ -56,7 +58,7 @@ class Block:
     too."""
 
     def __init__(self, name: str, view: memoryview, file: tuple[int, int] | None) -> None:
-        self.name, self.size, self.file = name.lstrip("/"), len(view), file
+        self.name, self.size, self.file = str.lstrip(name, "/"), len(view), file
         self.buf: memoryview | None = view
 
     @classmethod

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from forebay import errors, remote
+from forebay import _config, errors, remote
 from forebay._kernel.interrupts import unless_of_handler
 from forebay._logs import logger
 from forebay._model import Span
@@ -54,8 +54,7 @@ class Shards(IterableDataset):  # type: ignore[misc]  # PyTorch is optional: to 
         buffer: int = 0, seed: int = 0, decode: Decode | Mapping[str, Decode] | None = None, ahead: int = 2, world: World | None = None,
     ) -> None:  # fmt: skip
         for name, value in (("buffer", buffer), ("ahead", ahead)):
-            if value < 0:
-                raise errors.ConfigError(f"{name}={value}: it must not be negative", name=name, value=value)
+            _config.parse_count(value, name=name, least=0)
         given = [urls] if isinstance(urls, str | os.PathLike) else urls
         self.urls = [text for each in given for text in expanded(remote.as_text(each))]
         if not self.urls:

@@ -21,7 +21,7 @@ from forebay.errors import ConfigError, NotFound, RemoteChanged, RemoteError, Re
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
 from forebay.remote.filesystems import helper
 from forebay.remote.filesystems.clients import BLOCK, OnSent, client_of, own_path_on
-from forebay.remote.urls import MASK, UrlNaming, canonical, is_url, redacted, scheme, without_marks
+from forebay.remote.urls import MASK, UrlNaming, absolute_path, as_text, canonical, is_url, redacted, scheme, without_marks
 
 log = logger("forebay.remote.filesystems")
 
@@ -239,7 +239,7 @@ class FilesystemRemote:
         with self._call(url) as call:
             if if_match is not None:
                 raise Unsupported(f"{call.url}: filesystems cannot write only over one version", url=call.url)
-            content = os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else bytes(source)
+            content = absolute_path(as_text(source)) if isinstance(source, (str, os.PathLike)) else bytes(source)
             size = _size(content)
             raised: BaseException | None = None  # by on_sent: raised unchanged, even if the filesystem wraps it
 

@@ -24,7 +24,7 @@ from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, ObjectInfo, Span
 from forebay.errors import ConfigError, RemoteError, RemoteProtocolError, Unsupported
-from forebay.remote.urls import redacted
+from forebay.remote.urls import absolute_path, redacted
 
 log = logger("forebay.remote.filesystems.clients")
 
@@ -286,7 +286,7 @@ def arrow_path(url: str) -> str:
 
 def _absolute_arrow_path(url: str) -> str:
     path = arrow_path(url)
-    return path if path.startswith("/") else os.path.abspath(path)
+    return path if path.startswith("/") else absolute_path(path)
 
 
 def arrow_from_uri(url: str) -> tuple[Any, str] | None:

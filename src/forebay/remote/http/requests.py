@@ -23,7 +23,7 @@ from forebay import errors
 from forebay._kernel.threads import DaemonThread
 from forebay._logs import escaped, logger
 from forebay._model import Buffer, ObjectInfo, Span
-from forebay.remote.base import AttemptFailed, Call, RemoteOptions, is_negotiated, is_set_by_remote
+from forebay.remote.base import AttemptFailed, Call, RemoteOptions, is_negotiated, replaced
 from forebay.remote.http import loop
 from forebay.remote.http.transfers import NO_NAME, HttpTransfer, NotConnected, TransferRequest, with_header
 
@@ -181,7 +181,7 @@ class Exchange:
         proxy = self._proxies[endpoint]
         path = _TO_QUOTE.sub(lambda match: quote(match[0], safe="", errors="surrogatepass"), path)
         request = TransferRequest(
-            method, f"{endpoint.scheme}://{endpoint.name}", path, {**defaults, **signed}, body, proxy,
+            method, f"{endpoint.scheme}://{endpoint.name}", path, replaced(defaults, signed), body, proxy,
             connect_timeout=min(options.connect_timeout, call.check()), read_timeout=options.read_timeout, until=call.until,
             limits=call.limits, wait=call.wait,
         )  # fmt: skip
@@ -233,13 +233,11 @@ class Exchange:
         if headers is None:
             if len(self._defaults) > 1000:
                 self._defaults.clear()
-            given = {name: value for name, value in self.options.headers.items() if endpoint == first and not is_set_by_remote(name)}
-            names = {name.lower() for name in given}
+            given = self.options.sent_headers if endpoint == first else {}
             own = OWN_HEADERS if self._sign else {"Host": endpoint.host_header, **OWN_HEADERS}  # a signature covers the host
-            headers = {name: value for name, value in own.items() if name.lower() not in names}
-            if self._sign is None and "authorization" not in names:
-                headers |= self._credentials(endpoint, user, endpoint == first, may_use_netrc)
-            headers = self._defaults[key] = headers | given
+            if self._sign is None and not any(name.lower() == "authorization" for name in given):
+                own = own | self._credentials(endpoint, user, endpoint == first, may_use_netrc)
+            headers = self._defaults[key] = replaced(own, given)
         return headers
 
     def _credentials(self, endpoint: Endpoint, user: str, is_first: bool, may_use_netrc: bool) -> dict[str, str]:

@@ -28,6 +28,7 @@ from forebay.remote.urls import canonical, s3_name, s3_version, scheme
 
 log = logger("forebay.remote.s3")
 
+_COMPUTED = frozenset({"host", "x-amz-date", BODY_HASH, "x-amz-security-token"})
 QUERY = ":query"
 """Name under which the query of the URL stands among the headers of our own requests until they are signed."""
 MAX_PARTS = 10_000
@@ -71,6 +72,11 @@ class S3Remote:
 
     def __init__(self, options: RemoteOptions | None = None, endpoint: str | None = None) -> None:
         self.options = options or RemoteOptions()
+        given = {name.lower(): value for name, value in self.options.sent_headers.items()}
+        for name in sorted(given.keys() & _COMPUTED):
+            raise errors.ConfigError(f"the header {name!r} cannot be given for s3://: its value is part of the signature", name=name)
+        self._amz = {name: value for name, value in given.items() if name.startswith("x-amz-")}
+        self._is_authorized = "authorization" in given
         self._account = Account(endpoint, self.options.anonymous)
         self._regions: dict[str, str] = {}
         # an object may be stored with a Content-Encoding: like all S3 tools, we return what is stored
@@ -130,13 +136,14 @@ class S3Remote:
             target = endpoint.address(name.bucket, quote(name.key.encode("utf-8", "surrogateescape"), safe="/-_.~"), region)
             query = query or (urlencode({"versionId": name.version}, quote_via=quote) if name.version else "")
             target += f"?{query}" if query else ""
+            unsigned = self._amz | unsigned  # a signature has to cover them
         elif endpoint.may_sign_for(url):
             region, target = endpoint.region_in(url), url
         else:
             return url, unsigned
         if self.options.requester_pays:
             unsigned["x-amz-request-payer"] = "requester"
-        keys = self._account.keys()
+        keys = None if self._is_authorized else self._account.keys()
         if keys is None:
             return target, unsigned
         return target, sign(method, target, unsigned, keys, region, datetime.datetime.now(datetime.UTC))

@@ -204,7 +204,7 @@ def sign(method: str, url: str, headers: Mapping[str, str], keys: Keys, region: 
     query = "&".join(f"{name}={value}" for name, _, value in sorted(pair.partition("=") for pair in parts.query.split("&") if pair))
     lines = [method, parts.path or "/", query, *(f"{name}:{signed[name]}" for name in sorted(signed)), "", names, signed[BODY_HASH]]
     scope = f"{stamp[:8]}/{region}/s3/aws4_request"
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digest = hashlib.sha256("\n".join(lines).encode("latin-1")).hexdigest()  # as headers are sent
     text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{digest}"
     signature = _hmac(_signing_key(keys.secret, stamp[:8], region), text).hex()
     credential = f"AWS4-HMAC-SHA256 Credential={keys.access}/{scope}, SignedHeaders={names}, Signature={signature}"
