@@ -547,12 +547,15 @@ class _Rest:
     """What is left of a generator or a coroutine: ends it when it is dropped. It has its own finalizer, which runs inside of the last
     guarded step, since Python ignores what a finalizer raises."""
 
+    _steps: Generator[Any, Any, Any] | Coroutine[Any, Any, Any] | None = None  # where a signal comes first
+
     def __init__(self, steps: Generator[Any, Any, Any] | Coroutine[Any, Any, Any]) -> None:
         self._steps = steps
 
     @finalizer
     def __del__(self) -> None:
-        self._steps.close()
+        if self._steps is not None:
+            self._steps.close()
 
 
 class _StepsOutside(Generator[Any, Any, Any]):
