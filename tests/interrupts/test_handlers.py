@@ -406,28 +406,45 @@ def _keys(look: Callable[[], bytes], url: str) -> Iterator[str]:
     yield url
 
 
+class _Looks(dict[str, bytes]):
+    uri, version = "test://looks", "1"
+
+    def __init__(self, look: Callable[[], bytes]) -> None:
+        self._look, self.is_busy, self.on = look, threading.Event(), threading.Event()
+
+    def __getitem__(self, key: str) -> bytes:
+        if key == "first":
+            self.is_busy.set()
+            self.on.wait(60)
+            return b""
+        return self._look()
+
+
+def _get_lazy(cache: forebay.Cache, url: str, look: Callable[[], bytes]) -> Any:
+    """The only worker is busy, so the caller makes the value itself."""
+    source = _Looks(look)
+    pool = cache.prefetcher(source, name="p", workers=1)
+    first = pool.get_lazy("first")
+    assert source.is_busy.wait(60)
+    try:
+        return pool.get_lazy("k").get()
+    finally:
+        source.on.set()
+        first.get()
+
+
 MAKERS: dict[str, Callable[[forebay.Cache, str, Callable[[], bytes]], Any]] = {
     "get_or_put": lambda cache, url, look: cache.get_or_put("k", look),
     "space.get_or_put": lambda cache, url, look: cache.space("sp").get_or_put("k", look),
     "samples.get_or_put": lambda cache, url, look: cache.samples("s", 10).get_or_put(1, look),
     "samples.get_or_put_many": lambda cache, url, look: cache.samples("s", 10).get_or_put_many([1], lambda slots: [look()]),
     "a cached call": lambda cache, url, look: cache.tasks("t").cached(look, version="1")(),
-    "a lazy": lambda cache, url, look: cache.prefetcher(_Looks(look), name="p", workers=1).get_lazy("k").get(),
+    "a lazy": _get_lazy,
     "URLs of read_many": lambda cache, url, look: cache.read_many(_keys(look, url)),
     "URLs of warm": lambda cache, url, look: cache.warm(_keys(look, url)),
     "indices of samples": lambda cache, url, look: cache.samples("s", 10).get_many(len(url) % 10 for url in _keys(look, url)),
 }  # fmt: skip
 """What runs a function of the program's that makes values, or items of an iterable."""
-
-
-class _Looks(dict[str, bytes]):
-    uri, version = "test://looks", "1"
-
-    def __init__(self, look: Callable[[], bytes]) -> None:
-        self._look = look
-
-    def __getitem__(self, key: str) -> bytes:
-        return self._look()
 
 
 @pytest.mark.parametrize("name", MAKERS)
