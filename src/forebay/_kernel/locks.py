@@ -6,6 +6,7 @@ child shares its parent's. So each `LockFile` counts the holders within its proc
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -491,3 +492,26 @@ def describe_process(pid: int) -> str:
 def describe_holders(path: str | os.PathLike[str], offset: int) -> str:
     """A description of the processes that hold a byte."""
     return ", ".join(describe_process(pid) for pid in holders(path, offset)) or "an unknown process"
+
+
+def content_of_deleted(path: str, *, beside: str) -> bytes | None:
+    """What is in the file that had this path, where a process still has it open together with the file ``beside``. None: nothing, or no
+    process that /proc shows to this one."""
+    directory, name = os.path.split(path)
+    link, other = f"{os.path.join(os.path.realpath(directory), name)} (deleted)", file_of(beside)
+    for pid in numbers("/proc") if other else ():
+        files = [f"/proc/{pid}/fd/{fd}" for fd in numbers(f"/proc/{pid}/fd")]
+        if other in map(file_of, files):
+            for file in files:
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    if os.readlink(file) == link and (content := _content(file)):
+                        return content
+    return None
+
+
+def _content(path: str) -> bytes:
+    fd = host.open_fd(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(fd, os.fstat(fd).st_size, 0)
+    finally:
+        os.close(fd)

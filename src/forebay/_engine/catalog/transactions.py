@@ -19,7 +19,6 @@ it as long as it is stopped: the log grows meanwhile, and what it has above `FRE
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sqlite3
 import stat
@@ -404,29 +403,12 @@ class Wal:
 
     def deleted(self) -> bytes | None:
         """What is in the log that has lost its name, where a process still has it open with the index that is there now."""
-        directory, name = os.path.split(self.log)
-        link, index = f"{os.path.join(os.path.realpath(directory), name)} (deleted)", locks.file_of(self.index)
-        for pid in locks.numbers("/proc") if index else ():
-            files = [f"/proc/{pid}/fd/{fd}" for fd in locks.numbers(f"/proc/{pid}/fd")]
-            if index in map(locks.file_of, files):
-                for file in files:
-                    with contextlib.suppress(OSError):  # closed meanwhile
-                        if os.readlink(file) == link and (content := _content(file)):
-                            return content
-        return None
+        return locks.content_of_deleted(self.log, beside=self.index)
 
     def reader(self) -> str:
         """The processes that have a place in the log, in words for people."""
         pids = {pid for byte in range(_READERS, _READERS + _COUNT) for pid in locks.posix_holders(self.index, byte)} - {os.getpid()}
         return ", ".join(map(locks.describe_process, sorted(pids))) or "a process"
-
-
-def _content(path: str) -> bytes:
-    fd = host.open_fd(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.pread(fd, os.fstat(fd).st_size, 0)
-    finally:
-        os.close(fd)
 
 
 def _is_plain(path: str) -> bool | None:
