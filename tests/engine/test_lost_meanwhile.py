@@ -244,7 +244,7 @@ def test_a_file_is_not_installed_in_a_directory_that_is_gone(store: Store) -> No
 @pytest.mark.parametrize("lost", ["the catalog and the locks", "the catalog, whose inode the next one gets"])
 def test_an_epoch_begins_before_the_first_write_of_whichever_thread(store: Store, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     """T1 is about to write / T2 opens the root again, which has lost its catalog, and has yet to begin the epoch in the new one / T1
-    writes: it does not find the record of the lost catalog's entry."""
+    writes, or waits for T2: it does not find the record of the lost catalog's entry."""
     if lost != "the catalog and the locks":
         give_every_catalog_one_inode(store, monkeypatch)
     begin, reached, wrote = Parts.begin_epoch, threading.Event(), threading.Event()
@@ -266,9 +266,17 @@ def test_an_epoch_begins_before_the_first_write_of_whichever_thread(store: Store
             thread.start()
             assert reached.wait(60)
 
+    open_parts = Engine._open_parts
+
+    def wait_for_it(self: Engine) -> Parts:
+        if threading.current_thread() is threading.main_thread():
+            wrote.set()  # will be: it waits for T2
+        return open_parts(self)
+
     thread = threading.Thread(target=lambda: store.put("other", "first", SMALL))
     monkeypatch.setattr(Parts, "begin_epoch", wait_before)
     monkeypatch.setattr(Engine, "check_usable", lose_behind)
+    monkeypatch.setattr(Engine, "_open_parts", wait_for_it)
     try:
         store.put("v", "before", b"new")
         assert reached.is_set()
@@ -445,6 +453,49 @@ def test_no_file_stays_where_another_root_has_the_place_for_a_moment(store: Stor
     assert store.check() == []
     with opened(store.root.path.with_name("spare")) as other:
         assert other.check() == []
+
+
+def test_no_thread_writes_by_parts_that_have_not_begun(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process was killed while it evicted / T1 opens the root again, and has yet to end what that one began / T2 writes: it would declare
+    that as ended."""
+    store.put("v", "going", FILE)
+    entry = store.entry("v", "going")
+    assert entry is not None
+
+    def die() -> None:
+        blobs.remove_blob = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        store.remove([entry])
+
+    assert ended(forked(die)) == -signal.SIGKILL
+    with opened(store.root.path.with_name("spare"), 32 * MiB):
+        pass
+    exchange(store)
+    store.put("v", "other", SMALL)
+    exchange(store)
+    start, open_parts, went_on = Parts.start, Engine._open_parts, threading.Event()
+
+    def put() -> None:
+        store.put("v", "beside", FILE)
+        went_on.set()
+
+    thread = threading.Thread(target=put)
+
+    def start_beside(self: Parts) -> None:
+        if not went_on.is_set():
+            thread.start()
+            assert went_on.wait(60)
+        start(self)
+
+    def wait_for_it(self: Engine) -> Parts:
+        if threading.current_thread() is thread:
+            went_on.set()
+        return open_parts(self)
+
+    monkeypatch.setattr(Parts, "start", start_beside)
+    monkeypatch.setattr(Engine, "_open_parts", wait_for_it)
+    store.put("v", "k", SMALL)
+    thread.join()
+    assert store.check() == []
 
 
 def test_a_fork_copies_no_half_of_a_root_that_is_opened_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

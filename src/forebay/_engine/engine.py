@@ -180,6 +180,7 @@ class Engine(Hits):
             if self._limits is not None:
                 self._limits.close()
                 self._limits = None
+            self._is_open = False  # T1 makes new parts / T2 writes by them, and ends an intent that they have not looked at yet
             with self.making:  # a fork in between would take one part of the old root, and another one of the new
                 self.connect(root, self.settings.known)
                 if parts is not None:
