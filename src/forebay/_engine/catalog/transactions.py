@@ -411,7 +411,9 @@ class Wal:
         """What is in the log that has lost its name, where a process still has it open: the last frame that the index counts is in it. An
         idle process may have an older log open, which was deleted before this one."""
         counted, ending = self._counted(), f"/{os.path.basename(self.log)} (deleted)"
-        for pid in locks.numbers("/proc") if counted else ():
+        if counted is None:
+            return None
+        for pid in locks.numbers("/proc"):
             for fd in locks.numbers(f"/proc/{pid}/fd"):
                 file = f"/proc/{pid}/fd/{fd}"
                 with contextlib.suppress(OSError):  # closed meanwhile
