@@ -13,10 +13,12 @@ NUMBER = signal.SIGUSR1
 
 
 @contextlib.contextmanager
-def handler_that_raises(kind: type[BaseException] = TimeoutError) -> Iterator[None]:
+def handler_that_raises(kind: type[BaseException] = TimeoutError, *, once: bool = False) -> Iterator[None]:
     """The program's handler raises this: by default an OSError, which code may take for a fault of the disk."""
 
     def handler(*_: object) -> None:
+        if once:
+            signal.signal(NUMBER, signal.SIG_DFL)
         raise kind("of the handler")
 
     before = signal.signal(NUMBER, handler)

@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,8 +69,30 @@ def test_what_a_handler_raises_in_a_source_is_none_of_the_sources_errors(cache: 
     assert cache.put("k", b"x" * 30_000)
 
 
-def test_what_a_handler_raises_in_a_maker_does_not_reach_those_who_wait(cache: forebay.Cache) -> None:
-    signal.signal(NUMBER, raising())
+class Once:
+    """A handler that stays for one signal: the next one has its default action, and ends the program."""
+
+    def __call__(self, number: int, frame: Any) -> None:
+        signal.signal(NUMBER, signal.SIG_DFL)
+        raise Limit
+
+    def method(self, number: int, frame: Any, *, more: int = 0) -> None:
+        self(number, frame)
+
+
+ONCE: dict[str, Callable[..., None]] = {
+    "a function": raising(),
+    "an object": Once(),
+    "a method": Once().method,
+    "a partial": partial(Once.method, Once(), more=1),
+    "any arguments": lambda *some: Once()(*some),
+    "other arguments": lambda number, *some, more=0: Once()(number, *some),
+}
+
+
+@pytest.mark.parametrize("handler", ONCE.values(), ids=ONCE)
+def test_what_a_handler_raises_in_a_maker_does_not_reach_those_who_wait(cache: forebay.Cache, handler: Callable[..., None]) -> None:
+    signal.signal(NUMBER, handler)
     waits, results = threading.Event(), list[object]()
 
     def wait() -> None:

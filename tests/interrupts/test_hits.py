@@ -201,13 +201,14 @@ OWN_CODE: dict[str, Callable[[forebay.Cache, list[Any]], Call]] = {
 }
 
 
+@pytest.mark.parametrize("once", [False, True], ids=["", "and puts another in its place"])
 @pytest.mark.parametrize("name", OWN_CODE)
 def test_what_a_handler_raises_in_the_code_of_a_value_is_none_of_its_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, caplog: pytest.LogCaptureFixture, once: bool
 ) -> None:
     """The function does not run for it, and the next call has the value."""
     run = list[Any]()
-    with forebay.Cache(tmp_path / "root", budget=32 * MiB, min_free=0) as cache, handler_that_raises():
+    with forebay.Cache(tmp_path / "root", budget=32 * MiB, min_free=0) as cache, handler_that_raises(once=once):
         call = OWN_CODE[name](cache, run)
         call()
         with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="of the handler"):

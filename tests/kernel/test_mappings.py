@@ -98,11 +98,11 @@ def test_no_descriptor_is_kept(path: Path) -> None:
     assert view == CONTENT
 
 
-def test_more_mappings_than_descriptors(fd: int) -> None:
-    before, types = len(os.listdir("/proc/self/fd")), mappings._array_type.cache_info().currsize
+def test_more_mappings_than_descriptors(path: Path, fd: int) -> None:
+    before, types = descriptors(path.parent), mappings._array_type.cache_info().currsize
     views = [mappings.map_file(fd, length) for length in range(1, 3001)]
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert mappings._array_type.cache_info().currsize - types <= 12
+    assert descriptors(path.parent) == before
+    assert mappings._array_type.cache_info().currsize - types <= 13
     assert [len(view) for view in views] == list(range(1, 3001))
 
 
@@ -214,7 +214,7 @@ def test_a_signal_while_it_is_unmapped_comes_afterwards(fd: int, monkeypatch: py
     take_ctrl_c()
     with pytest.raises(KeyboardInterrupt):
         del view
-        len(CONTENT)
+        (lambda: None)()  # Python 3.14 looks for signals where one of its own functions begins, not in each built-in one
     monkeypatch.undo()
     mappings._unmap(address, size)
 

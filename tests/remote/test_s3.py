@@ -27,7 +27,7 @@ from forebay.fetch.prefix import Prefix
 from forebay.remote import RemoteOptions
 from forebay.remote.http import SmallResponse
 from forebay.remote.s3 import S3Name, S3Remote
-from forebay.remote.s3.aws import S3Endpoint
+from forebay.remote.s3.aws import Keys, S3Endpoint, sign
 from forebay.testing import MemorySink
 from tests.processes import fork
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
@@ -395,11 +395,15 @@ def test_which_endpoint(no_aws: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (S3Endpoint(None, "us-east-1", "auto", "-fips.dualstack"), "data", "https://data.s3-fips.dualstack.us-east-1.amazonaws.com/a%20b"),
         (S3Endpoint("http://10.0.0.1:9000", "us-east-1", "auto"), "data", "http://10.0.0.1:9000/data/a%20b"),
         (S3Endpoint("https://store.lab", "us-east-1", "virtual"), "data", "https://data.store.lab/a%20b"),
+        (S3Endpoint(None, "us-east-1", "auto"), "ü日", "https://s3.us-east-1.amazonaws.com/%C3%BC%E6%97%A5/a%20b"),
+        (S3Endpoint("http://store.lab", "us-east-1", "auto"), "x\udcff", "http://store.lab/x%FF/a%20b"),
+        (S3Endpoint("https://日.lab", "us-east-1", "virtual"), "日", "https://日.日.lab/a%20b"),
     ],
 )
 def test_where_a_bucket_is_asked(place: S3Endpoint, bucket: str, address: str) -> None:
     assert place.address(bucket, "a%20b") == address
     assert place.may_sign_for(address)
+    assert sign("GET", address, {}, Keys("id", "secret"), place.region, datetime.datetime.now(datetime.UTC))["authorization"]
 
 
 def test_only_the_hosts_of_s3_see_a_signature() -> None:

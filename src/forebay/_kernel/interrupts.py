@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
-from itertools import compress, islice
+from itertools import compress, islice, pairwise
 from threading import get_ident
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, BinaryIO, ParamSpec, TypeVar
@@ -52,7 +52,7 @@ _sigaction = ctypes.PyDLL(None).sigaction
 _sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
 _action = ctypes.create_string_buffer(256)  # a struct sigaction; its first word is the address of the handler
 _action_at = ctypes.addressof(_action)
-_GENERATOR, _COROUTINE = 0x20, 0x80  # flags of code, as `inspect` names them
+_VARARGS, _GENERATOR, _COROUTINE = 0x4, 0x20, 0x80  # flags of code, as `inspect` names them
 _END = object()
 _ADDRESS = slice(ctypes.sizeof(ctypes.c_void_p))
 
@@ -217,16 +217,26 @@ def ignored(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_of_handler(trace: TracebackType | None) -> bool:
-    """Whether a handler that is in place raised the exception with this traceback."""
+    """Whether a handler raised the exception with this traceback: one that is in place, or has just put another in its place."""
     codes = {_code_of(handler) for handler in map(_signal.getsignal, _SIGNALS) if callable(handler)}
-    while trace is not None and trace.tb_frame.f_code not in codes:
+    while trace is not None and trace.tb_frame.f_code not in codes and not _has_interrupted(trace.tb_frame):
         trace = trace.tb_next
     return trace is not None
 
 
+def _has_interrupted(frame: FrameType) -> bool:
+    """Whether this is a call by Python of a handler, whose arguments are the number of the signal and the frame that it interrupts."""
+    code, interrupted = frame.f_code, frame.f_back
+    count = code.co_argcount
+    arguments = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+    if code.co_flags & _VARARGS:
+        arguments += frame.f_locals.get(code.co_varnames[count + code.co_kwonlyargcount]) or ()
+    return interrupted is not None and any(type(one) is int and other is interrupted for one, other in pairwise(arguments))
+
+
 def unless_of_handler(*kinds: type[E]) -> tuple[type[E], ...]:
-    """For an ``except`` around code that a handler may interrupt at any line: these classes, or none if a handler that is in place raised
-    the exception. A time limit may be an OSError, a KeyError, anything."""
+    """For an ``except`` around code that a handler may interrupt at any line: these classes, or none if a handler raised the exception. A
+    time limit may be an OSError, a KeyError, anything."""
     trace = sys.exc_info()[2]
     is_from_inside = trace is not None and trace.tb_next is not None  # else this very frame raised it, as usual
     return () if is_from_inside and get_ident() == _main and is_of_handler(trace) else kinds

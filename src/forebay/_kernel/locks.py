@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -494,24 +494,20 @@ def describe_holders(path: str | os.PathLike[str], offset: int) -> str:
     return ", ".join(describe_process(pid) for pid in holders(path, offset)) or "an unknown process"
 
 
-def content_of_deleted(path: str, *, beside: str) -> bytes | None:
-    """What is in the file that had this path, where a process still has it open together with the file ``beside``. None: nothing, or no
-    process that /proc shows to this one."""
-    directory, name = os.path.split(path)
-    link, other = f"{os.path.join(os.path.realpath(directory), name)} (deleted)", file_of(beside)
-    for pid in numbers("/proc") if other else ():
-        files = [f"/proc/{pid}/fd/{fd}" for fd in numbers(f"/proc/{pid}/fd")]
-        if other in map(file_of, files):
-            for file in files:
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    if os.readlink(file) == link and (content := _content(file)):
-                        return content
-    return None
+def deleted_files(name: str) -> Iterator[str]:
+    """The files that had this name in any directory, since that may have another path in the mounts of a process, and have none any more:
+    paths below /proc, of descriptors of the processes that it shows to this one."""
+    for pid in numbers("/proc"):
+        for fd in numbers(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(file := f"/proc/{pid}/fd/{fd}").endswith(f"/{name} (deleted)"):
+                    yield file
 
 
-def _content(path: str) -> bytes:
+def read(path: str, length: int) -> bytes:
+    """The first bytes of a file, by a descriptor of its own: closing it drops the POSIX locks of this process on the file."""
     fd = host.open_fd(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.pread(fd, os.fstat(fd).st_size, 0)
+        return os.pread(fd, length, 0)
     finally:
         os.close(fd)

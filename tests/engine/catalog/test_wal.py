@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import sqlite3
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -323,6 +325,82 @@ def look(place: Path, *keys: str) -> None:
     with opened(place) as store:
         assert [key for key in keys if bytes_of(store, key) != b"x" * 12 * KiB] == []
         assert store.check(deep=True) == []
+
+
+def test_a_log_that_is_deleted_twice_while_a_process_idles_with_the_first_one_open(place: Path) -> None:
+    """The idle process has what is older than what the index counts."""
+    with opened(place, 64 * MiB):
+        pass
+
+    def idle(name: str) -> None:
+        with opened(place, 64 * MiB) as store:
+            put_many(store, 10, name)
+            ready.open()
+            on.wait()
+            assert [name for name in names if bytes_of(store, f"{name}9") != b"x" * 12 * KiB] == []
+
+    names, children = ["first", "second", "third"], []
+    for name in names:
+        ready, on = Gate(), Gate()
+        children.append((fork(partial(idle, name)), on))
+        ready.wait()
+        delete_log(place)
+    look(place, "first9", "second9", "third9")
+    for child, on in children:
+        on.open()
+        child.result()
+    look(place, "first9", "second9", "third9")
+    assert not (place / "catalog.damaged.sqlite").exists()
+
+
+def test_an_older_log_that_an_idle_process_has_open_is_not_written_anew(place: Path) -> None:
+    """All processes with the present one were killed: its commits are lost, and none that are in the catalog."""
+    with opened(place, 64 * MiB):
+        pass
+    ready, on = Gate(), Gate()
+
+    def idle() -> None:
+        with opened(place, 64 * MiB) as store:
+            put_many(store, 10, "idle")
+            ready.open()
+            on.wait()
+            assert bytes_of(store, "idle9") == bytes_of(store, "new9") == b"x" * 12 * KiB
+
+    def work() -> None:
+        store = Store.open(place, SETTINGS)
+        put_many(store, 10, "old")
+        store.engine.parts.catalog._copy_log_locked()
+        put_many(store, 100, "lost")
+
+    child = fork(idle)
+    ready.wait()
+    delete_log(place)
+    fork(work).result()  # and is gone without closing it
+    delete_log(place)
+    with opened(place, 64 * MiB) as store:
+        assert bytes_of(store, "idle9") == bytes_of(store, "old9") == b"x" * 12 * KiB
+        put_many(store, 10, "new")
+    on.open()
+    child.result()
+    look(place, "idle9", "old9", "new9")
+    assert not (place / "catalog.damaged.sqlite").exists()
+
+
+def test_a_deleted_log_is_written_anew_on_a_full_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 10, "idle")
+        delete_log(place)
+        root = store.engine.parts.catalog._root
+        replace = root.replace
+
+        def without_ballast(path: Path, content: bytes) -> None:
+            if root.ballast.exists():
+                raise OSError(errno.ENOSPC, "")
+            replace(path, content)
+
+        monkeypatch.setattr(root, "replace", without_ballast)
+        put_many(store, 10, "new")
+    look(place, "idle9", "new9")
 
 
 def test_a_deleted_log_that_no_process_has_open(place: Path) -> None:

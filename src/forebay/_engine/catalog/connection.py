@@ -34,7 +34,7 @@ from forebay._engine.catalog.transactions import (
     number_of_space,
     translated,
 )  # fmt: skip
-from forebay._engine.files.layout import CatalogBroken, DiskFull
+from forebay._engine.files.layout import FULL, CatalogBroken, DiskFull
 from forebay._engine.files.root import Root
 from forebay._engine.index.head import CHANGED, NEXT, SharedHead
 from forebay._kernel import host, interrupts, locks, waits
@@ -149,12 +149,12 @@ class Catalog:
 
         with self.writer():
             with self._mutex:
+                self._restore_log()
                 told, vouched, at = self._vouched
                 seen = self._seen
                 is_vouched = told == why and vouched is not None and vouched == seen and time.monotonic() < at + VOUCHED
-                if is_vouched and not self._is_written_over_locked():
+                if is_vouched and not self._is_written_over_locked() and not self._wal.files().has_lost_log():
                     return False
-                self._restore_log()
                 self._close_peers_locked()
                 if self._wal.mend():  # rows are gone of which there are records
                     self._head.epoch, self._begun = 0, None
@@ -640,7 +640,12 @@ class Catalog:
         index, which all share, says that they are there. Caller: holds the writer lock. Raises what the disk raises."""
         content = None if self._wal.size() else self._wal.deleted()
         if content is not None:
-            self._root.replace(Path(self._wal.log), content)
+            try:
+                self._root.replace(Path(self._wal.log), content)
+            except OSError as error:
+                if error.errno not in FULL or not self.ballast.give_up(no_room(error)):
+                    raise
+                self._root.replace(Path(self._wal.log), content)
             log.warning("%s was deleted: it was written anew by a process that had it open", self._wal.log)
 
     def has_its_lock(self) -> bool:

@@ -19,9 +19,11 @@ it as long as it is stopped: the log grows meanwhile, and what it has above `FRE
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import stat
+import struct
 import threading
 import time
 from collections import deque
@@ -323,6 +325,10 @@ BALLAST, LEAST_BALLAST = 4 << 20, 128 << 10
 
 # https://www.sqlite.org/walformat.html: the bytes of the index that readers lock.
 _READERS, _COUNT = 123, 5
+# The index has its head twice. Of two that differ, as after a kill, the second is newer: it tells the number of frames, and of the last one
+# the checksums and the salt, which this frame has too.
+_INDEX_HEAD, _COUNTED_AT, _COUNTED = 96, 48 + 16, struct.Struct("=I4xII8s")
+_LOG_HEAD, _FRAME = 32, struct.Struct(">8x8sII")
 # https://www.sqlite.org/fileformat.html: how it is written and how it is read; 2 by a log, 1 by a rollback journal.
 MAGIC = b"SQLite format 3\0"
 _MODE_AT, _LOG_MODE = 18, b"\x02\x02"
@@ -402,13 +408,39 @@ class Wal:
         return LogFiles(locks.file_of(self.log), locks.file_of(self.index))
 
     def deleted(self) -> bytes | None:
-        """What is in the log that has lost its name, where a process still has it open with the index that is there now."""
-        return locks.content_of_deleted(self.log, beside=self.index)
+        """What is in the log that has lost its name, where a process still has it open: the last frame that the index counts is in it. An
+        idle process may have an older log open, which was deleted before this one."""
+        counted = self._counted()
+        if counted is not None:
+            for file in locks.deleted_files(os.path.basename(self.log)):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    if (content := _content(file, counted)) is not None:
+                        return content
+        return None
+
+    def _counted(self) -> tuple[int, bytes, int, int] | None:
+        """Of the last commit, by the index: the end of its last frame in the log, and the salt and checksums of that frame."""
+        index = locks.file_of(self.index)
+        # A new descriptor, once closed, would drop the locks on the index that SQLite has in this process.
+        own = next((fd for fd in locks.numbers("/proc/self/fd") if index is not None and locks.file_of(fd) == index), None)
+        try:
+            head = locks.read(self.index, _INDEX_HEAD) if own is None else os.pread(own, _INDEX_HEAD, 0)
+            frames, sum0, sum1, salt = _COUNTED.unpack_from(head, _COUNTED_AT)
+        except (OSError, struct.error):
+            return None
+        return (_LOG_HEAD + frames * (_FRAME.size + PAGE), salt, sum0, sum1) if frames else None
 
     def reader(self) -> str:
         """The processes that have a place in the log, in words for people."""
         pids = {pid for byte in range(_READERS, _READERS + _COUNT) for pid in locks.posix_holders(self.index, byte)} - {os.getpid()}
         return ", ".join(map(locks.describe_process, sorted(pids))) or "a process"
+
+
+def _content(path: str, counted: tuple[int, bytes, int, int]) -> bytes | None:
+    """The log in this file up to the end of the last commit; None if it is another one. A checksum covers all frames before it."""
+    end, *last = counted
+    content = locks.read(path, end)
+    return content if len(content) == end and [*_FRAME.unpack_from(content, end - PAGE - _FRAME.size)] == last else None
 
 
 def _is_plain(path: str) -> bool | None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from forebay._kernel.interrupts import of_program
 from forebay._logs import logger
@@ -49,10 +49,11 @@ class S3Endpoint:
         region = region or self.region
         base = self.endpoint or f"https://s3{self.variant}.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
         # a dot in the bucket's name does not fit the certificate, and private servers seldom have the host names
-        fits = self.endpoint is None and "." not in bucket and "_" not in bucket and bucket == bucket.lower()
+        fits = self.endpoint is None and bucket.isascii() and "." not in bucket and "_" not in bucket and bucket == bucket.lower()
         if self.style == "virtual" or (self.style == "auto" and fits):
             scheme, _, host = base.partition("://")
             return f"{scheme}://{bucket}.{host}/{path}"
+        bucket = quote(bucket.encode("utf-8", "surrogateescape"), safe="!$%&'()*+,;=:@")
         return f"{base}/{bucket}/{path}" if path else f"{base}/{bucket}"
 
     def region_in(self, url: str) -> str:
@@ -204,7 +205,7 @@ def sign(method: str, url: str, headers: Mapping[str, str], keys: Keys, region: 
     query = "&".join(f"{name}={value}" for name, _, value in sorted(pair.partition("=") for pair in parts.query.split("&") if pair))
     lines = [method, parts.path or "/", query, *(f"{name}:{signed[name]}" for name in sorted(signed)), "", names, signed[BODY_HASH]]
     scope = f"{stamp[:8]}/{region}/s3/aws4_request"
-    digest = hashlib.sha256("\n".join(lines).encode("latin-1")).hexdigest()  # as headers are sent
+    digest = hashlib.sha256("\n".join(lines).encode("latin-1", "replace")).hexdigest()  # as headers are sent, but for a host that none has
     text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{digest}"
     signature = _hmac(_signing_key(keys.secret, stamp[:8], region), text).hex()
     credential = f"AWS4-HMAC-SHA256 Credential={keys.access}/{scope}, SignedHeaders={names}, Signature={signature}"
