@@ -400,6 +400,7 @@ def generator() -> Any:
         (threading.current_thread, "_thread"),
         (lambda: sys._getframe(), "frame"),
         (lambda: types.MappingProxyType({}), "mappingproxy"),
+        (lambda: np.frompyfunc(named, 1, 1), r"a numpy\.ufunc whose name leads to nothing"),
     ],
 )
 def test_what_has_no_content_is_unstable(make: Callable[[], Any], words: str) -> None:

@@ -225,6 +225,8 @@ class DigestWriter:
         if isinstance(parts, str):
             wrapped = getattr(value, "__wrapped__", None)  # of an `lru_cache`, which pickles by its name
             inside = self.write(wrapped) if type(wrapped) is types.FunctionType else b""
+            if not inside and not all(name.isidentifier() for name in parts.split(".")):  # such as a ufunc of `numpy.frompyfunc`
+                raise self._unstable(f"a {place_of(type(value))} whose name leads to nothing")
             return b"g" + text(f"{module_of(value) if hasattr(value, '__module__') else place_of(type(value))}.{parts}") + inside
         make, given, state, items, pairs = (*parts, None, None, None)[:5]
         out = b"o" + self.write(make) + self.write(tuple(given)) + self.write(state)
