@@ -78,7 +78,7 @@ MUTANTS = (
     ),
     Mutant(
         1, "the index leads to an entry before its commit", "_engine.publish:Publisher.enter",
-        "txn.after_commit.append(partial(store, space, entry, validated if label.ahead else now, validated))",
+        "txn.after_commit.append(partial(self._store_record, space, entry, label, now))",
         "self._index.store(space, entry, now, now)\nself._index.note(space, entry)",
         "engine/index/test_records.py::test_nothing_is_led_to_before_its_commit[large]",
     ),

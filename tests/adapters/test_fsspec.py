@@ -9,6 +9,7 @@ import random
 import signal
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import forebay  # noqa: E402
 from forebay import errors  # noqa: E402
 from forebay.adapters.fsspec import ForebayFileSystem, _opened  # noqa: E402
 from forebay.adapters.fsspec.files import MappedFile, WrittenFile  # noqa: E402
-from tests.processes import ProcessGroup  # noqa: E402
+from forebay.testing import ScriptedServer  # noqa: E402
+from tests.processes import HANG, ProcessGroup  # noqa: E402
 from tests.servers.nginx import Nginx, nginx  # noqa: E402
 from tests.strikes import soon, strike_once  # noqa: E402
 
@@ -296,6 +298,20 @@ def test_dropping_a_listing_makes_the_next_reader_ask(server: Nginx, cache: fore
     assert fs.cat(path) == BODY  # for max_age
     fs.invalidate_cache(path)
     assert fs.cat(path) == BODY[::-1]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the path", "its directory"])
+def test_what_is_being_read_while_its_source_changes_is_asked_for_again(cache: forebay.Cache, whole: bool) -> None:
+    with ScriptedServer() as scripted, ThreadPoolExecutor(1) as pool:
+        url = scripted.put("/run/x.bin", b"old" * 1000, stall_after=1000)
+        fs, path = of(cache, url)
+        first = pool.submit(fs.cat, path)
+        assert scripted.stalled.wait(HANG)
+        scripted.put("/run/x.bin", b"new" * 1000)
+        fs.invalidate_cache(path if whole else path.rpartition("/")[0])
+        scripted.go.set()
+        assert first.result(HANG) == b"old" * 1000
+        assert fs.cat(path) == b"new" * 1000
 
 
 # -- processes, threads and event loops --------------------------------------------------------------------------------

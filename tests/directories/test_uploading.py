@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -264,6 +265,7 @@ def make_socket(path: Path) -> None:
     [
         (lambda near: (near / "x").symlink_to(near / "sub"), "x cannot be uploaded: a symbolic link to a directory"),
         (lambda near: (near / "x").symlink_to(near / "none"), "this symbolic link leads to no file"),
+        (lambda near: (near / "x").symlink_to("x"), "this symbolic link leads to no file"),
         (lambda near: os.mkfifo(near / "x"), "a socket, a pipe or a device"),
         (lambda near: make_socket(near / "x"), "a socket, a pipe or a device"),
         (lambda near: change(near, "a\nb", b""), r"'a\\nb' is a name that readers refuse"),
@@ -385,6 +387,21 @@ def test_a_file_that_goes_before_it_is_sent(place: RemoteDirectory, near: Path) 
     remote.after = lambda written: (near / "config.json").unlink(missing_ok=True)
     with pytest.raises(errors.SourceChanged, match=r"config\.json"):
         upload(place, near, jobs=1)
+
+
+def test_what_goes_while_a_directory_is_scanned(place: RemoteDirectory, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scan, gone = os.scandir, near / "sub" / "deep"
+
+    def scanned(folder: str) -> Any:
+        with scan(folder) as entries:
+            found = list(entries)
+        if Path(folder) == gone.parent:
+            gone.rename(near.parent / "deep")
+        return contextlib.nullcontext(found)
+
+    with monkeypatch.context() as patched, pytest.raises(errors.SourceChanged, match="deep"):
+        patched.setattr("forebay.directories.manifests.os.scandir", scanned)
+        upload(place, near)
 
 
 @pytest.mark.parametrize("far", [s3, local_folder, arrow], ids=lambda make: make.__name__, indirect=True)

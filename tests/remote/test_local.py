@@ -126,6 +126,29 @@ def test_list(tmp_path: Path, local: LocalRemote) -> None:
     assert names("/none/") == []
 
 
+def test_what_goes_while_it_is_listed_is_left_out(tmp_path: Path, local: LocalRemote) -> None:
+    for name in ("a", "b", "c/1", "d/1", "e"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "f").symlink_to("f")  # leads to itself
+    listing = local.list(f"{tmp_path}/")
+    first = next(listing)
+    (tmp_path / "b").unlink()
+    (tmp_path / "c/1").unlink()
+    (tmp_path / "c").rmdir()
+    (tmp_path / "d/1").unlink()
+    (tmp_path / "d").rmdir()
+    (tmp_path / "d").write_bytes(b"a file where a directory was")
+    assert [info.url.removeprefix(f"file://{tmp_path}/") for info in (first, *listing)] == ["a", "e"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_directory_below_that_cannot_be_read_is_told(tmp_path: Path, local: LocalRemote) -> None:
+    (tmp_path / "closed").mkdir(0)
+    with pytest.raises(errors.AccessDenied, match="closed"):
+        list(local.list(f"{tmp_path}/"))
+
+
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import forebay
 from forebay.testing import ScriptedServer
 from tests.harness import forge_times
+from tests.processes import HANG
 
 MiB = 1 << 20
 
@@ -119,6 +121,30 @@ def test_s23_refresh_and_invalidate_ask_now(root: Path, server: ScriptedServer) 
         cache.invalidate(url)
         assert other.read(url) == b"newest"
         assert server.gets == 3
+
+
+@pytest.mark.parametrize("has_older", [False, True], ids=["the first version", "the next one"])
+@pytest.mark.parametrize("size", [100_000, MiB], ids=["in memory", "on disk"])
+def test_s23_what_was_asked_for_before_an_invalidation_is_asked_for_again(
+    root: Path, server: ScriptedServer, size: int, has_older: bool
+) -> None:
+    """One thread is in the middle of the old version when the object is replaced, and another one says so."""
+    older, old, new = (os.urandom(size) for _ in range(3))
+    with forebay.Cache(root) as cache, forebay.Cache(root) as other, ThreadPoolExecutor(1) as pool:
+        url = server.put("/run/x.bin", older)
+        if has_older:
+            assert cache.read(url) == older
+        server.put("/run/x.bin", old, stall_after=1000)
+        first = pool.submit(lambda: bytes(cache.read(url, refresh=True)))
+        assert server.stalled.wait(HANG)
+        server.put("/run/x.bin", new)
+        other.invalidate(url)
+        server.go.set()
+        assert first.result(HANG) == old
+        assert other.read(url) == cache.read(url) == new
+        gets = server.gets
+        assert other.read(url) == new
+        assert server.gets == gets
 
 
 @pytest.mark.parametrize("size", [100_000, MiB], ids=["in memory", "on disk"])

@@ -1182,6 +1182,22 @@ def test_what_was_cached_can_be_an_argument(tasks: Tasks, journal: Journal) -> N
     assert outer(Model(1).__eq__, 1) is not None
 
 
+def test_cached_functions_of_one_name_are_different_arguments(tasks: Tasks) -> None:
+    def scaled(n: int) -> Callable[[int], int]:
+        @tasks.cached
+        def scale(x: int) -> int:
+            return n * x
+
+        return scale
+
+    @tasks.cached
+    def applied(function: Callable[[int], int]) -> int:
+        return function(1)
+
+    assert [applied(scaled(n)) for n in (1, 2, 1)] == [1, 2, 1]
+    assert tasks.stats().runs == 4  # scale and applied, for 1 and for 2
+
+
 def test_attributes_of_the_function_stay(tasks: Tasks) -> None:
     def work(x: int) -> int:
         return x

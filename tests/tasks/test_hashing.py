@@ -400,6 +400,7 @@ def generator() -> Any:
         (threading.current_thread, "_thread"),
         (lambda: sys._getframe(), "frame"),
         (lambda: types.MappingProxyType({}), "mappingproxy"),
+        (lambda: np.frompyfunc(named, 1, 1), r"a numpy\.ufunc whose name leads to nothing"),
     ],
 )
 def test_what_has_no_content_is_unstable(make: Callable[[], Any], words: str) -> None:
@@ -511,6 +512,20 @@ def test_tensors_count_by_content(torch: Any) -> None:
     assert digest_of(model) == digest_of(copy)
 
 
+def test_the_attributes_of_a_tensor_count(torch: Any) -> None:
+    class Boxes(torch.Tensor):  # type: ignore[misc]
+        __slots__ = ("unit",)
+
+    def boxes(format: str, unit: str) -> Any:
+        found = torch.ones(1, 4).as_subclass(Boxes)
+        found.format, found.unit = format, unit
+        return found
+
+    assert digest_of(boxes("XYXY", "px")) == digest_of(boxes("XYXY", "px"))
+    different = [boxes("XYXY", "px"), boxes("XYWH", "px"), boxes("XYXY", "mm"), torch.ones(1, 4).as_subclass(Boxes)]
+    assert len({digest_of(one) for one in different}) == len(different)
+
+
 def test_tables_count_by_content() -> None:
     arrow = pytest.importorskip("pyarrow")
     table = arrow.table({"a": [1, 2], "b": ["x", None]})
@@ -535,7 +550,111 @@ def test_frames_count_by_content() -> None:
     assert len({digest_of(other) for other in others}) == len(others)
 
 
+# -- dataclasses -------------------------------------------------------------------------------------------------------
+
+
+class Longer(Job):
+    def __init__(self, step: int, more: object) -> None:
+        super().__init__(step)
+        self.more = more
+
+
+class LongerFixed(Fixed):
+    def __init__(self, step: int, more: object) -> None:
+        super().__init__(step)
+        object.__setattr__(self, "more", more)
+
+
+@dataclasses.dataclass
+class Given:
+    x: dataclasses.InitVar[int]
+
+    def __post_init__(self, x: int) -> None:
+        self.y = x
+
+
+@dataclasses.dataclass
+class Tokens(list[int]):
+    name: str = ""
+
+
+@dataclasses.dataclass
+class Words(dict[str, int]):
+    name: str = ""
+
+
+@dataclasses.dataclass
+class Length(float):
+    unit: str = dataclasses.field(default="m", init=False)
+
+
+def tokens(*numbers: int) -> Tokens:
+    found = Tokens()
+    found.extend(numbers)
+    return found
+
+
+def words(**given: int) -> Words:
+    found = Words()
+    found.update(given)
+    return found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: Longer(1, n), lambda n: LongerFixed(1, n), Given, tokens, lambda n: words(a=n), lambda n: float.__new__(Length, n),
+    ],
+)  # fmt: skip
+def test_what_a_dataclass_has_beside_its_fields_counts(make: Callable[[int], Any]) -> None:
+    assert digest_of(make(1)) == digest_of(make(1)) != digest_of(make(2))
+
+
 # -- functions ---------------------------------------------------------------------------------------------------------
+
+
+def scaled(n: int) -> Callable[[Callable[[int], int]], Callable[[int], int]]:
+    def decorate(function: Callable[[int], int]) -> Callable[[int], int]:
+        @functools.wraps(function)
+        def wrapper(x: int) -> int:
+            return n * function(x)
+
+        return wrapper
+
+    return decorate
+
+
+def shifted(function: Callable[[int], int]) -> Callable[[int], int]:
+    @functools.wraps(function)
+    def wrapper(x: int) -> int:
+        return 1 + function(x)
+
+    return wrapper
+
+
+IN_A_LOOP: list[Callable[[int], int]] = []
+for number in (1, 2):
+
+    def in_a_loop(x: int, n: int = number) -> int:
+        return x * n
+
+    IN_A_LOOP.append(in_a_loop)
+
+
+def inner(n: int) -> Callable[[int], int]:
+    def function(x: int) -> int:
+        return x * n
+
+    return function
+
+
+def test_functions_of_one_name_among_the_arguments_differ() -> None:
+    wrapped = [scaled(1)(named), scaled(2)(named), shifted(named), scaled(1)(shifted(named)), named]
+    remembered = [functools.lru_cache(one) for one in (inner(1), inner(2), *wrapped[:4])]
+    different = [*wrapped, *IN_A_LOOP, *remembered]
+    assert len({digest_of(one) for one in different}) == len(different)
+    assert digest_of(scaled(1)(named)) == digest_of(scaled(1)(named))
+    assert digest_of(functools.lru_cache(inner(1))) == digest_of(functools.lru_cache(inner(1)))
 
 
 def test_functions_as_values() -> None:
@@ -568,6 +687,7 @@ def test_what_tells_functions_of_one_name_apart() -> None:
     assert as_own(makes(2, [])) != first
     assert as_own(makes(1, [], (1, pathlib.Path("x")))) not in (first, as_own(makes(1, [], (1, pathlib.Path("y")))))
     assert as_own(makes(1, [], Fixed(1))) not in (first, as_own(makes(1, [], Fixed(2))))
+    assert as_own(makes(1, [], LongerFixed(1, 1))) != as_own(makes(1, [], LongerFixed(1, 2)))
     assert as_own(makes(1, [], Colour.RED)) != as_own(makes(1, [], Colour.BLUE))
     assert as_own(makes(1, [], makes(1, []))) != as_own(makes(1, [], makes(2, [])))
     assert as_own(named) == b""  # its code is part of its key

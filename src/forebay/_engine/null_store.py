@@ -38,7 +38,7 @@ class NullStore:
     """Tells a `NullStore` from a `Store`: ``if store.keeps`` narrows the union of both."""
 
     first_touch = first_value = view = view_leased = bytes_leased = lease = take = entry = failure = _nothing
-    alias = touch = set_validated = invalidate = note_failure = note_unstored = close = _nothing
+    alias = touch = set_validated = invalidate = invalidate_keys = note_failure = note_unstored = close = _nothing
     validated, is_intact, make_room = _gives(int), _gives(lambda: True), _gives(lambda: True)
     set_life = discard = is_leased = has_any = _gives(bool)
     clear = largest = lacking = budget = _gives(int)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -134,7 +134,7 @@ class Publisher:
         """`publish`, where there is room. ``id``: of what is staged under it. Before the commit others see only empty slots."""
         name, now, created = batch[0].label.space, self._index.head.clock.now(), time.time()
         space = txn.space(name, "packs" if batch[0].kind == "pack" else "values")
-        room, store = self.budget.room, self._index.store
+        room = self.budget.room
         rows, leases = list[tuple[Entry, bytes | None]](), list[Lease | None]()
         ids = [id] if id else txn.new_ids(len(batch))
         for one, id, slot in zip(batch, ids, self._index.take(ids), strict=True):
@@ -152,8 +152,7 @@ class Publisher:
             if members:
                 entries.link(txn, id, members)
             txn.leftovers |= label.life == "held"
-            validated = now if label.validated is None else label.validated
-            txn.after_commit.append(partial(store, space, entry, validated if label.ahead else now, validated))
+            txn.after_commit.append(partial(self._store_record, space, entry, label, now))
         added = entries.insert(txn, space, rows, partial(self._eviction.supersede, txn))
         for entry in added:
             self._forget_others(txn, space, entry)
@@ -167,6 +166,17 @@ class Publisher:
             self._try(txn, adaptive, space, used, now)
         txn.after_release.append(partial(self._index.note_new, rows))
         return list(map(Published, added, leases))
+
+    def _store_record(self, space: int, entry: Entry, label: Label, now: int) -> None:
+        """Store the record of a new entry.
+
+        P1 asks the remote / P2 invalidates the key, and sees no entry, or the one before / P1 publishes what it was sent. So P2 notes
+        the key first, then looks for an entry; P1 looks at the note once the row is there."""
+        validated = now if label.validated is None else label.validated
+        used, head = validated if label.ahead else now, self._index.head
+        if label.validated is not None and head.was_invalidated(_hashes_above(label), validated):
+            validated = 0
+        self._index.store(space, entry, used, validated)
 
     def _forget_others(self, txn: Txn, space: int, entry: Entry) -> None:
         """End what the key led to until now though no row said so: another program has changed or hidden the row, and whichever record is
@@ -299,6 +309,14 @@ class Publisher:
         request = SpaceRequest(space, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))
         if not self.budget.room.short(self.catalog, request).fits:
             self.budget.with_room(request, lambda txn: None)
+
+
+def _hashes_above(label: Label) -> Iterator[int]:
+    """The hashes of a key, and of the names of the directories that it lies in."""
+    yield label.keyhash
+    for place, mark in enumerate(label.key):
+        if mark in "/#":
+            yield key_hash(label.space, label.key[:place])
 
 
 def _last_of_each(batch: Sequence[Pending]) -> dict[str, Pending]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forebay import errors
 from forebay._engine.engine import Engine, open_directory, recover_and_retry
-from forebay._engine.files.layout import CatalogBroken, DiskFull, faults
+from forebay._engine.files.layout import CatalogBroken, DiskFull, faults, key_hash
 from forebay._engine.files.root import Root, foreign
 from forebay._engine.files.table import SilentHosts
 from forebay._engine.index import counters
@@ -263,6 +263,16 @@ class Store:
         """Have the remote asked when these entries are next read: what a request that began before finds does not count."""
         expired = EXPIRED | self.now(exact=True)
         self.engine.parts.note_validations([(entry, expired, EXPIRED) for entry in several], at_once=True)
+
+    @recover_and_retry
+    def invalidate_keys(self, keys: Sequence[tuple[str, str]]) -> None:
+        """`invalidate`, of the entries of these keys (space and key), and of what is being fetched for them, and for keys below them."""
+        if self.root.read_only:
+            return
+        at = self.now(exact=True)
+        for space, key in keys:
+            self.engine.index.head.note_invalidation(key_hash(space, key), at)
+        self.invalidate([entry for space, key in keys if (entry := self.entry(space, key)) is not None])
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@ upload records the files of a directory, and whether all of them are there."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -92,14 +93,11 @@ def _store(location: RemoteDirectory, listing: Listing) -> None:
 def postpone(location: RemoteDirectory, until: int) -> None:
     """Serve the stored listing without asking the remote until then; 0: have the remote asked."""
     store = location.fetcher.store
-    try:
-        entry = store.entry(LISTINGS, location.key)
-    except errors.CacheFault:
-        return  # there is no listing to serve
-    if entry is not None and until:
-        store.set_validated([(entry, until)], store.now(exact=True))
-    elif entry is not None:
-        store.invalidate([entry])
+    with contextlib.suppress(errors.CacheFault):  # there is no listing to serve
+        if not until:
+            store.invalidate_keys([(LISTINGS, location.key)])
+        elif (entry := store.entry(LISTINGS, location.key)) is not None:
+            store.set_validated([(entry, until)], store.now(exact=True))
 
 
 # -- asking --------------------------------------------------------------------------------------------------------------

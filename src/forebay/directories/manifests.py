@@ -3,6 +3,7 @@ to upload."""
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import hashlib
 import itertools
@@ -178,11 +179,19 @@ class LocalFile:
         status = os.stat(path)
         return cls(name, path, status.st_size, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
+    @classmethod
+    def scanned(cls, name: str, path: str) -> LocalFile:
+        """The file that a scan found. Raises `SourceChanged` if it was removed since."""
+        try:
+            return cls.of(name, path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise errors.SourceChanged.of(path) from error
+
     def check(self) -> None:
         """Raises `SourceChanged` if the file has changed since the scan."""
         try:
             same = LocalFile.of(self.name, self.path).seen == self.seen
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             same = False
         if not same:
             raise errors.SourceChanged.of(self.path)
@@ -203,11 +212,12 @@ def files_below(folder: str) -> list[LocalFile]:
     """All files of a directory, in order of name. Follows symbolic links to files.
 
     Raises `ConfigError` for what cannot be uploaded: a link to a directory or to nothing, a socket, a pipe, a device, a name that
-    readers refuse, an empty directory; `NotFound`, `NotADirectory` or `AccessDenied` for a directory that cannot be read."""
+    readers refuse, an empty directory; `SourceChanged` if a file is removed during the scan; `NotFound`, `NotADirectory` or
+    `AccessDenied` for a directory that cannot be read."""
     if not os.path.isdir(folder):
         kind, what = (errors.NotADirectory, "this is a file") if os.path.exists(folder) else (errors.NotFound, "there is no such directory")
         raise kind(f"{folder} cannot be uploaded: {what}", url=folder)
-    files = sorted((LocalFile.of(name, path) for name, path in interrupts.paced(_walk(folder, ""))), key=lambda file: file.name)
+    files = sorted((LocalFile.scanned(name, path) for name, path in interrupts.paced(_walk(folder, ""))), key=lambda file: file.name)
     if not files:
         raise _refused(folder, "it holds no file")
     try:
@@ -216,7 +226,7 @@ def files_below(folder: str) -> list[LocalFile]:
         raise _refused(folder, f"{error.name!r} is a name that readers refuse") from error
     if max(file.seen[-1] for file in files) > time.time_ns() - TICK * 1e9:
         time.sleep(TICK)
-        return [LocalFile.of(file.name, file.path) for file in interrupts.paced(files)]
+        return [LocalFile.scanned(file.name, file.path) for file in interrupts.paced(files)]
     return files
 
 
@@ -225,6 +235,8 @@ def _walk(folder: str, above: str) -> Iterator[tuple[str, str]]:
         scan = os.scandir(folder)
     except PermissionError as error:
         raise errors.AccessDenied(f"{folder} cannot be uploaded: {error.strerror}", url=folder) from error
+    except (FileNotFoundError, NotADirectoryError) as error:  # it was removed since its parent was listed
+        raise errors.SourceChanged.of(folder) from error
     with scan as entries:
         for entry in entries:
             name = above + entry.name
@@ -232,16 +244,25 @@ def _walk(folder: str, above: str) -> Iterator[tuple[str, str]]:
                 continue
             if entry.is_dir(follow_symlinks=False):
                 yield from _walk(entry.path, name + "/")
-            elif not entry.is_file():
+            elif not _is_file(entry):
                 raise _refused(entry.path, _kind(entry))
             else:
                 yield name, entry.path
 
 
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False  # a link that leads to itself
+
+
 def _kind(entry: os.DirEntry[str]) -> str:
     if not entry.is_symlink():
         return "this is no file: a socket, a pipe or a device"
-    return "a symbolic link to a directory is not followed" if entry.is_dir() else "this symbolic link leads to no file"
+    return "a symbolic link to a directory is not followed" if os.path.isdir(entry.path) else "this symbolic link leads to no file"
 
 
 def _refused(path: str, why: str) -> errors.ConfigError:

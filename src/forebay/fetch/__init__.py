@@ -457,5 +457,4 @@ class Fetcher:
 
     def invalidate(self, target: Target) -> None:
         """Make the next call ask the remote: for the object, and for the directory of this name."""
-        keys = (URLS, target.key), (URLS, index_key(target.key)), (LISTINGS, folder_of(target.key))
-        self.store.invalidate([entry for space, key in keys if (entry := self.store.entry(space, key)) is not None])
+        self.store.invalidate_keys([(URLS, target.key), (URLS, index_key(target.key)), (LISTINGS, folder_of(target.key))])

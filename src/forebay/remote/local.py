@@ -25,6 +25,7 @@ STALE = 3600.0  # seconds without a write, after which an unlocked unfinished fi
 _KINDS: dict[int, type[errors.RemoteError]] = {
     errno.ENOENT: errors.NotFound, errno.ENOTDIR: errors.NotFound, errno.EACCES: errors.AccessDenied, errno.EPERM: errors.AccessDenied,
 }  # fmt: skip
+_NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 
 def is_unfinished(name: str) -> bool:
@@ -115,8 +116,8 @@ class LocalRemote:
         return data
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """All files whose path begins with that of ``url``, in order of path, without unfinished ones. Symbolic links to directories are
-        not followed."""
+        """All files whose path begins with that of ``url``, in order of path, without unfinished ones and those that are removed meanwhile.
+        Symbolic links to directories are not followed. Raises `AccessDenied` or another `RemoteError`."""
         prefix = _path(url) + ("/" if os.fspath(url).endswith("/") and _path(url) != "/" else "")
         yield from _walk(os.path.dirname(prefix), prefix)
 
@@ -220,11 +221,11 @@ def _info(url: str, status: os.stat_result) -> ObjectInfo:
 
 def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
     try:
-        with os.scandir(folder) as entries:
+        with _os_errors(folder), os.scandir(folder) as entries:
             # a directory is sorted with a slash at its end, as its files are
             every = interrupts.paced(entries)
             paths = sorted((entry.path + "/" if entry.is_dir(follow_symlinks=False) else entry.path, entry) for entry in every)
-    except FileNotFoundError:
+    except errors.NotFound:  # perhaps since its parent was listed
         return
     for name, entry in paths:
         if is_unfinished(entry.name):
@@ -233,8 +234,20 @@ def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
             continue
         if name.endswith("/"):
             yield from _walk(entry.path, prefix)
-        elif entry.is_file():
-            yield _info(canonical(entry.path), entry.stat())
+        elif (status := _status_of(entry)) is not None:
+            yield _info(canonical(entry.path), status)
+
+
+def _status_of(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """None if it is no file, or was removed since its directory was read. Raises `AccessDenied`, `RemoteError`."""
+    try:
+        with _os_errors(entry.path):
+            status = entry.stat()
+    except errors.RemoteError as error:
+        if error.errno in _NO_FILE:
+            return None
+        raise
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from typing import Any
 from forebay._kernel import interrupts
 from forebay._kernel.threads import run_all
 from forebay._model import Buffer
-from forebay.tasks.code import cells_of, definition_of, is_installed, module_of, place_of, shape_of, steps_of
+from forebay.tasks.code import cells_of, definition_of, functions_of, is_installed, module_of, place_of, shape_of, steps_of
 
 LONG = 256  # bytes; longer writings are replaced by their digest
 MANY_CYCLES = 10_000
@@ -223,7 +223,11 @@ class DigestWriter:
         reduce = copyreg.dispatch_table.get(type(value))
         parts: Any = reduce(value) if reduce is not None else value.__reduce_ex__(4)
         if isinstance(parts, str):
-            return b"g" + text(f"{module_of(value) if hasattr(value, '__module__') else place_of(type(value))}.{parts}")
+            wrapped = getattr(value, "__wrapped__", None)  # of an `lru_cache`, which pickles by its name
+            inside = self.write(wrapped) if type(wrapped) is types.FunctionType else b""
+            if not inside and not all(name.isidentifier() for name in parts.split(".")):  # such as a ufunc of `numpy.frompyfunc`
+                raise self._unstable(f"a {place_of(type(value))} whose name leads to nothing")
+            return b"g" + text(f"{module_of(value) if hasattr(value, '__module__') else place_of(type(value))}.{parts}") + inside
         make, given, state, items, pairs = (*parts, None, None, None)[:5]
         out = b"o" + self.write(make) + self.write(tuple(given)) + self.write(state)
         if items is not None:
@@ -245,12 +249,14 @@ Part = Callable[[DigestWriter, Any], bytes]
 
 
 def _function(writer: DigestWriter, value: Any) -> bytes:
-    """By name, and by its code unless it is of an installed package; with what it closes over where it has no name of its own."""
+    """By name, and by its code and defaults unless it is of an installed package. With what it closes over: all of it if it has no name of
+    its own, else what cannot change, since a wrapper has the name of what it wraps."""
     name = place_of(value)
     if "<" in value.__qualname__:
         closure = writer.several(b"z", (content for _, content in cells_of(value)))
         return b"L" + text(name) + definition_of(value).code + writer.write((value.__defaults__, value.__kwdefaults__)) + closure
-    return b"A" + text(name) + (b"" if is_installed(value.__code__.co_filename) else definition_of(value).code)
+    own = [one for one in functions_of(value) if not is_installed(one.__code__.co_filename)]
+    return b"A" + text(name) + (b"".join(definition_of(one).code for one in own) + brought(value, True) if own else b"")
 
 
 def _path(writer: DigestWriter, value: Any) -> bytes:
@@ -259,10 +265,27 @@ def _path(writer: DigestWriter, value: Any) -> bytes:
 
 
 def _dataclass(writer: DigestWriter, value: Any) -> bytes:
-    """Its fields; what else lies in it (properties that it remembers) does not count."""
+    """Its fields, and what else lies in it."""
     kind: Any = type(value)
     names = [field.name for field in dataclasses.fields(value)]
-    return b"D" + kind_text(kind) + writer.several(b"d", (*names, *(getattr(value, name, None) for name in names)))
+    fields = writer.several(b"d", (*names, *(getattr(value, name, None) for name in names)))
+    others = _other_attributes(value, names)
+    return b"D" + kind_text(kind) + fields + (writer.write(others) if others else b"")
+
+
+def _other_attributes(value: Any, but: Iterable[str] = ()) -> dict[str, Any]:
+    """The attributes of an object ``but`` for these, and without the properties that it remembers."""
+    state = object.__getstate__(value)
+    found: dict[str, Any] = {}
+    for part in state if isinstance(state, tuple) else (state,):
+        found |= part or {}
+    for name in but:
+        found.pop(name, None)
+    kinds = type(value).__mro__
+    remembered = (name for name in found if any(type(vars(kind).get(name)) is functools.cached_property for kind in kinds))
+    for name in list(remembered):
+        del found[name]
+    return found
 
 
 def _enum(writer: DigestWriter, value: enum.Enum) -> bytes:
@@ -305,7 +328,8 @@ def _tensor(writer: DigestWriter, value: Any) -> bytes:
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     content = memoryview(plain.view(torch.uint8).numpy()) if plain.numel() else b""
     header = (place_of(type(value)), str(value.dtype), tuple(value.shape), value.device.type, value.requires_grad)
-    return b"t" + writer.write(header) + sized(b"b", content)
+    others = _other_attributes(value)
+    return b"t" + writer.write(header) + sized(b"b", content) + (writer.write(others) if others else b"")
 
 
 _PARTS: dict[type, Part] = {
@@ -370,9 +394,12 @@ def _writer_of_other(kind: Any) -> Part:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether a class leaves it to pickle how it is taken apart. Frozen dataclasses with slots are given ``__getstate__``."""
+    """Whether a class leaves it to pickle how it is taken apart, and holds nothing but attributes. Frozen dataclasses with slots are given
+    ``__getstate__``."""
     state = getattr(kind, "__getstate__", None)
     if state is not getattr(object, "__getstate__", None) and getattr(state, "__module__", "") != "dataclasses":
+        return False
+    if issubclass(kind, (list, dict)) or hasattr(kind, "__getnewargs__") or hasattr(kind, "__getnewargs_ex__"):
         return False
     return all(getattr(kind, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
 
@@ -460,7 +487,10 @@ class ConstantWriter:
             self.seen.add(id(value))
             return b"A" + text(place_of(value)) + (b"" if known else self._beside_its_name(value))
         if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
-            return kind_text(kind) + self.write(tuple(getattr(value, field.name, None) for field in dataclasses.fields(value)))
+            names = [field.name for field in dataclasses.fields(value)]
+            others = sorted(_other_attributes(value, names).items())
+            fields = self.write(tuple(getattr(value, name, None) for name in names))
+            return kind_text(kind) + fields + (self.write(tuple(others)) if others else b"")
         return b""
 
     def write_container(self, value: Any) -> bytes:

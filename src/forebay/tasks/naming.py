@@ -109,10 +109,11 @@ class Naming:
             return None
         return self._known[1] if self._known is not None else None
 
-    def content(self) -> tuple[str, str | None, str]:
+    def content(self) -> tuple[str | None, ...]:
         """What represents the function as an argument. Raises `Unstable`."""
         self._prefix()
-        return self.identity, self.version, self.code.digest if self.code is not None else ""
+        code, own = self.code, as_own(self.function)
+        return self.identity, self.version, code.digest if code is not None else "", *((digest(own).hex(),) if own else ())
 
     def _prefix(self) -> str:
         """What the keys of this function begin with. Raises `Unstable` if its code cannot be determined."""

@@ -31,6 +31,7 @@ PAIRS = 4096
 _EVICTIONS, _COUNT, _FILES, _EPOCH, _FREED, CHANGED, _CLOCK = FREE, FREE + 1, FREE + 2, FREE + 3, FREE + 4, FREE + 5, FREE + 6
 NEXT, _RATE, _SECRET, SETTINGS = FREE + 9, 14, 16, 20
 _RING, _RING_SIZE = 32, 256  # slots that became free lately
+_INVALIDATED, _INVALIDATED_SIZE = 289, 199  # when keys were invalidated, by their hash; the word before them: when any was
 LARGEST_LIMIT = (1 << 63) - 1
 
 
@@ -91,6 +92,23 @@ class SharedHead:
         """Tell all processes that an entry is gone. Needs no lock: the clock gives each eviction a value of its own, while a counter
         that two processes increment at once could return to a value that a third one has seen."""
         host.set_word(self.words(), _EVICTIONS, time.monotonic_ns())
+
+    # -- invalidations ---------------------------------------------------------------------------------------------
+
+    def note_invalidation(self, keyhash: int, at: int) -> None:
+        """A key was invalidated at this time of the clock: what is being fetched for it counts as never validated. Needs no lock. Keys that
+        share a word are invalidated together."""
+        words = self.words()
+        for word in (_INVALIDATED + keyhash % _INVALIDATED_SIZE, _INVALIDATED - 1):
+            if not at <= words[word] <= self.clock.look():  # a time in the future was damaged
+                host.set_word(words, word, at)
+
+    def was_invalidated(self, keyhashes: Iterable[int], since: int) -> bool:
+        """Whether one of these keys, or another that shares a word with one, was invalidated ``since`` a time of the clock."""
+        words, now = self.words(), self.clock.look()
+        if not since < words[_INVALIDATED - 1] <= now:
+            return False
+        return any(since < words[_INVALIDATED + keyhash % _INVALIDATED_SIZE] <= now for keyhash in keyhashes)
 
     # -- the intent ------------------------------------------------------------------------------------------------
 

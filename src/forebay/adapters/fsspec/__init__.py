@@ -485,9 +485,8 @@ def _forget_below(fetcher: Fetcher, key: str) -> None:
     are read through filesystem objects. Where the catalog cannot be read, entries are served until their ``max_age`` is over."""
     name, store = key.rstrip("/"), fetcher.store
     try:
-        exact = (store.entry(URLS, each) for each in (name, f"{name}/"))
-        below = (entries_below(store, f"{name}{mark}") for mark in "#/")
-        every = chain((each for each in exact if each is not None), *below)
+        store.invalidate_keys([(URLS, name), (URLS, f"{name}/")])
+        every = chain.from_iterable(entries_below(store, f"{name}{mark}") for mark in "#/")
         while some := list(islice(every, 1000)):
             store.invalidate(some)
     except errors.CacheFault as error:
