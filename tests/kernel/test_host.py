@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay._kernel import host, mappings
+from forebay._kernel import host, locks, mappings
 from tests.processes import Line, fork_in_c, in_child, talk_to
 
 MiB = 1 << 20
@@ -403,7 +403,7 @@ def test_who_is_gone_is_not_told() -> None:
     assert said == []
 
 
-def test_who_registers_during_a_fork_is_told_of_the_next_one_only() -> None:
+def test_who_registers_during_a_fork_is_told_of_it_in_the_child_only() -> None:
     said: list[str] = []
     late: list[Listener] = []
 
@@ -413,9 +413,26 @@ def test_who_registers_during_a_fork_is_told_of_the_next_one_only() -> None:
                 late.append(Listener("late", said))
 
     early = Early("early", said)
-    assert in_child(lambda: said) == ["child early"]
+    assert in_child(lambda: said) == ["child early", "child late"]  # its lock may be held by a thread that the child does not have
     assert said == ["parent early"]
     assert in_child(lambda: said) == ["parent early", "before late", "child early", "child late"]
+    assert early.name == "early"
+
+
+def test_a_lock_that_another_thread_takes_during_a_fork_is_free_in_the_child(tmp_path: Path) -> None:
+    """A look-ahead of another thread registers the lock of its table, and closes it: the fork knows nothing of that lock."""
+    late: list[locks.LockFile] = []
+
+    class Early(Listener):
+        def before_fork(self) -> None:
+            if not late:
+                late.append(locks.LockFile(tmp_path / "file"))
+                host.at_fork(late[0])
+                late[0]._mutex.acquire()
+
+    early = Early("early", [])
+    assert in_child(lambda: late[0]._mutex.acquire(blocking=False))
+    late[0]._mutex.release()
     assert early.name == "early"
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import queue
 import random
-from collections.abc import Callable, Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ import forebay
 from forebay import errors
 from forebay.testing import ScriptedServer
 from tests.harness import MiB
+from tests.interrupts.every_line import Moments, interrupt
 from tests.items import until
 from tests.processes import fork
 
@@ -212,6 +217,59 @@ def test_both_processes_go_on_after_a_fork(cache: forebay.Cache, urls: list[str]
         child = fork(lambda: [bytes(view) for view in ahead])
         mine = [bytes(view) for view in ahead]
         assert child.result() == mine == [body(number) for number in range(1, 20)]
+
+
+class Order:
+    """An order that is no list, and goes on after what a handler raises."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self._urls = iter(urls)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._urls)
+
+
+@pytest.mark.parametrize("order", [list, Order])
+def test_what_a_signal_handler_raises_costs_no_object(
+    cache: forebay.Cache, urls: list[str], order: Callable[[list[str]], Iterable[str]]
+) -> None:
+    """A signal at each line of a call in the middle of the order, for one after the other: the rest comes, and what was interrupted."""
+    cache.read_many(urls)
+    before, moments, at = signal.signal(signal.SIGUSR1, interrupt), Moments(), 1
+    try:
+        while at == 1 or moments.where:
+            with cache.lookahead(order(urls * 4), most=4) as ahead:  # the 64th of a list is drawn meanwhile
+                came = [bytes(next(ahead)) for _ in range(60)]
+                moments.run(lambda ahead=ahead, came=came: came.append(bytes(next(ahead))), at)
+                came += [bytes(view) for view in ahead]
+            assert came == [body(number) for number in [*range(20)] * 4], moments.where
+            at += 3
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_nothing_waits_for_an_order_that_waits(cache: forebay.Cache, urls: list[str]) -> None:
+    """Another thread feeds the order: until it does, a process is forked, and the look-ahead tells how far it is, and is closed."""
+    fed, asked = queue.SimpleQueue[str](), threading.Event()
+
+    def order() -> Iterator[str]:
+        yield from urls[:10]
+        asked.set()
+        yield fed.get()
+
+    with cache.lookahead(order(), most=4) as ahead, ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(lambda: [bytes(view) for view in ahead])
+        try:
+            assert asked.wait(60)
+            came = fork(lambda: [bytes(view) for view in islice(ahead, 3)]).result()
+            assert came == [body(number) for number in range(7, 10)]
+            ahead.close()
+        finally:
+            fed.put(urls[10])
+        assert reading.result() == [body(number) for number in range(len(reading.result()))]
 
 
 def test_a_killed_process_stops_nobody(tmp_path: Path, server: ScriptedServer, urls: list[str], children: Start) -> None:

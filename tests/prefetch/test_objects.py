@@ -14,6 +14,8 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay.prefetch import Prefetcher, loader
+from forebay.prefetch.loader import Loader
 from forebay.remote import RemoteOptions
 from forebay.sources import UrlSource
 from forebay.testing import ScriptedServer
@@ -214,6 +216,56 @@ def test_limits_that_come_later_bind_what_comes_later(cache: forebay.Cache, serv
         assert pool.get_many(NAMES) == [body(name) for name in NAMES]
         until(lambda: pool.used > 0, "the writer")
         assert pool.used <= 5 * SIZE
+
+
+def test_other_threads_go_on_while_a_limit_is_set(cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setting the first limit ends what loads until then, and waits for it: meanwhile a stream of another thread asks for more."""
+    with cache.prefetcher(put(server)) as pool:
+        before, close, found = pool.get_lazy("0.bin"), Loader.close, list[Any]()
+
+        def closes(one: Loader, *args: Any, **options: Any) -> None:
+            close(one, *args, **options)
+            with ThreadPoolExecutor(1) as thread:
+                found.extend(thread.submit(pool.get_many, NAMES).result())
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Loader, "close", closes)
+            pool.set_limits(budget=5 * SIZE)
+        assert found == [body(name) for name in NAMES]
+        assert before.get() == body("0.bin")
+        until(lambda: 0 < pool.used <= 5 * SIZE, "the limit")
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, errors.CacheFault])
+def test_a_limit_that_cannot_be_set_closes_no_prefetcher(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    def fails(*args: object, **options: object) -> None:
+        raise kind("meanwhile")
+
+    with cache.prefetcher(put(server)) as pool:
+        pool.get_lazy("0.bin").get()
+        with monkeypatch.context() as patch, pytest.raises(kind):
+            patch.setattr(*((loader, "join", fails) if kind is KeyboardInterrupt else (Prefetcher, "_join", fails)))
+            pool.set_limits(budget=5 * SIZE)
+        assert not pool.closed
+        assert pool.get_many(NAMES) == [body(name) for name in NAMES]
+
+
+def test_a_prefetcher_that_is_closed_while_a_limit_is_set_stays_closed(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, close = cache.prefetcher(put(server)), Loader.close
+
+    def closes(one: Loader, *args: Any, **options: Any) -> None:
+        if not one.closed:
+            pool.set_limits(budget=5 * SIZE)
+        close(one)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loader, "close", closes)
+        pool.close()
+    assert pool.closed
 
 
 def test_a_closed_prefetcher_serves_what_it_handed_out(cache: forebay.Cache, server: ScriptedServer) -> None:

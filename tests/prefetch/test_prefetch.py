@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
 import pytest
@@ -1307,7 +1308,7 @@ def test_counts(cache: forebay.Cache, pool: Prefetcher, monkeypatch: pytest.Monk
 
 def test_a_signal_while_it_is_dropped_is_not_lost(cache: forebay.Cache, source: Items, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = cache.prefetcher(source)
-    alive = pool._loader
+    alive = pool._way.loader
     strike_once(monkeypatch, loads.News, "wake")
     with soon():
         del pool
@@ -1317,7 +1318,7 @@ def test_a_signal_while_it_is_dropped_is_not_lost(cache: forebay.Cache, source: 
 
 def test_a_signal_while_a_lease_of_a_load_is_dropped_is_not_lost(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     news = loads.News()
-    load = loads.Load("a", "a", True, news.gone)
+    load = loads.Load(SimpleNamespace(news=news), "a", "a", True)
     cache.put("a", b"a" * 100_000)
     load.ref.lease = cache.hold("a")
     strike_once(monkeypatch, type(load.ref.lease), "close")

@@ -518,7 +518,7 @@ _fork = _Fork()
 
 def at_fork(listener: Inherited) -> None:
     """Call ``listener``, as long as it is alive, at each fork: listeners are called in reverse order of registration before the fork,
-    and in order of registration after it."""
+    and in order of registration after it. One that is registered while another thread forks is called in the child only."""
     _listeners.append(weakref.ref(listener, _listeners.remove))
 
 
@@ -654,7 +654,10 @@ def _after_child() -> None:
     interrupts.after_fork_child()
     if prepared is not None:
         _hooked_pid = os.getpid()
-        notify("after_fork_child", prepared)
+        # T1 is about to fork / T2 registers another one, and takes its lock / T1 forks: the child, which has no T2, makes its locks anew.
+        known = set(map(id, prepared))
+        late = [alive for reference in list(_listeners) if (alive := reference()) is not None and id(alive) not in known]
+        notify("after_fork_child", (*prepared, *late))
     _end_shield()
 
 

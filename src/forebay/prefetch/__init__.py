@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from forebay import _config, codecs, errors
+from forebay._engine.index.memo import Hit
 from forebay._engine.leases import Lease
 from forebay._kernel import waits
 from forebay._kernel.interrupts import guarded, guarded_methods, items_of_program, of_program
@@ -39,6 +40,21 @@ _NONE: Mapping[str, int] = MappingProxyType({})
 _PICKLE = codecs.codec("pickle")
 
 
+class _Way(NamedTuple):
+    """How a prefetcher loads items, until its limits make it load them otherwise. ``space``, ``max_age``: of what the loader stores.
+    ``hit``: finds what this process knows there. ``objects``: the source, if its items are what `Cache.read` stores. ``digest``, ``bound``:
+    what names of items end in, with a version and without one. ``item_version``: the version of an item, if the source tells."""
+
+    loader: Loader
+    space: str
+    max_age: int
+    hit: Hit
+    objects: UrlSource | None
+    digest: str
+    bound: str
+    item_version: Callable[[str], str | None] | None
+
+
 @guarded_methods("closed")
 class Prefetcher(Pool[Item_co]):
     """Loads the items of one source into the cache, in its own threads. Made by `Cache.prefetcher`.
@@ -60,30 +76,29 @@ class Prefetcher(Pool[Item_co]):
         if bind is not None:
             bind(fetcher)
         self._reader = ItemReader(source, options, self._store)
-        self._open_loader()
-        self.identity = f"{self.name}:{self._digest}"
+        self._way = self._open_way()
+        self.identity = f"{self.name}:{self._way.digest}"
 
-    def _open_loader(self) -> None:
+    def _open_way(self) -> _Way:
         items: Items
-        fetcher, source, name, keep = self._fetcher, self._reader.objects, self.name, self._options["keep"]
-        self._objects = self._objects_of_urls()
-        if self._objects is not None:
-            self._digest = _digest([identity_of(self.source)])
-            self._space, self._max_age = URLS, FOREVER if fetcher.offline else fetcher.max_age
-            items = Objects(fetcher, self._objects.target, pool=name)
+        fetcher, name, objects = self._fetcher, self.name, self._objects_of_urls()
+        if objects is not None:
+            digest = bound = _digest([identity_of(self.source)])
+            max_age, item_version = FOREVER if fetcher.offline else fetcher.max_age, None
+            items = Objects(fetcher, objects.target, pool=name)
         else:
-            session = self._join()
+            digest, bound, item_version, session = self._join()
             self._reader.takes_parts = not self._is_limited
-            self._space, self._max_age = name, FOREVER
+            source, keep, max_age = self._reader.objects, self._options["keep"], FOREVER
             if source is not None:
                 versioned = source.version is not None
                 items = Objects(fetcher, source.target, versioned=versioned, space=name, pool=name, keep=keep, session=session)
             else:
                 items = SourceItems(fetcher, name, keep, self._reader, session)
-        self._loader = Loader(items, self._store, self._options["workers"])
-        self._hit = self._store.hot_lookup(self._space)
+        loader = Loader(items, self._store, self._options["workers"])
         # Weakly: an error that a caller keeps holds its frames, these hold a lazy, and a lazy holds this object.
-        weakref.finalize(self, abandon, weakref.ref(self._loader)).atexit = False
+        weakref.finalize(self, abandon, weakref.ref(loader)).atexit = False
+        return _Way(loader, items.space, max_age, self._store.hot_lookup(items.space), objects, digest, bound, item_version)
 
     def _objects_of_urls(self) -> UrlSource | None:
         """The source, if its items can be what `Cache.read` stores: nothing of this prefetcher binds them to other rules."""
@@ -97,21 +112,19 @@ class Prefetcher(Pool[Item_co]):
         has_limit = space.quota is not None or (space.max_count is not None and space.max_count < MANY)
         return has_limit or self._options["policy"] == "freeze"
 
-    def _join(self) -> Lease | None:
-        """Determine what the names of all items end in: it differs wherever the bytes could differ.
+    def _join(self) -> tuple[str, str, Callable[[str], str | None] | None, Lease | None]:
+        """What the names of all items end in, as `_Way` has it: it differs wherever the bytes could differ.
 
         The items of a source without a version belong to a session, which ends with the last process that uses it."""
         version = getattr(self.source, "version", None)
         version = version if (text := exact_str(version)) is None else text
         decoder = () if self._reader.is_raw else (*decoder_of(self.source), self._options["codec"].name)
         parts = [identity_of(self.source), repr(version), self._options["store"], *decoder]
-        self._digest = self._bound = _digest(parts)
-        self._item_version: Callable[[str], str | None] | None = getattr(self.source, "version_of", None) if version is None else None
+        digest = _digest(parts)
         if version is not None:
-            return None
-        session = self._store.prefetching.join(SESSIONS, f"{self.name}/{self._digest}")  # items are counted in the pool's own space
-        self._bound = _digest([*parts, f"{session.entry.id:x}"])
-        return session
+            return digest, digest, None, None
+        session = self._store.prefetching.join(SESSIONS, f"{self.name}/{digest}")  # items are counted in the pool's own space
+        return digest, _digest([*parts, f"{session.entry.id:x}"]), getattr(self.source, "version_of", None), session
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(open_prefetcher, **self._options), (self._fetcher, self.source)
@@ -124,7 +137,18 @@ class Prefetcher(Pool[Item_co]):
     def get_lazy(self, key: str) -> Lazy[Item_co]:
         """Start loading an item, and return at once. Raises `Closed` (a RuntimeError)."""
         key = checked_key(key)
-        return Lazy(self, key, self._loader.submit(key, *self._name_of(key)))
+        return Lazy(self, key, self._submit(key))
+
+    def _submit(self, key: str, named: tuple[str, bool] | None = None, *, holds: bool = True) -> Load:
+        """The load of an item. ``named``: what `_name_of` returns, if it was asked already. Raises `Closed`."""
+        while True:
+            way = self._way
+            try:
+                return way.loader.submit(key, *(named or self._name_of(key, way)), holds=holds)
+            except errors.Closed:
+                if way is self._way:
+                    raise
+                named = None  # T1 takes the way / T2 sets a limit, and closes that way for another one / T1 asks the closed one
 
     def _stream(self, keys: Iterable[str], ahead: int) -> Generator[Item_co, None, None]:
         """What the cache has is read when its turn comes, in the thread of the caller, and without a lease: no caller holds these items.
@@ -142,30 +166,31 @@ class Prefetcher(Pool[Item_co]):
 
     def _expected(self, key: str) -> Lazy[Item_co] | tuple[str, str]:
         """The key, and the name of the item in the cache, if the index of keys knows it; else a lazy, whose load tells."""
-        named = self._name_of(key := checked_key(key))
-        if not self.closed:
+        way = self._way
+        named = self._name_of(key := checked_key(key), way)
+        if not way.loader.closed:
             if self._reader.is_kept(key):
                 return key, named[0]
             with contextlib.suppress(errors.CacheFault):
-                if self._store.prefetching.expect(self._space, named[0], self._max_age) is not None:
+                if self._store.prefetching.expect(way.space, named[0], way.max_age) is not None:
                     return key, named[0]
-        return Lazy(self, key, self._loader.submit(key, *named))
+        return Lazy(self, key, self._submit(key, named if way is self._way else None))
 
     def _item(self, ahead: Lazy[Item_co] | tuple[str, str]) -> Item_co:
         """What a lazy gives, or what the cache has under a name; where it is gone by now, or damaged, it is loaded."""
         if isinstance(ahead, Lazy):
             return ahead.get()
-        key, name = ahead
+        (key, name), way = ahead, self._way
         data: Buffer | None = None
         if not self._fetcher.closed:
-            data = self._hit(name, self._max_age)
+            data = way.hit(name, way.max_age)
             with contextlib.suppress(errors.CacheFault):
-                data = self._store.first_touch(self._space, name, self._max_age) if data is None else data
+                data = self._store.first_touch(way.space, name, way.max_age) if data is None else data
         if data is None:
             data = self._reader.kept(key)
         if data is None and not self.closed:
             return self.get_lazy(key).get()
-        item: Item_co = self._reader.value(key, self._loader.read(key) if data is None else data)
+        item: Item_co = self._reader.value(key, way.loader.read(key) if data is None else data)
         return item
 
     def put(self, obj: T, name: str = "") -> Lazy[T]:
@@ -183,7 +208,7 @@ class Prefetcher(Pool[Item_co]):
             return Spilled(self, name, None, obj)
 
     def _spill(self, name: str, data: bytes) -> Lease:
-        self._loader.start()
+        self._way.loader.start()
         shown = (exact_str(name) or "").encode("utf-8", "backslashreplace").decode()
         return self._store.put_held(self.name, f"~put/{shown}~{secrets.token_hex(8)}", data)
 
@@ -198,7 +223,7 @@ class Prefetcher(Pool[Item_co]):
     def _discard(self, lease: Lease) -> None:
         """Remove the bytes of a spilled object. Callable from a finalizer: nothing here waits."""
         lease.close()
-        self._loader.news.wake(lease.entry)
+        self._way.loader.news.wake(lease.entry)
 
     def warm(self, keys: Iterable[str], on_progress: OnProgress | None = None) -> WarmReport:
         """Load items into the cache without holding them. ``on_progress`` is called for each item that is in the cache.
@@ -212,12 +237,12 @@ class Prefetcher(Pool[Item_co]):
         def finish_all_but(count: int) -> None:
             while len(window) > count:
                 key, load = window.popleft()
-                error = self._loader.wait_until_stored(load)
+                error = load.loader.wait_until_stored(load)
                 if error is not None:
                     failed.append((key, error))
                     continue
                 with contextlib.suppress(errors.CacheFault):
-                    self._store.prefetching.expect(self._space, load.name, FOREVER)  # it is not on probation
+                    self._store.prefetching.expect(self._way.space, load.name, FOREVER)  # it is not on probation
                 done.append(key)
                 if on_progress is not None:
                     on_progress(Progress(key, state="done"))
@@ -225,7 +250,7 @@ class Prefetcher(Pool[Item_co]):
         for key in items_of_program(keys):
             self._check_open()
             key = checked_key(key)
-            window.append((key, self._loader.submit(key, *self._name_of(key), holds=False)))
+            window.append((key, self._submit(key, holds=False)))
             finish_all_but(4 * int(self._options["workers"]))
         finish_all_but(0)
         return WarmReport(tuple(done), tuple(failed))
@@ -247,9 +272,10 @@ class Prefetcher(Pool[Item_co]):
     def _usage(self) -> tuple[int, int]:
         try:
             used, count = self._store.spaces.used(self.name)
-            if self._objects is None:
+            source = self._way.objects
+            if source is None:
                 return used, count
-            below, objects = self._store.spaces.used_below(URLS, split_hash(self._objects.identity)[0].rstrip("/") + "/")
+            below, objects = self._store.spaces.used_below(URLS, split_hash(source.identity)[0].rstrip("/") + "/")
         except errors.CacheFault as error:
             self._fetcher.warn("usage", "the items of the prefetcher %s cannot be counted: %s", self.name, error)
             return 0, 0
@@ -263,20 +289,24 @@ class Prefetcher(Pool[Item_co]):
                 _config.parse_count(value, name=name, least=0)
         self._store.spaces.ensure(self.name, quota=budget, max_count=max_count)
         self._options |= {name: value for name, value in (("budget", budget), ("max_count", max_count)) if value is not None}
-        if self._objects is None:
-            self._loader.news.wake()  # what waits for room may have it
+        previous = self._way
+        if previous.objects is None:
+            previous.loader.news.wake()  # what waits for room may have it
         elif not self.closed and self._objects_of_urls() is None:
-            self._loader.close()  # what is LOADING ends: the loader that follows would not be told of it
-            self._open_loader()
+            self._way = self._open_way()
+            previous.loader.close()  # only now: other threads go on, and if this wait is interrupted, so do they
 
     @property
     def closed(self) -> bool:
         """Whether this prefetcher or its cache was closed."""
-        return self._loader.closed
+        return self._way.loader.closed
 
     def close(self) -> None:
         """Cancel queued loads, and wait for running ones. Returned lazies stay usable; `get_lazy` now raises `Closed`. Idempotent."""
-        self._loader.close()
+        way = None
+        while way is not self._way:  # again: another thread may have set a limit meanwhile
+            way = self._way
+            way.loader.close()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -284,23 +314,23 @@ class Prefetcher(Pool[Item_co]):
 
     # -- how an item is made ---------------------------------------------------------------------------------------
 
-    def _name_of(self, key: str) -> tuple[str, bool]:
+    def _name_of(self, key: str, way: _Way) -> tuple[str, bool]:
         """The name of an item in the cache, and whether it is bound to the session. The part before the ``~`` is for people; the part after
         it differs wherever the bytes could differ. Of an object of ``urls``: its key there."""
-        if self._objects is not None:
+        if way.objects is not None:
             try:
-                return self._objects.target(key).key, False
+                return way.objects.target(key).key, False
             except errors.ConfigError:
                 return key, False  # to load it raises the error
         version = None
-        if self._item_version is not None:
+        if way.item_version is not None:
             try:
-                version = self._item_version(key)
+                version = way.item_version(key)
                 version = version if (text := exact_str(version)) is None else text
             except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
                 log.debug("the version of %s is not known: %s", key, str(error))
-        bound = version is None and self._bound is not self._digest
-        suffix = self._bound if version is None else f"{self._digest}.{version}"
+        bound = version is None and way.bound is not way.digest
+        suffix = way.bound if version is None else f"{way.digest}.{version}"
         if not key.isascii() and (plain := key.encode("utf-8", "backslashreplace").decode()) != key:
             key, suffix = plain, f"{suffix}.escaped"  # surrogates, as in file names that are not UTF-8
         return f"{self.source.uri.rstrip('/')}/{key}~{suffix}", bound
@@ -310,7 +340,7 @@ class Prefetcher(Pool[Item_co]):
         return of_program(self.source.__getitem__)(key)
 
     def _value_of(self, key: str, load: Load) -> Any:
-        return self._reader.value(key, self._loader.take(load))
+        return self._reader.value(key, load.loader.take(load))
 
 
 # -- making ------------------------------------------------------------------------------------------------------------

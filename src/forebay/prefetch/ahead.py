@@ -17,7 +17,8 @@ from forebay._engine.index.adaptive import charge_of, hash_of
 from forebay._engine.index.orders import NEVER, Orders
 from forebay._engine.publish import INLINE
 from forebay._kernel import host, interrupts
-from forebay._kernel.interrupts import guarded_methods, items_of_program
+from forebay._kernel.interrupts import guarded, guarded_methods, items_of_program, of_program
+from forebay._logs import logger
 from forebay._model import URLS, Buffer
 from forebay.fetch import Fetcher
 from forebay.fetch.opening import in_memory
@@ -27,6 +28,8 @@ from forebay.prefetch.loader import Loader, abandon
 from forebay.prefetch.loads import Load
 from forebay.prefetch.retention import NextUses, Retention
 from forebay.remote.urls import Url, as_text
+
+log = logger("forebay.prefetch")
 
 MOST = 65_536
 """Objects that are looked ahead for, however small they are."""
@@ -85,7 +88,7 @@ class _Next:
         return self.load is not None and not self.load.stores
 
 
-@guarded_methods()
+@guarded_methods("__next__")
 class Lookahead(Iterator[memoryview]):
     """An iterator over the bytes of objects in a known order; the next ones are prefetched. Made by `Cache.lookahead`.
 
@@ -105,12 +108,17 @@ class Lookahead(Iterator[memoryview]):
         read_many: Callable[..., list[Any]],
     ) -> None:  # fmt: skip
         """``read_many``: that of the cache, for what was not looked ahead for."""
-        self._fetcher, self._urls, self._read_many = fetcher, items_of_program(urls), read_many
+        self._fetcher, self._read_many = fetcher, read_many
         self._total = len(urls) if isinstance(urls, Sequence) else None
+        self._is_list = isinstance(urls, (list, tuple, dict))  # else its code is the program's own, and may take its time
+        self._urls = iter(urls) if self._is_list else of_program(iter)(urls)
+        self._came: deque[Url] = deque()  # what the order gave: a handler may raise before it is taken
         self._max_age = FOREVER if fetcher.offline else fetcher.max_age
-        self._lock = threading.RLock()  # guards what follows
+        self._turn = threading.RLock()  # held while the order is asked, which may wait for anything: a fork and `close` do not wait for it
+        self._lock = threading.RLock()  # guards what follows; taken inside of the other
         self._drawn: deque[_Drawn] = deque()  # beyond the window
         self._ahead: deque[_Next] = deque()
+        self._again: deque[_Next] = deque()  # passed by a call in which a handler raised
         self._by_name: dict[str, deque[_Next]] = {}
         self._read = self._width = self._unsized = 0  # bytes that are ahead, and objects of unknown size
         self._sizes = self._sized = 0  # of what was read
@@ -136,26 +144,47 @@ class Lookahead(Iterator[memoryview]):
         self._store, self._hit = store, fetcher.hot_lookup()
         self._window = min(WINDOW, (store.spaces.budget() or in_memory()) // _SHARE) if window is None else window
         self._narrows, self._is_full = window is None, False
-        self._horizon = horizon if can_store else 0
+        self._horizon = min(horizon, self._total or horizon) if can_store else 0
         self._orders = Orders(store.root) if self._horizon and store.keeps else None
         self._retention = Retention(self._wanted) if self._horizon else None
-        self._uses = NextUses(min(self._horizon, self._total or self._horizon) + MOST if self._horizon else 0)
-        self._fill(_AT_FIRST)
+        self._uses = NextUses(self._horizon + MOST if self._horizon else 0)
+        with self._turn, self._lock:
+            self._fill(_AT_FIRST)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def __next__(self) -> memoryview:
-        """The bytes of the next object, read-only. Raises what reading it raises; the next call goes on behind it. Raises, behind the last
-        one, what the order itself raised."""
-        with self._lock:
+        """The bytes of the next object, read-only. Raises what reading it raises; the next call goes on behind it. If a signal handler
+        raises, the next call returns this object. Raises, behind the last one, what the order itself raised."""
+        came: list[tuple[_Next, memoryview]] = []
+        try:
+            self._advance(came)
+            return came[0][1]
+        except BaseException:
+            self._again.extend(following for following, _ in came)
+            raise
+
+    @guarded
+    def _advance(self, came: list[tuple[_Next, memoryview]]) -> None:
+        with self._turn, self._lock:
             self._fill()
-            if not self._ahead:
+            if self._again:
+                following = self._again.popleft()
+            elif self._ahead:
+                following = self._ahead[0]
+                self._pass(following)
+            else:
                 self._raise_what_the_order_raised()
                 raise StopIteration
-            following = self._ahead[0]
-            self._pass(following)
-            self._fill()
-        return self._bytes_of(following)
+        try:
+            with self._turn, self._lock:
+                self._fill()
+            came.append((following, self._bytes_of(following)))
+        except interrupts.unless_of_handler(Exception):
+            raise
+        except BaseException:
+            self._again.append(following)
+            raise
 
     def read(self, url: Url) -> memoryview:
         """The bytes of one object, as `Cache.read`, in its turn or any other. Every read counts as a turn, so reading in another order does
@@ -179,7 +208,7 @@ class Lookahead(Iterator[memoryview]):
     def skip(self) -> bool:
         """Skip the next object, which another process reads, as a loader's worker does. Returns whether there was one. Bytes fetched for it
         stay in the cache as just used. After the last object, raises what the order itself raised."""
-        with self._lock:
+        with self._turn, self._lock:
             self._fill()
             if not self._ahead:
                 self._raise_what_the_order_raised()
@@ -223,12 +252,14 @@ class Lookahead(Iterator[memoryview]):
         with self._lock:
             self._sizes += size
             self._sized += 1
+            is_first = self._sized == 1
             if self._loader is not None:
                 self._objects.for_others = False
             if following.drawn.position:
                 self._reads = True
                 self._keep_or_let_go(following, size)
-            if self._sized == 1:
+        if is_first:
+            with self._turn, self._lock:
                 self._fill()  # now that it is known how far the window reaches
         self._dismiss()
 
@@ -246,7 +277,7 @@ class Lookahead(Iterator[memoryview]):
         interrupts.point()
         text = as_text(url)
         name = self._name(text)
-        with self._lock:
+        with self._turn, self._lock:
             self._fill()
             waiting = self._by_name.get(name)
             if waiting:
@@ -290,8 +321,8 @@ class Lookahead(Iterator[memoryview]):
             self._orders.advance(self._read)
 
     def _fill(self, count: int = _A_TURN) -> None:
-        """Look ahead as far as the window allows, for so many at once, and draw ``count`` more objects for the horizon. Caller: holds the
-        lock."""
+        """Look ahead as far as the window allows, for so many at once, and draw ``count`` more objects for the horizon. Caller: holds both
+        locks; other threads may change what the inner one guards meanwhile."""
         self._measure()
         self._look_after_lent()
         for _ in range(count if self._horizon else 0):
@@ -305,18 +336,23 @@ class Lookahead(Iterator[memoryview]):
                 break
             if not self._drawn and not self._draw():
                 break
-            self._look_for(self._drawn.popleft())
+            self._look_for(self._drawn[0])
+            self._drawn.popleft()  # only now: what a handler raises above lets a later call look for it
 
     def _draw(self) -> bool:
-        """Draw the next object of the order. False: there is none."""
+        """Draw the next object of the order. False: there is none. Caller: as that of `_fill`."""
         if self._is_drawn:
             return False
         try:
-            url = as_text(next(self._urls))
+            if not self._came:
+                self._ask()
+            if self._is_drawn:  # T1 asks the order / T2 closes the look-ahead
+                return False
+            url = as_text(self._came.popleft())
         except StopIteration:
             self._is_drawn = True
             return False
-        except Exception as error:  # noqa: BLE001  # the order's own, which comes at its turn: objects before it are still to be read
+        except interrupts.unless_of_handler(Exception) as error:  # the order's own, at its turn: objects before it are still to be read
             self._raised, self._is_drawn = error, True
             return False
         if self._orders is None:
@@ -328,6 +364,21 @@ class Lookahead(Iterator[memoryview]):
             if self._uses.next(hash) == position:
                 self._orders.announce(hash, position)
         return True
+
+    def _ask(self) -> None:
+        """Have the order give its next object. Raises what it raises, and StopIteration."""
+        if self._is_list:
+            interrupts.point()
+            self._came.append(next(self._urls))
+            return
+        lock = self._lock  # if the order forks, its child has another one
+        lock.release()
+        try:
+            with interrupts.outside():
+                self._came.append(next(self._urls))
+        finally:
+            while not lock.acquire(timeout=interrupts.TURN):  # no call holds it for long, nor a fork
+                log.debug("waiting for another thread, which looks ahead")
 
     def _raise_what_the_order_raised(self) -> None:
         raised, self._raised = self._raised, None
@@ -503,7 +554,7 @@ class Lookahead(Iterator[memoryview]):
         self._lock.release()
 
     def after_fork_child(self) -> None:
-        self._lock = threading.RLock()
+        self._turn, self._lock = threading.RLock(), threading.RLock()
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -513,6 +564,7 @@ class Lookahead(Iterator[memoryview]):
         with self._lock:
             gives_up, self._is_drawn = bool(self._ahead), True
             self._ahead.clear()
+            self._again.clear()
             self._drawn.clear()
             self._by_name.clear()
             self._width = self._unsized = self._in_memory = 0

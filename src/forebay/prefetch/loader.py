@@ -94,7 +94,7 @@ class Loader:
             ref = self._refs.get(key)
             load = ref() if ref is not None else None
             if load is None or not load.may_serve(holds):  # an error that a caller keeps may hold it for long
-                load = Load(key, name, bound, self.news.gone, stores=stores)
+                load = Load(self, key, name, bound, stores=stores)
                 self._refs[key] = load.ref
                 self._queued.append(load.ref)
                 self.news.wake()

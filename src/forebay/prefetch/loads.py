@@ -7,6 +7,7 @@ import queue
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from forebay._engine.leases import Lease
 from forebay._kernel import interrupts
@@ -34,16 +35,16 @@ class State(enum.Enum):
 class Load:
     """One item on its way into the cache, shared by all its callers in this process. Only its `Loader` changes it.
 
-    ``key``: in the source; ``name``: in the cache; ``bound``: to the session; ``stores``: whether an item that the cache does not have is
-    stored; ``holds``: whether a stored item is leased. A load lives as long as a lazy, or a thread that works on it, refers to it: nothing
-    else counts its holders."""
+    ``loader``: its `Loader`; ``key``: in the source; ``name``: in the cache; ``bound``: to the session; ``stores``: whether an item that
+    the cache does not have is stored; ``holds``: whether a stored item is leased. A load lives as long as a lazy, or a thread that works on
+    it, refers to it: nothing else counts its holders."""
 
     __slots__ = (
-        "__weakref__", "busy_since", "data", "error", "holds", "job", "key", "leased", "name", "ref", "state", "stores", "waiters"
+        "__weakref__", "busy_since", "data", "error", "holds", "job", "key", "leased", "loader", "name", "ref", "state", "stores", "waiters"
     )  # fmt: skip
 
-    def __init__(self, key: str, name: str, bound: bool, on_gone: Callable[[LoadRef], object], *, stores: bool = True) -> None:
-        self.key, self.name, self.stores = key, name, stores
+    def __init__(self, loader: Any, key: str, name: str, bound: bool, *, stores: bool = True) -> None:
+        self.loader, self.key, self.name, self.stores = loader, key, name, stores
         self.holds = False
         self.state = State.QUEUED
         self.data: Buffer | None = None
@@ -57,7 +58,7 @@ class Load:
         """When another process was first seen working on it, in nanoseconds of the monotonic clock."""
         self.job: Job | None = None
         """The job that is loading it, if the loader's thread has begun one."""
-        self.ref = LoadRef(self, on_gone)
+        self.ref = LoadRef(self, loader.news.gone)
         self.ref.key, self.ref.name, self.ref.bound, self.ref.lease = key, name, bound, None
 
     def may_serve(self, holds: bool) -> bool:
