@@ -433,6 +433,15 @@ def numbers(directory: str) -> list[int]:
         return []  # the process ended, or is another user's
 
 
+def read_open(path: str, length: int) -> bytes:
+    """The first bytes of a file that a process has open. ``path``: below /proc. Raises OSError."""
+    fd = host.open_fd(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(fd, length, 0)
+    finally:
+        os.close(fd)
+
+
 def _locks_of(pid: int, file: os.stat_result) -> list[str]:
     """What the kernel says of the locks of a process on one file."""
     lines: list[str] = []
