@@ -453,7 +453,7 @@ def test_on_a_disk_that_cannot_be_read_items_come_from_the_source(
     with pool_over(cache, prefix, workers=2, **options) as pool:
         assert list(pool.stream(NAMES[:4], ahead=2)) == [body(name) for name in NAMES[:4]]
         with monkeypatch.context() as patch:
-            patch.setattr(Wal, "current_index", dead)
+            patch.setattr(Wal, "files", dead)
             on_step(dead)
             for names in (NAMES[:8], NAMES[:8]):
                 assert list(pool.stream(names, ahead=3)) == [body(name) for name in names]

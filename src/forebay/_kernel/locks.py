@@ -504,8 +504,8 @@ def deleted_files(name: str) -> Iterator[str]:
                     yield file
 
 
-def read(path: str, length: int) -> bytes:
-    """The first bytes of a file, by a descriptor of its own: closing it drops the POSIX locks of this process on the file."""
+def read_open(path: str, length: int) -> bytes:
+    """The first bytes of a file that a process has open. ``path``: below /proc. Raises OSError."""
     fd = host.open_fd(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.pread(fd, length, 0)

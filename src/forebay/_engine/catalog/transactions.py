@@ -424,7 +424,12 @@ class Wal:
         # A new descriptor, once closed, would drop the locks on the index that SQLite has in this process.
         own = next((fd for fd in locks.numbers("/proc/self/fd") if index is not None and locks.file_of(fd) == index), None)
         try:
-            head = locks.read(self.index, _INDEX_HEAD) if own is None else os.pread(own, _INDEX_HEAD, 0)
+            fd = self._files.open(self.index, os.O_RDONLY) if own is None else own
+            try:
+                head = os.pread(fd, _INDEX_HEAD, 0)
+            finally:
+                if own is None:
+                    os.close(fd)
             frames, sum0, sum1, salt = _COUNTED.unpack_from(head, _COUNTED_AT)
         except (OSError, struct.error):
             return None
@@ -439,7 +444,7 @@ class Wal:
 def _content(path: str, counted: tuple[int, bytes, int, int]) -> bytes | None:
     """The log in this file up to the end of the last commit; None if it is another one. A checksum covers all frames before it."""
     end, *last = counted
-    content = locks.read(path, end)
+    content = locks.read_open(path, end)
     return content if len(content) == end and [*_FRAME.unpack_from(content, end - PAGE - _FRAME.size)] == last else None
 
 
