@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import json
 import multiprocessing
@@ -430,6 +431,43 @@ def test_s29_errors_of_a_shard_reach_the_main_process(cache: forebay.Cache, serv
         error = raised_by(loaded(Shards(wrong, cache=cache), workers))
         assert isinstance(error, kind)
         assert name in str(error)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_interrupt_while_a_shard_is_fetched_loses_none(
+    cache: forebay.Cache, urls: str, ahead: int, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+
+    def interrupted(call: Callable[..., memoryview]) -> Callable[..., memoryview]:
+        def interrupt(*arguments: Any) -> memoryview:
+            asked.append(1)
+            if len(asked) == 3 and moment == "before":
+                raise KeyboardInterrupt
+            found = call(*arguments)
+            if len(asked) == 3:
+                raise KeyboardInterrupt
+            return found
+
+        return interrupt
+
+    class Interrupted(Iterator[memoryview]):
+        def __init__(self, order: Iterator[memoryview]) -> None:
+            self._next = interrupted(order.__next__)
+
+        def __next__(self) -> memoryview:
+            return self._next()
+
+    look_ahead = forebay.Cache.lookahead
+    monkeypatch.setattr(forebay.Cache, "lookahead", lambda *arguments, **options: Interrupted(look_ahead(*arguments, **options)))
+    monkeypatch.setattr(forebay.Cache, "read", interrupted(forebay.Cache.read))
+    samples, found = iter(Shards(urls, cache=cache, ahead=ahead)), list[str]()
+    for _ in range(2):
+        with contextlib.suppress(KeyboardInterrupt):
+            found += (sample["__key__"] for sample in samples)
+    assert len(asked) > 3
+    assert found == KEYS
 
 
 def test_a_forked_child_goes_on_with_an_iteration_of_its_parent(cache: forebay.Cache, urls: str) -> None:

@@ -289,8 +289,11 @@ class _Pass(Iterator[dict[str, Any]]):
                     if self._shard is None:
                         return None
                     _checked(self._shard, at.sample)
-                except Exception:
+                except unless_of_handler(Exception):
                     self._next_shard()
+                    raise
+                except BaseException:  # of a signal handler: which shard the iterator has come to is not known
+                    self._upcoming = None
                     raise
             if at.sample < len(self._shard):
                 at.sample += 1
