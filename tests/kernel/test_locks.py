@@ -717,8 +717,8 @@ def test_s08_the_holders_of_a_byte_are_known(path: Path) -> None:
 def test_a_descriptor_that_closes_meanwhile_hides_no_holder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = LockFile(path)
     file.try_lock(7, exclusive=True)
-    real = locks._numbers
-    monkeypatch.setattr(locks, "_numbers", lambda directory: [999_999, *real(directory)])
+    real = locks.numbers
+    monkeypatch.setattr(locks, "numbers", lambda directory: [999_999, *real(directory)])
     assert locks.holders(path, 7) == (os.getpid(),)
 
 

@@ -180,6 +180,7 @@ class Lookahead(Iterator[memoryview]):
             with self._turn, self._lock:
                 self._fill()
             came.append((following, self._bytes_of(following)))
+            following.load = None  # dropped here, where signals wait: what a handler raises while a weak reference is told is lost
         except interrupts.unless_of_handler(Exception):
             raise
         except BaseException:
