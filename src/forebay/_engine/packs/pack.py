@@ -231,7 +231,8 @@ class Pack:
             self._mapped.look_again(number)
             size = pack_files.length_of(*record, trusted=self._epoch)
         if size is None:
-            if not length and not self.has_name():  # filled by another process, in a root that is gone
+            # Filled by another process, in a root that is gone. An array without a name is gone with it: no look-up makes the root anew.
+            if not length and not self.lease.entry.key.startswith("~") and not self.has_name():
                 with contextlib.suppress(errors.CacheFault):
                     self._segments.notice(self)
             else:
