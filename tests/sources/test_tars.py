@@ -828,26 +828,28 @@ def test_keys_end_when_nobody_wants_more(server: ScriptedServer) -> None:
     assert server.heads <= 9
 
 
-def test_keys_come_where_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def tars_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TarSource:
+    """Three shards with one member each, where no thread can be started."""
+
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     for number in range(3):
         (tmp_path / f"{number}.tar").write_bytes(tar_of({"a": b"1"}))
     monkeypatch.setattr(threading.Thread, "start", start)
-    assert list(TarSource([tmp_path / f"{number}.tar" for number in range(3)]).keys()) == [f"{number}.tar/a" for number in range(3)]
+    return TarSource([tmp_path / f"{number}.tar" for number in range(3)])
 
 
-def test_what_a_handler_raises_while_keys_come_in_this_thread_ends_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_come_where_no_thread_can_be_started(tars_without_threads: TarSource) -> None:
+    assert list(tars_without_threads.keys()) == [f"{number}.tar/a" for number in range(3)]
+
+
+def test_what_a_handler_raises_while_keys_come_in_this_thread_ends_the_step(
+    tars_without_threads: TarSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not the next one, which has the members of another shard."""
-
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    for number in range(3):
-        (tmp_path / f"{number}.tar").write_bytes(tar_of({"a": b"1"}))
-    monkeypatch.setattr(threading.Thread, "start", start)
-    keys = TarSource([tmp_path / f"{number}.tar" for number in range(3)]).keys()
+    keys = tars_without_threads.keys()
     real = shards.ShardIndexes.index
 
     def index(self: shards.ShardIndexes, url: str) -> shards.Indexed:

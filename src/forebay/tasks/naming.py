@@ -169,9 +169,8 @@ class Naming:
         """Key, digest and given tag of `call`, without its objects: a hit has no time for them."""
         try:
             values = self._bind(*args, **kwargs)
-        except unless_of_handler(
-            TypeError
-        ) as error:  # the call will raise it, too, unless another signature is shown than the function's own
+        except unless_of_handler(TypeError) as error:
+            # The call will raise it, too, unless another signature is shown than the function's own.
             is_its_own = isinstance(self.function, types.FunctionType) and not hasattr(self.function, "__wrapped__")
             if not is_its_own:
                 self._warn_once("signature", "%s runs uncached where a call does not fit its signature: %s", self.identity, str(error))
