@@ -141,8 +141,8 @@ class Checkpoint(metaclass=_Kind):
     def __hash__(self) -> int:
         return hash(self._compared())
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.url, self._given, self._cache)
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_arrow", "_source")}
 
     def __fspath__(self) -> NoReturn:
         raise TypeError("a Checkpoint is no path: use `with checkpoint.as_directory() as path`, or `checkpoint.to_directory()`")
