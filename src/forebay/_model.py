@@ -173,6 +173,11 @@ class ObjectInfo(NamedTuple):
     note: str = ""
     varies: bool = False
 
+    @property
+    def is_folder(self) -> bool:
+        """Whether this is the empty object that stands for a directory."""
+        return self.url.endswith("/") and not self.size
+
 
 class Partial(NamedTuple):
     """The part that an earlier fetch left. A fetch may resume it if the object still has this validator and size."""
@@ -320,7 +325,8 @@ class Remote(Protocol):
         has no validator. ``exact``: raise `Unsupported` rather than receive bytes outside ``span``."""
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """Yield all objects whose URL starts with ``url``, in order of name."""
+        """Yield all objects whose URL starts with ``url``, in order of name. An empty directory may be among them, as an object without
+        bytes whose URL ends with a slash, as many tools create it on S3."""
 
     def write(
         self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None,

@@ -24,7 +24,7 @@ from forebay._kernel import host
 from forebay._model import ObjectInfo
 from forebay.directories import copying
 from forebay.directories.copying import FileSink, copy_tree, fetch_tree, has_stamp, locked, stamp, target_of
-from forebay.directories.manifests import File
+from forebay.directories.manifests import File, Manifest
 from tests.processes import Child, death_of, fork, fork_to_die
 from tests.strikes import interrupted
 
@@ -55,8 +55,8 @@ def write(top: Path, bodies: dict[str, bytes]) -> Path:
     return top
 
 
-def listed(bodies: dict[str, bytes] = BODIES, version: str = "1") -> list[File]:
-    return [File(name, len(body), f'"{version}-{name}"', 1_700_000_000.0) for name, body in bodies.items()]
+def listed(bodies: dict[str, bytes] = BODIES, version: str = "1") -> Manifest:
+    return Manifest.of(File(name, len(body), f'"{version}-{name}"', 1_700_000_000.0) for name, body in bodies.items())
 
 
 def found(top: Path) -> dict[str, bytes]:
@@ -159,7 +159,7 @@ def test_a_directory_copied_to_itself_stays(source: Path, tmp_path: Path) -> Non
 
 
 def test_without_a_version_the_source_s_time_tells_it(source: Path, tmp_path: Path) -> None:
-    target, files = tmp_path / "copy", [File(name, len(body)) for name, body in BODIES.items()]
+    target, files = tmp_path / "copy", Manifest.of(File(name, len(body)) for name, body in BODIES.items())
     copy_tree(source, files, target)
     copy_tree(source, files, target)
     (source / "config.json").write_bytes(b"[]")
@@ -169,7 +169,7 @@ def test_without_a_version_the_source_s_time_tells_it(source: Path, tmp_path: Pa
 
 
 def test_a_size_that_nobody_told_is_what_came(source: Path, tmp_path: Path) -> None:
-    files = [File(name, None, "v") for name in BODIES]
+    files = Manifest.of(File(name, None, "v") for name in BODIES)
     copy_tree(source, files, tmp_path / "copy")
     copy_tree(source, files, tmp_path / "copy")
     assert found(tmp_path / "copy") == BODIES
@@ -535,7 +535,7 @@ def test_a_copy_and_a_fetch_of_one_version_are_the_same(source: Path, tmp_path: 
 
 
 def test_files_without_a_version_are_fetched_each_time(tmp_path: Path) -> None:
-    files = [File(name, len(body)) for name, body in BODIES.items()]
+    files = Manifest.of(File(name, len(body)) for name, body in BODIES.items())
     fetch_tree(files, tmp_path / "copy", Remote())
     with pytest.raises(errors.Foreign):
         fetch_tree(files, tmp_path / "copy", Remote())
@@ -544,7 +544,7 @@ def test_files_without_a_version_are_fetched_each_time(tmp_path: Path) -> None:
 
 
 def test_an_etag_is_the_same_with_and_without_its_quotes(tmp_path: Path) -> None:
-    files = [file._replace(validator=(file.validator or "").strip('"')) for file in listed()]
+    files = Manifest.of(file._replace(validator=(file.validator or "").strip('"')) for file in listed().files)
     fetch_tree(files, tmp_path / "copy", Remote())
     assert found(tmp_path / "copy") == BODIES
 

@@ -63,7 +63,7 @@ def poison(root: Path, url: str, extra: File, **options: bool) -> None:
     with forebay.Cache(root, **options) as cache:
         store = fetcher_of(cache).store
         stored = store.view(LISTINGS, url)
-        listing = Manifest(tuple(sorted([*Manifest.parse(url, stored.view).files, extra], key=lambda file: file.name)))
+        listing = Manifest(tuple(sorted([*Manifest.parse(stored.view).files, extra], key=lambda file: file.name)))
         store.put(LISTINGS, url, listing.encoded, validator=listing.version, validated=store.now(exact=True))
     meta = json.dumps({"listing": listing.version, "size": listing.size})
     with closing(sqlite3.connect(root / "catalog.sqlite")) as con, con:

@@ -484,7 +484,8 @@ def _urls(source: str) -> Iterable[tuple[str, int | None]]:
         message = f"{source}: HTTP servers list no objects: pass their URLs, or a file of URLs"
         raise ConfigError(message, name="FILE|URL", value=source)
     if source and ("://" in source or Path(source).is_dir()):
-        listed = [(info.url, info.size) for info in remote.resolve(source, remote.RemoteOptions.from_environment()).list(source)]
+        found = remote.resolve(source, remote.RemoteOptions.from_environment()).list(source)
+        listed = [(info.url, info.size) for info in found if not info.is_folder]
         if not listed:
             raise ConfigError(f"no object's URL begins with {source}", name="FILE|URL", value=source)
         return listed

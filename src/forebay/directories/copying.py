@@ -15,7 +15,7 @@ import os
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ from forebay._kernel.threads import run_all
 from forebay._model import Buffer, ObjectInfo, Partial, Span
 from forebay.directories import trees
 from forebay.directories.location import RemoteDirectory
-from forebay.directories.manifests import File
+from forebay.directories.manifests import File, Manifest
 from forebay.fetch.request import FetchOptions, is_same_version
 
 if TYPE_CHECKING:
@@ -83,17 +83,17 @@ def _bring(location: RemoteDirectory, options: FetchOptions, target: Path, *, ov
         fetcher.fall_back(error, location.key)
     else:
         with tree:
-            files = trees.files_of(location, tree, options)
+            manifest = trees.manifest_of(location, tree, options)
             within = fetcher.store.root.files if fetcher.store.keeps and not trees.is_in_place(location, options) else None
-            copy_tree(tree.path, files, target, within=within, overwrite=overwrite)
+            copy_tree(tree.path, manifest, target, within=within, overwrite=overwrite)
         return
 
     def fetch(file: File, sink: FileSink) -> None:
         ask = functools.partial(location.remote.fetch, location.object(file.name), sink)
         fetcher.receive(location.target(file.name).key, ask, options)
 
-    files, budget = trees.chosen(location, options).files, fetcher.store.spaces.budget()
-    fetch_tree(files, target, fetch, overwrite=overwrite, budget=budget, on_progress=options.on_progress)
+    manifest, budget = trees.chosen(location, options), fetcher.store.spaces.budget()
+    fetch_tree(manifest, target, fetch, overwrite=overwrite, budget=budget, on_progress=options.on_progress)
 
 
 def target_of(path: str | os.PathLike[str]) -> Path:
@@ -138,12 +138,12 @@ def _is_lock_of(fd: int, target: Path, above: bool) -> bool:
 
 
 def copy_tree(
-    source: str | os.PathLike[str], files: Sequence[File], target: Path, *, within: Below | None = None,
+    source: str | os.PathLike[str], manifest: Manifest, target: Path, *, within: Below | None = None,
     overwrite: bool = False, budget: int = 0, on_progress: OnProgress | None = None,
 ) -> None:  # fmt: skip
-    """Copy these files of the directory ``source`` to ``target`` (see `target_of`), writable; they share its blocks where the file system
-    supports it. ``within``: the files that ``source`` is one of, where others may write to it: no link there is followed. Without it
-    ``source`` is the user's own, whose links to files are.
+    """Copy these files and empty directories of the directory ``source`` to ``target`` (see `target_of`), writable; the files share its
+    blocks where the file system supports it. ``within``: the files that ``source`` is one of, where others may write to it: no link there
+    is followed. Without it ``source`` is the user's own, whose links to files are.
 
     The caller has a lock that every process that copies to ``target`` takes, and a lease on ``source``. Raises `Foreign`, naming the file,
     where another file is in the way, unless ``overwrite``; directories are never replaced, and links never followed. Also `NoSpace`,
@@ -165,7 +165,8 @@ def copy_tree(
         with opened(file) as fd:
             return os.fstat(fd).st_mtime_ns
 
-    copy = _Copy(target, files, {file.name: stamp(file) or stamp_of(file) for file in interrupts.paced(files)}, overwrite, budget)
+    stamps = {file.name: stamp(file) or stamp_of(file) for file in interrupts.paced(manifest.files)}
+    copy = _Copy(target, manifest, stamps, overwrite, budget)
 
     def bring(file: File, sink: FileSink) -> None:
         with opened(file) as fd:
@@ -182,13 +183,13 @@ def copy_tree(
 
 
 def fetch_tree(
-    files: Sequence[File], target: Path, fetch: Callable[[File, FileSink], object], *,
+    manifest: Manifest, target: Path, fetch: Callable[[File, FileSink], object], *,
     overwrite: bool = False, jobs: int = JOBS, budget: int = 0, on_progress: OnProgress | None = None,
 ) -> None:  # fmt: skip
     """`copy_tree` from a remote, for directories that do not fit into the cache: ``fetch`` writes one file to its sink, as `Remote.fetch`.
 
     Several threads call ``fetch``. Raises its errors, too; `RemoteChanged` where the size or version is not the listed one."""
-    copy = _Copy(target, files, {file.name: stamp(file) for file in interrupts.paced(files)}, overwrite, budget)
+    copy = _Copy(target, manifest, {file.name: stamp(file) for file in interrupts.paced(manifest.files)}, overwrite, budget)
     copy.ask_for_room()
     copy.make(fetch, jobs, on_progress)
 
@@ -207,12 +208,13 @@ class _Lacking:
 class _Copy:
     """One call: inspects the target, stages missing files, moves them into place."""
 
-    def __init__(self, target: Path, files: Iterable[File], stamps: dict[str, int | None], overwrite: bool, budget: int) -> None:
+    def __init__(self, target: Path, manifest: Manifest, stamps: Mapping[str, int | None], overwrite: bool, budget: int) -> None:
         self._target, self._stamps, self._overwrite, self._budget = target, stamps, overwrite, budget
+        self._folders = [f"{name}/" for name in manifest.folders if name]
         self._new = not os.path.lexists(target)
         self._part = target.with_name(_beside(target.name)) if self._new else target / PART
         self._files = Below(target.parent)
-        self._look = self._find_lacking(target, files, check=True)
+        self._look = self._find_lacking(target, manifest.files, check=True)
         self._gate, self._sinks = Gate(self._files), list[FileSink]()
         self._asking = threading.Lock()  # guards _asked
         self._asked = False
@@ -220,6 +222,7 @@ class _Copy:
     def make(self, bring: Callable[[File, FileSink], object], jobs: int, on_progress: OnProgress | None) -> None:
         """Put all files in place."""
         if not self._look.todo and not self._new:
+            self._make_folders(self._target, [])
             self._sweep()
             return
         try:
@@ -242,7 +245,8 @@ class _Copy:
         closed, todo, in_the_way = set[str](), list[File](), list[Path]()
         if check and not self._new and not top.is_dir():
             raise _foreign(top, "no directory")
-        for name in interrupts.paced(sorted({above for file in interrupts.paced(files) for above in _above(file.name)})):
+        names = [*(file.name for file in interrupts.paced(files)), *self._folders]
+        for name in interrupts.paced(sorted({above for each in interrupts.paced(names) for above in _above(each)})):
             if not closed.isdisjoint(_above(name)):
                 closed.add(name)
             elif (status := self._lstat(top / name)) is None or not stat.S_ISDIR(status.st_mode):
@@ -309,8 +313,7 @@ class _Copy:
         for path in interrupts.paced(look.in_the_way):
             self._files.remove_whole(path)
         self._prune(self._part, {file.name for file in self._look.todo})
-        for name in interrupts.paced(sorted({above for file in look.todo for above in _above(file.name)})):
-            self._files.mkdir(self._part / name, 0o777)
+        self._make_folders(self._part, look.todo)
         total = self._need()
         had = total - sum(file.size or 0 for file in look.todo)
 
@@ -353,14 +356,19 @@ class _Copy:
             return
         for path in self._look.in_the_way:
             self._clear(path)
-        for name in sorted({above for file in self._look.todo for above in _above(file.name)}):
-            self._files.mkdir(self._target / name, 0o777)
+        self._make_folders(self._target, self._look.todo)
         for file in self._look.todo:
             path = self._target / file.name
             if not self._overwrite and self._lstat(path) is not None:
                 raise _foreign(path, "a file that was not there before")
             self._files.rename(self._part / file.name, path)
         self._sweep()
+
+    def _make_folders(self, top: Path, files: Iterable[File]) -> None:
+        """Create the directories of these files below ``top``, and the empty ones."""
+        names = [*(file.name for file in files), *self._folders]
+        for name in interrupts.paced(sorted({above for each in names for above in _above(each)})):
+            self._files.mkdir(top / name, 0o777)
 
     def _clear(self, path: Path) -> None:
         """Remove a file where a directory must be; the move itself replaces files."""

@@ -39,7 +39,8 @@ def stored(location: RemoteDirectory, since: int) -> Listing | None:
     if hit is None or store.validated(hit.entry) < since:
         return None
     try:
-        manifest = Manifest.parse(location.key, hit.view)
+        manifest = Manifest.parse(hit.view)
+        location.part.choose(location.key, manifest)
     except (ValueError, TypeError, RecursionError, errors.BadListing) as error:  # a later version may store more
         log.warning("the stored listing of %s is not used: %s", location.key, str(error))
         return None
@@ -54,14 +55,14 @@ def version(location: RemoteDirectory, since: int) -> str | None:
 
 
 def ask(location: RemoteDirectory, options: FetchOptions) -> Listing:
-    """Ask the remote, and store its answer. Raises `NotFound` where nothing lies there, `NotADirectory`, `BadListing`, `Incomplete`,
-    `Offline`, `RemoteError`."""
+    """Ask the remote, and store its answer. Raises `NotFound` where nothing lies there, `NotADirectory`, `Incomplete`, `Offline`,
+    `RemoteError`."""
     if options.offline and location.local is None:
         raise errors.Offline.of(location.key)
     at = location.fetcher.store.now(exact=True)
     with location.fetcher.reaching(options):
-        manifest = Manifest.of(location.key, _listed(location))
-    if not manifest.files:
+        manifest = Manifest.of(_listed(location))
+    if not manifest.files and not manifest.folders:
         postpone(location, 0)  # the stored listing is out of date
         if location.is_object():
             raise errors.NotADirectory(f"{location.key}: this is an object, not a directory: see `Cache.local`", url=location.key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import glob
 import hashlib
 import itertools
 import json
@@ -42,31 +43,54 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a directory at one moment, in order of name."""
+    """The files of a directory at one moment, in order of name. The remote gave the names: see `check`.
+
+    ``folders``: the names of the directories in which no file lies; "" alone if the directory itself is empty."""
 
     files: tuple[File, ...]
+    folders: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, where: str, files: Iterable[File]) -> Self:
-        """The manifest of a listing, in any order. Raises `BadListing` for names that files below one directory cannot have."""
-        files = sorted((file for file in interrupts.paced(files) if not is_folder(file.name, file.size)), key=lambda file: file.name)
-        check_names(where, [file.name for file in files])
-        return cls(tuple(files))
+    def of(cls, listed: Iterable[File]) -> Self:
+        """The manifest of a listing, in any order."""
+        files, folders = list[File](), set[str]()
+        for file in interrupts.paced(listed):
+            if is_folder(file.name, file.size):
+                folders.add(file.name.removesuffix("/"))
+            else:
+                files.append(file)
+        files.sort(key=lambda file: file.name)
+        if folders:
+            names = [file.name for file in interrupts.paced(files)]
+            used = {above for name in interrupts.paced([*names, *folders]) for above in _above(name)}.union(names)
+            used |= {""} if names or folders != {""} else set()
+            folders = {name for name in folders - used if not name or not why_not_below(name)}
+        return cls(tuple(files), tuple(sorted(folders)))
 
     @classmethod
-    def parse(cls, where: str, data: Buffer) -> Self:
+    def parse(cls, data: Buffer) -> Self:
         """The manifest from its `encoded` form, which every process that may write to the root may have changed. Raises ValueError,
-        TypeError, RecursionError or `BadListing` for any other."""
-        return cls.of(where, [_checked_row(File(*row)) for row in interrupts.paced(json.loads(bytes(data)))])
+        TypeError or RecursionError for any other."""
+        return cls.of(_checked_row(File(*row)) for row in interrupts.paced(json.loads(bytes(data))))
+
+    def check(self, where: str) -> None:
+        """Raises `BadListing` for names that files below one directory cannot have."""
+        if self._bad_name:
+            raise _bad(where, *self._bad_name)
+
+    @host.cached_property
+    def _bad_name(self) -> tuple[str, str] | None:
+        return _find_bad([file.name for file in interrupts.paced(self.files)])
 
     @host.cached_property
     def encoded(self) -> bytes:
-        return json.dumps(self.files, separators=(",", ":")).encode()
+        return json.dumps([*self.files, *(File(f"{name}/", 0) for name in self.folders)], separators=(",", ":")).encode()
 
     @host.cached_property
     def version(self) -> str:
-        """A hash of the names, sizes and validators of the files."""
+        """A hash of the names, sizes and validators of the files, and of the names of empty directories."""
         rows = [(file.name, file.size, file.validator or file.digest or file.modified) for file in interrupts.paced(self.files)]
+        rows += [(f"{name}/", 0, None) for name in self.folders]
         return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
 
     @property
@@ -92,13 +116,20 @@ class Part:
         fields = {"include": self.include, "exclude": self.exclude}
         return "&".join(f"{name}={json.dumps(patterns)}" for name, patterns in fields.items() if patterns)
 
-    def choose(self, whole: Manifest) -> Manifest:
-        """The selected files."""
+    def choose(self, where: str, whole: Manifest) -> Manifest:
+        """The selected files, and the selected directories without files. Raises `BadListing` for names that they cannot have."""
         if not self.include and not self.exclude:
+            whole.check(where)
             return whole
         is_included, is_excluded = _matcher(self.include or ("*",)), _matcher(self.exclude)
-        every = interrupts.paced(whole.files)
-        return Manifest(tuple(file for file in every if is_included(file.name) and not is_excluded(file.name)))
+
+        def is_chosen(name: str) -> bool:
+            return bool(is_included(name) and not is_excluded(name))
+
+        files = tuple(file for file in interrupts.paced(whole.files) if is_chosen(file.name))
+        chosen = Manifest(files, tuple(name for name in whole.folders if is_chosen(f"{name}/")))
+        chosen.check(where)
+        return chosen
 
 
 def _checked_row(file: File) -> File:
@@ -139,25 +170,36 @@ def is_folder(name: str, size: int | None) -> bool:
 
 def check_names(where: str, names: Sequence[str]) -> None:
     """Raises `BadListing` unless all names can be files below one directory. ``names``: sorted."""
+    if bad := _find_bad(names):
+        raise _bad(where, *bad)
+
+
+def _find_bad(names: Sequence[str]) -> tuple[str, str] | None:
+    """The first of the sorted names that no file below the directory can have, and why."""
     folders: set[str] = set()
     for name in interrupts.paced(names):
         if why := why_not_below(name):
-            raise _bad(where, name, why)
-        above = name
-        while (above := above.rpartition("/")[0]) and above not in folders:
-            folders.add(above)
+            return name, why
+        folders.update(_above(name))
     for before, name in itertools.pairwise(names):
         if before == name:
-            raise _bad(where, name, "it is there twice")
+            return name, "it is there twice"
     for name in names:
         if name in folders:
-            raise _bad(where, name, "it is a file and a directory")
+            return name, "it is a file and a directory"
+    return None
+
+
+def _above(name: str) -> Iterator[str]:
+    """The directories above a name, the deepest first."""
+    while name := name.rpartition("/")[0]:
+        yield name
 
 
 def _bad(where: str, name: str, wrong: str) -> errors.BadListing:
-    return errors.BadListing(
-        f"{where} lists {name!r}, which no file below a directory can be called: {wrong}; nothing was written", url=where, name=name
-    )
+    message = f"{where} lists {name!r}, which no file below a directory can be called: {wrong}; nothing was written"
+    todo = f"leave it out with the pattern exclude={glob.escape(name)!r}"
+    return errors.BadListing(f"{message}; {todo}", url=where, name=name)
 
 
 # -- the files of a local directory --------------------------------------------------------------------------------------

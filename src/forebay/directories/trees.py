@@ -59,16 +59,17 @@ def chosen(location: RemoteDirectory, options: FetchOptions) -> Manifest:
     return _chosen(location, listings.stored(location, options.since) or listings.ask(location, options))
 
 
-def files_of(location: RemoteDirectory, tree: Lease, options: FetchOptions) -> Sequence[File]:
-    """The files of a tree that `lease` returned."""
+def manifest_of(location: RemoteDirectory, tree: Lease, options: FetchOptions) -> Manifest:
+    """The files and empty directories of a tree that `lease` returned."""
     if is_in_place(location, options):
-        return chosen(location, options).files
+        return chosen(location, options)
     members = location.fetcher.store.members(tree.entry)
     listing = listings.stored(location, -1)
-    now = location.part.choose(listing.manifest) if listing is not None else None
+    now = location.part.choose(location.key, listing.manifest) if listing is not None else None
     if now is not None and now.version == tree.entry.validator and [file.name for file in now.files] == [name for name, _ in members]:
-        return now.files
-    return Manifest.of(location.key, (File(name, file.size, file.validator) for name, file in members)).files
+        return now
+    every = [File(name, file.size, file.validator) for name, file in members]
+    return Manifest.of(every + [File(name, 0) for name in location.fetcher.store.folders(tree)])
 
 
 def keep(location: RemoteDirectory, files: Sequence[tuple[File, str]]) -> None:
@@ -88,12 +89,12 @@ def keep(location: RemoteDirectory, files: Sequence[tuple[File, str]]) -> None:
         if file.digest is not None and entry.checksum.hex() != file.digest:
             store.remove([Victim.of(entry)])
             raise errors.CacheFault(f"{path} was written to since it was uploaded: it is not stored", key=entry.key)
-    listings.keep(location, Manifest.of(location.key, (file for file, _ in files)))
+    listings.keep(location, Manifest.of(file for file, _ in files))
 
 
 def _chosen(location: RemoteDirectory, listing: Listing) -> Manifest:
-    manifest = location.part.choose(listing.manifest)
-    if not manifest.files:
+    manifest = location.part.choose(location.key, listing.manifest)
+    if not manifest.files and not manifest.folders:
         raise errors.NotFound(
             f"{location.key}: none of its {len(listing.manifest.files):,} files matches {location.part}", url=location.key
         )
@@ -152,7 +153,7 @@ class _Tree:
 
     def _is_of(self, tree: Lease, listing: Listing) -> bool:
         """Whether the tree matches its part of the listing. Notes the listing's version, so that the next call need not read it."""
-        now = self._location.part.choose(listing.manifest)
+        now = self._location.part.choose(self._location.key, listing.manifest)
         if now.version != tree.entry.validator:
             return False
         if not self._store.root.read_only and tree.entry.meta != _meta(listing, now):
@@ -239,7 +240,9 @@ class _Tree:
             members = [(file.name, leases[file.name]) for file in manifest.files]
             life = "pinned" if self._options.pin else "cached"
             meta = _meta(listing, manifest)
-            return self._store.publish_tree(DIRECTORIES, self._key, members, life=life, meta=meta, validator=manifest.version)
+            return self._store.publish_tree(
+                DIRECTORIES, self._key, members, manifest.folders, life=life, meta=meta, validator=manifest.version
+            )  # fmt: skip
 
     # -- files -----------------------------------------------------------------------------------------------------
 

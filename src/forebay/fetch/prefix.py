@@ -237,14 +237,15 @@ class RemoteAccess:
         return bytes(hit.view[span.start : span.end])
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """All objects whose URL begins with this. Raises `RemoteError`."""
+        """All objects whose URL begins with this, without those that stand for directories. Raises `RemoteError`."""
         infos = self.remote(url).list(url)
         while True:
             with self._reaching():  # not around the work of the caller between two of them
                 info = next(infos, None)
             if info is None:
                 return
-            yield info
+            if not info.is_folder:
+                yield info
 
     def _reaching(self) -> AbstractContextManager[None]:
         return nullcontext() if self.fetcher is None else self.fetcher.reaching()

@@ -116,8 +116,9 @@ class LocalRemote:
         return data
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """All files whose path begins with that of ``url``, in order of path, without unfinished ones and those that are removed meanwhile.
-        Symbolic links to directories are not followed. Raises `AccessDenied` or another `RemoteError`."""
+        """All files whose path begins with that of ``url``, in order of path, without unfinished ones and those that are removed meanwhile;
+        and the directories without any entry. Symbolic links to directories are not followed. Raises `AccessDenied` or another
+        `RemoteError`."""
         prefix = _path(url) + ("/" if os.fspath(url).endswith("/") and _path(url) != "/" else "")
         yield from _walk(os.path.dirname(prefix), prefix)
 
@@ -224,12 +225,13 @@ def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
         with _os_errors(folder), os.scandir(folder) as entries:
             # a directory is sorted with a slash at its end, as its files are
             every = interrupts.paced(entries)
-            paths = sorted((entry.path + "/" if entry.is_dir(follow_symlinks=False) else entry.path, entry) for entry in every)
+            known = (entry for entry in every if not is_unfinished(entry.name))
+            paths = sorted((entry.path + "/" if entry.is_dir(follow_symlinks=False) else entry.path, entry) for entry in known)
     except errors.NotFound:  # perhaps since its parent was listed
         return
+    if not paths and f"{folder}/".startswith(prefix):
+        yield ObjectInfo(canonical(folder) + "/", 0)
     for name, entry in paths:
-        if is_unfinished(entry.name):
-            continue
         if not (name.startswith(prefix) or (name.endswith("/") and prefix.startswith(name))):
             continue
         if name.endswith("/"):

@@ -167,8 +167,8 @@ def digest_of_chunk(fd: int, start: int) -> bytes:
     return digest.digest()
 
 
-def build(root: Root, id: int, members: Iterable[tuple[str, str | Path]], *, keyhash: int = 0) -> Path:
-    """Make the tree ``id`` of ``(relative name, blob)``; it has its name only when it is whole.
+def build(root: Root, id: int, members: Iterable[tuple[str, str | Path]], folders: Iterable[str] = (), *, keyhash: int = 0) -> Path:
+    """Make the tree ``id`` of ``(relative name, blob)`` and of empty directories; it has its name only when it is whole.
 
     Raises ValueError for a name that could leave the tree or that two members claim, FileNotFoundError for a blob that is gone,
     and what the disk raises; then nothing is left. Caller: holds leases on the members and, as ``keyhash``, the tree's key.
@@ -176,7 +176,7 @@ def build(root: Root, id: int, members: Iterable[tuple[str, str | Path]], *, key
     staged, path = root.tmp(keyhash, id, ".tree"), root.tree(id)
     try:
         _make_directory(root, str(staged))
-        _link_all(root, str(staged), members)
+        _link_all(root, str(staged), members, folders)
         for directory in interrupts.paced(_directories(root, str(staged))):
             root.files.chmod(directory, root.tree_mode)
         # Moving a directory requires write permission on it: its own mode is set after the move, its row after both.
@@ -241,17 +241,24 @@ def footprint(names: Iterable[str], block: int) -> int:
     return sum(max(-(-size // block), 1) * block for size in sizes.values())
 
 
-def _link_all(root: Root, top: str, members: Iterable[tuple[str, str | Path]]) -> None:
+def _link_all(root: Root, top: str, members: Iterable[tuple[str, str | Path]], folders: Iterable[str]) -> None:
     """Plain strings, and a directory is opened once for its files: there may be many thousands."""
     directories = {""}
+
+    def make(folder: str) -> None:
+        parts = folder.split("/")
+        for depth in range(1, len(parts) + 1):
+            above = "/".join(parts[:depth])
+            if above not in directories:
+                _make_directory(root, f"{top}/{above}")
+                directories.add(above)
+
+    for folder in interrupts.paced(folders):
+        make(_folder_of((f"{folder}/-", "")) if folder else "")
     for folder, files in itertools.groupby(interrupts.paced(members), key=_folder_of):
-        parts, name = folder.split("/"), folder
+        name = folder
         try:
-            for depth in range(1, len(parts) + 1):
-                above = "/".join(parts[:depth])
-                if above not in directories:
-                    _make_directory(root, f"{top}/{above}")
-                    directories.add(above)
+            make(folder)
             with root.files.directory(f"{top}/{folder}".removesuffix("/")) as fd:
                 for name, blob in files:
                     root.files.link(blob, f"{top}/{name}", fd)

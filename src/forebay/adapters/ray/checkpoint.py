@@ -152,7 +152,7 @@ def get_checkpoint(cache: Cache | None = None) -> RayCheckpoint | None:
         return checkpoint
     wrapped = to_ray(from_ray(checkpoint, cache))
     given = vars(checkpoint).items()
-    vars(wrapped).update((name, value) for name, value in given if name not in ("path", "filesystem", "_ours", "_arrow"))
+    wrapped.__dict__.update((name, value) for name, value in given if name not in ("path", "filesystem", "_ours", "_arrow"))
     return wrapped
 
 

@@ -80,10 +80,11 @@ class FsspecClient:
         fs.invalidate_cache()
 
         def below(directory: str) -> list[Any]:
-            return list(fs.find(directory, detail=True).values())
+            return list(fs.find(directory, withdirs=True, detail=True).values())
 
-        for info in files_with_prefix(lambda: fs.ls(folder, detail=True), prefix, below):
-            yield fsspec_info(url + info["name"][len(prefix) :], info)
+        for info in found_with_prefix(lambda: fs.ls(folder, detail=True), prefix, below, lambda: fs.isdir(folder)):
+            at = url + info["name"][len(prefix) :]
+            yield ObjectInfo(at, 0) if info["type"] == "directory" else fsspec_info(at, info)
 
     def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: OnSent) -> Iterable[tuple[Any, ...]]:
         from fsspec.callbacks import Callback
@@ -128,17 +129,33 @@ def check_kind(kind: str) -> None:
         raise ConfigError(f"{kind}:// URLs are not known, neither here (http, https, s3, hf, file) nor to fsspec: check the spelling")
 
 
-def files_with_prefix(listed: Callable[[], Iterable[Any]], prefix: str, below: Callable[[str], Iterable[Any]]) -> Iterator[Any]:
-    """The files whose name begins with ``prefix``, in order of name: of the entries in ``listed()``, and of the directories among them.
-    ``below``: the files in a directory."""
+def found_with_prefix(
+    listed: Callable[[], Iterable[Any]], prefix: str, below: Callable[[str], Iterable[Any]], exists: Callable[[], bool]
+) -> Iterator[Any]:  # fmt: skip
+    """The files and the empty directories whose name begins with ``prefix``, in order of name: of the entries in ``listed()``, and of the
+    directories among them. The name of a directory is given a slash at its end. ``below``: everything in a directory. ``exists``: whether
+    a prefix without entries is a directory: some filesystems list what does not exist."""
     try:
-        entries = listed()
+        entries = list(listed())
     except (FileNotFoundError, NotADirectoryError):
         return
-    for entry in sorted(entries, key=lambda e: e["name"] + "/" * (e["type"] == "directory")):
-        if entry["name"].startswith(prefix):
-            files = below(entry["name"]) if entry["type"] == "directory" else [entry]
-            yield from sorted((file for file in files if file["type"] == "file"), key=lambda e: e["name"])
+    if not entries and prefix.endswith("/") and exists():
+        yield {"name": prefix, "type": "directory"}
+    for entry in sorted(entries, key=_place):
+        if not entry["name"].startswith(prefix):
+            continue
+        found = [entry, *below(entry["name"])] if entry["type"] == "directory" else [entry]
+        above = {each["name"].rstrip("/").rpartition("/")[0] for each in found}
+        for each in sorted(found, key=_place):
+            if each["type"] == "file":
+                yield each
+            elif each["type"] == "directory" and (name := each["name"].rstrip("/")) not in above:
+                yield {"name": name + "/", "type": "directory"}
+
+
+def _place(entry: Any) -> str:
+    """By which entries are sorted: a directory as the files in it are."""
+    return str(entry["name"]) + ("/" if entry["type"] == "directory" else "")
 
 
 def fsspec_info(url: str, info: Mapping[str, Any]) -> ObjectInfo:
@@ -211,8 +228,13 @@ class ArrowClient:
             return [{"name": info.path, "type": names.get(info.type, "other"), "info": info} for info in infos]
 
         folder = prefix.rpartition("/")[0]
-        for entry in files_with_prefix(lambda: entries(folder, False), prefix, lambda directory: entries(directory, True)):
-            info = arrow_info(url + entry["name"][len(prefix) :], entry["info"], None)
+
+        def exists() -> bool:
+            return bool(self._fs.get_file_info(folder).type == FileType.Directory)
+
+        for entry in found_with_prefix(lambda: entries(folder, False), prefix, lambda directory: entries(directory, True), exists):
+            at = url + entry["name"][len(prefix) :]
+            info = ObjectInfo(at, 0) if entry["type"] == "directory" else arrow_info(at, entry["info"], None)
             yield info._replace(validator=None) if self._has_etags else info
 
     def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: OnSent) -> Iterable[tuple[Any, ...]]:
