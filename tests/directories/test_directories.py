@@ -28,12 +28,17 @@ from tests.remote_directories import (
     MARKER,
     TOTAL,
     Remote,
+    arrow,
+    arrow_helper,
     every_kind,
     files_of,
+    fsspec_etags,
+    fsspec_helper,
     http_directory,
     inodes_of,
     marker_of,
     modes_of,
+    s3,
 )
 from tests.servers.counting import Shelf, content
 
@@ -1116,3 +1121,66 @@ def test_a_directory_after_the_cache_was_closed(cache: forebay.Cache, remote: Re
 def test_no_url_is_a_clear_error(cache: forebay.Cache) -> None:
     with pytest.raises(errors.ConfigError):
         cache.directory("")
+
+
+# -- empty directories -------------------------------------------------------------------------------------------------
+
+
+def folders_below(top: str | Path) -> set[str]:
+    return {f"{path.relative_to(top)}/" for path in Path(top).rglob("*") if path.is_dir()}
+
+
+def with_folders(remote: Remote, shelf: Shelf, *names: str) -> None:
+    """Make directories there; on S3 by empty objects, as its tools do."""
+    for name in names:
+        if remote.filesystem is not None:
+            shelf.path(f"{CKPT}/{name}").mkdir(parents=True)
+        else:
+            remote.put(name, b"")
+
+
+@pytest.mark.parametrize("remote", [arrow, arrow_helper, fsspec_etags, fsspec_helper, s3], ids=lambda make: make.__name__, indirect=True)
+def test_empty_directories_stay(remote: Remote, shelf: Shelf, cache: forebay.Cache, tmp_path: Path) -> None:
+    with_folders(remote, shelf, "none/", "deep/none/below/")
+    wanted = {"none/", "deep/", "deep/none/", "deep/none/below/", "sub/", "sub/deep/"}
+    with cache.directory(remote.url, **remote.how) as path:
+        assert folders_below(path) == wanted
+        assert files_of(path) == FILES
+        with cache.directory(remote.url, **remote.how, refresh=True) as again:
+            assert again == path
+    assert folders_below(cache.copy_directory(remote.url, tmp_path / "copy", **remote.how)) == wanted
+    assert files_of(tmp_path / "copy") == FILES
+    (tmp_path / "copy" / "none").rmdir()
+    assert folders_below(cache.copy_directory(remote.url, tmp_path / "copy", **remote.how)) == wanted
+    with cache.directory(remote.url, include="deep/", **remote.how) as part:
+        assert folders_below(part) == {"deep/", "deep/none/", "deep/none/below/"}
+    with cache.directory(remote.url, exclude=["*none/*"], **remote.how) as part:
+        assert folders_below(part) == {"sub/", "sub/deep/"}
+    assert cache.check(deep=True) == []
+    with_folders(remote, shelf, "new/")
+    with cache.directory(remote.url, **remote.how, refresh=True) as path:
+        assert folders_below(path) == wanted | {"new/"}
+
+
+@pytest.mark.parametrize("remote", [arrow, fsspec_etags, s3], ids=lambda make: make.__name__, indirect=True)
+def test_an_empty_directory_is_one(remote: Remote, shelf: Shelf, cache: forebay.Cache, tmp_path: Path) -> None:
+    for name in FILES:
+        remote.remove(name)
+    with pytest.raises(errors.NotFound):
+        cache.directory(remote.url, **remote.how)
+    with_folders(remote, shelf, "")
+    with cache.directory(remote.url, **remote.how) as path:
+        assert os.listdir(path) == []
+    assert os.listdir(cache.copy_directory(remote.url, tmp_path / "copy", **remote.how)) == []
+    with forebay.Cache(tmp_path / "off", budget=0) as off:
+        assert os.listdir(off.copy_directory(remote.url, tmp_path / "other", **remote.how)) == []
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_empty_local_directories_stay(cache: forebay.Cache, tmp_path: Path, force: bool) -> None:
+    (tmp_path / "local" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    for name, wanted in (("local", {"a/", "a/b/"}), ("empty", set())):
+        with cache.directory(tmp_path / name, force=force) as path:
+            assert folders_below(path) == wanted
+        assert folders_below(cache.copy_directory(tmp_path / name, tmp_path / f"copy of {name}", force=force)) == wanted

@@ -128,7 +128,9 @@ def watched(place: RemoteDirectory) -> tuple[RemoteDirectory, Watched]:
 def there(place: RemoteDirectory) -> dict[str, bytes]:
     """What lies in the remote directory."""
     found = {}
-    for name, _ in place.list():
+    for name, info in place.list():
+        if info.is_folder:
+            continue
         sink = MemorySink()
         place.remote.fetch(place.object(name), sink)
         found[name] = bytes(sink.data)

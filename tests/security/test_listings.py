@@ -178,5 +178,5 @@ def test_a_link_in_a_tree_is_not_followed_by_a_copy(tmp_path: Path) -> None:
     secret.write_bytes(SECRET)
     (top / "1" / "a").symlink_to(secret)
     with pytest.raises(OSError, match="symbolic links"):
-        copy_tree(top / "1", [File("a", len(SECRET), '"1"', 1.0)], tmp_path / "copy", within=Below(top))
+        copy_tree(top / "1", Manifest((File("a", len(SECRET), '"1"', 1.0),)), tmp_path / "copy", within=Below(top))
     assert not (tmp_path / "copy").exists()

@@ -72,7 +72,11 @@ class Shelf:
             self.put(f"{folder}/{name}", body)
 
     def remove(self, name: str) -> None:
-        self.path(name).unlink()
+        """Directories go with their last file, as in a store of objects."""
+        gone = self.path(name)
+        gone.unlink()
+        while not os.listdir(gone := gone.parent):
+            gone.rmdir()
 
     def path(self, name: str) -> Path:
         return self.place / "objects" / name

@@ -44,7 +44,7 @@ class Far(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **more: Any) -> Any:
         found = [self._described(*each) for each in self._shelf.list(self._strip_protocol(path), deep=True)]
-        files = {each["name"]: each for each in found if each["type"] == "file"}
+        files = {each["name"]: each for each in found if withdirs or each["type"] == "file"}
         return files if detail else sorted(files)
 
     def _open(self, path: str, mode: str = "rb", **more: Any) -> Any:

@@ -46,7 +46,6 @@ class NullStore:
     strays = remove_strays = _gives(Strays)
     take_many: Callable[..., dict[str, Lease]] = _gives(dict)
     members: Callable[..., list[tuple[str, Entry]]] = _gives(list)
-    folders: Callable[..., list[str]] = _gives(list)
     check: Callable[..., list[Problem]] = _gives(list)
     repair: Callable[..., list[Problem]] = _gives(list)
     hot_lookup: Callable[..., Hit] = _gives(lambda: no_hit)

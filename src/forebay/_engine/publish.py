@@ -265,11 +265,10 @@ class Publisher:
                     self.budget.cancel(reserved.id)
                 raise
 
-    def publish_tree(
-        self, label: Label, members: Sequence[tuple[str, Entry]], folders: Sequence[str] = (), validator: str | None = None
-    ) -> Lease:  # fmt: skip
-        """Publish a tree of entries, and of the empty directories ``folders``. It is charged for its directories; its files are charged to
-        the members. Caller: holds leases on the members, and no other caller writes the tree's key."""
+    def publish_tree(self, label: Label, members: Sequence[tuple[str, Entry]], validator: str | None = None) -> Lease:
+        """Publish a tree of entries, and of the empty directories in its ``meta``. It is charged for its directories; its files are charged
+        to the members. Caller: holds leases on the members, and no other caller writes the tree's key."""
+        folders = blobs.folders_of(label.meta) or []
         members = list(dict(members).items())  # of a name that is given twice the last one counts
         size = blobs.footprint([*(name for name, _ in members), *folders], host.disk(self.root.path).block)
         files = [(name, self.root.blob_name(entry.id, entry.suffix)) for name, entry in interrupts.paced(members)]

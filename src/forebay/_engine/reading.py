@@ -161,8 +161,9 @@ class Reading:
     def _changed_in(self, path: str, tree: Entry, files: dict[str, tuple[int, int, int]]) -> list[str]:
         """The names in a tree that are not what was published."""
         members = dict(entries.members(self._catalog, tree.id))
-        expected = members.keys() | {name[: at + 1] for name in interrupts.paced(members) for at, part in enumerate(name) if part == "/"}
-        changed = {name for name in files.keys() ^ expected if name in expected or not name.endswith("/")}  # a directory has no bytes
+        names = [*members, *(blobs.folders_of(tree.meta) or [])]
+        expected = members.keys() | {name[: at + 1] for name in interrupts.paced(names) for at, part in enumerate(name) if part == "/"}
+        changed = files.keys() ^ expected
         every = interrupts.paced(members.items())
         changed |= {name for name, member in every if name in files and not self._member_is_sound(f"{path}/{name}", member)}
         return sorted(changed)

@@ -345,17 +345,17 @@ class Store:
 
     @recover_and_retry
     def publish_tree(
-        self, space: str, key: str, members: Sequence[tuple[str, Lease]], folders: Sequence[str] = (), *, life: str = "cached",
-        meta: str = "", validator: str | None = None,
+        self, space: str, key: str, members: Sequence[tuple[str, Lease]], *, life: str = "cached", meta: str = "",
+        validator: str | None = None,
     ) -> Lease:  # fmt: skip
-        """Publish a tree: a directory of hard links to leased entries under their relative names, and of the empty directories
-        ``folders``; returns a lease on it.
+        """Publish a tree: a directory of hard links to leased entries under their relative names, and of the empty directories that
+        ``meta`` names (see `folders_of`); returns a lease on it.
 
         Caller: no other process writes this key. The files are not evicted while the tree exists. Raises ValueError for names that lead out
         of the directory."""
         label = self._label(space, key, "", life, meta)
         entries_of = [(name, lease.entry) for name, lease in members]
-        tree = self.engine.parts.writers.publisher.publish_tree(label, entries_of, folders, validator)
+        tree = self.engine.parts.writers.publisher.publish_tree(label, entries_of, validator)
         self.engine.parts.reading.note_tree(tree)
         return tree
 
@@ -365,12 +365,6 @@ class Store:
         from forebay._engine.catalog import entries
 
         return entries.members(self.engine.parts.catalog, tree.id)
-
-    def folders(self, tree: Lease) -> list[str]:
-        """The names of the directories in a leased tree, each with a slash at its end."""
-        from forebay._engine.files import blobs
-
-        return [name for name in blobs.look(self.root, tree.path) if name.endswith("/")]
 
     def is_own_file(self, lease: Lease) -> bool:
         """Whether what is leased is one file of this root, which `publish_links` can give a second name."""

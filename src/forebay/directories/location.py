@@ -55,12 +55,14 @@ class RemoteDirectory:
         return target if self.local is None else target._replace(in_place=os.path.join(self.local, name))
 
     def list(self) -> Iterator[tuple[str, ObjectInfo]]:
-        """All objects below: relative names as the remote lists them, unchecked. Raises `RemoteError`."""
+        """All objects below: relative names as the remote lists them, unchecked; that of an empty directory ends with a slash. Raises
+        `RemoteError`."""
         head = self.prefix.folder.removesuffix("/") + "/" if self.local is None else ""
         for info in paced(self.remote.list(self.prefix.folder)):
             if not info.url.startswith(head):
                 raise errors.BadListing(f"{self.key}: it lists {info.url!r}, which does not lie below it", url=self.key, name=info.url)
-            yield self.prefix.name_of(info.url), info
+            name = self.prefix.name_of(info.url + "-")[:-1]  # as it is, a local path would lose the slash at its end
+            yield name, info
 
     def is_object(self) -> bool:
         """Whether there is an object with the directory's own name. Raises `RemoteError`, except `NotFound`."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from forebay import errors, remote
+from forebay._engine.files import blobs
 from forebay._engine.leases import Lease, in_place
 from forebay._engine.store import Store
 from forebay._kernel import interrupts, waits
@@ -68,8 +69,9 @@ def manifest_of(location: RemoteDirectory, tree: Lease, options: FetchOptions) -
     now = location.part.choose(location.key, listing.manifest) if listing is not None else None
     if now is not None and now.version == tree.entry.validator and [file.name for file in now.files] == [name for name, _ in members]:
         return now
-    every = [File(name, file.size, file.validator) for name, file in members]
-    return Manifest.of(every + [File(name, 0) for name in location.fetcher.store.folders(tree)])
+    every = tuple(File(name, file.size, file.validator) for name, file in members)
+    folders = [name.removesuffix("/") for name in blobs.folders_of(tree.entry.meta) or []]
+    return Manifest(every, tuple(folders if folders or every else [""]))
 
 
 def keep(location: RemoteDirectory, files: Sequence[tuple[File, str]]) -> None:
@@ -141,9 +143,9 @@ class _Tree:
     def _find(self) -> Lease | None:
         """The stored tree. Its files are checked later, not while other processes wait."""
         tree = self._store.take_many(DIRECTORIES, [self._key]).get(self._key)
-        if tree is not None and noted(tree.entry.meta, listing=str, size=int) is None:
+        if tree is not None and (noted(tree.entry.meta, listing=str, size=int) is None or blobs.folders_of(tree.entry.meta) is None):
             tree.close()
-            self._store.set_aside(tree.entry, f"{tree.entry.name}: its notes on listing and size are invalid")
+            self._store.set_aside(tree.entry, f"{tree.entry.name}: its notes on the listing are invalid")
             return None
         return tree
 
@@ -240,9 +242,7 @@ class _Tree:
             members = [(file.name, leases[file.name]) for file in manifest.files]
             life = "pinned" if self._options.pin else "cached"
             meta = _meta(listing, manifest)
-            return self._store.publish_tree(
-                DIRECTORIES, self._key, members, manifest.folders, life=life, meta=meta, validator=manifest.version
-            )  # fmt: skip
+            return self._store.publish_tree(DIRECTORIES, self._key, members, life=life, meta=meta, validator=manifest.version)
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -338,4 +338,6 @@ class _Tree:
 
 
 def _meta(listing: Listing, part: Manifest) -> str:
-    return json.dumps({"listing": listing.version, "size": part.size})
+    notes = {"listing": listing.version, "size": part.size}
+    folders = [f"{name}/" for name in part.folders if name]
+    return json.dumps({**notes, "folders": folders} if folders else notes)

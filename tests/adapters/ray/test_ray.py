@@ -14,6 +14,7 @@ import sys
 import threading
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import ray.train
 from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
 import forebay
-from forebay.adapters.ray import RayCheckpoint, from_ray, report, to_ray
+from forebay.adapters.ray import RayCheckpoint, copies, from_ray, report, to_ray
 from tests.harness import QUICK_RAY
 from tests.processes import ProcessGroup
 from tests.remote_directories import CKPT, FILES, Remote, arrow, every_kind, files_of, fsspec_etags, s3, write_files
@@ -41,6 +42,14 @@ from tests.servers.rgw import rgw_server as rgw_server
 
 HERE = Path(__file__).parent
 REMOVED = ["from_dict", "to_dict", "from_bytes", "to_bytes", "get_internal_representation", "from_uri", "to_uri", "uri", "get_preprocessor"]
+
+
+@pytest.fixture(autouse=True)
+def no_copy_is_held() -> Iterator[None]:
+    """As if this process had ended."""
+    yield
+    while copies._held:
+        os.close(copies._held.popitem()[1])
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import xxhash
 from forebay._engine.files.layout import FANS, Root, parse_blob_below
 from forebay._kernel import host, interrupts, mappings
 from forebay._kernel.below import Below, LinkInTheWay, NoPlainFile, why_not_below
-from forebay._model import Buffer, Entry
+from forebay._model import Buffer, Entry, noted
 from forebay.errors import Damaged
 
 CHUNK = 1 << 20
@@ -168,7 +168,8 @@ def digest_of_chunk(fd: int, start: int) -> bytes:
 
 
 def build(root: Root, id: int, members: Iterable[tuple[str, str | Path]], folders: Iterable[str] = (), *, keyhash: int = 0) -> Path:
-    """Make the tree ``id`` of ``(relative name, blob)`` and of empty directories; it has its name only when it is whole.
+    """Make the tree ``id`` of ``(relative name, blob)`` and of empty directories, whose names end with a slash; it has its name only when
+    it is whole.
 
     Raises ValueError for a name that could leave the tree or that two members claim, FileNotFoundError for a blob that is gone,
     and what the disk raises; then nothing is left. Caller: holds leases on the members and, as ``keyhash``, the tree's key.
@@ -187,6 +188,14 @@ def build(root: Root, id: int, members: Iterable[tuple[str, str | Path]], folder
         raise
     root.files.chmod(path, root.tree_mode)
     return path
+
+
+def folders_of(meta: str) -> list[str] | None:
+    """The names of the empty directories in a tree of this ``meta``, each with a slash at its end; None where another program wrote what
+    cannot be such names."""
+    folders = (noted(meta) or {}).get("folders", [])
+    is_sound = type(folders) is list and all(type(name) is str and name.endswith("/") for name in folders)
+    return folders if is_sound and not any(why_not_below(name[:-1]) for name in folders) else None
 
 
 def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
@@ -254,7 +263,7 @@ def _link_all(root: Root, top: str, members: Iterable[tuple[str, str | Path]], f
                 directories.add(above)
 
     for folder in interrupts.paced(folders):
-        make(_folder_of((f"{folder}/-", "")) if folder else "")
+        make(folder[:-1])
     for folder, files in itertools.groupby(interrupts.paced(members), key=_folder_of):
         name = folder
         try:
