@@ -1,6 +1,6 @@
 """A training of two workers that fails once and goes on, in a process of its own with a small Ray: ``ray_runs.py JSON``. Says what it saw.
 
-What it is told: names of runs, each with its ``storage``, a path of this host or of a counting filesystem (``shelf``: where that is) or
+What it is told: names of runs (``tune``: of a `Tuner` instead), each with its ``storage``, a path of this host or of a counting filesystem (``shelf``: where that is) or
 of an S3 server (``s3``: its address and keys); ``root``: of the cache; ``log``: a directory.
 """
 
@@ -56,13 +56,39 @@ def train(config: dict[str, Any]) -> None:
         checkpoint = ours.get_checkpoint(cache)
         first = 0
         if checkpoint is not None:
-            seen = load(checkpoint)
+            seen = load(checkpoint) | {"writable": checkpoint.to_directory()}
+            again = ours.get_checkpoint(cache)
+            seen["same"] = again is not None and again == checkpoint and again.to_directory() == seen["writable"]
             (log / f"resumed-{rank}").write_text(json.dumps(seen))
             first = seen["step"] + 1
         for step in range(first, STEPS):
             if step == FAILS_AT and checkpoint is None:
                 raise RuntimeError("as was agreed")
             save(step, rank)
+
+
+def tune(config: dict[str, Any]) -> None:
+    """A function of a `Tuner`, which fails once."""
+    with forebay.Cache(config["root"], budget="256MiB", min_free=0) as cache:
+        checkpoint = ours.get_checkpoint(cache)
+        first = 0 if checkpoint is None else load(checkpoint)["step"] + 1
+        for step in range(first, STEPS):
+            if step == FAILS_AT and checkpoint is None:
+                raise RuntimeError("as was agreed")
+            save(step, 0)
+
+
+def run_tuner(name: str, told: dict[str, Any]) -> dict[str, Any]:
+    import ray.tune
+
+    where = ray.tune.RunConfig(
+        name=name, storage_path=told["storage"], storage_filesystem=filesystem_of(told),
+        failure_config=ray.tune.FailureConfig(max_failures=1),
+    )  # fmt: skip
+    tuner = ray.tune.Tuner(ray.tune.with_resources(tune, {"cpu": 0.3}), param_space={"root": told["root"]}, run_config=where)
+    (result,) = tuner.fit()
+    with forebay.Cache(told["root"]) as cache:
+        return {"last": load(ours.to_ray(ours.from_ray(result.checkpoint, cache))), "metrics": result.metrics}
 
 
 def filesystem_of(told: dict[str, Any]) -> Any:
@@ -102,7 +128,7 @@ def main() -> None:
         small: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
         ray.init(address="local", **small, log_to_driver=False, configure_logging=False, _temp_dir=place)
         try:
-            found = {name: run(name, each) for name, each in told.items()}
+            found = {name: (run_tuner if name == "tune" else run)(name, each) for name, each in told.items()}
         finally:
             ray.shutdown()
     print(json.dumps(found))

@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -29,9 +30,11 @@ import ray.train
 from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
 import forebay
-from forebay.adapters.ray import RayCheckpoint, copies, from_ray, report, to_ray
+from forebay.adapters.ray import RayCheckpoint, copies, from_ray, get_checkpoint, report, to_ray
+from forebay.reports import Progress
 from tests.harness import QUICK_RAY
-from tests.processes import ProcessGroup
+from tests.items import until
+from tests.processes import Line, ProcessGroup, talk_to
 from tests.remote_directories import CKPT, FILES, Remote, arrow, every_kind, files_of, fsspec_etags, s3, write_files
 from tests.remote_directories import aws as aws
 from tests.remote_directories import remote as remote
@@ -46,8 +49,12 @@ REMOVED = ["from_dict", "to_dict", "from_bytes", "to_bytes", "get_internal_repre
 
 @pytest.fixture(autouse=True)
 def no_copy_is_held() -> Iterator[None]:
-    """As if this process had ended."""
     yield
+    no_longer_used()
+
+
+def no_longer_used() -> None:
+    """As if this process had ended, to the shared directories."""
     while copies._held:
         os.close(copies._held.popitem()[1])
 
@@ -305,6 +312,244 @@ def test_a_checkpoint_is_pickled_with_its_cache(checkpoint: RayCheckpoint, cache
     from_ray(there).cache.close()
 
 
+# -- what Ray's own promise --------------------------------------------------------------------------------------------
+
+
+def both(path: str, filesystem: Any, cache: forebay.Cache) -> tuple[ray.train.Checkpoint, RayCheckpoint]:
+    return ray.train.Checkpoint(path, filesystem), RayCheckpoint(path, filesystem, cache)
+
+
+def test_a_run_that_is_started_again_under_its_name_is_asked_for(
+    shelf: Shelf, cache: forebay.Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    shelf.fill(CKPT, {"model.pt": b"of the first run", "same.bin": b"same"})
+    checkpoint = RayCheckpoint(CKPT, shelf.arrow(), cache)
+    assert files_of(checkpoint.to_directory())["model.pt"] == b"of the first run"
+    with checkpoint.as_directory() as path:
+        assert files_of(path)["model.pt"] == b"of the first run"
+    shelf.put(f"{CKPT}/model.pt", b"of the second run")
+    shelf.forget()
+    assert files_of(checkpoint.to_directory(max_age=300))["model.pt"] == b"of the first run"
+    with checkpoint.as_directory(max_age=300) as path:
+        assert files_of(path)["model.pt"] == b"of the first run"
+    assert shelf.opens == []
+    for reader in (checkpoint, RayCheckpoint(CKPT, shelf.arrow(), cache)):
+        assert files_of(reader.to_directory()) == {"model.pt": b"of the second run", "same.bin": b"same"}
+        with reader.as_directory() as path:
+            assert files_of(path)["model.pt"] == b"of the second run"
+    assert shelf.opens == [f"{CKPT}/model.pt"]  # what is current is not fetched again
+
+
+def test_processes_that_ask_at_the_same_time_share_an_answer(checkpoint: RayCheckpoint, shelf: Shelf) -> None:
+    """One is asking when the others begin. What it was told may be older than their calls: one of them asks for all."""
+    shelf.stall(f"{CKPT}/config.json")
+
+    def work(line: Line) -> dict[str, bytes]:
+        def tell(progress: Progress) -> None:
+            if progress.state == "waiting":
+                line.say("waits")
+
+        with checkpoint.as_directory(on_progress=tell) as path:
+            return files_of(path)
+
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(talk_to(work))
+        until(lambda: bool(shelf.asked("stalled")))
+        others = [stack.enter_context(talk_to(work)) for _ in range(4)]
+        assert [child.hear() for child in others] == ["waits"] * 4
+        assert len(shelf.asked("list", CKPT)) == 1
+        shelf.go(f"{CKPT}/config.json")
+        assert [child.result() for child in (first, *others)] == [FILES] * 5
+    assert len(shelf.asked("list", CKPT)) == 2
+
+
+def test_the_checkpoint_of_a_worker_equals_the_last_one(
+    checkpoint: RayCheckpoint, cache: forebay.Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: ProcessGroup
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    theirs = ray.train.Checkpoint(checkpoint.path, checkpoint.filesystem)
+    theirs.note = "of the user"
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: theirs)
+    one, other = get_checkpoint(cache), get_checkpoint(cache)
+    assert one is not None
+    assert other is not None
+    assert one == other
+    there = pickle.loads(pickle.dumps(one))
+    assert len({one, other, there}) == 1
+    from_ray(there).cache.close()
+    assert one.note == other.note == "of the user"
+    assert one != RayCheckpoint(checkpoint.path, checkpoint.filesystem, cache)
+    assert one != theirs
+    where = one.to_directory()
+    sent = pickle.dumps(theirs)
+
+    def work() -> str:
+        monkeypatch.setattr(ray.train, "get_checkpoint", lambda: pickle.loads(sent))
+        found = get_checkpoint(cache)
+        assert found is not None
+        return found.to_directory()
+
+    assert other.to_directory() == where
+    assert [child.result() for child in [children(work) for _ in range(3)]] == [where] * 3
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: one)  # Ray may return what was reported
+    assert get_checkpoint() is one
+    monkeypatch.undo()  # it refers to the cache
+
+
+@pytest.mark.parametrize("ends", ["in order", "killed"])
+def test_the_shared_directory_goes_with_its_last_process(
+    ends: str, checkpoint: RayCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+
+    def work(line: Line) -> None:
+        Path(checkpoint.to_directory(), "config.json").write_bytes(b"mine")
+        line.say()
+        line.hear()
+
+    workers = [talk_to(work) for _ in range(2)]
+    for worker in workers:
+        worker.hear()
+    (where,) = place.iterdir()
+    assert stat.S_IMODE(where.stat().st_mode) == 0o700
+    for worker in workers:
+        assert Path(where, "checkpoint", "config.json").read_bytes() in (b"mine", FILES["config.json"])
+        if ends == "killed":
+            worker.kill()
+        else:
+            worker.say()
+        worker.wait()
+        worker.close()
+    until(lambda: not list(place.iterdir()))
+    with checkpoint.as_directory() as path:
+        assert files_of(path) == FILES
+
+
+def test_a_child_of_a_fork_keeps_the_shared_directory(checkpoint: RayCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    where = checkpoint.to_directory()
+
+    def work(line: Line) -> dict[str, bytes]:
+        line.say()
+        line.hear()
+        return files_of(where)
+
+    with talk_to(work) as child:
+        child.hear()
+        no_longer_used()  # as if this process had ended
+        copies.hold("another")  # removes what nobody uses
+        child.say()
+        assert child.result() == FILES
+    until(lambda: not os.path.exists(where))
+
+
+def test_what_killed_processes_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the process that waits to remove it was killed, too: at whatever step."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = [tmp_path / f"{copies.PREFIX}{name}" for name in ("empty", "locked", "whole", "removing.17")]
+    for folder in left:
+        folder.mkdir()
+    (left[1] / "lock").touch()
+    (left[2] / "lock").touch()
+    (left[2] / "checkpoint").mkdir()
+    (left[3] / "checkpoint").mkdir()
+    (tmp_path / "forebay-checkpoint-of-the-user").mkdir()
+    used = copies.hold("new")
+    assert {path.name for path in tmp_path.iterdir()} == {used.name, "forebay-checkpoint-of-the-user"}
+
+
+def test_the_shared_directory_of_another_user_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"{copies.PREFIX}a").symlink_to("elsewhere")
+    (tmp_path / f"{copies.PREFIX}b").touch()
+    for name in "ab":
+        with pytest.raises(forebay.errors.Foreign):
+            copies.hold(name)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+class Noted(RayCheckpoint):
+    """A class of the user, with a constructor and an attribute of its own."""
+
+    def __init__(self, path: str, filesystem: Any, cache: forebay.Cache, *, note: str) -> None:
+        super().__init__(path, filesystem, cache)
+        self.note = note
+
+
+class NotedOfForebay(forebay.Checkpoint):
+    def __init__(self, path: str, filesystem: Any, cache: forebay.Cache, *, note: str) -> None:
+        super().__init__(path, filesystem, cache)
+        self.note = note
+
+
+@pytest.mark.parametrize("kind", [Noted, NotedOfForebay])
+def test_attributes_and_subclasses_are_pickled(kind: Any, checkpoint: RayCheckpoint, cache: forebay.Cache) -> None:
+    one = kind(checkpoint.path, checkpoint.filesystem, cache, note="mine")
+    one.more = [1, 2]
+    assert one.filesystem is not None
+    there = pickle.loads(pickle.dumps(one))
+    assert type(there) is kind
+    assert (there, there.note, there.more) == (one, "mine", [1, 2])
+    with there.as_directory() as path:
+        assert files_of(path) == FILES
+    (there._ours if kind is Noted else there).cache.close()
+
+
+def test_path_and_filesystem_can_be_set(checkpoint: RayCheckpoint, local: Path, shelf: Shelf) -> None:
+    shelf.fill("moved/here", {"a": b"moved"})
+    before = hash(checkpoint)
+    checkpoint.path = "moved/here"
+    assert checkpoint.path == "moved/here"
+    with checkpoint.as_directory() as path:
+        assert files_of(path) == {"a": b"moved"}
+    checkpoint.filesystem = LocalFileSystem()
+    checkpoint.path = str(local)
+    with checkpoint.as_directory() as path:
+        assert (path, files_of(path)) == (str(local), FILES)
+    there = pickle.loads(pickle.dumps(checkpoint))
+    assert (there.path, hash(there)) == (str(local), before)
+    from_ray(there).cache.close()
+
+
+def test_an_empty_checkpoint_and_empty_directories_are_as_ray_gives_them(shelf: Shelf, cache: forebay.Cache, tmp_path: Path) -> None:
+    for name in ("empty", "with/none", "with/deep/none"):
+        shelf.path(name).mkdir(parents=True)
+    shelf.put("with/file", b"body")
+    for name in ("empty", "with"):
+        theirs, ours = both(name, shelf.arrow(), cache)
+        found = [seen(each.to_directory(tmp_path / f"{name}-{number}")) for number, each in enumerate((theirs, ours))]
+        with ours.as_directory() as path:
+            assert found == [seen(path)] * 2
+
+
+def seen(top: str) -> list[str]:
+    return sorted(str(path.relative_to(top)) for path in Path(top).rglob("*"))
+
+
+@pytest.mark.parametrize("damage", [b"{", b"", b"\xff{}"])
+def test_damaged_metadata_raises_what_ray_raises(damage: bytes, shelf: Shelf, cache: forebay.Cache) -> None:
+    shelf.fill(CKPT, {"a": b"1", ".metadata.json": damage})
+    theirs, ours = both(CKPT, shelf.arrow(), cache)
+    with pytest.raises(ValueError) as raised:
+        theirs.get_metadata()
+    assert isinstance(raised.value, json.JSONDecodeError | UnicodeDecodeError)
+    for call in (ours.get_metadata, lambda: ours.update_metadata({"a": 1})):
+        with pytest.raises(json.JSONDecodeError, match="set_metadata") as caught:
+            call()
+        assert isinstance(caught.value, forebay.errors.RemoteProtocolError)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (str(again), again.pos) == (str(caught.value), caught.value.pos)
+    ours.set_metadata({"a": 2})
+    assert theirs.get_metadata() == {"a": 2}
+
+
 # -- real trainings ----------------------------------------------------------------------------------------------------
 
 of_a_training = pytest.mark.timeout(600)
@@ -350,6 +595,10 @@ def went_on(seen: dict[str, Any]) -> None:
 
 def have_one_copy(seen: dict[str, Any], root: str) -> None:
     one, other = seen["resumed"]
+    assert one["writable"] == other["writable"]
+    assert one["same"]
+    assert other["same"]
+    until(lambda: not os.path.exists(one["writable"]))  # Ray has killed its workers
     assert (one["folder"], one["inode"]) == (other["folder"], other["inode"])
     assert one["folder"].startswith(root)
 
@@ -357,8 +606,11 @@ def have_one_copy(seen: dict[str, Any], root: str) -> None:
 @pytest.mark.rotates
 @of_a_training
 def test_a_training_that_fails_once_goes_on_from_one_copy(tmp_path: Path) -> None:
-    """With its storage on a filesystem object of pyarrow, which counts."""
-    seen = trained(tmp_path, {"there": {"storage": "bucket/runs", "shelf": str(tmp_path / "shelf")}})
+    """With its storage on a filesystem object of pyarrow, which counts. Then a function of a `Tuner` does the same."""
+    where = {"storage": "bucket/runs", "shelf": str(tmp_path / "shelf")}
+    seen = trained(tmp_path, {"there": where, "tune": {"storage": "bucket/tuned", "shelf": str(tmp_path / "tuned")}})
+    assert seen["tune"]["last"]["step"] == seen["tune"]["metrics"]["step"] == 3
+    assert seen["tune"]["last"]["folder"].startswith(seen["told"]["tune"]["root"])
     went_on(seen["there"])
     have_one_copy(seen["there"], seen["told"]["there"]["root"])
     opened = Counter(name for name in Shelf(tmp_path / "shelf").opens if name.endswith(("weights.bin", "step.json")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import uuid
 from collections.abc import Iterator
@@ -22,7 +23,23 @@ try:
 except ModuleNotFoundError as error:
     raise errors.MissingExtra.of("forebay.adapters.ray.checkpoint", "ray") from error
 
-__all__ = ["RayCheckpoint", "from_ray", "get_checkpoint", "report", "to_ray"]
+__all__ = ["DamagedMetadata", "RayCheckpoint", "from_ray", "get_checkpoint", "report", "to_ray"]
+
+
+class DamagedMetadata(errors.RemoteProtocolError, json.JSONDecodeError):
+    """The metadata of a checkpoint is not a JSON object. It is a `json.JSONDecodeError`, too, which Ray raises."""
+
+
+@contextlib.contextmanager
+def _as_ray_raises() -> Iterator[None]:
+    try:
+        yield
+    except errors.RemoteProtocolError as error:
+        cause = error.__cause__
+        if not isinstance(cause, ValueError):
+            raise
+        where = {name: getattr(cause, name, default) for name, default in (("pos", 0), ("lineno", 1), ("colno", 1))}
+        raise DamagedMetadata(str(error), msg=str(cause), doc="", **where, **error.facts) from cause
 
 
 @guarded_methods()
@@ -113,16 +130,19 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
         return str(target)
 
     def get_metadata(self) -> dict[str, Any]:
-        """See `Checkpoint.get_metadata`."""
-        return self._ours.get_metadata()
+        """See `Checkpoint.get_metadata`. Raises `DamagedMetadata` if it is not JSON."""
+        with _as_ray_raises():
+            return self._ours.get_metadata()
 
     def set_metadata(self, metadata: dict[str, Any]) -> None:
         """See `Checkpoint.set_metadata`."""
         self._ours.set_metadata(metadata)
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
-        """See `Checkpoint.update_metadata`: no update of another process is lost."""
-        self._ours.update_metadata(metadata)
+        """See `Checkpoint.update_metadata`: no update of another process is lost. Raises `DamagedMetadata` if the present one is not
+        JSON."""
+        with _as_ray_raises():
+            self._ours.update_metadata(metadata)
 
 
 def to_ray(checkpoint: Checkpoint) -> RayCheckpoint:
