@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forebay.adapters.ray.checkpoint import DamagedMetadata as DamagedMetadata
     from forebay.adapters.ray.checkpoint import RayCheckpoint as RayCheckpoint
     from forebay.adapters.ray.checkpoint import from_ray as from_ray
     from forebay.adapters.ray.checkpoint import get_checkpoint as get_checkpoint
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from forebay.adapters.ray.tasks import start as start
     from forebay.adapters.ray.tasks import stop as stop
 
-_CHECKPOINT = ("RayCheckpoint", "from_ray", "get_checkpoint", "report", "to_ray")
+_CHECKPOINT = ("DamagedMetadata", "RayCheckpoint", "from_ray", "get_checkpoint", "report", "to_ray")
 _TASKS = ("RayTasks", "active", "remote", "start", "stop")
 __all__ = [*_CHECKPOINT, *_TASKS]  # noqa: PLE0604
 
