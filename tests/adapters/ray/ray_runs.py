@@ -1,7 +1,7 @@
 """A training of two workers that fails once and goes on, in a process of its own with a small Ray: ``ray_runs.py JSON``. Says what it saw.
 
-What it is told: names of runs (``tune``: of a `Tuner` instead), each with its ``storage``, a path of this host or of a counting filesystem (``shelf``: where that is) or
-of an S3 server (``s3``: its address and keys); ``root``: of the cache; ``log``: a directory.
+What it is told: names of runs (``tune``: of a `Tuner` instead), each with its ``storage``, a path of this host or of a counting
+filesystem (``shelf``: where that is) or of an S3 server (``s3``: its address and keys); ``root``: of the cache; ``log``: a directory.
 """
 
 from __future__ import annotations
