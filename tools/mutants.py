@@ -448,7 +448,7 @@ MUTANTS = (
         "security/test_keys.py::test_what_one_token_got_is_not_served_for_another[of-read]",
     ),
     Mutant(
-        10, "a listing may name a file outside its directory", "directories.manifests:check_names",
+        10, "a listing may name a file outside its directory", "directories.manifests:_find_bad",
         "why_not_below(name)", "''",
         "directories/test_directories.py::test_a_hostile_name[arrow-up]",
     ),

@@ -8,14 +8,13 @@ import fcntl
 import os
 import shutil
 import sys
+from collections.abc import Callable
 
 LOCK, WATCH = "lock", "watch"
 """Files in the directory: who uses it has the first locked shared, and the process that waits to remove it has the second locked."""
 
-
-def open_lock(path: str) -> int:
-    """A new descriptor of a lock file, which is created if it is missing."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+"""With which these files are opened."""
 
 
 def is_named(fd: int, path: str) -> bool:
@@ -26,11 +25,12 @@ def is_named(fd: int, path: str) -> bool:
         return False
 
 
-def remove_unused(directory: str, *, wait: bool) -> bool:
-    """Remove the directory unless a process holds its lock. ``wait``: until none does. False if it is in use, or is gone."""
+def remove_unused(directory: str, opener: Callable[[str, int, int], int] = os.open, *, wait: bool) -> bool:
+    """Remove the directory unless a process holds its lock. ``wait``: until none does. ``opener``: as `os.open`. False if it is in use, or
+    is gone."""
     lock = os.path.join(directory, LOCK)
     try:
-        fd = open_lock(lock)
+        fd = opener(lock, FLAGS, 0o600)
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
@@ -54,7 +54,7 @@ def main() -> None:
     os.setsid()
     directory = sys.argv[1]
     with contextlib.suppress(FileNotFoundError, BlockingIOError):  # it is gone, or another process waits
-        watch = os.open(os.path.join(directory, WATCH), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        watch = os.open(os.path.join(directory, WATCH), FLAGS, 0o600)
         fcntl.flock(watch, fcntl.LOCK_EX | fcntl.LOCK_NB)
         remove_unused(directory, wait=True)
 

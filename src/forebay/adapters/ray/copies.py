@@ -42,7 +42,7 @@ def hold(name: str) -> Path:
         except FileExistsError:
             _check_own(directory)
         try:
-            fd = cleanup.open_lock(lock)
+            fd = _open(lock, cleanup.FLAGS, 0o600)
         except FileNotFoundError:  # it was removed meanwhile
             continue
         try:
@@ -56,6 +56,10 @@ def hold(name: str) -> Path:
         break
     _watch(directory)
     return Path(directory)
+
+
+def _open(path: str, flags: int, mode: int) -> int:
+    return host.open_fd(Path(path), flags, mode)
 
 
 def _check_own(directory: str) -> None:
@@ -72,7 +76,7 @@ def _remove_unused(*, but: str) -> None:
     for path in interrupts.paced(names):
         with contextlib.suppress(OSError):  # another user's, or just removed
             if os.lstat(path).st_uid == os.geteuid():
-                cleanup.remove_unused(path, wait=False)
+                cleanup.remove_unused(path, _open, wait=False)
 
 
 def _watch(directory: str) -> None:
