@@ -9,13 +9,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 from forebay import _config, errors
 from forebay._kernel import host, interrupts
@@ -26,6 +26,9 @@ from forebay._model import Span, Transfer, exact_str
 from forebay.remote import key_urls
 from forebay.remote.key_urls import KeyUrl
 from forebay.remote.urls import absolute_path, canonical
+
+if TYPE_CHECKING:
+    from forebay.remote.cookies import Cookies
 
 log = logger("forebay.remote")
 T = TypeVar("T")
@@ -448,6 +451,7 @@ class Call:
         self._url, self.options = url, options
         self.transfer = Transfer()
         self.redirects: dict[str, str] = {}  # where redirects led: the next range goes there directly
+        self.cookies: Cookies | None = None
         self.varies = False  # whether they may lead another caller elsewhere
         self.until: float | None = None
         """The deadline by the monotonic clock; None without a limit."""
@@ -470,6 +474,7 @@ class Call:
         self.abort()
         successor = Call(self._url, self.options)
         successor.transfer, successor.until, successor._asked_hosts = self.transfer, self.until, self._asked_hosts
+        successor.cookies = self.cookies
         return successor
 
     def __enter__(self) -> Self:
@@ -562,6 +567,14 @@ class Call:
         while (delay := limits.delay()) > 0:
             self.check()
             self._pause_for(min(delay, LONGEST_DELAY))
+
+    def keep_cookies(self, url: str, lines: Sequence[str]) -> None:
+        """Keep the cookies that a response to ``url`` sets, for the other requests of this call only."""
+        from forebay.remote.cookies import Cookies
+
+        with self._lock:
+            self.cookies = self.cookies or Cookies()
+        self.cookies.keep(url, lines)
 
     # -- counters, responses, attempts -----------------------------------------------------------------------------
 
