@@ -17,9 +17,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from forebay.remote.urls import PUBLIC_HUB, hub_endpoint, scheme
+from forebay.remote.urls import PUBLIC_HUB, UrlRealm, hub_endpoint, scheme
 from forebay.remote.urls import UrlNaming as UrlNaming
-from forebay.remote.urls import UrlRealm
 from forebay.remote.urls import absolute as absolute
 from forebay.remote.urls import absolute_path as absolute_path
 from forebay.remote.urls import as_text as as_text

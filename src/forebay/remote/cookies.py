@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 import urllib.request
 from collections.abc import Mapping, Sequence
 from email.message import Message
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
-MAX_COOKIES, MAX_COOKIE = 200, 8 << 10
+MAX_COOKIES, MAX_COOKIE = 50, 4 << 10  # as browsers keep for a host; characters of one
 _SENDABLE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
 
 
@@ -28,23 +29,24 @@ class Cookies:
     def __init__(self) -> None:
         self._policy = DefaultCookiePolicy(strict_domain=True)
         self._jar = CookieJar(self._policy)
+        self._lock = threading.Lock()  # the jar's own does not cover `make_cookies`, which removes what has expired
 
     def keep(self, url: str, lines: Sequence[str]) -> None:
         """Keep what a response to ``url`` (without a user) sets by these values of ``Set-Cookie``. What came encrypted is never sent in
         clear, whatever the server says."""
         lines = [line for line in lines if len(line) <= MAX_COOKIE and _SENDABLE.fullmatch(line)]
-        if len(self._jar) + len(lines) > MAX_COOKIES:
-            return
         request = urllib.request.Request(url)
-        for cookie in self._jar.make_cookies(_Answer(lines), request):  # type: ignore[arg-type]
-            if self._policy.set_ok(cookie, request):
-                cookie.secure = cookie.secure or url.startswith("https:")
-                self._jar.set_cookie(cookie)
+        with self._lock:
+            for cookie in self._jar.make_cookies(_Answer(lines), request):  # type: ignore[arg-type]
+                if self._policy.set_ok(cookie, request) and len(self._jar) < MAX_COOKIES:
+                    cookie.secure = cookie.secure or url.startswith("https:")
+                    self._jar.set_cookie(cookie)
 
     def added_to(self, headers: Mapping[str, str], url: str) -> Mapping[str, str]:
         """The headers of a request for ``url`` with its cookies, which replace the user's own of the same name."""
         request = urllib.request.Request(url)
-        self._jar.add_cookie_header(request)
+        with self._lock:
+            self._jar.add_cookie_header(request)
         kept = request.get_header("Cookie")
         if not kept:
             return headers

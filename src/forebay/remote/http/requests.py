@@ -26,6 +26,7 @@ from forebay._model import Buffer, ObjectInfo, Span
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, is_negotiated, replaced
 from forebay.remote.http import loop
 from forebay.remote.http.transfers import NAME_ONE, NO_NAME, NO_TLS, HttpTransfer, NotConnected, Tls, TransferRequest, with_header
+from forebay.remote.urls import canonical
 
 log = logger("forebay.remote")
 
@@ -165,7 +166,11 @@ class Exchange:
             if response.status == 303 and method != "HEAD":
                 method, body = "GET", None
             sent = self.start(call, method, target, headers, body, first=first)
-        raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_REDIRECTS} times", url=call.url)
+        last = f"last to {canonical(_place(sent.endpoint, _parsed(call, sent.address)[2]))}"
+        message = (
+            f"{call.url}: redirected more than {MAX_REDIRECTS} times, {last}: if that is a login, check the credentials for it in netrc"
+        )
+        raise errors.RemoteProtocolError(message, url=call.url)
 
     def start(
         self, call: Call, method: str, target: str, headers: Mapping[str, str], body: bytes | None = None, *,
@@ -177,7 +182,9 @@ class Exchange:
         address, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
         endpoint, user, path = _parsed(call, address)
         first_endpoint, first_user = first or (endpoint, user)
-        defaults = self._default_headers(endpoint, user or (first_user if endpoint == first_endpoint else ""), first_endpoint)
+        defaults: Mapping[str, str] = self._default_headers(
+            endpoint, user or (first_user if endpoint == first_endpoint else ""), first_endpoint
+        )
         if call.cookies is not None:
             defaults = call.cookies.added_to(defaults, _place(endpoint, path))
         call.count(requests=1)
@@ -326,7 +333,7 @@ def _proxy_of(endpoint: Endpoint) -> str | None:
 def is_direct(host: str, port: int, no_proxy: str) -> bool:
     """Whether NO_PROXY names a host, as curl and requests read it: ``*`` alone, a name and those below it, an address, or a network such as
     ``10.0.0.0/8``. ``host:port`` names one port, as in requests."""
-    if no_proxy.strip() == "*":
+    if no_proxy == "*":
         return True
     address, host = _address(host.partition("%")[0]), host.rstrip(".")
     for entry in re.split(r"[,\s]+", no_proxy.lower()):
@@ -560,8 +567,12 @@ def info_of(url: str, headers: Mapping[str, str], size: int | None) -> ObjectInf
 
 
 def is_same_validator(one: str | None, other: str | None) -> bool:
-    """Weak comparison, as HTTP defines it for If-None-Match."""
-    return one is not None and other is not None and one.removeprefix("W/") == other.removeprefix("W/")
+    """Weak comparison, as HTTP defines it for If-None-Match. A listing may have no quotes where a response has them."""
+    return one is not None and other is not None and _tag(one) == _tag(other)
+
+
+def _tag(validator: str) -> str:
+    return validator.removeprefix("W/").strip('"')
 
 
 def is_other_version(known: ObjectInfo, headers: Mapping[str, str], size: int | None) -> bool:

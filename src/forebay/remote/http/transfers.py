@@ -320,9 +320,9 @@ class CurlHandle:
     ``began``, ``heard``: when the transfer began, and when it last made progress, by the monotonic clock. ``until``: its
     deadline. ``error``: what ends it, if that is not libcurl's error. ``limits``: of the request, while they limit the
     rate. ``throttled``: whether it is paused for that. ``sockets``, ``peers``: descriptor -> inode, and
-    `TransferRequest.peer`, of each socket of libcurl. ``suspects``: the servers that cut a TLS connection before they answered: the next
-    one is watched, since only its handshake tells whether they asked for a client certificate. ``throttle``: called when the rate allows no more for now; resumes
-    the transfer when it does."""
+    `TransferRequest.peer`, of each socket of libcurl. ``suspects``: the servers that cut a TLS connection before they answered:
+    the next one is watched, since only its handshake tells whether they asked for a client certificate. ``throttle``: called when
+    the rate allows no more for now; resumes the transfer when it does."""
 
     until: float | None
     error: Exception | None
@@ -428,9 +428,9 @@ class CurlHandle:
             if match is None and "subject name" in text:
                 return AttemptFailed("its certificate is not trusted: it is for another host", retryable=False)
             why = match[1] if match else "it cannot be verified"
-            return AttemptFailed(f"its certificate is not trusted: {why}; {self._advice()}", retryable=False)
+            return AttemptFailed(f"its certificate is not trusted: {why}{self._advice()}", retryable=False)
         if code == pycurl.E_SSL_CACERT_BADFILE:
-            return AttemptFailed(f"the file of trusted certificates cannot be read: {self._advice()}", retryable=False)
+            return AttemptFailed(f"the file of trusted certificates cannot be read{self._advice()}", retryable=False)
         if code == _E_SSL_CERTPROBLEM or (code == pycurl.E_BAD_FUNCTION_ARGUMENT and "private key" in text):
             return AttemptFailed(_own_certificate(self.request.tls), retryable=False)
         if self.request.origin.startswith("https:") and not self.answered and code in _CUT_CODES:
@@ -471,13 +471,13 @@ class CurlHandle:
         return AttemptFailed(reason)
 
     def _advice(self) -> str:
-        """Which setting names the certificates that are trusted, or may."""
-        tls = self.request.tls
-        setting = _trusted(tls.bundle).setting
-        if setting:
-            return f"the trusted ones are those of {setting}"
-        of_aws = "" if tls.bundle is None else "AWS_CA_BUNDLE, ca_bundle of the AWS profile, "
-        return f"to trust its authority, name the file of its certificate in {of_aws}REQUESTS_CA_BUNDLE, CURL_CA_BUNDLE or SSL_CERT_FILE"
+        """Which settings name the certificates that are trusted, and which of them does."""
+        bundle = self.request.tls.bundle
+        setting = _trusted(bundle).setting
+        used = f" (trusted are those of {setting})" if setting else ""
+        of_aws = "" if bundle is None else "AWS_CA_BUNDLE, ca_bundle of the AWS profile, "
+        names = f"{of_aws}{', '.join(_BUNDLES)} or SSL_CERT_FILE"
+        return f"{used}: name a file with the certificate of its authority in {names}; the first that is set counts"
 
     def due(self, now: float) -> float:
         """When the transfer fails unless it makes progress; not before then, this has to be asked again. libcurl counts whole seconds, and
@@ -610,11 +610,13 @@ def _trusted(bundle: str | None) -> Trust:
 
 @lru_cache(maxsize=64)
 def _trusted_by(aws: str, requests: str, curl: str, file: str, folder: str) -> Trust:
-    for bundle, name in ((aws, "AWS_CA_BUNDLE or ca_bundle of the AWS profile"), *zip((requests, curl), _BUNDLES, strict=True)):
+    for bundle, name in ((aws, "AWS_CA_BUNDLE or ca_bundle"), *zip((requests, curl), _BUNDLES, strict=True)):
         if bundle:  # a directory has its certificates under their hashes, as requests expects too
-            return Trust(*((None, bundle) if os.path.isdir(bundle) else (bundle, None)), f"{name} ({bundle})")
-    named = [f"{name} ({path})" for name, path in (("SSL_CERT_FILE", file), ("SSL_CERT_DIR", folder)) if path]
-    return Trust(*_default_trust(file or None, folder or None), " and ".join(named))
+            is_folder = os.path.isdir(bundle)
+            return Trust(None if is_folder else bundle, bundle if is_folder else None, f"{name}={bundle}")
+    named = [f"{name}={path}" for name, path in (("SSL_CERT_FILE", file), ("SSL_CERT_DIR", folder)) if path]
+    found_file, found_folder = _default_trust(file or None, folder or None)
+    return Trust(found_file, found_folder, " and ".join(named))
 
 
 @lru_cache(maxsize=16)
