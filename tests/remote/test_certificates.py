@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import socket
@@ -26,6 +27,7 @@ from tests.servers.nginx import nginx as running
 from tests.servers.tls import both as both
 
 BODY = b"thirteen bytes"
+MISSING = r"the server asks for a client certificate: name one with RemoteOptions\(client_cert="
 ONCE = RemoteOptions(attempts=1, backoff=0.01)
 
 
@@ -85,9 +87,7 @@ def http(nginx: Nginx, options: RemoteOptions = ONCE) -> bytes:
 
 def test_s3_trusts_whom_aws_does(tls: Nginx, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("botocore")
-    with pytest.raises(
-        errors.RemoteUnavailable, match=r"in AWS_CA_BUNDLE, ca_bundle of the AWS profile, REQUESTS_CA_BUNDLE, .*SSL_CERT_FILE"
-    ):
+    with pytest.raises(errors.RemoteUnavailable, match=r"in AWS_CA_BUNDLE, ca_bundle of the AWS profile, REQ.*SSL_CERT_FILE"):
         s3(tls)
     (tmp_path / "config").write_text(f"[default]\nca_bundle = {tls.ca}\n[profile other]\nregion = a\n")
     assert s3(tls) == BODY
@@ -138,17 +138,15 @@ def test_a_proxy_that_speaks_tls_is_trusted_likewise(both: ScriptedServer, monke
 def test_a_server_that_wants_one(strict: Nginx, monkeypatch: pytest.MonkeyPatch, read: Callable[..., bytes]) -> None:
     trusting(strict, monkeypatch)
     assert read(strict, own(strict, attempts=1)) == BODY
-    with pytest.raises(
-        errors.ForebayError, match="400" if read is s3 else r"asks for a client certificate: name one with RemoteOptions\(client_cert="
-    ):
+    with pytest.raises(errors.AccessDenied, match=MISSING):
         read(strict)
 
 
 def test_the_hub_gets_one(strict: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
     trusting(strict, monkeypatch)
     for options, error in ((own(strict, attempts=1), errors.NotFound), (ONCE, errors.AccessDenied)):
-        with pytest.raises(error):
-            HubRemote(options, strict.url).stat("hf://owner/name@" + 40 * "a" + "/config.json")
+        with pytest.raises(error, match="404" if error is errors.NotFound else MISSING):
+            HubRemote(options, strict.url).stat("hf://owner/name/config.json")
 
 
 def test_in_one_file_with_its_key_from_a_variable(strict: Nginx, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -171,23 +169,19 @@ def test_connections_with_and_without_one_are_not_mixed(curious: Nginx, monkeypa
     mine, nobody = HttpRemote(own(curious)), HttpRemote()
     for _ in range(3):
         assert mine.read(f"{curious.url}/who", Span(0, 100)) == b"CN=127.0.0.1"
-        with pytest.raises(errors.RemoteProtocolError, match="0 bytes"):  # whose name is empty
-            nobody.read(f"{curious.url}/who", Span(0, 100))
+        assert nobody.read(f"{curious.url}/who", Span(0, 100)) == b""
 
 
 def test_after_a_redirect_to_another_port_none_is_shown(
     curious: Nginx, both: ScriptedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`both` has a certificate of its own."""
-    import os
-
     trusted = tmp_path / "trusted.pem"
     assert curious.ca is not None
     trusted.write_text(curious.ca.read_text() + Path(os.environ["REQUESTS_CA_BUNDLE"]).read_text())
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(trusted))
     url = both.put("/a", b"", redirect=f"{curious.url}/who").replace("http:", "https:")
-    with pytest.raises(errors.RemoteProtocolError, match="0 bytes"):
-        HttpRemote(own(curious, attempts=1)).read(url, Span(0, 100))
+    assert HttpRemote(own(curious, attempts=1)).read(url, Span(0, 100)) == b""
 
 
 def tls_server(certificate: Path, version: ssl.TLSVersion, *, cut: bool = False) -> tuple[str, threading.Thread, socket.socket]:
@@ -232,7 +226,7 @@ def test_what_is_missing_is_told(tls: Nginx, monkeypatch: pytest.MonkeyPatch, tm
     subprocess.run([*make, "-keyout", another, "-out", tmp_path / "cert"], check=True, capture_output=True)
     another.write_text(another.read_text() + (tmp_path / "cert").read_text())
     options = RemoteOptions(attempts=3, backoff=0.01)
-    with pytest.raises(errors.RemoteError, match=r"the server asks for a client certificate: name one with RemoteOptions\(client_cert="):
+    with pytest.raises(errors.RemoteError, match=MISSING):
         HttpRemote(options).read(url, Span(0, 100))
     with pytest.raises(errors.RemoteError, match=rf"not accept the client certificate in {another}"):
         HttpRemote(RemoteOptions(attempts=3, backoff=0.01, client_cert=another)).read(url, Span(0, 100))
@@ -247,9 +241,7 @@ def test_a_cut_by_a_server_that_may_be_shown_one_is_retried(tls: Nginx, monkeypa
     assert tls.ca is not None
     trusting(tls, monkeypatch)
     url, thread, listener = tls_server(tls.ca, ssl.TLSVersion.TLSv1_3, cut=True)
-    with pytest.raises(
-        errors.RemoteUnavailable, match=r"the connection was cut, and the server asks for a client certificate.* after 3 attempts"
-    ):
+    with pytest.raises(errors.RemoteUnavailable, match=f"the connection was cut, and {MISSING}.* after 3 attempts"):
         HttpRemote(RemoteOptions(attempts=3, backoff=0.01)).read(url, Span(0, 100))
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
@@ -302,5 +294,5 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pickle.loads(pickle.dumps(options)) == options
     assert hash(pickle.loads(pickle.dumps(options))) == hash(options)
     for wrong in ("", 5, b"a", "a\0"):
-        with pytest.raises(errors.ConfigError, match="client_cert is .*: it must be the path of a file"):
+        with pytest.raises(errors.ConfigError, match=r"client_cert is .*: it must be the path of a file"):
             RemoteOptions(client_cert=wrong)  # type: ignore[arg-type]

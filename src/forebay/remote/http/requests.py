@@ -596,9 +596,9 @@ def ends_before(known: ObjectInfo, headers: Mapping[str, str], span: Span) -> bo
     etag, validator = headers.get("ETag", "").strip(), known.validator or ""
     if etag and (is_etag(validator) or is_same_validator(etag, validator)):
         return is_same_validator(etag, validator)
-    if is_etag(validator):
-        return is_strong(validator)  # the request had an If-Match header
-    size = validator.rpartition("-")[2]
+    if is_strong(validator):
+        return True  # the request had an If-Match header
+    size = validator.rpartition("-")[2] if not is_etag(validator) else "" if known.size is None else str(known.size)
     return not is_other_version(known, headers, None) and size.isdecimal() and int(size) <= span.start
 
 

@@ -396,6 +396,7 @@ class CurlHandle:
             self._is_basic = False
             curl.setopt(pycurl.DEBUGFUNCTION, self._note_handshake)
             curl.setopt(pycurl.VERBOSE, 1)
+            curl.setopt(pycurl.SSL_SESSIONID_CACHE, 0)  # when a session is resumed, nobody is asked again
 
     def _note_handshake(self, kind: int, text: bytes) -> None:
         if kind == pycurl.INFOTYPE_TEXT and b"Request CERT" in text:
