@@ -142,6 +142,23 @@ def test_a_server_that_wants_one(strict: Nginx, monkeypatch: pytest.MonkeyPatch,
         read(strict)
 
 
+def test_a_server_that_says_so_by_http_does_not_accept_any(strict: Nginx, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As nginx does, after the handshake."""
+    trusting(strict, monkeypatch)
+    another = certificate_of("another", tmp_path)
+    with pytest.raises(errors.AccessDenied, match=f"the server does not accept the client certificate in {another}"):
+        http(strict, RemoteOptions(client_cert=another))
+
+
+def certificate_of(name: str, folder: Path) -> Path:
+    """A new certificate, with its key in the same file."""
+    key, file = folder / "new.key", folder / f"{name}.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}"]
+    subprocess.run([*make, "-keyout", key, "-out", file], check=True, capture_output=True)
+    file.write_text(key.read_text() + file.read_text())
+    return file
+
+
 def test_the_hub_gets_one(strict: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
     trusting(strict, monkeypatch)
     for options, error in ((own(strict, attempts=1), errors.NotFound), (ONCE, errors.AccessDenied)):
@@ -173,15 +190,19 @@ def test_connections_with_and_without_one_are_not_mixed(curious: Nginx, monkeypa
 
 
 def test_after_a_redirect_to_another_port_none_is_shown(
-    curious: Nginx, both: ScriptedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    curious: Nginx, strict: Nginx, both: ScriptedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`both` has a certificate of its own."""
     trusted = tmp_path / "trusted.pem"
     assert curious.ca is not None
-    trusted.write_text(curious.ca.read_text() + Path(os.environ["REQUESTS_CA_BUNDLE"]).read_text())
+    assert strict.ca is not None
+    trusted.write_text(curious.ca.read_text() + strict.ca.read_text() + Path(os.environ["REQUESTS_CA_BUNDLE"]).read_text())
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(trusted))
     url = both.put("/a", b"", redirect=f"{curious.url}/who").replace("http:", "https:")
     assert HttpRemote(own(curious, attempts=1)).read(url, Span(0, 100)) == b""
+    both.put("/a", b"", redirect=f"{strict.url}/bucket/a")
+    with pytest.raises(errors.AccessDenied, match="client certificate: none is shown after a redirect to another server"):
+        HttpRemote(own(strict, attempts=1)).read(url, Span(0, 100))
 
 
 def tls_server(certificate: Path, version: ssl.TLSVersion, *, cut: bool = False) -> tuple[str, threading.Thread, socket.socket]:
@@ -221,10 +242,7 @@ def test_what_is_missing_is_told(tls: Nginx, monkeypatch: pytest.MonkeyPatch, tm
     assert tls.ca is not None
     trusting(tls, monkeypatch)
     url, thread, listener = tls_server(tls.ca, version)
-    another = tmp_path / "another.pem"
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=other"]
-    subprocess.run([*make, "-keyout", another, "-out", tmp_path / "cert"], check=True, capture_output=True)
-    another.write_text(another.read_text() + (tmp_path / "cert").read_text())
+    another = certificate_of("another", tmp_path)
     options = RemoteOptions(attempts=3, backoff=0.01)
     with pytest.raises(errors.RemoteError, match=MISSING):
         HttpRemote(options).read(url, Span(0, 100))

@@ -158,6 +158,8 @@ def test_a_circle_of_redirects_names_where_it_ended(serve: Callable[..., Server]
     server = serve("127.0.0.1", around)
     with pytest.raises(errors.RemoteProtocolError, match=rf"redirected more than 20 times, last to {server.url}/b\?\.\.\.: .*netrc"):
         HttpRemote(OPTIONS).stat(f"{server.url}/a")
+    with pytest.raises(errors.RemoteProtocolError, match="last to"):  # a name with half a character
+        HttpRemote(OPTIONS).stat(f"{server.url}/\udcff\xe4 b?\udcff")
 
 
 def test_what_came_encrypted_is_not_sent_in_clear(both: ScriptedServer) -> None:

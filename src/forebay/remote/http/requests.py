@@ -25,7 +25,16 @@ from forebay._logs import escaped, logger
 from forebay._model import Buffer, ObjectInfo, Span
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, is_negotiated, replaced
 from forebay.remote.http import loop
-from forebay.remote.http.transfers import NAME_ONE, NO_NAME, NO_TLS, HttpTransfer, NotConnected, Tls, TransferRequest, with_header
+from forebay.remote.http.transfers import (
+    NO_NAME,
+    NO_TLS,
+    HttpTransfer,
+    NotConnected,
+    Tls,
+    TransferRequest,
+    about_client_certificate,
+    with_header,
+)
 from forebay.remote.urls import canonical
 
 log = logger("forebay.remote")
@@ -192,7 +201,7 @@ class Exchange:
         if endpoint not in self._proxies:
             self._proxies[endpoint] = _proxy_of(endpoint) if options.proxies else None
         proxy = self._proxies[endpoint]
-        path = _TO_QUOTE.sub(lambda match: quote(match[0], safe="", errors="surrogatepass"), path)
+        path = _quoted(path)
         request = TransferRequest(
             method, f"{endpoint.scheme}://{endpoint.name}", path, replaced(defaults, signed), body, proxy,
             connect_timeout=min(options.connect_timeout, call.check()), read_timeout=options.read_timeout, until=call.until,
@@ -214,8 +223,8 @@ class Exchange:
         if endpoint.scheme != "https":
             return NO_TLS
         bundle = None if self._bundle is None else self._bundle()
-        shown = self.options if endpoint == first else None
-        return Tls(bundle, str(shown.client_cert or "") if shown else "", str(shown.client_key or "") if shown else "")
+        files = str(self.options.client_cert or ""), str(self.options.client_key or "")
+        return Tls(bundle, *files) if endpoint == first else Tls(bundle, is_withheld=bool(files[0]))
 
     def _wait_for_head(self, call: Call, transfer: HttpTransfer) -> None:
         """The end of the call ends the response too. Raises `AttemptFailed`, and `CallAborted` after the end of the call."""
@@ -275,8 +284,8 @@ class Exchange:
             self._defaults.clear()  # the user may have written a netrc file by the next call
         explained = self._explain(url, response.status, response.headers, body) if self._explain else None
         if explained is None and response.status == 400 and b"SSL certificate" in body:  # nginx says so after the handshake
-            reason = "refuses the client certificate" if self.options.client_cert else f"asks for a client certificate: {NAME_ONE}"
-            return errors.AccessDenied(f"{call.url}: the server {reason}", url=call.url, status=400)
+            reason = about_client_certificate(response.tls)
+            return errors.AccessDenied(f"{call.url}: {reason}", url=call.url, status=400)
         return explained or error_for_status(call.url, response.status, response.reason, response.headers)
 
     def _resolve(self, transfer: HttpTransfer, host: str, port: int) -> None:
@@ -396,7 +405,12 @@ def _parsed(call: Call, url: str) -> tuple[Endpoint, str, str]:
 
 def _place(endpoint: Endpoint, path: str) -> str:
     """A URL without a user, as cookies are kept for it."""
-    return f"{endpoint.scheme}://{endpoint.name}{path}"
+    return f"{endpoint.scheme}://{endpoint.name}{_quoted(path)}"
+
+
+def _quoted(path: str) -> str:
+    """A path and a query as they are sent: what stands in them already is not quoted again."""
+    return _TO_QUOTE.sub(lambda match: quote(match[0], safe="", errors="surrogatepass"), path)
 
 
 def _netrc_login(host: str) -> tuple[str, str] | None:
@@ -416,14 +430,14 @@ def _netrc_login(host: str) -> tuple[str, str] | None:
 
 class Response:
     """``status``, ``headers``, and a body that is still to be read: ``length`` bytes as sent, None where the server does not state it. The
-    response to HEAD has the length without the bytes.
+    response to HEAD has the length without the bytes. ``tls``: what its request was sent with.
 
     A context manager: at its end the connection is kept if the body was read to its end, else closed."""
 
     def __init__(self, transfer: HttpTransfer, call: Call, *, raw: bool = False) -> None:
         self.status, self.reason = transfer.status, transfer.reason
         self.headers: Mapping[str, str] = transfer.headers
-        self._transfer, self.call = transfer, call
+        self._transfer, self.call, self.tls = transfer, call, transfer.request.tls
         self.length: int | None = None
         text = self.headers.get("Content-Length")
         if self.status in (204, 304):

@@ -79,11 +79,13 @@ def with_header(headers: Mapping[str, str], name: str, value: str) -> Headers:
 
 class Tls(NamedTuple):
     """The files of a TLS connection. ``bundle``: the certificates that AWS's settings trust, "" if they name none, None where those do not
-    apply. ``client_cert``, ``client_key``: what to show to a server that asks, the key possibly in the former."""
+    apply. ``client_cert``, ``client_key``: what to show to a server that asks, the key possibly in the former. ``is_withheld``: the user
+    named a certificate, but not for this server, to which a redirect led."""
 
     bundle: str | None = None
     client_cert: str = ""
     client_key: str = ""
+    is_withheld: bool = False
 
 
 NO_TLS = Tls()
@@ -441,7 +443,7 @@ class CurlHandle:
             is_refused = _ASKS_FOR_CERTIFICATE.search(text) is not None or (self._was_asked and "alert" in text)
             if is_refused or self._was_asked:
                 error = AccessDenied if is_refused else RemoteUnavailable
-                return AttemptFailed(_about_client_certificate(self.request.tls, is_refused), error, retryable=not is_refused)
+                return AttemptFailed(about_client_certificate(self.request.tls, is_refused=is_refused), error, retryable=not is_refused)
         if code == pycurl.E_URL_MALFORMAT:
             return AttemptFailed("a host that cannot be", retryable=False)
         if code == pycurl.E_COULDNT_RESOLVE_PROXY:
@@ -639,11 +641,13 @@ _CERTIFICATE = re.compile(r"SSL certificate [^:]*: (.*?)(?: \(\d+\))?\Z")
 _MISSING = re.compile(r"(\d+) bytes (?:remaining|missing)")
 
 
-def _about_client_certificate(tls: Tls, is_refused: bool) -> str:
+def about_client_certificate(tls: Tls, *, is_refused: bool = True) -> str:
+    """What is wrong with the client certificate, or without one. ``is_refused``: the server said so; it did not just cut the connection."""
     what = "" if is_refused else f"{_CUT}, and "
     if tls.client_cert:
         return f"{what}the server {'does' if is_refused else 'may'} not accept the client certificate in {tls.client_cert}"
-    return f"{what}the server asks for a client certificate: {NAME_ONE}"
+    todo = "none is shown after a redirect to another server" if tls.is_withheld else _NAME_ONE
+    return f"{what}the server asks for a client certificate: {todo}"
 
 
 def _own_certificate(tls: Tls) -> str:
@@ -653,7 +657,7 @@ def _own_certificate(tls: Tls) -> str:
     )
 
 
-NAME_ONE = "name one with RemoteOptions(client_cert=, client_key=), or FOREBAY_CLIENT_CERT and FOREBAY_CLIENT_KEY"
+_NAME_ONE = "name one with RemoteOptions(client_cert=, client_key=), or FOREBAY_CLIENT_CERT and FOREBAY_CLIENT_KEY"
 
 
 class NotConnected(AttemptFailed):
