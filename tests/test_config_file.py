@@ -77,6 +77,7 @@ def test_a_cache_follows_it(write: Write, tmp_path: Path, server: ScriptedServer
             ("offline = [1]", "offline must be text"),
             ("attempts = 0", "attempts is '0'"),
         ),
+        *(("client_cert = 'me.pem'", "client_cert='me.pem' is not valid: use an absolute path"),),
         *(("home = 'cache'", "use an absolute path"), ("[offline]\nx = 1", "offline must be text")),
     ],
 )

@@ -283,7 +283,7 @@ class EnvironmentSettings(NamedTuple):
         return cls(**values), faults
 
 
-REMOTE = ("CONNECT_TIMEOUT", "READ_TIMEOUT", "TOTAL_TIMEOUT", "ATTEMPTS", "CONNECTIONS", "STREAMS")
+REMOTE = ("CONNECT_TIMEOUT", "READ_TIMEOUT", "TOTAL_TIMEOUT", "ATTEMPTS", "CONNECTIONS", "STREAMS", "CLIENT_CERT", "CLIENT_KEY")
 """The names of the variables from which `RemoteOptions` are made, without ``FOREBAY_``."""
 KNOWN = frozenset({
     *("HOME", "BUDGET", "MIN_FREE", "MAX_RATE", "MAX_CONNECTIONS", "MAX_AGE", "OFFLINE", "SHARED", "PROGRESS", "VERBOSITY", "CLAIMS"),

@@ -14,6 +14,7 @@ from forebay.errors import ConfigError
 
 NAME = "forebay.toml"
 LARGEST = 1 << 20
+PATHS = frozenset({"home", "client_cert", "client_key"})
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # what the process, or the machine, has run out of
 
 
@@ -70,9 +71,9 @@ def _parsed(path: Path, data: bytes) -> ConfigFile:
         if text is None:
             message = f"{path}: {key} must be text, a number, true or false: a setting has no tables, lists or dates"
             faults.append(ConfigError(message, name=f"{path}: {key}", value=str(value)))
-        elif key == "home" and text and not os.path.isabs(os.path.expanduser(text)):
-            message = f"{path}: home={text!r} is not valid: use an absolute path, or one that begins with ~"
-            faults.append(ConfigError(message, name=f"{path}: home", value=text))
+        elif key in PATHS and text and not os.path.isabs(os.path.expanduser(text)):
+            message = f"{path}: {key}={text!r} is not valid: use an absolute path, or one that begins with ~"
+            faults.append(ConfigError(message, name=f"{path}: {key}", value=text))
         else:
             values[key] = text
     return ConfigFile(path, True, values, faults=tuple(faults))

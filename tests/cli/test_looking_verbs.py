@@ -262,7 +262,7 @@ def test_doctor_sees_damage(run: Run, filled: Cache, server: ScriptedServer) -> 
     ("name", "value"),
     [
         *(("FOREBAY_BUDGET", "500"), ("FOREBAY_MIN_FREE", "120%"), ("FOREBAY_OFFLINE", "perhaps"), ("FOREBAY_VERBOSITY", "loud")),
-        *(("FOREBAY_ATTEMPTS", "0"), ("FOREBAY_READ_TIMEOUT", "soon")),
+        *(("FOREBAY_ATTEMPTS", "0"), ("FOREBAY_READ_TIMEOUT", "soon"), ("FOREBAY_CLIENT_CERT", "/none")),
     ],
 )
 def test_doctor_tells_a_setting_that_makes_no_sense(

@@ -407,3 +407,40 @@ def test_nothing_is_written_over_http(server: ScriptedServer) -> None:
         assert isinstance(caught.value, NotImplementedError)
         assert "sikrit" not in str(caught.value)
     assert server.requests == []
+
+
+# -- ETags without quotes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dated", [True, False])
+@pytest.mark.parametrize("etag", ["abc123", "5f3-1000", '"abc', "'abc'", "W/abc", "1600000000-77", f"1600000000-{len(BODY)}"])
+def test_an_etag_without_quotes(server: ScriptedServer, http: HttpRemote, etag: str, dated: bool) -> None:
+    url, sink = server.put("/a", BODY, etag=etag, modified=1.6e9 if dated else None), MemorySink()
+    info = http.fetch(url, sink).info
+    assert sink.data == BODY
+    assert info is not None
+    assert (info.validator, info.strong) == (etag, False)
+    assert http.stat(url, known=etag) is None
+    assert http.stat(url, known="another") is not None
+    for span in (Span(0, 10), Span(PART, PART), Span(len(BODY) - 5, 100)):
+        assert http.read(url, span, validator=etag) == http.read(url, span, info=info) == BODY[span.start : span.end]
+    assert http.read(url, Span(len(BODY) + 1, 5), info=info) == b""
+    server.put("/a", BODY[1:], etag="other", modified=1.7e9 if dated else None)
+    assert http.stat(url, known=etag) is not None
+    for known in ({"validator": etag}, {"info": info}):
+        with pytest.raises(errors.RemoteChanged):
+            http.read(url, Span(0, 10), **known)  # type: ignore[arg-type]
+
+
+def test_an_etag_without_quotes_is_sent_back_as_it_came(server: ScriptedServer, http: HttpRemote) -> None:
+    """Home-made servers compare texts, and would otherwise send an unchanged object again."""
+    url = server.put("/a", BODY, etag="abc123")
+    assert http.stat(url, known="abc123") is None
+    assert (server.requests[-1].headers["If-None-Match"], server.requests[-1].status) == ("abc123", 304)
+
+
+def test_quotes_make_no_other_version(server: ScriptedServer, http: HttpRemote) -> None:
+    """A listing may have none where responses have some."""
+    url = server.put("/a", BODY, etag='"abc"')
+    assert http.stat(url, known="abc") is None
+    assert http.read(url, Span(0, 10), validator="abc") == BODY[:10]

@@ -39,6 +39,7 @@ http {{
         location /private/ {{ alias {folder}/files/; auth_basic "tests"; auth_basic_user_file {folder}/users; }}
         location /moved/ {{ rewrite ^/moved/(.*)$ /$1 redirect; }}
         location /slow/ {{ alias {folder}/files/; limit_rate 100k; }}
+        location = /who {{ return 200 "$ssl_client_s_dn"; }}
         location /medium/ {{ alias {folder}/files/; limit_rate 2m; }}
     }}
 }}
@@ -82,8 +83,9 @@ class Nginx:
 
 
 @contextlib.contextmanager
-def nginx(folder: Path, *, tls: bool = False) -> Iterator[Nginx]:
-    """A running nginx. Skips the test where there is none."""
+def nginx(folder: Path, *, tls: bool = False, verify: str = "off") -> Iterator[Nginx]:
+    """A running nginx. Skips the test where there is none. ``verify``: whether clients have to show a certificate (``on``, ``optional``):
+    the only good one is the server's own, with its key in ``key.pem`` beside it. ``/who`` tells whose was shown."""
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
     if program is None:
         pytest.skip("nginx is not installed")
@@ -91,6 +93,7 @@ def nginx(folder: Path, *, tls: bool = False) -> Iterator[Nginx]:
     files.mkdir(parents=True)
     (folder / "users").write_text("me:{PLAIN}pass\n")
     secure = f"ssl_certificate {folder}/cert.pem; ssl_certificate_key {folder}/key.pem;" if tls else ""
+    secure += f" ssl_client_certificate {folder}/cert.pem; ssl_verify_client {verify};" if verify != "off" else ""
     if tls:
         _certificate(folder)
     port = free_port()

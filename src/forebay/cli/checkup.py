@@ -57,6 +57,7 @@ DEFAULTS = {
     "budget": "75 % of the free space, once the cache is created", "min_free": "5 % of the disk", "max_age": "300s", "offline": "0",
     "shared": "0", "progress": "on a terminal", "verbosity": "warning", "connect_timeout": "10", "read_timeout": "30", "attempts": "5",
     "connections": "16", "streams": "8", "s3_anonymous": "only if no credentials are found", "claims": "/dev/shm/forebay-claims",
+    "client_cert": "none", "client_key": "none",
 }  # fmt: skip
 """The defaults; the other settings have no limit by default."""
 
@@ -249,9 +250,17 @@ def _settings(path: Path) -> Iterator[Finding]:
 
 def setting_faults() -> list[errors.ConfigError]:
     """The errors in the environment variables and in the user's file."""
-    from forebay.remote.base import numbers
+    from forebay.remote.base import RemoteOptions, numbers
 
-    return EnvironmentSettings.with_faults()[1] + numbers(given_settings()[0])[1]
+    given = given_settings()[0]
+    faults = EnvironmentSettings.with_faults()[1] + numbers(given)[1]
+    certificate = given.get("client_cert") or given.get("client_key")
+    if certificate is not None and not faults:
+        try:
+            RemoteOptions.from_environment().keyed_certificate()
+        except errors.ConfigError as error:
+            faults.append(errors.ConfigError(f"{certificate.name}: {error}", name=certificate.name, value=certificate.text))
+    return faults
 
 
 def _file_system(path: Path) -> Iterator[Finding]:

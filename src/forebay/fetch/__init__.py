@@ -78,7 +78,11 @@ class Fetcher:
             del init_kwargs[name]
         with waits.time_limit(opened.timeout):
             store = opened.open_or_pass()
-        fetcher = cls(store, opened.remote_options, opened=opened, init_kwargs=init_kwargs)
+        try:
+            fetcher = cls(store, opened.remote_options, opened=opened, init_kwargs=init_kwargs)
+        except errors.ConfigError:  # a client certificate that cannot be read
+            store.close()
+            raise
         try:
             if opened.upstream is not None:
                 fetcher.upstream = Upstream(CacheOptions(opened.upstream, shared=True, read_only=True))

@@ -1,6 +1,7 @@
 """Remotes, from which bytes are read: `resolve` returns the `Remote` of a URL. Independent of the engine.
 
 - `urls`: keys, suffixes, local paths, texts without secrets
+- `key_urls`: what of a query names an object, as the user says
 - `base`: options, one call with its retries, parallel ranges of one object
 - `http`: one object over HTTP
 - `s3`: the same data plane, with AWS credentials and signatures
@@ -16,7 +17,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from forebay.remote.urls import PUBLIC_HUB, hub_endpoint, scheme
+from forebay.remote.urls import PUBLIC_HUB, UrlRealm, hub_endpoint, scheme
 from forebay.remote.urls import UrlNaming as UrlNaming
 from forebay.remote.urls import absolute as absolute
 from forebay.remote.urls import absolute_path as absolute_path
@@ -56,20 +57,22 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-class Realm:
+class Realm(UrlRealm):
     """What decides, besides a URL, which bytes it leads to: part of the keys of a cache. The servers of a scheme are those that
     the settings name when its first URL is used. Callable from any thread.
 
-    ``options``: whose ``partition`` counts for all schemes, and whose headers for those that send them; their token for HTTP only."""
+    ``options``: whose ``partition`` counts for all schemes, and whose headers and client certificate for those that send them; their token
+    and ``key_url`` for HTTP only. Raises `ConfigError` if the client certificate cannot be read."""
 
     def __init__(self, options: RemoteOptions | None = None) -> None:
         self._partition = "" if options is None else options.partition or ""
         self._credentials = "" if options is None or options.partition is not None else options.authorization
-        self._headers = () if options is None else options.keyed_headers
+        self._headers = () if options is None else options.keyed_headers + options.keyed_certificate()
+        self._key_url = None if options is None else options.key_url
         self._endpoints: dict[str, str] = {}
         self._texts: dict[str, str] = {}
         named = any(map(os.environ.get, ("HF_ENDPOINT", *_S3))) or bool(_deciding())
-        self.is_usual = not (named or self._partition or self._credentials or self._headers)
+        self.is_usual = not (named or self._partition or self._credentials or self._headers or self._key_url)
         """Whether it adds nothing to any key, as far as is known."""
 
     def endpoint(self, kind: str) -> str:
@@ -79,8 +82,16 @@ class Realm:
             self.is_usual = self.is_usual and not self._endpoints[kind]
         return self._endpoints[kind]
 
+    def key_query(self, url: str, query: str) -> str:
+        """See `UrlRealm.key_query`."""
+        if self._key_url is None:
+            return query
+        from forebay.remote import key_urls
+
+        return key_urls.key_query(self._key_url, url, query)
+
     def __call__(self, kind: str) -> str:
-        """The text whose hash is part of the keys of a scheme; "": none."""
+        """See `UrlRealm`."""
         text = self._texts.get(kind)
         if text is None:
             is_http = kind in ("http", "https")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import numbers as numbers_abc
 import operator
+import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 from forebay import _config, errors
 from forebay._kernel import host, interrupts
@@ -22,7 +23,12 @@ from forebay._kernel.threads import run_all
 from forebay._kernel.waits import SharedLimit, time_limit
 from forebay._logs import logger
 from forebay._model import Span, Transfer, exact_str
-from forebay.remote.urls import canonical
+from forebay.remote import key_urls
+from forebay.remote.key_urls import KeyUrl
+from forebay.remote.urls import absolute_path, canonical
+
+if TYPE_CHECKING:
+    from forebay.remote.cookies import Cookies
 
 log = logger("forebay.remote")
 T = TypeVar("T")
@@ -31,6 +37,7 @@ CHECK_TIMEOUT = 10.0
 MAX_PAUSE = 10.0
 MAX_RETRY_AFTER = 120.0
 WARN_ABOVE = 5.0  # seconds: a longer pause between two attempts is logged as a warning
+_FILES = ("client_cert", "client_key")
 _COUNTS = frozenset({"attempts", "connections", "streams", "part", "buffer"})
 _OF_REQUEST = frozenset({"user-agent", "traceparent", "x-request-id"})
 _FRAMING = frozenset({"content-length", "transfer-encoding"})
@@ -51,10 +58,16 @@ class RemoteOptions:
     with jitter; a Retry-After header replaces it. ``connections``: maximum connections for ranges in a process; more are opened only while
     more calls need one. ``streams``: parallel ranges of one object. ``part``: bytes of a range. ``buffer``: bytes of a body held in memory
     until its reader takes them. ``proxies``: use ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. ``netrc``: use the netrc
-    file. ``anonymous``, ``requester_pays``: for ``s3://``. ``allow_downgrade``: follow a redirect from ``https://`` to ``http://``.
+    file. ``client_cert``: the file of a certificate that is shown to servers which ask for one, in PEM, and after it those that sign it;
+    ``client_key``: the file of its private key, without a password; None: it is in ``client_cert``. Not shown after a redirect to another
+    scheme, host or port. ``anonymous``, ``requester_pays``: for ``s3://``. ``allow_downgrade``: follow a redirect from ``https://`` to ``http://``.
     ``partition``: part of the keys, so that objects fetched with these options are only served to callers with the same partition. By
-    default all ``headers`` are, but for those of `is_keyed`; and the ``token``, for ``https://`` and ``http://``. A partition replaces
-    all of them but ``Accept*``; "": only these make a difference."""
+    default all ``headers`` are, but for those of `is_keyed`; the content of ``client_cert``; and the ``token``, for ``https://`` and
+    ``http://``. A partition replaces all of them but ``Accept*``; "": only these make a difference. ``key_url``: what of the query of an
+    ``https://`` or ``http://`` URL is part of its key: a pattern (`re`) of the whole names of parameters that are not; or a function that
+    takes the URL and returns it with the query that is; or a mapping of hosts (``host``, ``host:port``, ``*.host``, ``*``) to these.
+    Signatures of known stores are left out before, and the URL has no user and no fragment. A function must be one that can be pickled if
+    the options are."""
 
     headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
     token: str | None = field(default=None, repr=False)
@@ -69,10 +82,13 @@ class RemoteOptions:
     buffer: int = 1 << 20
     proxies: bool = True
     netrc: bool = True
+    client_cert: str | os.PathLike[str] | None = None
+    client_key: str | os.PathLike[str] | None = None
     anonymous: bool | None = None
     requester_pays: bool = False
     allow_downgrade: bool = False
     partition: str | None = field(default=None, repr=False)
+    key_url: KeyUrl | Mapping[str, KeyUrl] | None = field(default=None, hash=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout", "read_timeout", "total_timeout", "backoff", *_COUNTS):
@@ -97,15 +113,34 @@ class RemoteOptions:
         object.__setattr__(self, "headers", dict(_checked_headers(self.headers)))
         if self.token:
             _check_sendable("token", self.token)
+        for name in _FILES:
+            object.__setattr__(self, name, _path(name, getattr(self, name)))
+        if self.client_key and not self.client_cert:
+            raise errors.ConfigError("client_key is of no use without client_cert: name the certificate too", name="client_key")
+        object.__setattr__(self, "key_url", key_urls.checked(self.key_url))
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.key_url is not None:
+            import pickle
+
+            try:
+                pickle.dumps(self.key_url)
+            except Exception as error:
+                message = "key_url cannot be pickled, which another process needs: name a function at the top of a module, or a pattern"
+                raise errors.ConfigError(message, name="key_url") from error
+        return vars(self)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Options from FOREBAY_CONNECT_TIMEOUT, FOREBAY_READ_TIMEOUT, FOREBAY_TOTAL_TIMEOUT, FOREBAY_ATTEMPTS, FOREBAY_CONNECTIONS
-        and FOREBAY_STREAMS, or the same keys of the user's file. Raises `ConfigError`, naming the variable, or the file and the key."""
-        values, faults = numbers(_config.given_settings(environ)[0])
+        """Options from FOREBAY_CONNECT_TIMEOUT, FOREBAY_READ_TIMEOUT, FOREBAY_TOTAL_TIMEOUT, FOREBAY_ATTEMPTS, FOREBAY_CONNECTIONS,
+        FOREBAY_STREAMS, FOREBAY_CLIENT_CERT and FOREBAY_CLIENT_KEY, or the same keys of the user's file. Raises `ConfigError`, naming the
+        variable, or the file and the key."""
+        given = _config.given_settings(environ)[0]
+        values, faults = numbers(given)
         if faults:
             raise faults[0]
-        return cls(**values)  # type: ignore[arg-type]
+        files = {name: os.path.expanduser(given[name].text) for name in _FILES if name in given}
+        return cls(**values, **files)  # type: ignore[arg-type]
 
     @property
     def authorization(self) -> str:
@@ -130,6 +165,20 @@ class RemoteOptions:
         kept = [line for line in lines if self.partition is None or line[0].startswith("accept")]
         return tuple(sorted(kept, key=itemgetter(0)))
 
+    def keyed_certificate(self) -> tuple[tuple[str, str], ...]:
+        """The client certificate as one of the lines that are part of the keys: a hash of its content, so that those of two containers
+        with one path differ. None with a ``partition``. Raises `ConfigError` if it cannot be read."""
+        if self.client_cert is None or self.partition is not None:
+            return ()
+        import hashlib
+
+        try:
+            with open(self.client_cert, "rb", opener=host.open_fd) as file:
+                return (("client certificate", hashlib.sha256(file.read()).hexdigest()),)  # no header has a blank in its name
+        except OSError as error:
+            message = f"client_cert={str(self.client_cert)!r} cannot be read: {error.strerror}"
+            raise errors.ConfigError(message, name="client_cert", value=str(self.client_cert)) from error
+
     def for_check(self) -> Self:
         """These options with a short time limit, for asking whether a known version is still current, which is optional for the caller."""
         limit = min(CHECK_TIMEOUT, self.total_timeout or CHECK_TIMEOUT)
@@ -144,6 +193,16 @@ def _number(value: object, *, is_count: bool) -> float | None:
         return float(value) if isinstance(value, numbers_abc.Real) else None
     except TypeError:
         return None
+
+
+def _path(name: str, value: object) -> str | None:
+    """The absolute path of a file: what is opened in another process may be opened in another working directory. Raises `ConfigError`."""
+    if value is None:
+        return None
+    text = exact_str(os.fspath(value) if isinstance(value, os.PathLike) else value)
+    if not text or "\0" in text:
+        raise errors.ConfigError(f"{name} is {value!r}: it must be the path of a file", name=name)
+    return absolute_path(text)
 
 
 def _checked_headers(headers: object) -> Iterator[tuple[str, str]]:
@@ -392,6 +451,7 @@ class Call:
         self._url, self.options = url, options
         self.transfer = Transfer()
         self.redirects: dict[str, str] = {}  # where redirects led: the next range goes there directly
+        self.cookies: Cookies | None = None
         self.varies = False  # whether they may lead another caller elsewhere
         self.until: float | None = None
         """The deadline by the monotonic clock; None without a limit."""
@@ -414,6 +474,7 @@ class Call:
         self.abort()
         successor = Call(self._url, self.options)
         successor.transfer, successor.until, successor._asked_hosts = self.transfer, self.until, self._asked_hosts
+        successor.cookies = self.cookies
         return successor
 
     def __enter__(self) -> Self:
@@ -506,6 +567,14 @@ class Call:
         while (delay := limits.delay()) > 0:
             self.check()
             self._pause_for(min(delay, LONGEST_DELAY))
+
+    def keep_cookies(self, url: str, lines: Sequence[str]) -> None:
+        """Keep the cookies that a response to ``url`` sets, for the other requests of this call only."""
+        from forebay.remote.cookies import Cookies
+
+        with self._lock:
+            self.cookies = self.cookies or Cookies()
+        self.cookies.keep(url, lines)
 
     # -- counters, responses, attempts -----------------------------------------------------------------------------
 

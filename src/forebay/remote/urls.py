@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from forebay._model import exact_str
@@ -32,6 +32,9 @@ _KNOWN = {*_PORTS, "s3"}
 
 
 _AMZ = "X-Amz-Algorithm X-Amz-Credential X-Amz-Date X-Amz-Expires X-Amz-SignedHeaders X-Amz-Signature"
+_OSS = "x-oss-signature-version x-oss-signature"
+_COS = "q-sign-algorithm q-ak q-sign-time q-key-time q-header-list q-url-param-list q-signature"
+_MAY_BE_EMPTY = frozenset({"q-header-list", "q-url-param-list", "x-oss-additional-headers"})
 _SAS_OPTIONAL = "st spr sip sdd ses saoid suoid scid skoid sktid skt ske sks skv"
 
 
@@ -47,33 +50,49 @@ def _signatures() -> list[list[frozenset[str]]]:
         ("sv sr sp se sig", "", _SAS_OPTIONAL),  # Azure: for one service
         ("sv sr si sig", "", f"sp se {_SAS_OPTIONAL}"),  # for a stored policy
         ("sv ss srt sp se sig", "", _SAS_OPTIONAL),  # for an account
+        ("OSSAccessKeyId Signature Expires", "", "security-token"),  # Alibaba Cloud OSS
+        (f"{_OSS} x-oss-access-key-id x-oss-expires", "", "x-oss-additional-headers"),
+        (f"{_OSS} x-oss-credential x-oss-date x-oss-expires", "", "x-oss-security-token x-oss-additional-headers"),
+        (_COS, "", "x-cos-security-token"),  # Tencent Cloud COS
+        ("AccessKeyId Signature Expires", "", "x-obs-security-token"),  # Huawei Cloud OBS
     )
     return [[frozenset(names.split()) for names in signature] for signature in known]
 
 
 def _signing(pairs: Sequence[tuple[str, str]]) -> set[str]:
     """The names of the parameters that sign an HTTP URL. URLs that differ only in their values name the same object. Only a whole set is a
-    signature, with each parameter once and none empty: ``sig`` alone may mean anything."""
+    signature, with each parameter once and none empty (but a list of names): ``sig`` alone may mean anything."""
     found = set[str]()
     for all_of, one_of, optional in _signatures():
         signing = [pair for pair in pairs if pair[0] in all_of or pair[0] in one_of or pair[0] in optional]
         names = {name for name, _ in signing}
         is_whole = all_of <= names and (not one_of or not one_of.isdisjoint(names))
-        if is_whole and len(names) == len(signing) and all(value for _, value in signing):
+        if is_whole and len(names) == len(signing) and all(value or name in _MAY_BE_EMPTY for name, value in signing):
             found |= names
     return found
 
 
-def _nothing_else(kind: str) -> str:
-    return ""
+class UrlRealm:
+    """What decides, besides a URL, which bytes it leads to, and what of a URL does not. Here: nothing. See `forebay.remote.Realm`."""
+
+    def __call__(self, kind: str) -> str:
+        """The text whose hash is part of the keys of a scheme; "": none."""
+        return ""
+
+    def key_query(self, url: str, query: str) -> str:
+        """What of the query of an HTTP URL is part of its key. ``url``: without the query and the user. Raises `ConfigError`."""
+        return query
+
+
+_USUAL = UrlRealm()
 
 
 class UrlNaming(NamedTuple):
     """How one cache names URLs in its keys. ``secret``: that of its root; without it, nothing that was hashed can be found by guessing.
-    ``realm(scheme)``: what decides, besides the URL, which bytes it leads to, see `forebay.remote.Realm`; "": nothing."""
+    ``realm``: what decides, besides the URL, which bytes it leads to."""
 
     secret: int = 0
-    realm: Callable[[str], str] = _nothing_else
+    realm: UrlRealm = _USUAL
 
     def hashed(self, text: str, size: int = 16) -> str:
         """The hash that replaces a secret text in a key: ``size`` bytes as hexadecimal digits."""
@@ -172,7 +191,7 @@ def _single(kind: str, text: str, naming: UrlNaming | None) -> str:
         rest = rest.partition("#")[0]
     rest, mark, query = rest.partition("?")
     host, slash, name = rest.partition("/")
-    left = _query(kind, query, naming) if query else mark  # a `?` at the end may name another object
+    left = _query(kind, host, f"{slash}{name}", query, naming) if query else mark  # a `?` at the end may name another object
     return f"{kind}://{_host(kind, host, naming)}{slash}{name}{left}"
 
 
@@ -194,7 +213,7 @@ def _host(kind: str, host: str, naming: UrlNaming | None) -> str:
     return f"{MASK}@{host}" if naming is None else f"u={naming.hashed(repr((secret, realm)), 8)}@{host}"
 
 
-def _query(kind: str, query: str, naming: UrlNaming | None) -> str:
+def _query(kind: str, host: str, path: str, query: str, naming: UrlNaming | None) -> str:
     if re.match(_HASHED, query):
         return f"?{query}"
     pairs = query.split("&")
@@ -203,6 +222,8 @@ def _query(kind: str, query: str, naming: UrlNaming | None) -> str:
         signing = _signing(named)
         pairs = [pair for pair, (name, _) in zip(pairs, named, strict=True) if name not in signing]
     rest = "&".join(pairs)
+    if rest and naming is not None and kind in _PORTS:
+        rest = naming.realm.key_query(f"{kind}://{_host(kind, host.rpartition('@')[2], None)}{path}", rest)
     if not rest:
         return ""
     return f"?{MASK}" if naming is None else f"?q={naming.hashed(rest)}"

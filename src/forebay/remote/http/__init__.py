@@ -28,6 +28,7 @@ from forebay.remote.http.requests import (
     is_other_version,
     is_same_validator,
     is_shorter,
+    is_strong,
 )  # fmt: skip
 from forebay.remote.http.transfers import HttpTransfer
 from forebay.remote.urls import canonical
@@ -56,15 +57,15 @@ class HttpRemote:
     """A `Remote` over HTTP. Callable from any thread; a forked child has connections of its own.
 
     ``sign``, ``explain``, ``amend``: how a protocol over HTTP, such as S3, sends its requests, explains its refusals, and means the headers
-    of its responses. ``raw``: Content-Encoding is a property of the object, not of the response."""
+    of its responses. ``raw``: Content-Encoding is a property of the object, not of the response. ``bundle``: see `Tls`."""
 
     def __init__(
         self, options: RemoteOptions | None = None, sign: Sign | None = None, explain: ExplainRefusal | None = None,
-        amend: AmendHeaders | None = None, *, raw: bool = False,
+        amend: AmendHeaders | None = None, *, raw: bool = False, bundle: Callable[[], str] | None = None,
     ) -> None:  # fmt: skip
         self.options = options or RemoteOptions()
         self._check_options = self.options.for_check()
-        self._exchange = Exchange(self.options, sign, explain, amend, raw=raw)
+        self._exchange = Exchange(self.options, sign, explain, amend, raw=raw, bundle=bundle)
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`. Sends a HEAD request, or asks for one byte where the server refuses HEAD."""
@@ -116,7 +117,7 @@ class HttpRemote:
 
     def _read(self, call: Call, url: str, span: Span, known: ObjectInfo, exact: bool) -> bytes:
         headers, validator = {"Range": f"bytes={span.start}-{span.end - 1}"}, known.validator
-        if validator is not None and validator.startswith('"'):
+        if validator is not None and is_strong(validator):
             headers["If-Match"] = validator
         with self._exchange.send(call, "GET", url, headers, ok=(200, 206, 412, 416)) as response:
             if response.status == 416:
@@ -202,7 +203,7 @@ def changed(url: str) -> errors.RemoteChanged:
 
 
 def _conditions(known: str | None) -> dict[str, str]:
-    """Headers that let the server send no body if the validator is still ``known`` (an ETag, or ``mtime-size``)."""
+    """Headers that let the server send no body if the validator is still ``known`` (an ETag, as it was sent, or ``mtime-size``)."""
     if known is None:
         return {}
     if is_etag(known):

@@ -59,6 +59,7 @@ class _Loop:
         self._awake = False  # whether the loop will look at what changed without being woken. Only the loop sets it
         self.sockets: dict[int, int] = {}  # descriptor -> inode of every socket that libcurl opened; it may have closed it since
         self.peers: dict[int, str] = {}  # descriptor -> what it is connected to; without those that were closed here
+        self.suspects: set[str] = set()  # see `CurlHandle`
         self._admission, self._throttle = Admission(self), Throttle(self)
         self._looked_at_rates = 0.0
         # by the monotonic clock
@@ -240,7 +241,7 @@ class _Loop:
             # an address that does not answer must not take the time of those after it
             seconds = max(0.001, transfer.connect_until - now) / len(transfer.addresses)
             address = transfer.addresses.pop(0)
-        handle = self._spare.pop() if self._spare else CurlHandle(self.sockets, self.peers, self._throttle.pause)
+        handle = self._spare.pop() if self._spare else CurlHandle(self.sockets, self.peers, self.suspects, self._throttle.pause)
         try:
             handle.prepare(transfer, address, seconds)
         except (pycurl.error, TypeError, ValueError) as error:

@@ -25,13 +25,23 @@ from forebay._logs import escaped, logger
 from forebay._model import Buffer, ObjectInfo, Span
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, is_negotiated, replaced
 from forebay.remote.http import loop
-from forebay.remote.http.transfers import NO_NAME, HttpTransfer, NotConnected, TransferRequest, with_header
+from forebay.remote.http.transfers import (
+    NO_NAME,
+    NO_TLS,
+    HttpTransfer,
+    NotConnected,
+    Tls,
+    TransferRequest,
+    about_client_certificate,
+    with_header,
+)
+from forebay.remote.urls import canonical
 
 log = logger("forebay.remote")
 
 OWN_HEADERS = {"User-Agent": "forebay", "Accept-Encoding": "identity"}
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
-MAX_REDIRECTS = 10
+MAX_REDIRECTS = 20  # a login at another server takes up to ten
 PORTS = {"http": 80, "https": 443}
 PROXY_PORTS = PORTS | dict.fromkeys(("socks4", "socks4a", "socks5", "socks5h"), 1080)
 MAX_NAMES = 1000  # whose addresses are remembered
@@ -44,6 +54,7 @@ MEMBERS, SHORT_MEMBER = 10_000, 128  # a server may send so many members of a gz
 DRAIN = 64 << 10  # bytes of an unused body that are read so that its connection can be kept
 _RANGE = re.compile(r"bytes\s+([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)\Z", re.IGNORECASE)
 _SIZE = re.compile(r"[0-9]{1,19}\Z")
+_TIME_AND_SIZE = re.compile(r"-?[0-9]{1,12}-[0-9]{1,19}\Z")
 _HOST = re.compile(r"[a-z0-9._~!$&'()*+,;=-]+|[0-9a-f:.]+|[0-9a-f.]*:[0-9a-f:.]*%[A-Za-z0-9._~-]+")
 _ZONE = re.compile(r"%[^]]*(?=])")
 _URL = re.compile(r"(\w+)://([^/?#]*)([^#]*)")
@@ -109,9 +120,10 @@ class Exchange:
 
     def __init__(
         self, options: RemoteOptions, sign: Sign | None = None, explain: ExplainRefusal | None = None, amend: AmendHeaders | None = None, *,
-        raw: bool = False,
+        raw: bool = False, bundle: Callable[[], str] | None = None,
     ) -> None:  # fmt: skip
         self.options = options
+        self._bundle = bundle
         self._sign, self._explain, self._amend, self._raw = sign, explain, amend, raw
         self._keeps_redirects = sign is None or amend is not None
         self._proxies: dict[Endpoint, str | None] = {}  # as the environment is at the first request to an endpoint
@@ -135,6 +147,8 @@ class Exchange:
             first = first or (sent.endpoint, sent.user)
             self._wait_for_head(call, sent.transfer)
             response = Response(sent.transfer, call, raw=self._raw)
+            if sent.transfer.headers.cookies:
+                call.keep_cookies(_place(sent.endpoint, _parsed(call, sent.address)[2]), sent.transfer.headers.cookies)
             if response.status in ok:
                 if is_redirected and self._keeps_redirects:
                     call.redirects[url] = sent.address
@@ -161,7 +175,11 @@ class Exchange:
             if response.status == 303 and method != "HEAD":
                 method, body = "GET", None
             sent = self.start(call, method, target, headers, body, first=first)
-        raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_REDIRECTS} times", url=call.url)
+        last = f"last to {canonical(_place(sent.endpoint, _parsed(call, sent.address)[2]))}"
+        message = (
+            f"{call.url}: redirected more than {MAX_REDIRECTS} times, {last}: if that is a login, check the credentials for it in netrc"
+        )
+        raise errors.RemoteProtocolError(message, url=call.url)
 
     def start(
         self, call: Call, method: str, target: str, headers: Mapping[str, str], body: bytes | None = None, *,
@@ -173,29 +191,40 @@ class Exchange:
         address, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
         endpoint, user, path = _parsed(call, address)
         first_endpoint, first_user = first or (endpoint, user)
-        defaults = self._default_headers(endpoint, user or (first_user if endpoint == first_endpoint else ""), first_endpoint)
+        defaults: Mapping[str, str] = self._default_headers(
+            endpoint, user or (first_user if endpoint == first_endpoint else ""), first_endpoint
+        )
+        if call.cookies is not None:
+            defaults = call.cookies.added_to(defaults, _place(endpoint, path))
         call.count(requests=1)
         options = self.options
         if endpoint not in self._proxies:
             self._proxies[endpoint] = _proxy_of(endpoint) if options.proxies else None
         proxy = self._proxies[endpoint]
-        path = _TO_QUOTE.sub(lambda match: quote(match[0], safe="", errors="surrogatepass"), path)
+        path = _quoted(path)
         request = TransferRequest(
             method, f"{endpoint.scheme}://{endpoint.name}", path, replaced(defaults, signed), body, proxy,
             connect_timeout=min(options.connect_timeout, call.check()), read_timeout=options.read_timeout, until=call.until,
-            limits=call.limits, wait=call.wait,
+            limits=call.limits, wait=call.wait, tls=self._tls(endpoint, first_endpoint),
         )  # fmt: skip
         call.check_host(way := request.way)
         host, port = (endpoint.host, endpoint.port) if proxy is None else _address_of(proxy)
         until, addresses = self._addresses.get(way, (0.0, None))
         if until < time.monotonic():
-            addresses = [] if _is_address(host) else None
+            addresses = [] if _address(host) is not None else None
         transfer = loop.start(HttpTransfer(request, options.buffer, on_ready, addresses=addresses))
         if addresses is None:
             resolve = partial(self._resolve, transfer, host, port)
             if not DaemonThread(resolve, name="resolver").begin():
                 resolve()  # nothing ends the resolver then
         return Sent(address, endpoint, user, transfer)
+
+    def _tls(self, endpoint: Endpoint, first: Endpoint) -> Tls:
+        if endpoint.scheme != "https":
+            return NO_TLS
+        bundle = None if self._bundle is None else self._bundle()
+        files = str(self.options.client_cert or ""), str(self.options.client_key or "")
+        return Tls(bundle, *files) if endpoint == first else Tls(bundle, is_withheld=bool(files[0]))
 
     def _wait_for_head(self, call: Call, transfer: HttpTransfer) -> None:
         """The end of the call ends the response too. Raises `AttemptFailed`, and `CallAborted` after the end of the call."""
@@ -254,6 +283,9 @@ class Exchange:
         if response.status == 401:
             self._defaults.clear()  # the user may have written a netrc file by the next call
         explained = self._explain(url, response.status, response.headers, body) if self._explain else None
+        if explained is None and response.status == 400 and b"SSL certificate" in body:  # nginx says so after the handshake
+            reason = about_client_certificate(response.tls)
+            return errors.AccessDenied(f"{call.url}: {reason}", url=call.url, status=400)
         return explained or error_for_status(call.url, response.status, response.reason, response.headers)
 
     def _resolve(self, transfer: HttpTransfer, host: str, port: int) -> None:
@@ -279,17 +311,17 @@ class Exchange:
 
 
 @lru_cache(maxsize=1024)
-def _is_address(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a name."""
     try:
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _proxy_of(endpoint: Endpoint) -> str | None:
     proxies = urllib.request.getproxies_environment()
-    if urllib.request.proxy_bypass_environment(f"{endpoint.host}:{endpoint.port}", proxies):  # type: ignore[attr-defined]
+    if is_direct(endpoint.host, endpoint.port, os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""):
         return None
     proxy = proxies.get(endpoint.scheme) or proxies.get("all")
     if not proxy:
@@ -305,6 +337,35 @@ def _proxy_of(endpoint: Endpoint) -> str | None:
     user, at, _ = parts.netloc.rpartition("@")
     host, port = _address_of(proxy)
     return f"{kind}://{user}{at}{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def is_direct(host: str, port: int, no_proxy: str) -> bool:
+    """Whether NO_PROXY names a host, as curl and requests read it: ``*`` alone, a name and those below it, an address, or a network such as
+    ``10.0.0.0/8``. ``host:port`` names one port, as in requests."""
+    if no_proxy == "*":
+        return True
+    address, host = _address(host.partition("%")[0]), host.rstrip(".")
+    for entry in re.split(r"[,\s]+", no_proxy.lower()):
+        name, only = entry, ""
+        if entry.startswith("["):
+            name, _, only = entry[1:].partition("]")
+        elif entry.count(":") == 1:
+            name, _, only = entry.partition(":")
+        if only.removeprefix(":") not in ("", str(port)):
+            continue
+        name = name.strip(".")
+        if _is_within(address, name) if address is not None else name and f".{host}".endswith(f".{name}"):
+            return True
+    return False
+
+
+def _is_within(address: ipaddress.IPv4Address | ipaddress.IPv6Address, entry: str) -> bool:
+    """Whether an address is ``entry``, or lies in that network. A prefix of no bits, or a mask, is none for curl and requests."""
+    _, slash, bits = entry.partition("/")
+    try:
+        return (not slash or int(bits) > 0) and address in ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return False
 
 
 def _address_of(proxy: str) -> tuple[str, int]:
@@ -342,6 +403,16 @@ def _parsed(call: Call, url: str) -> tuple[Endpoint, str, str]:
     return endpoint, netloc.rpartition("@")[0], target if target.startswith("/") else f"/{target}"
 
 
+def _place(endpoint: Endpoint, path: str) -> str:
+    """A URL without a user, as cookies are kept for it."""
+    return f"{endpoint.scheme}://{endpoint.name}{_quoted(path)}"
+
+
+def _quoted(path: str) -> str:
+    """A path and a query as they are sent: what stands in them already is not quoted again."""
+    return _TO_QUOTE.sub(lambda match: quote(match[0], safe="", errors="surrogatepass"), path)
+
+
 def _netrc_login(host: str) -> tuple[str, str] | None:
     path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
     try:
@@ -359,14 +430,14 @@ def _netrc_login(host: str) -> tuple[str, str] | None:
 
 class Response:
     """``status``, ``headers``, and a body that is still to be read: ``length`` bytes as sent, None where the server does not state it. The
-    response to HEAD has the length without the bytes.
+    response to HEAD has the length without the bytes. ``tls``: what its request was sent with.
 
     A context manager: at its end the connection is kept if the body was read to its end, else closed."""
 
     def __init__(self, transfer: HttpTransfer, call: Call, *, raw: bool = False) -> None:
         self.status, self.reason = transfer.status, transfer.reason
         self.headers: Mapping[str, str] = transfer.headers
-        self._transfer, self.call = transfer, call
+        self._transfer, self.call, self.tls = transfer, call, transfer.request.tls
         self.length: int | None = None
         text = self.headers.get("Content-Length")
         if self.status in (204, 304):
@@ -506,13 +577,16 @@ def info_of(url: str, headers: Mapping[str, str], size: int | None) -> ObjectInf
     etag, varies = headers.get("ETag", "").strip() or None, is_negotiated(headers.get("Vary", ""))
     if etag is None and modified is not None and size is not None and not varies:  # the other bytes may have the same time
         etag = f"{modified:.0f}-{size}"
-    is_strong = bool(etag and etag.startswith('"') and size is not None)
-    return ObjectInfo(url, size, etag, is_strong, modified, varies=varies)
+    return ObjectInfo(url, size, etag, is_strong(etag) and size is not None, modified, varies=varies)
 
 
 def is_same_validator(one: str | None, other: str | None) -> bool:
-    """Weak comparison, as HTTP defines it for If-None-Match."""
-    return one is not None and other is not None and one.removeprefix("W/") == other.removeprefix("W/")
+    """Weak comparison, as HTTP defines it for If-None-Match. A listing may have no quotes where a response has them."""
+    return one is not None and other is not None and _tag(one) == _tag(other)
+
+
+def _tag(validator: str) -> str:
+    return validator.removeprefix("W/").strip('"')
 
 
 def is_other_version(known: ObjectInfo, headers: Mapping[str, str], size: int | None) -> bool:
@@ -521,22 +595,24 @@ def is_other_version(known: ObjectInfo, headers: Mapping[str, str], size: int | 
 
     Without two ETags to compare, time and size are compared, as far as both are known."""
     etag, modified, validator = headers.get("ETag", "").strip(), _timestamp(headers.get("Last-Modified")), known.validator
+    if validator is not None and is_same_validator(etag, validator):
+        return False
     if validator is not None and not is_etag(validator):
         seconds, _, length = validator.rpartition("-")
         return (modified is not None and f"{modified:.0f}" != seconds) or (size is not None and str(size) != length)
-    if validator is not None and (etag or validator.startswith('"')):
-        return not is_same_validator(etag, validator)
+    if validator is not None and (etag or is_strong(validator)):
+        return True
     return any(None not in (one, other) and one != other for one, other in ((modified, known.modified), (size, known.size)))
 
 
 def ends_before(known: ObjectInfo, headers: Mapping[str, str], span: Span) -> bool:
     """Whether a response 416 means that the version ``known`` ends before ``span``, and not that another, shorter one does."""
     etag, validator = headers.get("ETag", "").strip(), known.validator or ""
-    if etag and is_etag(validator):
+    if etag and (is_etag(validator) or is_same_validator(etag, validator)):
         return is_same_validator(etag, validator)
-    if is_etag(validator):
-        return validator.startswith('"')  # the request had an If-Match header
-    size = validator.rpartition("-")[2]
+    if is_strong(validator):
+        return True  # the request had an If-Match header
+    size = validator.rpartition("-")[2] if not is_etag(validator) else "" if known.size is None else str(known.size)
     return not is_other_version(known, headers, None) and size.isdecimal() and int(size) <= span.start
 
 
@@ -547,7 +623,14 @@ def is_shorter(headers: Mapping[str, str], span: Span) -> bool:
 
 
 def is_etag(validator: str) -> bool:
-    return validator.startswith(('"', 'W/"'))
+    """Whether a validator is an ETag, with its quotes or, as some servers send it, without. One like ``mtime-size`` is taken for that: it
+    stands for the same version as long as it is repeated."""
+    return _TIME_AND_SIZE.match(validator) is None
+
+
+def is_strong(validator: str | None) -> bool:
+    """Whether a validator is an ETag by which ranges may be joined, and which servers compare as HTTP defines it."""
+    return validator is not None and len(validator) > 1 and validator[0] == validator[-1] == '"'
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import pycurl
 
 from forebay._kernel import interrupts
 from forebay._kernel.waits import SharedLimit
-from forebay.errors import RemoteProtocolError, RemoteTimeout
+from forebay.errors import AccessDenied, RemoteProtocolError, RemoteTimeout, RemoteUnavailable
 from forebay.remote.base import AttemptFailed, CallAborted, Limits, Permit
 from forebay.remote.urls import canonical
 
@@ -30,15 +30,17 @@ _TARGET = re.compile(r"/[!-~]*|\*")
 _STATUS = re.compile(rb"HTTP/[0-9.]+ +([0-9]{3})(?: +([^\r\n]*))?")
 # Constants of libcurl for which PycURL has no name.
 _SUPPRESS_CONNECT_HEADERS, _E_WEIRD_SERVER_REPLY, _E_PROXY, _E_TOO_LARGE = 265, 8, 97, 100
+_E_SSL_CERTPROBLEM = 58
 _STOP = -1  # what a callback returns to end its transfer
 LAST_MOMENT = 0.2  # seconds
+MAX_SUSPECTS = 1000
 _NOBODY = 1 << 62  # bytes that no thread waits for: to notify none takes as long as to take a piece
 
 
 class Headers(Mapping[str, str]):
     """The headers of a response, looked up in any case; the values of a repeated one are joined by commas."""
 
-    def __init__(self, lines: Iterable[bytes] = ()) -> None:
+    def __init__(self, lines: Sequence[bytes] = ()) -> None:
         self._values: dict[str, tuple[str, str]] = {}  # name in lower case -> name as sent, value
         last = ""
         for line in lines:
@@ -52,6 +54,9 @@ class Headers(Mapping[str, str]):
             if last in self._values:
                 name, value = self._values[last][0], f"{self._values[last][1]}, {value}"
             self._values[last] = (name, value)
+
+        self.cookies = [line[11:].decode("latin-1").strip() for line in lines if line[:11].lower() == b"set-cookie:"]
+        """The values of all ``Set-Cookie`` headers: joined, they could not be told apart."""
 
     def __getitem__(self, name: str) -> str:
         return self._values[name.lower()][1]
@@ -68,8 +73,22 @@ class Headers(Mapping[str, str]):
 
 def with_header(headers: Mapping[str, str], name: str, value: str) -> Headers:
     """The headers with this value in place of their own."""
-    others = (f"{each}: {text}".encode("latin-1") for each, text in headers.items() if each.lower() != name.lower())
+    others = [f"{each}: {text}".encode("latin-1") for each, text in headers.items() if each.lower() != name.lower()]
     return Headers([*others, f"{name}: {value}".encode("latin-1")])
+
+
+class Tls(NamedTuple):
+    """The files of a TLS connection. ``bundle``: the certificates that AWS's settings trust, "" if they name none, None where those do not
+    apply. ``client_cert``, ``client_key``: what to show to a server that asks, the key possibly in the former. ``is_withheld``: the user
+    named a certificate, but not for this server, to which a redirect led."""
+
+    bundle: str | None = None
+    client_cert: str = ""
+    client_key: str = ""
+    is_withheld: bool = False
+
+
+NO_TLS = Tls()
 
 
 class TransferRequest(NamedTuple):
@@ -92,6 +111,7 @@ class TransferRequest(NamedTuple):
     until: float | None = None
     limits: Limits | None = None
     wait: SharedLimit | None = None
+    tls: Tls = NO_TLS
 
     @property
     def is_relayed(self) -> bool:
@@ -302,16 +322,19 @@ class CurlHandle:
     ``began``, ``heard``: when the transfer began, and when it last made progress, by the monotonic clock. ``until``: its
     deadline. ``error``: what ends it, if that is not libcurl's error. ``limits``: of the request, while they limit the
     rate. ``throttled``: whether it is paused for that. ``sockets``, ``peers``: descriptor -> inode, and
-    `TransferRequest.peer`, of each socket of libcurl. ``throttle``: called when the rate allows no more for now; resumes
-    the transfer when it does."""
+    `TransferRequest.peer`, of each socket of libcurl. ``suspects``: the servers that cut a TLS connection before they answered:
+    the next one is watched, since only its handshake tells whether they asked for a client certificate. ``throttle``: called when
+    the rate allows no more for now; resumes the transfer when it does."""
 
     until: float | None
     error: Exception | None
     limits: Limits | None
 
-    def __init__(self, sockets: dict[int, int], peers: dict[int, str], throttle: Callable[[CurlHandle], None]) -> None:
+    def __init__(
+        self, sockets: dict[int, int], peers: dict[int, str], suspects: set[str], throttle: Callable[[CurlHandle], None]
+    ) -> None:  # fmt: skip
         self.curl = pycurl.Curl()
-        self._sockets, self._peers, self._throttle = sockets, peers, throttle
+        self._sockets, self._peers, self._suspects, self._throttle = sockets, peers, suspects, throttle
         self._lines: list[bytes] = []
         self._size = 0
         self.request = _NOTHING
@@ -334,7 +357,7 @@ class CurlHandle:
         self.transfer, curl, proxy = transfer, self.curl, request.proxy or ""
         self.began = self.heard = time.monotonic()
         self.until, self.error = request.until, None
-        self.connected = self.answered = self.has_head = self.paused = self.throttled = False
+        self.connected = self.answered = self.has_head = self.paused = self.throttled = self._was_asked = False
         self.look_at_rate()
         self._size = self._sent = 0
         self._lines.clear()
@@ -344,8 +367,10 @@ class CurlHandle:
         curl.setopt(pycurl.REQUEST_TARGET, request.origin + request.target if request.is_relayed else request.target)
         curl.setopt(pycurl.CONNECTTIMEOUT_MS, max(1, int(connect_timeout * 1000)))
         curl.setopt(pycurl.PROXY, proxy)  # "": none, not that of the environment
-        if request.origin.startswith("https:") or proxy.startswith("https:"):
-            _trust(curl)
+        if request.origin.startswith("https:"):
+            self._secure()
+        if proxy.startswith("https:"):
+            _trust(curl, _trusted(None), pycurl.PROXY_CAINFO, pycurl.PROXY_CAPATH)
         curl.setopt(pycurl.HTTPHEADER, _header_lines(tuple(request.headers.items())))
         if address is not None:
             self._is_basic = False
@@ -358,6 +383,26 @@ class CurlHandle:
             if request.body is not None or request.method in ("POST", "PUT"):  # whose length is stated even if there is no body
                 curl.setopt(pycurl.POSTFIELDS, request.body or b"")
             curl.setopt(pycurl.CUSTOMREQUEST, request.method)
+
+    def _secure(self) -> None:
+        """Set what a TLS connection to the server needs."""
+        curl, tls = self.curl, self.request.tls
+        _trust(curl, _trusted(tls.bundle), pycurl.CAINFO, pycurl.CAPATH)
+        if tls.bundle or tls.client_cert:
+            self._is_basic = False
+        if tls.client_cert:
+            curl.setopt(pycurl.SSLCERT, tls.client_cert)
+            curl.setopt(pycurl.SSLKEY, tls.client_key or tls.client_cert)
+            curl.setopt(pycurl.KEYPASSWD, "")  # else OpenSSL asks on the terminal for the password of a key that has one
+        if self.request.origin in self._suspects:
+            self._is_basic = False
+            curl.setopt(pycurl.DEBUGFUNCTION, self._note_handshake)
+            curl.setopt(pycurl.VERBOSE, 1)
+            curl.setopt(pycurl.SSL_SESSIONID_CACHE, 0)  # when a session is resumed, nobody is asked again
+
+    def _note_handshake(self, kind: int, text: bytes) -> None:
+        if kind == pycurl.INFOTYPE_TEXT and b"Request CERT" in text:
+            self._was_asked = True
 
     def look_at_rate(self) -> None:
         """Notice that the rate is limited now, or no longer."""
@@ -383,10 +428,22 @@ class CurlHandle:
         reason = f"the connection failed: {os.strerror(number) if number else f'CURLE {code}'}"
         if code == pycurl.E_PEER_FAILED_VERIFICATION:
             match = _CERTIFICATE.search(text)
-            why = match[1] if match else "it is for another host" if "subject name" in text else "it cannot be verified"
-            return AttemptFailed(f"its certificate is not trusted: {why}", retryable=False)
+            if match is None and "subject name" in text:
+                return AttemptFailed("its certificate is not trusted: it is for another host", retryable=False)
+            why = match[1] if match else "it cannot be verified"
+            return AttemptFailed(f"its certificate is not trusted: {why}{self._advice()}", retryable=False)
         if code == pycurl.E_SSL_CACERT_BADFILE:
-            return AttemptFailed("the file of trusted certificates cannot be read", retryable=False)
+            return AttemptFailed(f"the file of trusted certificates cannot be read{self._advice()}", retryable=False)
+        if code == _E_SSL_CERTPROBLEM or (code == pycurl.E_BAD_FUNCTION_ARGUMENT and "private key" in text):
+            return AttemptFailed(_own_certificate(self.request.tls), retryable=False)
+        if self.request.origin.startswith("https:") and not self.answered and code in _CUT_CODES:
+            if len(self._suspects) >= MAX_SUSPECTS:
+                self._suspects.clear()
+            self._suspects.add(self.request.origin)
+            is_refused = _ASKS_FOR_CERTIFICATE.search(text) is not None or (self._was_asked and "alert" in text)
+            if is_refused or self._was_asked:
+                error = AccessDenied if is_refused else RemoteUnavailable
+                return AttemptFailed(about_client_certificate(self.request.tls, is_refused=is_refused), error, retryable=not is_refused)
         if code == pycurl.E_URL_MALFORMAT:
             return AttemptFailed("a host that cannot be", retryable=False)
         if code == pycurl.E_COULDNT_RESOLVE_PROXY:
@@ -415,6 +472,15 @@ class CurlHandle:
         if code in (pycurl.E_UNSUPPORTED_PROTOCOL, _E_WEIRD_SERVER_REPLY, pycurl.E_BAD_CONTENT_ENCODING, _E_TOO_LARGE):
             return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
         return AttemptFailed(reason)
+
+    def _advice(self) -> str:
+        """Which settings name the certificates that are trusted, and which of them does."""
+        bundle = self.request.tls.bundle
+        setting = _trusted(bundle).setting
+        used = f" (trusted are those of {setting})" if setting else ""
+        of_aws = "" if bundle is None else "AWS_CA_BUNDLE, ca_bundle of the AWS profile, "
+        names = f"{of_aws}{', '.join(_BUNDLES)} or SSL_CERT_FILE"
+        return f"{used}: name a file with the certificate of its authority in {names}; the first that is set counts"
 
     def due(self, now: float) -> float:
         """When the transfer fails unless it makes progress; not before then, this has to be asked again. libcurl counts whole seconds, and
@@ -457,6 +523,7 @@ class CurlHandle:
         if match is None or 100 <= status < 200:  # an interim response: the final one follows
             return None
         self.has_head, self.heard = True, time.monotonic()
+        self._suspects.discard(self.request.origin)
         try:
             self.transfer.head(status, (match[2] or b"").decode("latin-1").strip(), Headers(rest))
         except Exception as error:  # noqa: BLE001 (passed to the transfer's end)
@@ -520,16 +587,39 @@ def _header_line(name: str, value: str) -> bytes:
     return f"{name}: {value}".encode("latin-1") if value.strip() else f"{name};".encode("latin-1")
 
 
-def _trust(curl: pycurl.Curl) -> None:
+class Trust(NamedTuple):
+    """The certificates that are trusted: a file, or a directory, or both. ``setting``: what names them, with its value; "": nothing does,
+    and they are Python's."""
+
+    file: str | None
+    folder: str | None
+    setting: str = ""
+
+
+def _trust(curl: pycurl.Curl, trust: Trust, file_option: int, folder_option: int) -> None:
     """Set whom to trust. libcurl's own default is that of the machine where it was built."""
-    bundle = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
-    file, folder = (bundle, None) if bundle else _default_trust(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
-    if file:
-        curl.setopt(pycurl.CAINFO, file)
-    if folder:
-        curl.setopt(pycurl.CAPATH, folder)
-    elif file:
-        curl.unsetopt(pycurl.CAPATH)
+    for option, path in ((file_option, trust.file), (folder_option, trust.folder)):
+        if path:
+            curl.setopt(option, path)
+        elif trust.file or trust.folder:
+            curl.unsetopt(option)
+
+
+def _trusted(bundle: str | None) -> Trust:
+    """``bundle``: that of AWS's settings, which precedes those for all hosts, as it does in botocore."""
+    environ = os.environ.get
+    return _trusted_by(bundle or "", *(environ(name) or "" for name in (*_BUNDLES, "SSL_CERT_FILE", "SSL_CERT_DIR")))
+
+
+@lru_cache(maxsize=64)
+def _trusted_by(aws: str, requests: str, curl: str, file: str, folder: str) -> Trust:
+    for bundle, name in ((aws, "AWS_CA_BUNDLE or ca_bundle"), *zip((requests, curl), _BUNDLES, strict=True)):
+        if bundle:  # a directory has its certificates under their hashes, as requests expects too
+            is_folder = os.path.isdir(bundle)
+            return Trust(None if is_folder else bundle, bundle if is_folder else None, f"{name}={bundle}")
+    named = [f"{name}={path}" for name, path in (("SSL_CERT_FILE", file), ("SSL_CERT_DIR", folder)) if path]
+    found_file, found_folder = _default_trust(file or None, folder or None)
+    return Trust(found_file, found_folder, " and ".join(named))
 
 
 @lru_cache(maxsize=16)
@@ -543,8 +633,31 @@ def _default_trust(file: str | None, folder: str | None) -> tuple[str | None, st
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
+_BUNDLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+_CUT_CODES = frozenset({pycurl.E_SSL_CONNECT_ERROR, pycurl.E_GOT_NOTHING, pycurl.E_RECV_ERROR, pycurl.E_SEND_ERROR})
+"""What a connection ends with if its server refuses the client: TLS 1.3 says so after the handshake, and the alert may be lost."""
+_ASKS_FOR_CERTIFICATE = re.compile(r"alert (?:unknown ca|(?:bad|unsupported) certificate|certificate (?:required|expired|revoked|unknown))")
 _CERTIFICATE = re.compile(r"SSL certificate [^:]*: (.*?)(?: \(\d+\))?\Z")
 _MISSING = re.compile(r"(\d+) bytes (?:remaining|missing)")
+
+
+def about_client_certificate(tls: Tls, *, is_refused: bool = True) -> str:
+    """What is wrong with the client certificate, or without one. ``is_refused``: the server said so; it did not just cut the connection."""
+    what = "" if is_refused else f"{_CUT}, and "
+    if tls.client_cert:
+        return f"{what}the server {'does' if is_refused else 'may'} not accept the client certificate in {tls.client_cert}"
+    todo = "none is shown after a redirect to another server" if tls.is_withheld else _NAME_ONE
+    return f"{what}the server asks for a client certificate: {todo}"
+
+
+def _own_certificate(tls: Tls) -> str:
+    keys = f"its key in {tls.client_key}" if tls.client_key else "its key, which must be in the same file"
+    return (
+        f"the client certificate in {tls.client_cert}, or {keys}, cannot be used: both are PEM files, belong together, and have no password"
+    )
+
+
+_NAME_ONE = "name one with RemoteOptions(client_cert=, client_key=), or FOREBAY_CLIENT_CERT and FOREBAY_CLIENT_KEY"
 
 
 class NotConnected(AttemptFailed):

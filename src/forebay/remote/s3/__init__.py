@@ -80,7 +80,7 @@ class S3Remote:
         self._account = Account(endpoint, self.options.anonymous)
         self._regions: dict[str, str] = {}
         # an object may be stored with a Content-Encoding: like all S3 tools, we return what is stored
-        self._http = http = HttpRemote(self.options, self._sign, self._explain, raw=True)
+        self._http = http = HttpRemote(self.options, self._sign, self._explain, raw=True, bundle=lambda: self._account.endpoint().bundle)
         self.stat, self.fetch, self.start, self.read = http.stat, http.fetch, http.start, http.read
 
     def list(self, url: str) -> Iterator[ObjectInfo]:

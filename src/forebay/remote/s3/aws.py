@@ -43,6 +43,8 @@ class S3Endpoint:
     style: str
     variant: str = ""
     """For AWS itself: "-fips", ".dualstack", or both."""
+    bundle: str = ""
+    """The file of the trusted certificates that the settings name: AWS_CA_BUNDLE, else ``ca_bundle`` of the profile."""
 
     def address(self, bucket: str, path: str, region: str | None = None) -> str:
         """The URL of ``path`` (percent-encoded, without a leading slash) in a bucket, which lies in ``region`` if that is known."""
@@ -166,7 +168,8 @@ def _endpoint_of(session: Any, endpoint: str) -> S3Endpoint:
         raise ConfigError(f"the S3 endpoint is {redacted(repr(endpoint))}: write http://host or https://host")
     style = dict(profile.get("s3") or {}).get("addressing_style", "auto")
     fips, dual = (_is_on(str(session.get_config_variable(f"use_{name}_endpoint"))) for name in ("fips", "dualstack"))
-    return S3Endpoint(endpoint or None, region, style, "-fips" * fips + ".dualstack" * dual)
+    bundle = session.get_config_variable("ca_bundle") or ""
+    return S3Endpoint(endpoint or None, region, style, "-fips" * fips + ".dualstack" * dual, bundle)
 
 
 def configured_endpoint() -> str:
