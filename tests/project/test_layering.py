@@ -303,7 +303,7 @@ def standard_breaches(source: str) -> list[str]:
 
 
 def test_no_file_takes_the_place_of_a_standard_stream() -> None:
-    modules = MODULES.keys() - {"_kernel.host", "_config_file", "adapters.ray.cleanup"}  # one closes at once, one is a program with all three
+    modules = MODULES.keys() - {"_kernel.host", "_config_file", "adapters.ray.cleanup"}  # the last two are by themselves
     assert {m: found for m in sorted(modules) if (found := standard_breaches(MODULES[m].read_text()))} == {}
 
 
