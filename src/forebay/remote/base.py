@@ -139,7 +139,7 @@ class RemoteOptions:
         values, faults = numbers(given)
         if faults:
             raise faults[0]
-        files = {name: os.path.expanduser(given[name].text) for name in _FILES if name in given}
+        files = {name: _config.expand_user(given[name].text, given[name].name) for name in _FILES if name in given}
         return cls(**values, **files)  # type: ignore[arg-type]
 
     @property
