@@ -93,7 +93,10 @@ def _bring(location: RemoteDirectory, options: FetchOptions, target: Path, *, ov
         fetcher.receive(location.target(file.name).key, ask, options)
 
     manifest, budget = trees.chosen(location, options), fetcher.store.spaces.budget()
-    fetch_tree(manifest, target, fetch, overwrite=overwrite, budget=budget, on_progress=options.on_progress)
+    try:
+        fetch_tree(manifest, target, fetch, overwrite=overwrite, budget=budget, on_progress=options.on_progress)
+    except errors.Archived as error:
+        raise location.archived(error, [file.name for file in manifest.files]) from error
 
 
 def target_of(path: str | os.PathLike[str]) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,10 @@ from forebay.fetch.request import Target
 
 if TYPE_CHECKING:
     from forebay.remote import FilesystemRemote, Realm
+
+
+SHOWN = 5
+"""Names that the text of an error has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,20 @@ class RemoteDirectory:
                 raise errors.BadListing(f"{self.key}: it lists {info.url!r}, which does not lie below it", url=self.key, name=info.url)
             name = self.prefix.name_of(info.url + "-")[:-1]  # as it is, a local path would lose the slash at its end
             yield name, info
+
+    def archived(self, error: errors.Archived, names: Iterable[str]) -> errors.Archived:
+        """The error of a directory of which one file could not be read as it is archived, with those of these names that are archived."""
+        by_url = {remote.canonical(self.object(name)): name for name in paced(names)}
+        found = {error.url}
+        if (archived := getattr(self.remote, "archived", None)) is not None:
+            with contextlib.suppress(errors.RemoteError):
+                found.update(map(remote.canonical, paced(archived(self.prefix.folder))))
+        cold = sorted(by_url[url] for url in found & by_url.keys())
+        patterns = [glob.escape(name) for name in cold[:SHOWN]]
+        more = f", and {len(cold) - SHOWN:,} more: the error's `names` has them all" if cold[SHOWN:] else ""
+        todo = f"restore them first, or leave them out with exclude={patterns}{more}"
+        message = f"{self.key}: archived files cannot be read: {todo} ({error})"
+        return errors.Archived(message, url=self.key, status=error.status, tier=error.tier, names=cold)
 
     def is_object(self) -> bool:
         """Whether there is an object with the directory's own name. Raises `RemoteError`, except `NotFound`."""

@@ -273,6 +273,8 @@ class _Tree:
                     leases[file.name] = stack.enter_context(contextlib.closing(self._listed_version(file, job)))
                     came.append(leases[file.name])
             return leases
+        except errors.Archived as error:
+            raise self._location.archived(error, [file.name for file in missing]) from error
         except errors.NoSpace as error:
             stack.close()
             self._store.drop([lease.entry for lease in came])  # files of a directory that cannot be complete here

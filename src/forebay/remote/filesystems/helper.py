@@ -32,7 +32,7 @@ from forebay._kernel import host, interrupts, locks
 from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay._model import Buffer
-from forebay.remote.base import AttemptFailed, Call
+from forebay.remote.base import RESTORE, AttemptFailed, Call, is_of_archive
 from forebay.remote.filesystems.clients import BLOCK, ArrowClient, FsspecClient, OnSent, client_of
 from forebay.remote.urls import is_url, redacted, scheme
 
@@ -61,6 +61,8 @@ def failed_by(error: Exception, url: str = "") -> AttemptFailed | errors.Missing
     status = status_of(error) or status_of(cause)
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and status_of(cause) not in (None, 404, 410):
         return failed_by(cause, url)  # fsspec's http raises it for whatever a server answers
+    if not isinstance(error, (AttemptFailed, errors.RemoteError)) and any(map(is_of_archive, _texts_of(error, cause))):
+        return AttemptFailed(RESTORE, errors.Archived, retryable=False, status=status)
     match error:
         case AttemptFailed():
             return error
@@ -92,6 +94,14 @@ def failed_by(error: Exception, url: str = "") -> AttemptFailed | errors.Missing
     if status in (404, 410):
         return AttemptFailed("there is no such object", errors.NotFound, retryable=False, status=status)
     return AttemptFailed(reason, retryable=status is None or status in (408, 429) or status >= 500, status=status)
+
+
+def _texts_of(*several: BaseException | None) -> Iterator[str]:
+    """The texts of errors, and the codes of the stores' answers: Azure's and botocore's errors have them as attributes."""
+    for error in several:
+        response = getattr(error, "response", None)
+        code = response.get("Error", {}).get("Code") if isinstance(response, dict) else getattr(error, "error_code", "")
+        yield f"{error} {code}"
 
 
 def status_of(error: BaseException | None) -> int | None:
