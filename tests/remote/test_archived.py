@@ -118,6 +118,28 @@ def test_a_directory_names_its_archived_files_and_the_patterns_that_leave_them_o
         assert sorted(each.name for each in Path(path).iterdir()) == ["instant", "restored", "warm"]
 
 
+def test_a_directory_of_a_filesystem_names_the_file_that_was_refused(cache: Cache) -> None:
+    memory = pytest.importorskip("fsspec.implementations.memory")
+
+    class Cold(memory.MemoryFileSystem):  # type: ignore[misc]
+        store: ClassVar[dict[str, object]] = {}
+        protocol, cachable = "cold", False
+
+        def cat_file(self, path: str, *args: object, **how: object) -> bytes:
+            raise OfAzure("This operation is not permitted on an archived blob.")
+
+        def _open(self, path: str, mode: str = "rb", **how: object) -> object:
+            if mode == "rb":
+                raise OfAzure("This operation is not permitted on an archived blob.")
+            return super()._open(path, mode, **how)
+
+    there = Cold()
+    there.pipe_file("/run/sub/cold", b"cold")
+    error = refused(lambda: cache.directory("/run", filesystem=there))
+    assert error.names == ["sub/cold"]
+    assert "exclude=['sub/cold']" in str(error)
+
+
 def test_a_copy_past_the_cache_names_them_too(glacier: str, tmp_path: Path) -> None:
     with Cache(tmp_path / "root", enabled=False) as cache:
         assert refused(lambda: cache.copy_directory("s3://b/run/", tmp_path / "copy", exclude="frozen")).names == ["cold", "colder[1]"]
@@ -162,9 +184,10 @@ def as_s3fs_raises() -> Exception:
         OfBotocore("refused"),
         OfAzure("This operation is not permitted on an archived blob."),
         OSError(errno.EIO, "AWS Error INVALID_OBJECT_STATE during GetObject operation: The operation is not valid"),
+        OSError(errno.EIO, "AWS Error UNKNOWN (HTTP status 403): The operation is not valid for the object's storage class"),
         OSError(errno.EIO, "An error occurred (InvalidObjectState) when calling the GetObject operation"),
     ],
-    ids=["s3fs", "botocore", "adlfs", "pyarrow", "text"],
+    ids=["s3fs", "botocore", "adlfs", "pyarrow", "unknown to pyarrow", "text"],
 )
 def test_errors_of_filesystems_are_recognized(error: Exception) -> None:
     failed = helper.failed_by(error)

@@ -90,13 +90,13 @@ def _bring(location: RemoteDirectory, options: FetchOptions, target: Path, *, ov
 
     def fetch(file: File, sink: FileSink) -> None:
         ask = functools.partial(location.remote.fetch, location.object(file.name), sink)
-        fetcher.receive(location.target(file.name).key, ask, options)
+        try:
+            fetcher.receive(location.target(file.name).key, ask, options)
+        except errors.Archived as error:
+            raise location.archived(error, file.name, manifest.files) from error
 
     manifest, budget = trees.chosen(location, options), fetcher.store.spaces.budget()
-    try:
-        fetch_tree(manifest, target, fetch, overwrite=overwrite, budget=budget, on_progress=options.on_progress)
-    except errors.Archived as error:
-        raise location.archived(error, [file.name for file in manifest.files]) from error
+    fetch_tree(manifest, target, fetch, overwrite=overwrite, budget=budget, on_progress=options.on_progress)
 
 
 def target_of(path: str | os.PathLike[str]) -> Path:

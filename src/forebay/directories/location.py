@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forebay import errors, remote
 from forebay._kernel.interrupts import paced
 from forebay._model import ObjectInfo, Remote
-from forebay.directories.manifests import Part, Patterns
+from forebay.directories.manifests import File, Part, Patterns
 from forebay.fetch import Fetcher
 from forebay.fetch.prefix import Prefix
 from forebay.fetch.request import Target
@@ -70,14 +70,13 @@ class RemoteDirectory:
             name = self.prefix.name_of(info.url + "-")[:-1]  # as it is, a local path would lose the slash at its end
             yield name, info
 
-    def archived(self, error: errors.Archived, names: Iterable[str]) -> errors.Archived:
-        """The error of a directory of which one file could not be read as it is archived, with those of these names that are archived."""
-        by_url = {remote.canonical(self.object(name)): name for name in paced(names)}
-        found = {error.url}
+    def archived(self, error: errors.Archived, name: str, files: Iterable[File]) -> errors.Archived:
+        """The error of a directory of which the file ``name`` cannot be read, since it is archived, as may be others of ``files``."""
+        found = {name}
         if (archived := getattr(self.remote, "archived", None)) is not None:
             with contextlib.suppress(errors.RemoteError):
-                found.update(map(remote.canonical, paced(archived(self.prefix.folder))))
-        cold = sorted(by_url[url] for url in found & by_url.keys())
+                found.update(map(self.prefix.name_of, paced(archived(self.prefix.folder))))
+        cold = sorted(found.intersection(file.name for file in paced(files)))
         patterns = [glob.escape(name) for name in cold[:SHOWN]]
         more = f", and {len(cold) - SHOWN:,} more: the error's `names` has them all" if cold[SHOWN:] else ""
         todo = f"restore them first, or leave them out with exclude={patterns}{more}"

@@ -310,11 +310,11 @@ class _Tree:
             with contextlib.closing(Pipeline(self._fetcher, on_turn=tell).run(jobs)) as fetched:
                 for job in fetched:
                     file = missing[job.number]
+                    if isinstance(job.error, errors.Archived):
+                        raise self._location.archived(job.error, file.name, missing) from job.error
                     leases[file.name] = stack.enter_context(contextlib.closing(self._listed_version(file, job)))
                     came.append(leases[file.name])
             return leases
-        except errors.Archived as error:
-            raise self._location.archived(error, [file.name for file in missing]) from error
         except errors.NoSpace as error:
             stack.close()
             self._store.drop([lease.entry for lease in came])  # files of a directory that cannot be complete here

@@ -275,14 +275,17 @@ def is_negotiated(vary: str) -> bool:
     return not (_OF_REQUEST | {"*"}).isdisjoint(name.strip().lower() for name in vary.split(","))
 
 
-_OF_ARCHIVES = re.compile(r"\b(?:InvalidObjectState|INVALID_OBJECT_STATE|BlobArchived|BlobBeingRehydrated)\b")
+_OF_ARCHIVES = re.compile(
+    r"\b(?:InvalidObjectState|INVALID_OBJECT_STATE|BlobArchived|BlobBeingRehydrated)\b"
+    "|not valid for the object's storage class|not permitted on an archived blob"
+)
 
 
-RESTORE = "it is in an archive tier of its store and cannot be read: restore it there, which takes minutes to hours, then read it again"
+RESTORE = "it is in an archive tier of its store and cannot be read (restore it there, which takes minutes to hours, then read it again)"
 
 
 def is_of_archive(text: str) -> bool:
-    """Whether a store refuses an object since it is in an archive tier, by the code in its answer: that of S3, or of Azure."""
+    """Whether a store refuses an object since it is in an archive tier, by the code or the text of its answer: that of S3, or of Azure."""
     return _OF_ARCHIVES.search(text) is not None
 
 
