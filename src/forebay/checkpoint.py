@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NoReturn, Self
 
-from forebay import _config, errors, remote
+from forebay import errors, remote
 from forebay._engine.null_store import NullStore
 from forebay._kernel import host
 from forebay._kernel.interrupts import guarded, guarded_methods
@@ -66,12 +66,12 @@ class Checkpoint(metaclass=_Kind):
         self._given, self._cache = filesystem, cache
         check_either(self.url, filesystem)
         if filesystem is None and not remote.is_url(self.url):
-            self.url = remote.absolute_path(_config.expand_user(self.url))
+            self.url = remote.absolute_path(remote.expand_user(self.url))
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str], cache: Cache | None = None) -> Self:
         """A handle to a directory on this host."""
-        return cls(remote.absolute_path(_config.expand_user(remote.as_text(path))), None, cache)
+        return cls(remote.absolute_path(remote.expand_user(remote.as_text(path))), None, cache)
 
     # -- what it is ------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forebay import _config, errors, remote
+from forebay import errors, remote
 from forebay._engine.files.blobs import remove_whole
 from forebay._kernel import host, interrupts
 from forebay._kernel.below import Below, LinkInTheWay
@@ -104,7 +104,7 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     text = remote.as_text(path)
     if not text or "\0" in text:
         raise errors.ConfigError(f"to_directory needs a path, not {text!r}", name="path", value=text)
-    text = _config.expand_user(text)
+    text = remote.expand_user(text)
     remote.absolute_path(text)  # raises if there is no working directory
     return Path(os.path.realpath(text))
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, cast
 
-from forebay import _config, errors
+from forebay import errors
 from forebay._engine.files.layout import FULL
 from forebay._engine.packs.pack import Pack
 from forebay._kernel import host
@@ -30,7 +30,7 @@ from forebay._kernel.locks import LockFile
 from forebay._logs import logger
 from forebay.adapters.pfio.file import RECORD, PfioFile, write_array
 from forebay.cache import Cache as NodeCache
-from forebay.remote import absolute_path, as_text
+from forebay.remote import absolute_path, as_text, expand_user
 from forebay.samples import Samples
 
 log = logger("forebay.pfio")
@@ -449,7 +449,7 @@ def _locked(path: str) -> Iterator[int]:
 
 def default_dir() -> str:
     """The directory in which PFIO itself would keep its files."""
-    return os.path.join(os.getenv("XDG_CACHE_HOME") or _config.expand_user("~/.cache", "cache_dir"), "pfio")
+    return os.path.join(os.getenv("XDG_CACHE_HOME") or expand_user("~/.cache", "cache_dir"), "pfio")
 
 
 def check_local(directory: str) -> None:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from forebay import _config, errors
+from forebay import errors, remote
 from forebay._kernel import host
 from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay.adapters.ray import copies
@@ -125,7 +125,7 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
         that got the handle share one directory in the temporary directory, which is removed when the last of them has ended. Each call
         asks the remote whether the files are current, unless ``max_age`` accepts an older answer. For ``overwrite=False``, ``options``
         and errors see `Checkpoint.to_directory`."""
-        target = copies.hold(self._uuid.hex) / "checkpoint" if path is None else os.path.normpath(_config.expand_user(os.fspath(path)))
+        target = copies.hold(self._uuid.hex) / "checkpoint" if path is None else os.path.normpath(remote.expand_user(os.fspath(path)))
         self._ours.to_directory(target, overwrite=overwrite, max_age=max_age, **options)
         return str(target)
 
