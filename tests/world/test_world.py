@@ -150,7 +150,7 @@ def test_the_inner_launcher_counts(variables: pytest.MonkeyPatch) -> None:
     assert detected(variables, {**outer, **MPI}) == SIXTH_OF_EIGHT
 
 
-@pytest.mark.parametrize("more", [{}, {"LOCAL_RANK": "0"}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}], ids=["alone", "a device", "an address"])
+@pytest.mark.parametrize("more", [{}, {"LOCAL_RANK": "0"}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}], ids=["alone", "device", "address"])
 def test_a_rank_and_a_number_of_ranks_mean_one_on_each_node(variables: pytest.MonkeyPatch, more: dict[str, str]) -> None:
     assert detected(variables, {"RANK": "1", "WORLD_SIZE": "4", **more}) == World(4, 1, 1, 1)
 

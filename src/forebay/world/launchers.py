@@ -233,8 +233,9 @@ _LONGEST_PAUSE = 0.2
 def ranks() -> tuple[int, int, int]:
     """Return ``(num_nodes, ranks_per_node, rank)`` of this process: ``(1, 1, 0)`` without a launcher.
 
-    Raises `ConfigError` for impossible values. RANK and WORLD_SIZE without anything else mean one rank on each node. If only torch.distributed knows the ranks, but not how many a node has, they exchange
-    their nodes through its store: `WaitTimeout` if one does not call this within a minute."""
+    Raises `ConfigError` for impossible values. RANK and WORLD_SIZE without anything else mean one rank on each node. If only
+    torch.distributed knows the ranks, but not how many a node has, they exchange their nodes through its store: `WaitTimeout` if one does
+    not call this within a minute."""
     infos = _relevant()
     if not infos:
         return 1, 1, 0
