@@ -207,6 +207,9 @@ def test_sections_of_other_programs(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert caplog.messages == [
         f"{path}, line 9: the section 'bypas' is ignored: there is no section 'bypas': is 'bypass' meant? It may be 'cache' or 'bypass'"
     ]
+    merged = "x: &x\n  cache: {f: true}\n  other: 1\n<<: *x\nbypass: {f: true}\ncache: {g: true}\n"
+    found = load(written(tmp_path / "flow.yaml", merged), shared=True)
+    assert (list(found.cache), list(found.bypass)) == (["g"], ["f"])
     with pytest.raises(errors.ConfigError, match="line 2: cache: f: nothing"):
         load(written(tmp_path / "flow.yaml", "cache:\n  f:\n"), shared=True)
     with pytest.raises(errors.ConfigError, match="a second time"):

@@ -160,12 +160,12 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
             self._cache.close()
 
     @property
-    def method(self) -> str:
+    def method(self) -> Literal["raw", "pickle"]:
         """What is stored: ``raw`` bytes or ``pickle``. An assignment applies to later lazies. Raises `ConfigError` for any other."""
         return self._method
 
     @method.setter
-    def method(self, method: str) -> None:
+    def method(self, method: Literal["raw", "pickle"]) -> None:
         _check_method(method)
         self._method = method
 

@@ -15,6 +15,7 @@ from forebay._logs import logger
 log = logger("forebay.tasks")
 T = TypeVar("T")
 
+_MERGE = "tag:yaml.org,2002:merge"
 SECTIONS = {"cache": ("cache", "tags", "pin"), "bypass": ("bypass", "tags", "data")}
 """The keys below the name of a function in each section; the first of them says whether it is on."""
 
@@ -205,8 +206,11 @@ def _parsed(data: bytes, path: str, *, shared: bool) -> _At:
     try:
         loader = yaml.SafeLoader(data)
         node = loader.get_single_node()
-        if shared and node is not None and node.id == "mapping":
-            node.value = [(key, value) for key, value in node.value if _is_ours(key, path)]
+        if shared and isinstance(node, yaml.MappingNode):
+            merges = any(key.tag == _MERGE for key, _ in node.value)
+            loader.flatten_mapping(node)  # what `<<` brings comes first
+            sections = [(key, value) for key, value in node.value if _is_ours(key, path)]
+            node.value = list({key.value: (key, value) for key, value in sections}.values()) if merges else sections
         return _YamlReader(loader, path).read(node) if node is not None else _At({}, path, 1)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -260,7 +264,7 @@ class _YamlReader:
     def _mapping(self, node: Any) -> dict[str, _At]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
-            if key.id == "scalar" and key.tag != "tag:yaml.org,2002:merge":
+            if key.id == "scalar" and key.tag != _MERGE:
                 line = key.start_mark.line + 1
                 if key.value in lines:
                     message = f"{key.value!r} stands here a second time; the first is in line {lines[key.value]}"
