@@ -94,19 +94,21 @@ class BarrierState:
         first += number % 2 * SEATS
         return self._words[first : first + self._words[_PARTIES + number % 2]].tolist()
 
-    def expected_ranks(self, parties: int) -> set[int]:
-        """Return the ranks whose processes crossed the last time. If that round was broken, also those that it missed, unless it had
-        another number of parties."""
-        is_same = self._words[_PARTIES + (self.round + 1) % 2] == parties
-        return self._ranks(self.round + 1, lambda seat: is_same or not seat & DEAD)
+    def expected_ranks(self) -> set[int]:
+        """Return the ranks whose processes came to the previous round."""
+        return self._ranks(self.round + 1, 0)
 
-    def missed_ranks(self) -> set[int]:
-        """Return the ranks of which this round misses a process that had not come."""
-        return self._ranks(self.round, lambda seat: bool(seat & DEAD))
+    def missed_ranks(self, parties: int) -> set[int]:
+        """Return the ranks of which this round misses a process that had not come, if it is broken; else those of which the previous round
+        did, if that had so many parties."""
+        if self.is_broken:
+            return self._ranks(self.round, DEAD)
+        previous = self.round + 1
+        return self._ranks(previous, DEAD) if self.broken_at and self._words[_PARTIES + previous % 2] == parties else set()
 
-    def _ranks(self, number: int, counts: Callable[[int], bool]) -> set[int]:
+    def _ranks(self, number: int, mark: int) -> set[int]:
         pairs = zip(self._row(number), self._row(number, _RANKS), strict=True)
-        return {rank - 1 for seat, rank in pairs if seat and rank and counts(seat)}
+        return {rank - 1 for seat, rank in pairs if seat and rank and seat & DEAD == mark}
 
     def set_seat_locked(self, seat: int, value: int) -> None:
         host.set_word(self._words, _HEAD + self.round % 2 * SEATS + seat, value)
@@ -273,10 +275,12 @@ class _Visit:
         state = self._state
         if state.is_broken:
             self._settle_locked()
+        if state.is_broken and self._is_latecomer(self._snapshot()):
+            self._raise_broken_locked()
+        ranks = state.missed_ranks(self._parties or state.parties)
+        if ranks and (lost := self._lost(self._snapshot(), ranks)):
+            raise self._told(lost)  # only to this process: the others know, and may go on without that rank
         if state.is_broken:
-            snapshot = self._snapshot()
-            if self._is_latecomer(snapshot) or self._lost(snapshot, state.missed_ranks()):
-                self._raise_broken_locked()
             return None  # this process knows, or need not know: the next round begins when all others know
         self._agree_locked()
         seats = state.seats()
@@ -384,7 +388,7 @@ class _Visit:
         previous, parties = state.previous_seats(), self._parties or state.parties
         missed = [*dead, *snapshot.occupants(seat for seat in previous if not seat & DEAD)]  # the others are informed already
         if len(previous) - previous.count(0) >= parties:
-            lost = self._lost(snapshot, state.expected_ranks(parties))
+            lost = self._lost(snapshot, state.expected_ranks())
         else:
             may_come = {member.slot for member in snapshot.live} - {member.slot for member in waiting}
             depths = {self._members.depth, *(member.depth for member in waiting)}
@@ -416,13 +420,17 @@ class _Visit:
         elif self._is_latecomer(snapshot):
             state.give_seat_locked(seats.index(0), owner_bits(self._members.identity) | INFORMED, self._members.rank)
         self._seat = -1
-        missing = snapshot.occupants(seat for seat in seats if seat & DEAD)  # who died since breaks the next round, for all
-        for reported in (state.reported, state.reported_anywhere):
-            reported.update(member.identity for member in missing)
+        error = self._told(snapshot.occupants(seat for seat in seats if seat & DEAD))  # who died since breaks the next round, for all
         self._settle_locked()
+        raise error
+
+    def _told(self, missing: list[Member]) -> errors.BarrierBroken:
+        """Return the error, and note that this process was told."""
+        for reported in (self._state.reported, self._state.reported_anywhere):
+            reported.update(member.identity for member in missing)
         names = [member.describe() for member in missing]
-        raise errors.BarrierBroken(
-            f"{state.label} is broken: {_listed(names) or 'a process that took part'} died",
+        return errors.BarrierBroken(
+            f"{self._state.label} is broken: {_listed(names) or 'a process that took part'} died",
             barrier=self._state.name, missing=names, waited=time.monotonic() - self._began,
         )  # fmt: skip
 
