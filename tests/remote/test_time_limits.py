@@ -17,7 +17,7 @@ from forebay._engine.files import table
 from forebay._engine.files.table import SilentHosts
 from forebay._model import Span
 from forebay.remote import RemoteOptions, filesystems, tracking_hosts
-from forebay.remote.base import AttemptFailed, Call, CallAborted
+from forebay.remote.base import AttemptFailed, Call, CallAborted, Trouble
 from forebay.remote.filesystems import FilesystemRemote, helper
 from forebay.remote.http import HttpRemote
 from forebay.remote.http.requests import Exchange
@@ -235,14 +235,15 @@ class Noted:
         self.told: list[str] = []
         self._known = known
 
-    def silent_since(self, host: str, patience: float) -> float | None:
-        return 1.0 if host.startswith(self._known or "-") else None
+    def trouble_with(self, host: str, patience: float, **how: bool) -> tuple[float, int] | None:
+        return (1.0, Trouble.SILENT) if host.startswith(self._known or "-") else None
 
     def heard(self, host: str) -> None:
         self.told.append(f"heard {host.partition(' ')[0]}")
 
-    def silent(self, host: str, began: float, waited: float) -> None:
-        self.told.append(f"{'no way to' if waited == math.inf else 'silent'} {host.partition(' ')[0]}")
+    def failed(self, host: str, began: float, waited: float, trouble: int = 0) -> None:
+        assert (waited < math.inf) == (trouble == Trouble.SILENT)
+        self.told.append(f"{('silent', 'no way to', 'refused', 'no such')[trouble]} {host.partition(' ')[0]}")
 
 
 def test_a_host_that_is_left_alone_is_named_without_its_password() -> None:
@@ -385,4 +386,4 @@ def test_who_goes_through_no_proxy_does_not_mind_one_that_is_silent(raw: RawServ
                 remote.stat("https://host.example/a")
             assert "SIKRIT" not in str(caught.value)
     assert len(raw.requests) == 1
-    assert known.silent_since("https://host.example", 60) is None
+    assert known.trouble_with("https://host.example", 60) is None

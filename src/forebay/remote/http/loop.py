@@ -28,7 +28,18 @@ from forebay._kernel import host
 from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay.errors import RemoteTimeout
-from forebay.remote.base import LONGEST_DELAY, LOOK, AttemptFailed, CallAborted, Limits, NoPermit, Permit, PermitRequest, wake_at_end
+from forebay.remote.base import (
+    LONGEST_DELAY,
+    LOOK,
+    AttemptFailed,
+    CallAborted,
+    Limits,
+    NoPermit,
+    Permit,
+    PermitRequest,
+    Trouble,
+    wake_at_end,
+)
 from forebay.remote.http.transfers import SILENCE, CurlHandle, HttpTransfer, NotConnected
 
 log = logger("forebay.remote")
@@ -211,6 +222,8 @@ class _Loop:
             if transfer.head_until is not None and not transfer.handle.has_head:
                 transfer.handle.until = transfer.head_until
                 self._next_check = min(self._next_check, transfer.head_until)
+            if transfer.body_until is not None:
+                transfer.handle.until = transfer.body_until
             self.resume(transfer.handle)
 
     def _admit(self, transfer: HttpTransfer) -> None:
@@ -277,7 +290,7 @@ class _Loop:
                 handle.curl.close()
         if isinstance(error, NotConnected):
             # an address without a route says nothing about a host that another address leads to
-            if transfer.not_connected is None or transfer.not_connected.unreachable:
+            if transfer.not_connected is None or transfer.not_connected.trouble == Trouble.NO_ROUTE:
                 transfer.not_connected = error
             if transfer.addresses:
                 self.begin(transfer)
@@ -295,9 +308,9 @@ class _Loop:
         for transfer in self._unfinished():
             request, handle = transfer.request, transfer.handle
             if handle is not None:
-                due, error = handle.due(now), AttemptFailed(SILENCE, RemoteTimeout, no_answer=not handle.answered)
+                due, error = handle.due(now), AttemptFailed(SILENCE, RemoteTimeout, trouble=None if handle.answered else Trouble.SILENT)
             elif not transfer.submitted:
-                due, error = transfer.started + request.connect_timeout, AttemptFailed(SILENCE, RemoteTimeout, no_answer=True)
+                due, error = transfer.started + request.connect_timeout, AttemptFailed(SILENCE, RemoteTimeout, trouble=Trouble.SILENT)
             else:
                 due = math.inf if request.until is None else request.until
                 error = AttemptFailed("timed out waiting for a free connection (max_connections)", RemoteTimeout)

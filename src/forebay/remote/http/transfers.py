@@ -18,13 +18,11 @@ import pycurl
 from forebay._kernel import interrupts
 from forebay._kernel.waits import SharedLimit
 from forebay.errors import AccessDenied, RemoteProtocolError, RemoteTimeout, RemoteUnavailable
-from forebay.remote.base import AttemptFailed, CallAborted, Limits, Permit
+from forebay.remote.base import UNREACHABLE, AttemptFailed, CallAborted, Limits, Permit, Trouble
 from forebay.remote.urls import canonical
 
 MAX_HEAD = 256 << 10  # bytes of the headers of one response
 BUFFER = 256 << 10  # bytes read from a socket at once; a receiver gets them in pieces of at most 16 KiB
-UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH})
-"""The network has no route to a host."""
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _TARGET = re.compile(r"/[!-~]*|\*")
 _STATUS = re.compile(rb"HTTP/[0-9.]+ +([0-9]{3})(?: +([^\r\n]*))?")
@@ -163,6 +161,7 @@ class HttpTransfer:
         self.attend: Callable[[HttpTransfer], None]
         self.ended_by: Exception | None = None
         self.head_until: float | None = None
+        self.body_until: float | None = None
         # in the thread of the loop only
         self.is_limited = self.is_done = False
         self.submitted = 0.0  # when its addresses were known
@@ -302,6 +301,11 @@ class HttpTransfer:
             self._changed.notify_all()
         self.fail(CallAborted())
 
+    def extend(self, until: float) -> None:
+        """Once the head is there: give the body this time, in place of that of the request."""
+        self.body_until = until
+        self.attend(self)
+
     def abort(self) -> None:
         """As `close`; but a head that is due gets a moment to come, so that the server's work on it and the connection
         are not wasted."""
@@ -423,7 +427,7 @@ class CurlHandle:
             return self.error
         if code == 0:
             return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
-        curl, proxied, no_answer = self.curl, self.request.proxy is not None, not self.answered
+        curl, proxied, silence = self.curl, self.request.proxy is not None, None if self.answered else Trouble.SILENT
         number = curl.getinfo(pycurl.OS_ERRNO)
         reason = f"the connection failed: {os.strerror(number) if number else f'CURLE {code}'}"
         if code == pycurl.E_PEER_FAILED_VERIFICATION:
@@ -447,21 +451,21 @@ class CurlHandle:
         if code == pycurl.E_URL_MALFORMAT:
             return AttemptFailed("a host that cannot be", retryable=False)
         if code == pycurl.E_COULDNT_RESOLVE_PROXY:
-            return AttemptFailed(_NO_PROXY)
+            return AttemptFailed(_NO_PROXY, trouble=Trouble.NO_NAME)
         if code == pycurl.E_COULDNT_RESOLVE_HOST:
-            return AttemptFailed(NO_NAME)
+            return AttemptFailed(NO_NAME, trouble=Trouble.NO_NAME)
         if code == pycurl.E_OPERATION_TIMEDOUT:
             if curl.getinfo(pycurl.CONNECT_TIME):
-                return AttemptFailed(SILENCE, RemoteTimeout, no_answer=no_answer)
-            return NotConnected(_NO_PROXY if proxied else SILENCE, RemoteTimeout, no_answer=no_answer)
+                return AttemptFailed(SILENCE, RemoteTimeout, trouble=silence)
+            return NotConnected(_NO_PROXY if proxied else SILENCE, RemoteTimeout, trouble=silence)
         if proxied and not self.has_head and (refused := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
             return AttemptFailed(f"its proxy answers {refused}", retryable=refused >= 500)
         answer = int(curl.getinfo(pycurl.PROXY_ERROR)) if code == _E_PROXY else 0
         if answer in _REFUSED_BY_SOCKS:
             return AttemptFailed(_REFUSED_BY_SOCKS[answer], retryable=answer not in _FOR_GOOD)
         if code in (pycurl.E_COULDNT_CONNECT, _E_PROXY):
-            unreachable = number in UNREACHABLE
-            return NotConnected(_NO_PROXY if proxied else reason, no_answer=unreachable, unreachable=unreachable)
+            trouble = Trouble.NO_ROUTE if number in UNREACHABLE else Trouble.REFUSED if number == errno.ECONNREFUSED else None
+            return NotConnected(_NO_PROXY if proxied else reason, trouble=trouble)
         if code in (pycurl.E_SSL_CONNECT_ERROR, pycurl.E_SSL_CIPHER):
             return AttemptFailed("TLS failed")
         if code == pycurl.E_PARTIAL_FILE:
