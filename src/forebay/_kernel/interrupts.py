@@ -258,6 +258,16 @@ def point() -> None:
             pass
 
 
+def point_without(lock: Any) -> None:
+    """A point of a thread that holds this `threading.RLock`, which is free while handlers run: what they wait for may need it."""
+    if _noted:
+        held = lock._release_save()
+        try:
+            point()
+        finally:
+            lock._acquire_restore(held)
+
+
 def turns(seconds: float | None = None) -> Iterator[float]:
     """Split a wait of so many seconds (None: without an end) into waits of at most `TURN`, with a point after each."""
     until = math.inf if seconds is None else time.monotonic() + seconds

@@ -359,15 +359,22 @@ _deferred = threading.local()
 
 @contextmanager
 def sent_together() -> Iterator[None]:
-    """Requests that this thread begins in the block may be sent at its end, so that what sends them is woken once."""
-    wakes: set[Callable[[], None]] = set()
-    _deferred.wakes = wakes
+    """Requests that this thread begins in the block may be sent at its end, so that what sends them is woken once; or earlier, at
+    `wake_now`."""
+    before: set[Callable[[], None]] | None = getattr(_deferred, "wakes", None)  # of the call that a signal handler has interrupted
+    _deferred.wakes = set()
     try:
         yield
     finally:
-        del _deferred.wakes
-        for wake in wakes:
-            wake()
+        wake_now()
+        _deferred.wakes = before
+
+
+def wake_now() -> None:
+    """Wake what `sent_together` would wake at its end. Caller: is about to wait for a response, as a signal handler may in such a block."""
+    wakes: set[Callable[[], None]] | None = getattr(_deferred, "wakes", None)
+    while wakes:
+        wakes.pop()()
 
 
 def wake_at_end(wake: Callable[[], None]) -> bool:

@@ -18,7 +18,7 @@ import pycurl
 from forebay._kernel import interrupts
 from forebay._kernel.waits import SharedLimit
 from forebay.errors import RemoteProtocolError, RemoteTimeout
-from forebay.remote.base import AttemptFailed, CallAborted, Limits, Permit
+from forebay.remote.base import AttemptFailed, CallAborted, Limits, Permit, wake_now
 from forebay.remote.urls import canonical
 
 MAX_HEAD = 256 << 10  # bytes of the headers of one response
@@ -237,12 +237,15 @@ class HttpTransfer:
         """Wait until the head is complete and ``wanted`` bytes of the body may be read, or until the response has ended."""
         if self._pid != os.getpid():  # the lock may be held by a thread of the parent
             raise AttemptFailed("its response comes to the parent process")
-        with self._lock:
-            while not (self._ended or (self._has_head and self._size >= wanted)):
+        while True:
+            with self._lock:
+                if self._ended or (self._has_head and self._size >= wanted):
+                    self._wanted = _NOBODY
+                    return
                 self._wanted = wanted
-                interrupts.point()
+                wake_now()
                 self._changed.wait(interrupts.TURN)
-            self._wanted = _NOBODY
+            interrupts.point()  # without the lock: the loop takes it, and a handler may need another transfer
 
     def read(self, size: int, at_least: int = 1) -> bytes:
         """At most ``size`` bytes of the body; waits for ``at_least`` so many, or for its end. Empty: the body has ended.
