@@ -27,6 +27,8 @@ from threading import get_ident
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
+from forebay._kernel import greenlets
+
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
@@ -81,6 +83,13 @@ class Delivered(BaseException):
         super().__init__(error)
         self.error: BaseException = error.error if isinstance(error, Delivered) else error
 
+
+def _follow() -> None:
+    global get_ident, _main
+    get_ident, _main = greenlets.identity()
+
+
+greenlets.when_patched(_follow)
 
 # -- handlers ----------------------------------------------------------------------------------------------------------
 
@@ -195,7 +204,7 @@ def _send_again() -> None:
 
     def send() -> None:
         while _is_ignored(sys._current_frames().get(_main or 0)):
-            time.sleep(LATER)
+            greenlets.sleep(LATER)
         for number, handler in waiting.items():
             if _signal.getsignal(number) is handler:
                 _signal.pthread_kill(_main or 0, number)
@@ -283,7 +292,7 @@ def turns(seconds: float | None = None) -> Iterator[float]:
 def sleep(seconds: float) -> None:
     """`time.sleep`, in `turns`."""
     for turn in turns(seconds):
-        time.sleep(turn)
+        greenlets.sleep(turn)
 
 
 def portions(items: Iterable[T]) -> Iterator[list[T]]:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from forebay import _config, errors
+from forebay._kernel import greenlets
 from forebay._kernel.interrupts import guarded, guarded_methods, undone_by
 from forebay._model import exact_str
 from forebay.claims import conflicts, records, shared
@@ -59,6 +60,7 @@ def claim(
     Raises `ClaimConflict` (a ValueError) if another live claim has such a directory, or one above or below it; `ClaimMismatch` (a
     RuntimeError) if a rank's arguments differ from those of the first rank; `Closed` if the claim's directory is removed during the call;
     `ConfigError`, `WaitTimeout`, `NoSpace`, `RootRefused`, `NoLocks`. The claim is freed when its last process closes it or ends."""
+    greenlets.look()
     streams = _streams(dirs, remotes, shared)
     world = World.detect() if world is None else world
     if not isinstance(world, World):

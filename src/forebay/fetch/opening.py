@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 from forebay import _config, errors, remote
 from forebay._engine.files.layout import faults
 from forebay._engine.store import Settings, Store
-from forebay._kernel import host
+from forebay._kernel import greenlets, host
 from forebay._kernel.below import LinkInTheWay
 from forebay._logs import logger
 
@@ -138,6 +138,7 @@ class CacheOptions(NamedTuple):
     def open_or_pass(self) -> Store | NullStore:
         """The store; a `NullStore` if the cache is disabled, or if its root cannot be used for now. Raises for a root that can never be
         used."""
+        greenlets.look()
         why: str = "the cache is switched off"
         fault: type[errors.CacheFault] = errors.NoSpace
         if self.enabled:

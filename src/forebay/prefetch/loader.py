@@ -81,7 +81,7 @@ class Loader:
         self._under_way: dict[int, LoadRef] = {}
         self._number = 0
         self._pipeline: Pipeline | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: DaemonThread | None = None
 
     # -- callers ---------------------------------------------------------------------------------------------------
 

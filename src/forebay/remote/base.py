@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 from forebay import _config, errors
-from forebay._kernel import host, interrupts
+from forebay._kernel import greenlets, host, interrupts
 from forebay._kernel.threads import run_all
 from forebay._kernel.waits import SharedLimit, time_limit
 from forebay._logs import logger
@@ -355,6 +355,14 @@ def max_age_here() -> float:
 
 
 _deferred = threading.local()
+
+
+def _defer_anew() -> None:
+    global _deferred
+    _deferred = threading.local()
+
+
+greenlets.when_patched(_defer_anew)
 
 
 @contextmanager

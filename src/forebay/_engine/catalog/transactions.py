@@ -38,7 +38,7 @@ from forebay._engine.files.layout import PAGE, CatalogBroken, DiskFull
 from forebay._engine.files.root import Root
 from forebay._engine.index.head import NUMBERS as NUMBERS
 from forebay._engine.index.head import SLOTS as SLOTS
-from forebay._kernel import host, interrupts, locks, waits
+from forebay._kernel import greenlets, host, interrupts, locks, waits
 from forebay._kernel.below import Below
 from forebay._logs import logger
 from forebay.errors import WriterBusy as WriterBusy
@@ -593,7 +593,7 @@ class WriterLock:
         until = began + min(HUNGRY, timeout / 2)
         pause = PAUSE
         while time.monotonic() < until:
-            time.sleep(random.uniform(pause / 2, pause))
+            greenlets.sleep(random.uniform(pause / 2, pause))
             interrupts.point()
             if self._try():
                 waits.time_limit.spend(time.monotonic() - began)
@@ -634,7 +634,7 @@ class WriterLock:
                 self._fed = hungry
                 # Wakes the first sleeper. When that one releases the lock, it finds the word changed too, and wakes the next.
                 self._words.bump(WRITER_WORD, 1)
-                time.sleep(YIELD)  # else this thread has the lock again before the woken one runs
+                greenlets.sleep(YIELD)  # else this thread has the lock again before the woken one runs
         finally:
             self._let_go()
 

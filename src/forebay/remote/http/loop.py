@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import pycurl
 
-from forebay._kernel import host
+from forebay._kernel import greenlets, host
 from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay.errors import RemoteTimeout
@@ -52,8 +52,8 @@ class _Loop:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._multi = pycurl.CurlMulti()
-        with select.epoll() as epoll:
-            self._epoll = select.epoll.fromfd(host.not_standard(os.dup(epoll.fileno())))
+        with greenlets.new_epoll() as epoll:
+            self._epoll = type(epoll).fromfd(host.not_standard(os.dup(epoll.fileno())))
         self._watched: set[int] = set()
         self._changed: deque[HttpTransfer] = deque()
         self._awake = False  # whether the loop will look at what changed without being woken. Only the loop sets it
@@ -147,7 +147,7 @@ class _Loop:
         self._awake = False
         due = min(self._timer, self._next_check, self._throttle.due, self._admission.due)
         seconds = 0 if self._changed else None if due == math.inf else max(0.0, due - time.monotonic())
-        events = self._epoll.poll(seconds)
+        events = greenlets.poll_events(self._epoll, seconds)
         self._awake = True
         for descriptor, event in events:
             if descriptor == self._wake:
@@ -522,4 +522,11 @@ def _leave_to_parent() -> None:
         loop.leave_to_parent()
 
 
+def _leave_to_threads() -> None:
+    """A loop that a thread runs goes on with its transfers; a greenlet runs the next one."""
+    global _current, _lock
+    _current, _lock = None, threading.Lock()
+
+
+greenlets.when_patched(_leave_to_threads)
 os.register_at_fork(after_in_child=_leave_to_parent)
