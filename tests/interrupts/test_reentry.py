@@ -73,7 +73,7 @@ class Source(dict[str, bytes]):
 
 
 def put(cache: forebay.Cache, url: str) -> None:
-    assert all([cache.put(f"p{n}", b"x" * MiB) for n in range(30)])  # evicts
+    assert all(cache.put(f"p{n}", b"x" * MiB) for n in range(30))  # evicts
 
 
 def read(cache: forebay.Cache, url: str) -> None:

@@ -91,7 +91,7 @@ def when_patched(renew: Callable[[], object]) -> None:
 
 
 def look() -> None:
-    """Follow what the program has patched. Raises `ConfigError` for eventlet, and for half of gevent's. Caller: opens a cache or a claim."""
+    """Follow what the program has patched. Raises `ConfigError` for eventlet and half of gevent. Caller: opens a cache or a claim."""
     global _has_followed
     _refuse_half_a_patch()
     monkey = sys.modules.get("gevent.monkey")

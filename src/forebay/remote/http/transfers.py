@@ -141,6 +141,8 @@ class HttpTransfer:
         self._pid = os.getpid()
         # set by any thread; the loop looks at them when it attends to the transfer
         self.attend: Callable[[HttpTransfer], None]
+        self.drive: Callable[[], None] | None = None
+        """What a thread calls that waits, where the loop has no thread of its own."""
         self.ended_by: Exception | None = None
         self.head_until: float | None = None
         # in the thread of the loop only
@@ -212,6 +214,11 @@ class HttpTransfer:
             raise self._error
 
     @property
+    def is_reporting(self) -> bool:
+        """Whether ``on_ready`` is yet to be called."""
+        return self._on_ready is not None
+
+    @property
     def is_complete(self) -> bool:
         """Whether the whole response has come, and no error."""
         with self._lock:
@@ -244,7 +251,10 @@ class HttpTransfer:
                     return
                 self._wanted = wanted
                 wake_now()
-                self._changed.wait(interrupts.TURN)
+                if self.drive is None:
+                    self._changed.wait(interrupts.TURN)
+            if self.drive is not None:
+                self.drive()
             interrupts.point()  # without the lock: the loop takes it, and a handler may need another transfer
 
     def read(self, size: int, at_least: int = 1) -> bytes:
