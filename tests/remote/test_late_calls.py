@@ -16,7 +16,8 @@ def last():
     def refuse(*args, **kwargs):
         raise RuntimeError("can't create new thread at interpreter shutdown")
     threading.Thread.start = refuse
-    print(len(cache.read(url + "/small")), len(cache.read(url + "/large")), [len(each) for each in cache.read_many([url + "/1", url + "/2"])])
+    many = cache.read_many([url + "/1", url + "/2"])
+    print(len(cache.read(url + "/small")), len(cache.read(url + "/large")), [len(each) for each in many])
 atexit.register(last)
 import forebay
 cache = forebay.Cache(root, budget="100MB")
