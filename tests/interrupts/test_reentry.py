@@ -106,7 +106,7 @@ def prefetcher(cache: forebay.Cache, url: str) -> None:
 
 def samples(cache: forebay.Cache, url: str) -> None:
     array = cache.samples("array", 20)
-    assert [len(array.get_or_put(n, lambda n: b"x" * 1000)) for n in range(20)] == [1000] * 20
+    assert [len(array.get_or_put(n, lambda: b"x" * 1000)) for n in range(20)] == [1000] * 20
 
 
 @pytest.mark.timeout(100)
