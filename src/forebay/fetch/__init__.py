@@ -59,7 +59,7 @@ class Fetcher:
         self.offline, self.max_age, self.timeout = bool(opened.offline), int(min(age * 1_000_000_000, FOREVER)), opened.timeout
         # While ``store`` is a `NullStore` that a later call may replace: the root was full, or its catalog busy.
         self.reopening = waits.Turn() if opened.root is not None and opened.enabled and not store.keeps else None
-        self.warned = set() if opened.enabled else {"NoSpace"}  # the kinds of problem that were logged, or that the user caused
+        self.warned = {"NoLocks"} if opened.enabled else {"NoSpace"}  # the kinds of problem that were logged, or that the user caused
         self.unset_spaces: dict[str, dict[str, Any]] = {}  # spaces that fronts requested before there was a store
         self._options, self.realm = options, remote.Realm(options)
         self._naming, self._above = UrlNaming(_NO_ROOT, self.realm), 0  # the id of the upstream root

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 from forebay import _config, errors
-from forebay._kernel import host, interrupts
+from forebay._kernel import greenlets, host, interrupts
 from forebay._kernel.threads import run_all
 from forebay._kernel.waits import SharedLimit, time_limit
 from forebay._logs import logger
@@ -439,17 +439,32 @@ def max_age_here() -> float:
 _deferred = threading.local()
 
 
+def _defer_anew() -> None:
+    global _deferred
+    _deferred = threading.local()
+
+
+greenlets.when_patched(_defer_anew)
+
+
 @contextmanager
 def sent_together() -> Iterator[None]:
-    """Requests that this thread begins in the block may be sent at its end, so that what sends them is woken once."""
-    wakes: set[Callable[[], None]] = set()
-    _deferred.wakes = wakes
+    """Requests that this thread begins in the block may be sent at its end, so that what sends them is woken once; or earlier, at
+    `wake_now`."""
+    before: set[Callable[[], None]] | None = getattr(_deferred, "wakes", None)  # of the call that a signal handler has interrupted
+    _deferred.wakes = set()
     try:
         yield
     finally:
-        del _deferred.wakes
-        for wake in wakes:
-            wake()
+        wake_now()
+        _deferred.wakes = before
+
+
+def wake_now() -> None:
+    """Wake what `sent_together` would wake at its end. Caller: is about to wait for a response, as a signal handler may in such a block."""
+    wakes: set[Callable[[], None]] | None = getattr(_deferred, "wakes", None)
+    while wakes:
+        wakes.pop()()
 
 
 def wake_at_end(wake: Callable[[], None]) -> bool:

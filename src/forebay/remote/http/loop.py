@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import pycurl
 
-from forebay._kernel import host
+from forebay._kernel import greenlets, host
 from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay.errors import RemoteTimeout
@@ -63,8 +63,8 @@ class _Loop:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._multi = pycurl.CurlMulti()
-        with select.epoll() as epoll:
-            self._epoll = select.epoll.fromfd(host.not_standard(os.dup(epoll.fileno())))
+        with greenlets.new_epoll() as epoll:
+            self._epoll = type(epoll).fromfd(host.not_standard(os.dup(epoll.fileno())))
         self._watched: set[int] = set()
         self._changed: deque[HttpTransfer] = deque()
         self._awake = False  # whether the loop will look at what changed without being woken. Only the loop sets it
@@ -82,12 +82,14 @@ class _Loop:
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._watch)
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
         self._multi.setopt(pycurl.M_MAXCONNECTS, MAX_IDLE)
-        self._stopping = False
+        self._stopping, self._driving = False, threading.Lock()
         self._thread = DaemonThread(self._run, name="http-transfers")
         self._wake = host.not_standard(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         try:
             self._epoll.register(self._wake, select.EPOLLIN)
-            if not self._thread.begin():
+            self.is_driven = not self._thread.begin()
+            # Python 3.12 starts no thread once the main one has ended, as in a function of `atexit`.
+            if self.is_driven and threading.main_thread().is_alive():
                 raise RuntimeError("can't start new thread")
         except BaseException:
             os.close(self._wake)
@@ -104,6 +106,12 @@ class _Loop:
     def _wake_up(self) -> None:
         os.eventfd_write(self._wake, 1)
 
+    def drive(self) -> None:
+        """Where the loop has no thread: do what is to be done, or wait for it a moment, in the thread that waits for a transfer."""
+        with self._driving:
+            if not self._stopping:
+                self._turn(TURN)
+
     def usable(self) -> bool:
         return self.pid == os.getpid() and not self._stopping
 
@@ -112,7 +120,8 @@ class _Loop:
         if self.usable():
             self._stopping = True
             self._wake_up()
-            self._thread.join(1.0)
+            if not self.is_driven:
+                self._thread.join(1.0)
 
     def leave_to_parent(self) -> None:
         """In a forked child: replace this process's copies of the parent's sockets, and keep libcurl's objects for ever.
@@ -154,12 +163,12 @@ class _Loop:
     def _unfinished(self) -> list[HttpTransfer]:
         return [*self._running.values(), *self._admission.waiting(), *self._resolving]
 
-    def _turn(self) -> None:
+    def _turn(self, longest: float = math.inf) -> None:
         """Wait for something to happen, and act on it."""
         self._awake = False
-        due = min(self._timer, self._next_check, self._throttle.due, self._admission.due)
+        due = min(self._timer, self._next_check, self._throttle.due, self._admission.due, time.monotonic() + longest)
         seconds = 0 if self._changed else None if due == math.inf else max(0.0, due - time.monotonic())
-        events = self._epoll.poll(seconds)
+        events = greenlets.poll_events(self._epoll, seconds)
         self._awake = True
         for descriptor, event in events:
             if descriptor == self._wake:
@@ -519,6 +528,10 @@ def start(transfer: HttpTransfer) -> HttpTransfer:
                 _current = loop
     transfer.attend = loop.attend
     loop.attend(transfer)
+    if loop.is_driven:
+        transfer.drive = loop.drive
+        while transfer.is_reporting and not transfer.is_done:
+            loop.drive()
     return transfer
 
 
@@ -536,4 +549,11 @@ def _leave_to_parent() -> None:
         loop.leave_to_parent()
 
 
+def _leave_to_threads() -> None:
+    """A loop that a thread runs goes on with its transfers; a greenlet runs the next one."""
+    global _current, _lock
+    _current, _lock = None, threading.Lock()
+
+
+greenlets.when_patched(_leave_to_threads)
 os.register_at_fork(after_in_child=_leave_to_parent)

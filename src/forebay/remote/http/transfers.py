@@ -18,7 +18,7 @@ import pycurl
 from forebay._kernel import interrupts
 from forebay._kernel.waits import SharedLimit
 from forebay.errors import AccessDenied, RemoteProtocolError, RemoteTimeout, RemoteUnavailable
-from forebay.remote.base import UNREACHABLE, AttemptFailed, CallAborted, Limits, Permit, Trouble
+from forebay.remote.base import UNREACHABLE, AttemptFailed, CallAborted, Limits, Permit, Trouble, wake_now
 from forebay.remote.urls import canonical
 
 MAX_HEAD = 256 << 10  # bytes of the headers of one response
@@ -159,6 +159,8 @@ class HttpTransfer:
         self._pid = os.getpid()
         # set by any thread; the loop looks at them when it attends to the transfer
         self.attend: Callable[[HttpTransfer], None]
+        self.drive: Callable[[], None] | None = None
+        """What a thread calls that waits, where the loop has no thread of its own."""
         self.ended_by: Exception | None = None
         self.head_until: float | None = None
         self.body_until: float | None = None
@@ -231,6 +233,11 @@ class HttpTransfer:
             raise self._error
 
     @property
+    def is_reporting(self) -> bool:
+        """Whether ``on_ready`` is yet to be called."""
+        return self._on_ready is not None
+
+    @property
     def is_complete(self) -> bool:
         """Whether the whole response has come, and no error."""
         with self._lock:
@@ -256,12 +263,18 @@ class HttpTransfer:
         """Wait until the head is complete and ``wanted`` bytes of the body may be read, or until the response has ended."""
         if self._pid != os.getpid():  # the lock may be held by a thread of the parent
             raise AttemptFailed("its response comes to the parent process")
-        with self._lock:
-            while not (self._ended or (self._has_head and self._size >= wanted)):
+        while True:
+            with self._lock:
+                if self._ended or (self._has_head and self._size >= wanted):
+                    self._wanted = _NOBODY
+                    return
                 self._wanted = wanted
-                interrupts.point()
-                self._changed.wait(interrupts.TURN)
-            self._wanted = _NOBODY
+                wake_now()
+                if self.drive is None:
+                    self._changed.wait(interrupts.TURN)
+            if self.drive is not None:
+                self.drive()
+            interrupts.point()  # without the lock: the loop takes it, and a handler may need another transfer
 
     def read(self, size: int, at_least: int = 1) -> bytes:
         """At most ``size`` bytes of the body; waits for ``at_least`` so many, or for its end. Empty: the body has ended.
