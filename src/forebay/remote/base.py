@@ -541,7 +541,7 @@ class Call:
             return math.inf
         left = self.until - time.monotonic()
         if left <= 0:
-            failed = AttemptFailed(f"not done in {self.options.total_timeout:g} s", errors.RemoteTimeout)
+            failed = AttemptFailed(f"not done in {self.options.total_timeout or CHECK_TIMEOUT:g} s", errors.RemoteTimeout)
             raise self.error_of(failed, self.transfer.retries + 1)
         return left
 

@@ -196,7 +196,6 @@ class Exchange:
         )
         if call.cookies is not None:
             defaults = call.cookies.added_to(defaults, _place(endpoint, path))
-        call.count(requests=1)
         options = self.options
         if endpoint not in self._proxies:
             self._proxies[endpoint] = _proxy_of(endpoint) if options.proxies else None
@@ -208,6 +207,7 @@ class Exchange:
             limits=call.limits, wait=call.wait, tls=self._tls(endpoint, first_endpoint),
         )  # fmt: skip
         call.check_host(way := request.way)
+        call.count(requests=1)
         host, port = (endpoint.host, endpoint.port) if proxy is None else _address_of(proxy)
         until, addresses = self._addresses.get(way, (0.0, None))
         if until < time.monotonic():
