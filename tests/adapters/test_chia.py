@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import pickle
 import signal
@@ -326,6 +327,41 @@ def test_a_method_goes_by_its_qualified_name_or_by_the_bare_one(place: Path) -> 
     names = ("build", "Builder.build", "pkg.Maker.build", "Test.build", "Other.run", "run")
     assert [bypass.is_bypassed(name) for name in names] == [True, True, True, False, True, False]
     assert [bypass.get_provider_info(name)[0]() for name in names[:3]] == ["build", "Builder.build", "build"]
+
+
+def test_other_sections_of_the_file(nodes: Nodes, place: Path) -> None:
+    path = written(place, "machines: {1: {cores: 8}}\ncache:\n  f: true\nbypass:\n  g: true\n")
+    chia.start_cache(1, str(place / "cache"), "MB", yaml_path=path)
+    try:
+        assert chia.is_cached("f")
+        assert chia.Bypass(path).active
+    finally:
+        chia.stop_cache()
+
+
+def test_a_file_that_is_not_there(place: Path) -> None:
+    for call in (chia.Bypass, chia._load_cache_config):
+        with pytest.raises(FileNotFoundError) as caught:
+            call(place / "flow.yaml")
+        assert isinstance(caught.value, forebay.errors.ConfigError)
+        assert caught.value.filename == str(place / "flow.yaml")
+
+
+def test_chias_own_lines_are_logged(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rules = "bypass:\n  f: {bypass: true, data: x.md, tags: a}\n  g: true\n  h: false\ncache:\n  f: {cache: true, tags: a}\n  g: true\n"
+    bypass = chia.Bypass(written(place, rules))
+    bypass.set_provider("g", answer)
+    chia._load_cache_config(place / "flow.yaml")
+    assert [bypass.get_provider_info(name)[0].__name__ for name in ("f", "C.g")] == ["_default_file_provider", "answer"]
+    assert [(record.name, record.getMessage()) for record in caplog.records if "file server" not in record.msg] == [
+        ("chia.bypass", "Bypass: f data=x.md tags=['a']"),
+        ("chia.bypass", "Bypass: g data=None tags=None"),
+        ("chia.cache", "Cache: f tags=['a']"),
+        ("chia.cache", "Cache: g tags=None"),
+        ("chia.bypass", "BYPASS f (data=x.md, provider=False)"),
+        ("chia.bypass", "BYPASS C.g (data=None, provider=True)"),
+    ]
 
 
 def test_the_condition_is_asked_last(bypass: chia.Bypass) -> None:

@@ -27,6 +27,7 @@ pytest.importorskip("megatron.energon")
 from megatron.energon import TextSample
 from megatron.energon import cache as energon_cache
 from megatron.energon.cache import CachePool, DecodeFileStore, FileStore, FileStoreDecoder, Lazy
+from megatron.energon.cache.base import FileStoreWrapper, PrimaryFileStore
 from megatron.energon.source_info import SourceInfo
 
 from forebay.adapters import energon
@@ -438,10 +439,10 @@ def test_a_lower_limit_binds_what_comes_and_what_nobody_holds(make: Callable[...
     there = pickle.loads(pickle.dumps(pool))
     assert (there.max_cache_count, there.max_cache_size) == (2, pool.max_cache_size)
     there.close()
-    for wrong in (-1, 1.5, "1GB"):
-        with pytest.raises(ValueError, match="max_count"):
+    for wrong in (-1, float("nan"), "1GB"):
+        with pytest.raises(ValueError, match="max_cache_count"):
             pool.max_cache_count = wrong
-        with pytest.raises(ValueError, match="budget"):
+        with pytest.raises(ValueError, match="max_cache_size"):
             pool.max_cache_size = wrong
     del more
 
@@ -554,6 +555,83 @@ def test_without_a_cache_it_loads_all_the_same(store: Store) -> None:
     assert pool.to_cache([1], "one").get() == [1]
     assert held(pool) == (0, 0)
     pool.close()
+
+
+class Inside(FileStoreWrapper):  # type: ignore[misc]
+    """Reads below a directory of the store inside, whose path it keeps."""
+
+    def __init__(self, inner: Any, below: str) -> None:
+        super().__init__(inner)
+        self.below = below
+
+    def __getitem__(self, key: str) -> Any:
+        return self._inner[f"{self.below}/{key}"]
+
+    def _get_raw(self, key: str) -> Any:
+        return self._inner._get_raw(f"{self.below}/{key}")
+
+    def get_path(self) -> str:
+        return str(self._inner.get_path())
+
+
+class Stuck(Store):
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("this store stays here")
+
+
+class Unhashable(Store):
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("method", ["raw", "pickle"])
+@pytest.mark.parametrize("kind", [Store, Stuck, Unhashable])
+def test_two_stores_of_one_class_and_path(make: Callable[..., FileStoreCachePool], tmp_path: Path, kind: type[Store], method: str) -> None:
+    pool = make(method=method)
+    stores = [kind(tmp_path / "reads", {"a.txt": data, "b/a.txt": data + data}) for data in (b"one", b"another")]
+    stores += [Inside(store, "b") for store in stores]
+    lazies = [pool.get_lazy(store, "a.txt") for store in stores for _ in range(2)]
+    assert [lazy.get() for lazy in lazies] == [b"one"] * 2 + [b"another"] * 2 + [b"oneone"] * 2 + [b"anotheranother"] * 2
+    assert len(stores[0].reads) == 4  # once each
+    if kind is not Stuck:
+        assert make(method=method)._stores.key(stores[1], "a.txt", method, False) == pool._stores.key(stores[1], "a.txt", method, False)
+
+
+def test_a_name_of_a_sample_below_a_decoder(make: Callable[..., FileStoreCachePool], store: Store) -> None:
+    for method in ("raw", "pickle"):
+        pool = make(method=method)
+        keys = {pool._stores.key(DecodeFileStore(PrimaryFileStore(store, k), decoder=Upper()), ".x", method, False) for k in "ab"}
+        assert len(keys) == 2
+
+
+def test_limits_are_numbers_of_any_kind(make: Callable[..., FileStoreCachePool], store: Store) -> None:
+    pool = make(max_cache_count=1e6)
+    assert pool.max_cache_count == 1_000_000
+    pool.max_cache_size, pool.max_cache_count = 1.5 * GIB, 10.0
+    assert (pool.max_cache_size, pool.max_cache_count) == (1.5 * GIB, 10)
+    pool.max_cache_size = float("inf")
+    assert pool.get_lazy(store, "a").get() == b"data of a"
+    for wrong in (-1, float("nan"), "1"):
+        for name in ("max_cache_size", "max_cache_count"):
+            with pytest.raises(errors.ConfigError, match=name):
+                setattr(pool, name, wrong)
+        with pytest.raises(errors.ConfigError, match="max_cache_size_gbytes"):
+            make(max_cache_size_gbytes=wrong)
+
+
+def test_the_method_can_be_set(make: Callable[..., FileStoreCachePool], store: Store) -> None:
+    pool, decoding = make(), DecodeFileStore(store, decoder=Upper())
+    store.stop("a")
+    raw = pool.get_lazy(decoding, "a")
+    assert store.begun["a"].wait(HANG)
+    pool.method = "pickle"
+    store.gates.pop("a").set()
+    assert pool.get_lazy(decoding, "b").get() == ["b", "", "DATA OF B"]
+    assert raw.get() == ["a", "", "DATA OF A"]
+    with pytest.raises(ValueError, match="method='decoded' is unknown"):
+        pool.method = "decoded"
+    copy = pickle.loads(pickle.dumps(pool))
+    copy.close()
+    assert (pool.method, copy.method) == ("pickle", "pickle")
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:

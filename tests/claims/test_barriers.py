@@ -28,7 +28,7 @@ from tests.claims import contexts
 from tests.claims.contexts import leaving
 from tests.clocks import Clocks
 from tests.items import until
-from tests.processes import Child, Gate, ProcessGroup, death_of, fork, fork_to_die
+from tests.processes import Child, Gate, ProcessGroup, death_of, fork, fork_to_die, talk_to
 
 NAME = "start"
 LONG = 30.0
@@ -63,6 +63,12 @@ def comes_to_wait(context: Members, count: int, name: str = NAME) -> None:
     while sum(map(bool, board.seats())) < count:
         assert time.monotonic() < deadline, f"{board.seats()} after {LONG} s"
         time.sleep(0.002)
+
+
+def workers(members: Members, work: Callable[[Barrier], Any], count: int = 2) -> list[Any]:
+    """What each of a rank's new workers does at the barrier before it ends in order."""
+    made = [fork(lambda: leaving(members, lambda members: work(Barrier(members, NAME)))) for _ in range(count)]
+    return [worker.result() for worker in made]
 
 
 # -- crossing ----------------------------------------------------------------------------------------------------------
@@ -214,6 +220,80 @@ def test_who_waits_is_told_within_a_second(place: Path, context: Members, childr
         took.append(time.monotonic() - killed_at[0])
         timer.join()
     assert min(took) < 1
+
+
+@pytest.mark.parametrize("epochs", [0, 1, 2])
+@pytest.mark.parametrize("how", ["at once", "one after the other"])
+def test_a_rank_is_killed_while_it_has_no_workers(place: Path, context: Members, children: ProcessGroup, epochs: int, how: str) -> None:
+    """Those of the other ranks are told, also if they began after it died, and after others were told."""
+    ready, go = Gate(), {1: Gate(), 2: Gate()}
+
+    def work(members: Members) -> Any:
+        for _ in range(epochs):
+            workers(members, lambda barrier: barrier.wait(6, LONG))
+        ready.open()
+        if members.rank == 3:
+            Gate().wait()
+        go[members.rank].wait()
+        if how == "at once":
+            return workers(members, lambda barrier: broken(barrier, 6))
+        return [told for _ in range(2) for told in workers(members, lambda barrier: broken(barrier, 6), 1)]
+
+    killed, *others = [children(lambda n=n: contexts.rank(place, n, work)) for n in (3, 1, 2)]
+    for _ in range(3):
+        ready.wait()
+    killed.kill()
+    for number, other in enumerate(others, 1):
+        go[number].open()
+        if how == "one after the other":
+            assert len(other.result()) == 2
+    told = [one for other in others for one in other.result()]
+    assert told == [([f"rank 3 (process {killed.pid})"], pytest.approx(0, abs=2.0))] * 4
+
+
+def test_a_rank_has_lost_a_worker_and_ends(place: Path, context: Members, children: ProcessGroup) -> None:
+    """As a DataLoader does: it raises, and the rank ends with an exception."""
+    go = Gate()
+
+    def lose(members: Members) -> int:
+        workers(members, lambda barrier: barrier.wait(4, LONG))
+        lost = talk_to(lambda line: (line.say(), Gate().wait()))
+        lost.hear()
+        lost.kill()
+        return lost.pid
+
+    def survive(members: Members) -> Any:
+        workers(members, lambda barrier: barrier.wait(4, LONG))
+        go.wait()
+        return workers(members, lambda barrier: broken(barrier, 4))
+
+    ended, other = children(lambda: contexts.rank(place, 1, lose)), children(lambda: contexts.rank(place, 2, survive))
+    died = [f"rank 1 (process {ended.result()})"]
+    go.open()
+    assert other.result() == [(died, pytest.approx(0, abs=SOON))] * 2
+
+
+def test_survivors_go_on_without_a_rank(place: Path, context: Members, children: ProcessGroup) -> None:
+    """Those that are told once go on with fewer, and their workers of later epochs are told no more."""
+    ready, go = Gate(), Gate()
+
+    def work(members: Members) -> Any:
+        workers(members, lambda barrier: barrier.wait(4, LONG))
+        ready.open()
+        if members.rank == 1:
+            Gate().wait()
+        go.wait()
+        first = workers(members, lambda barrier: (broken(barrier, 4)[0], barrier.wait(2, LONG)))
+        return first, [sorted(workers(members, lambda barrier: barrier.wait(2, LONG))) for _ in range(2)]
+
+    killed, other = [children(lambda n=n: contexts.rank(place, n, work)) for n in (1, 2)]
+    ready.wait()
+    ready.wait()
+    killed.kill()
+    go.open()
+    first, later = other.result()
+    assert sorted(first) == [([f"rank 1 (process {killed.pid})"], number) for number in (0, 1)]
+    assert later == [[0, 1], [0, 1]]
 
 
 def test_who_is_not_needed_may_die(place: Path, context: Members, children: ProcessGroup) -> None:
@@ -615,7 +695,7 @@ def test_a_rank_gives_up_while_the_last_one_is_stopped(context: Members, childre
     """He may have counted us; but we do not wait for him longer than we were told to."""
     barrier, stands = Barrier(context, NAME), Gate()
     barrier.wait(1)
-    slow = children(lambda: (comes_to_wait(context, 1), leaving(context, lambda _: stops_at(1, stands, lambda: barrier.wait(2, LONG))))[1])
+    slow = children(lambda: (comes_to_wait(context, 1), leaving(context, lambda _: stops_at(2, stands, lambda: barrier.wait(2, LONG))))[1])
     began = time.monotonic()
     with pytest.raises(errors.WaitTimeout):
         barrier.wait(2, 2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import sys
 from collections.abc import Mapping
@@ -190,8 +191,29 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"flow\.yaml") as raised:
         load(tmp_path / "flow.yaml")
     assert isinstance(raised.value, errors.ConfigError)
-    with pytest.raises(errors.ConfigError, match="Is a directory"):
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert (again.errno, again.filename, str(again)) == (errno.ENOENT, str(tmp_path / "flow.yaml"), str(raised.value))
+    with pytest.raises(errors.ConfigError, match="Is a directory") as unreadable:
         load(str(tmp_path))
+    assert isinstance(unreadable.value, OSError)
+    assert unreadable.value.errno == errno.EISDIR
+
+
+def test_sections_of_other_programs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    others = "ports: {8080: web, 8080: more}\n? [a, b]\n: 1\n7: x\nlines: &l [f]\nports: 1\n"
+    path = written(tmp_path / "flow.yaml", f"{others}cache:\n  f: {{cache: true, tags: *l}}\nbypas:\n  f: true\n")
+    found = load(path, shared=True)
+    assert (found.caches("f", "f"), found.caches("f", "g"), dict(found.bypass)) == (True, False, {})
+    assert caplog.messages == [
+        f"{path}, line 9: the section 'bypas' is ignored: there is no section 'bypas': is 'bypass' meant? It may be 'cache' or 'bypass'"
+    ]
+    merged = "x: &x\n  cache: {f: true}\n  other: 1\n<<: *x\nbypass: {f: true}\ncache: {g: true}\n"
+    found = load(written(tmp_path / "flow.yaml", merged), shared=True)
+    assert (list(found.cache), list(found.bypass)) == (["g"], ["f"])
+    with pytest.raises(errors.ConfigError, match="line 2: cache: f: nothing"):
+        load(written(tmp_path / "flow.yaml", "cache:\n  f:\n"), shared=True)
+    with pytest.raises(errors.ConfigError, match="a second time"):
+        load(written(tmp_path / "flow.yaml", "cache: {}\ncache: {}\n"), shared=True)
 
 
 def test_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,11 @@ def test_the_inner_launcher_counts(variables: pytest.MonkeyPatch) -> None:
     assert detected(variables, {**outer, **MPI}) == SIXTH_OF_EIGHT
 
 
+@pytest.mark.parametrize("more", [{}, {"LOCAL_RANK": "0"}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}], ids=["alone", "device", "address"])
+def test_a_rank_and_a_number_of_ranks_mean_one_on_each_node(variables: pytest.MonkeyPatch, more: dict[str, str]) -> None:
+    assert detected(variables, {"RANK": "1", "WORLD_SIZE": "4", **more}) == World(4, 1, 1, 1)
+
+
 @pytest.mark.parametrize(
     "how_many",
     [{"SLURM_NTASKS_PER_NODE": "4"}, {"SLURM_NNODES": "2"}, {"SLURM_JOB_NUM_NODES": "2"}, {"LOCAL_WORLD_SIZE": "4"}],
@@ -190,7 +195,7 @@ def test_launchers_that_speak_of_the_same_ranks_complete_each_other(variables: p
         ({"RANK": "three", "WORLD_SIZE": "4"}, "'three' is not a number"),
         ({"RANK": "-1", "WORLD_SIZE": "4"}, "'-1' is not a number"),
         ({"RANK": "4", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "there is no rank 4 among 4"),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, "set LOCAL_WORLD_SIZE"),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, "set LOCAL_WORLD_SIZE"),
         ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "3"}, "4 ranks cannot be divided evenly"),
         ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "0"}, "4 ranks cannot be divided evenly"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "rank 5 should be number 1 on node 1"),

@@ -38,6 +38,7 @@ __all__ = [
 ]  # fmt: skip
 
 log = logger("forebay.chia")
+_cache_log, _bypass_log = logger("chia.cache"), logger("chia.bypass")  # of CHIA's own lines
 V = TypeVar("V")
 
 NAME = "ChiaCacheStore"
@@ -217,7 +218,10 @@ def _of(rules: Mapping[str, V], func_name: str) -> V | None:
 
 def _load_cache_config(yaml_path: str | os.PathLike[str]) -> dict[str, Any]:
     """The section ``cache`` of a YAML file, in the form that `is_cached` reads. Raises `ConfigError`."""
-    return load(yaml_path).as_chia()
+    config = load(yaml_path, shared=True).as_chia()
+    for name, rule in config.items():
+        _cache_log.info("Cache: %s tags=%s", name, rule if isinstance(rule, list) else None)
+    return config
 
 
 def _refuse_pickles(directory: str | os.PathLike[str]) -> None:
@@ -261,10 +265,12 @@ class Bypass:
 
     def __init__(self, yaml_path: str | os.PathLike[str] | None = None) -> None:
         # By the name of a function. Programs are known to assign to these attributes.
-        rules = load(yaml_path).bypass.values() if yaml_path is not None else ()
+        rules = load(yaml_path, shared=True).bypass.values() if yaml_path is not None else ()
         self._bypass = {rule.name: rule.on for rule in rules}
         self._data_paths = {rule.name: rule.data for rule in rules if rule.on and rule.data is not None}
         self._tag_patterns = {rule.name: [p.pattern for p in rule.tags] for rule in rules if rule.on and rule.tags is not None}
+        for name in (rule.name for rule in rules if rule.on):
+            _bypass_log.info("Bypass: %s data=%s tags=%s", name, self._data_paths.get(name), self._tag_patterns.get(name))
         self._providers: dict[str, Callable[..., Any]] = {}
         self._conds: dict[str, Callable[..., Any]] = {}
         self._file_server: Any = None
@@ -307,15 +313,17 @@ class Bypass:
     def get_provider_info(self, func_name: str) -> tuple[Callable[..., Any], str | None]:
         """The provider of a function, and the path of its data. Raises KeyError if it has neither."""
         provider, data = _of(self._providers, func_name), _of(self._data_paths, func_name)
+        _bypass_log.info("BYPASS %s (data=%s, provider=%s)", func_name, data, provider is not None)
         if provider is None and data is None:
             raise KeyError(f"{func_name!r} has neither a provider nor data: set_provider({func_name!r}, ...), or `data:` in the YAML file")
-        return provider or _text_of_file, data
+        return provider or _default_file_provider, data
 
     def file_server(self) -> Any:
         """The actor that serves files of the node on which this was created: ``get_text``, ``get_bytes``, ``exists``."""
         if self._file_server is None:
             pinned = NodeAffinitySchedulingStrategy(node_id=here(), soft=False)
             self._file_server = BypassFileServer.options(scheduling_strategy=pinned).remote()
+            _bypass_log.info("Bypass: started file server pinned to node %s", here())
         return self._file_server
 
     def get_state(self) -> dict[str, Any]:
@@ -339,7 +347,7 @@ def get_active_bypass() -> Bypass | None:
     return _active[0]
 
 
-def _text_of_file(tag: str | None, data_path: str | None, *args: Any, **kwargs: Any) -> str:
+def _default_file_provider(tag: str | None, data_path: str | None, *args: Any, **kwargs: Any) -> str:
     """The provider of a function that has only data: the text of that file, from the node on which the bypass was created."""
     active = get_active_bypass()
     if active is None or data_path is None:
@@ -356,7 +364,7 @@ _OURS: dict[str, dict[str, Any]] = {
     },
     "chia.base.bypass": {
         "Bypass": Bypass, "BypassFileServer": BypassFileServer, "get_active_bypass": get_active_bypass,
-        "_default_file_provider": _text_of_file,
+        "_default_file_provider": _default_file_provider,
     },
 }  # fmt: skip
 _undo: list[tuple[ModuleType, str, Any]] = []  # (module, name, original value)

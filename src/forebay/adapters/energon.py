@@ -7,6 +7,7 @@ import enum
 import functools
 import hashlib
 import json
+import operator
 import os
 import pickle
 import sys
@@ -37,6 +38,8 @@ SPACE = "energon"
 GIB = 1 << 30
 _FORM = "noted"  # the stored form of items, a part of their keys
 _PYTREE = codecs.codec("pytree")
+_LARGEST = (1 << 63) - 1
+_RAW_OF_INNER: Any = getattr(getattr(energon_base, "FileStoreWrapper", None), "_get_raw", ())
 _PRIMARY: Any = getattr(energon_base, "PrimaryFileStore", ())  # older versions have none
 
 
@@ -115,22 +118,23 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
 
     def __init__(
         self, *, parent_cache_dir: str | os.PathLike[str] | None = None, num_workers: int = 8, max_cache_size_gbytes: float = 1024,
-        max_cache_count: int = 10_000_000, method: Literal["raw", "pickle"] = "raw", cache: Cache | None = None,
+        max_cache_count: float = 10_000_000, method: Literal["raw", "pickle"] = "raw", cache: Cache | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if method not in ("raw", "pickle"):
-            raise errors.ConfigError(f"method={method!r} is unknown: choose 'raw' or 'pickle'", name="method", value=repr(method))
+        _check_method(method)
         if cache is not None and parent_cache_dir is not None:
             message = "parent_cache_dir and cache both determine where items are stored: give one of them"
             raise errors.ConfigError(message, name="cache", value=repr(cache))
         self.parent_cache_dir = Path(parent_cache_dir) if parent_cache_dir is not None else None
-        self.num_workers, self.method, self._given = num_workers, method, cache
-        self._max_size, self._max_count = int(max_cache_size_gbytes * GIB), max_cache_count
+        self.num_workers, self._given = num_workers, cache
+        self._max_size = _whole(max_cache_size_gbytes, "max_cache_size_gbytes", GIB)
+        self._max_count = _whole(max_cache_count, "max_cache_count")
         self._cache = cache or Cache(self.parent_cache_dir / "forebay" if self.parent_cache_dir is not None else None)
-        self._plain = method != "pickle" and fetcher_of(self._cache).others_can_write
-        self._stores = _Stores(method, self._plain)
+        self._others_can_write = fetcher_of(self._cache).others_can_write
+        self._stores = _Stores()
+        self.method = method
         self._prefetcher = self._cache.prefetcher(
-            self._stores, name=SPACE, workers=num_workers, budget=self._max_size, max_count=max_cache_count, policy="wait", keep=False
+            self._stores, name=SPACE, workers=num_workers, budget=self._max_size, max_count=self._max_count, policy="wait", keep=False
         )
 
     def get(self, ds: Any, fname: str, sample: Any = None) -> Any:
@@ -140,8 +144,9 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
     def get_lazy(self, ds: Any, fname: str) -> FileCacheLazy:
         """Start loading an item. Raises RuntimeError after `close`."""
         ds, fname = _resolved(ds, fname)
-        lazy = self._prefetcher.get_lazy(self._stores.key(ds, fname))
-        return FileCacheLazy(ds, fname, self, lambda: _decoded(ds, fname, lazy.get(), self._plain))
+        plain = self._method != "pickle" and self._others_can_write
+        lazy = self._prefetcher.get_lazy(self._stores.key(ds, fname, self._method, plain))
+        return FileCacheLazy(ds, fname, self, lambda: _decoded(ds, fname, lazy.get(), plain))
 
     def to_cache(self, data: Any, name: str) -> SpilledLazy:
         """Write a pickled object to disk, until its lazy is read or dropped. Raises RuntimeError after `close`."""
@@ -153,6 +158,16 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
         self._prefetcher.close()
         if self._given is None:
             self._cache.close()
+
+    @property
+    def method(self) -> Literal["raw", "pickle"]:
+        """What is stored: ``raw`` bytes or ``pickle``. An assignment applies to later lazies. Raises `ConfigError` for any other."""
+        return self._method
+
+    @method.setter
+    def method(self, method: Literal["raw", "pickle"]) -> None:
+        _check_method(method)
+        self._method = method
 
     @property
     def cache_dir(self) -> Path:
@@ -175,7 +190,8 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
         return self._max_size
 
     @max_cache_size.setter
-    def max_cache_size(self, size: int) -> None:
+    def max_cache_size(self, size: float) -> None:
+        size = _whole(size, "max_cache_size")
         self._prefetcher.set_limits(budget=size)
         self._max_size = size
 
@@ -185,14 +201,15 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
         return self._max_count
 
     @max_cache_count.setter
-    def max_cache_count(self, count: int) -> None:
+    def max_cache_count(self, count: float) -> None:
+        count = _whole(count, "max_cache_count")
         self._prefetcher.set_limits(max_count=count)
         self._max_count = count
 
     def __reduce__(self) -> tuple[Any, ...]:
         again = functools.partial(
             FileStoreCachePool, parent_cache_dir=self.parent_cache_dir, num_workers=self.num_workers,
-            max_cache_size_gbytes=self._max_size / GIB, max_cache_count=self._max_count, method=self.method, cache=self._given,
+            max_cache_size_gbytes=self._max_size / GIB, max_cache_count=self._max_count, method=self._method, cache=self._given,
         )  # fmt: skip
         return again, ()
 
@@ -202,6 +219,21 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
         )
 
     __str__ = __repr__
+
+
+def _check_method(method: object) -> None:
+    if method not in ("raw", "pickle"):
+        raise errors.ConfigError(f"method={method!r} is unknown: choose 'raw' or 'pickle'", name="method", value=repr(method))
+
+
+def _whole(number: float, name: str, unit: int = 1) -> int:
+    """A limit as a whole number; an infinite one as the largest. Raises `ConfigError`."""
+    try:
+        if number >= 0:
+            return int(min(number * unit, _LARGEST))
+    except (TypeError, ValueError):
+        pass
+    raise errors.ConfigError(f"{name}={number!r}: must be a number that is not negative", name=name, value=repr(number))
 
 
 class NoCachePool(CachePool):  # type: ignore[misc]
@@ -229,48 +261,74 @@ class _Stores:
 
     uri = "energon"
 
-    def __init__(self, method: str, plain: bool) -> None:
-        self._method, self._plain = method, plain
-        self._by_token: dict[str, Any] = {}
-        self._decoders: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+    def __init__(self) -> None:
+        self._by_token: dict[str, tuple[Any, str, bool]] = {}
+        self._identities: dict[int, tuple[Callable[[], Any], str]] = {}  # by `id`: not all can be hashed
 
-    def key(self, ds: Any, fname: str) -> str:
-        """The key of an item: two processes use the same key only for the same item."""
-        parts = [_FORM, self._method, str(ds.get_path())]
+    def key(self, ds: Any, fname: str, method: str, plain: bool) -> str:
+        """The key of an item: two processes use the same key only for the same item. ``plain``: nothing is to be pickled."""
+        parts = [_FORM, method, str(ds.get_path())]
         for store in _chain(ds):
-            if self._method == "pickle" or _inner(store) is None:
+            if method == "pickle" or _inner(store) is None:
                 parts.append(_name_of(type(store)))
-            if self._method == "pickle" and getattr(store, "decoder", None) is not None:
+            if isinstance(store, _PRIMARY):
+                parts.append(store._current_key)
+            elif not _is_energons(store) and (method == "pickle" or _has_own_bytes(store)):
+                parts.append(self._identity_of(store))
+            if method == "pickle" and getattr(store, "decoder", None) is not None:
                 parts.append(self._identity_of(store.decoder))
         token = hashlib.blake2s("\0".join(parts).encode(), digest_size=12).hexdigest()
-        self._by_token[token] = ds
+        self._by_token[token] = (ds, method, plain)
         return f"{token}/{fname}"
 
     def __getitem__(self, key: str) -> Noted:
         token, _, fname = key.partition("/")
-        ds = self._by_token[token]
-        data, info = ds[fname] if self._method == "pickle" else _raw(ds, fname)
-        return _noted_plainly(data, info) if self._plain else _noted(data, info, decoded=self._method == "pickle")
+        ds, method, plain = self._by_token[token]
+        data, info = ds[fname] if method == "pickle" else _raw(ds, fname)
+        return _noted_plainly(data, info) if plain else _noted(data, info, decoded=method == "pickle")
 
-    def _identity_of(self, decoder: Any) -> str:
-        """Distinguishes a decoder from others, also in other processes; determined once, since decoding may change the decoder."""
-        try:
-            identity = self._decoders.get(decoder)
-            if identity is None:
-                identity = self._decoders.setdefault(decoder, _new_identity(decoder))
-        except unless_of_handler(TypeError):  # it cannot be a key
-            identity = _new_identity(decoder)
-        return identity
+    def _identity_of(self, part: Any) -> str:
+        """Distinguishes a decoder or a store from others, also in other processes; determined once, since its use may change it."""
+        number = id(part)
+        known = self._identities.get(number)
+        if known is None or known[0]() is not part:
+            try:
+                alive: Callable[[], Any] = weakref.ref(part, lambda _: self._identities.pop(number, None))
+            except unless_of_handler(TypeError):
+                alive = functools.partial(operator.itemgetter(0), (part,))
+            known = self._identities[number] = (alive, _new_identity(part))
+        return known[1]
 
 
-def _new_identity(decoder: Any) -> str:
+class _Digest:
+    """A file for pickles of any size, of which only the hash is kept."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2s()
+        self.write, self.hexdigest = self._hash.update, self._hash.hexdigest
+
+
+def _new_identity(part: Any) -> str:
     try:
-        config = getattr(decoder, "config", None)
-        settings = json.dumps(config(), sort_keys=True, default=repr).encode() if callable(config) else pickle.dumps(decoder)
-        return f"{_name_of(type(decoder))} {hashlib.blake2s(settings).hexdigest()}"
+        config, digest = getattr(part, "config", None), _Digest()
+        if callable(config):
+            digest.write(json.dumps(config(), sort_keys=True, default=repr).encode())
+        else:
+            pickle.Pickler(digest, pickle.HIGHEST_PROTOCOL).dump(part)
+        return f"{_name_of(type(part))} {digest.hexdigest()}"
     except unless_of_handler(Exception) as error:  # whatever its own code raises
-        log.debug("a %s is known in this process only: %s", type(decoder).__name__, error)
+        log.debug("a %s is known in this process only: %s", type(part).__name__, error)
         return os.urandom(12).hex()
+
+
+def _is_energons(store: Any) -> bool:
+    """Whether the path of a store says what it holds."""
+    return type(store).__module__.startswith("megatron.energon.")
+
+
+def _has_own_bytes(store: Any) -> bool:
+    """Whether the bytes before decoding are not just those of the store inside."""
+    return _inner(store) is None or getattr(type(store), "_get_raw", None) is not _RAW_OF_INNER
 
 
 def _resolved(ds: Any, fname: str) -> tuple[Any, str]:

@@ -2,7 +2,8 @@
 
 The processes at a barrier share a row of seats for the current round, and one for the round before. A round has as many seats as
 parties. A process that arrives takes the lowest free seat; the one that takes the last seat begins the next round, and that is what the
-others wait for. The two rows alternate, so the row of the previous round still says which processes crossed.
+others wait for. The two rows alternate, so the row of the previous round still says which processes crossed. The rank of each process is
+stored beside its seat: the workers of a rank may be new processes in every round, and come no more if the rank is dead.
 
 Every change is made under a lock that is released when its holder dies, and each step of it stores one word: a seat is taken or freed,
 or the state changes, which comes last. So a process that is killed in between leaves seats that are its own, or a row that is cleared
@@ -32,6 +33,7 @@ DEAD = 1 << 15
 _TAKEN = 1 << 62
 _STATE, _BROKEN_AT, _PARTIES = 0, 1, 2  # words; _PARTIES has one for each row
 _HEAD = 8
+_RANKS = _HEAD + 2 * SEATS  # the first word of the rows of ranks: a rank from 1 on, 0 if it is unknown
 _BROKEN = 1  # added to twice the round in the state
 
 # A seat: informed, taken, slot (10 bits), pid (22), the low bits of the start (14), dead, and the number of this process's visit (15).
@@ -53,7 +55,7 @@ class BarrierState:
 
     def __init__(self, members: Members, name: str) -> None:
         self.name, self.label = name, f"the barrier {name!r} of {members.name}"
-        self._words = mappings.words(map_shared(members, "barrier", name, (_HEAD + 2 * SEATS) * 8))
+        self._words = mappings.words(map_shared(members, "barrier", name, (_HEAD + 4 * SEATS) * 8))
         self.mutex = NamedLock(members, name, kind="barrier")
         self.futex, self.index = words_of(members), name_hash("barrier wait", name) % waits.COUNT
         self.reported: set[Identity] = set()  # deaths that this process reported at this barrier
@@ -88,12 +90,33 @@ class BarrierState:
         """Return the seats of the previous round."""
         return self._row(self.round + 1)
 
-    def _row(self, number: int) -> list[int]:
-        first = _HEAD + number % 2 * SEATS
+    def _row(self, number: int, first: int = _HEAD) -> list[int]:
+        first += number % 2 * SEATS
         return self._words[first : first + self._words[_PARTIES + number % 2]].tolist()
+
+    def expected_ranks(self) -> set[int]:
+        """Return the ranks whose processes came to the previous round."""
+        return self._ranks(self.round + 1, 0)
+
+    def missed_ranks(self, parties: int) -> set[int]:
+        """Return the ranks of which this round misses a process that had not come, if it is broken; else those of which the previous round
+        did, if that had so many parties."""
+        if self.is_broken:
+            return self._ranks(self.round, DEAD)
+        previous = self.round + 1
+        return self._ranks(previous, DEAD) if self.broken_at and self._words[_PARTIES + previous % 2] == parties else set()
+
+    def _ranks(self, number: int, mark: int) -> set[int]:
+        pairs = zip(self._row(number), self._row(number, _RANKS), strict=True)
+        return {rank - 1 for seat, rank in pairs if seat and rank and seat & DEAD == mark}
 
     def set_seat_locked(self, seat: int, value: int) -> None:
         host.set_word(self._words, _HEAD + self.round % 2 * SEATS + seat, value)
+
+    def give_seat_locked(self, seat: int, value: int, rank: int | None) -> None:
+        """Set a seat with the rank of its process, which counts as soon as the seat is taken."""
+        host.set_word(self._words, _RANKS + self.round % 2 * SEATS + seat, 0 if rank is None else rank + 1)
+        self.set_seat_locked(seat, value)
 
     def set_parties_locked(self, parties: int) -> None:
         """Set the number of parties while no process waits."""
@@ -137,6 +160,9 @@ class MemberSnapshot:
         self.members = members
         self.live = [member for member in members if member.state == "in"]
         self._by_owner = {owner_bits(member.identity): member for member in members}
+        ranks = {member.rank for member in self.live} | {None}
+        self.lost = [member for member in members if member.state == "vanished" and member.rank not in ranks]
+        """The dead of ranks that have no process any more."""
 
     def occupant(self, seat: int) -> Member | None:
         """Return the member in a seat; None if it is free, or its process left."""
@@ -174,7 +200,8 @@ class Barrier:
         The first call sets ``parties``; a later call with another number changes it if no process waits, else raises `ConfigError`.
 
         Raises `BarrierBroken`, within 0.1 s, if a process died that waited here, or crossed this barrier the last time, or that, before
-        the first crossing, may have been one of the parties. Each survivor gets that once; one that comes again waits for the others.
+        the first crossing, may have been one of the parties; or a rank whose workers did, once it has no process any more, even if it died
+        before this process began. Each survivor gets that once; one that comes again waits for the others.
         Raises `WaitTimeout` after ``timeout`` seconds: it names the missing processes, and disturbs no other process; neither does
         Ctrl-C. A process that ends in order, or leaves the claim, breaks nothing."""
         state = self._state
@@ -248,9 +275,12 @@ class _Visit:
         state = self._state
         if state.is_broken:
             self._settle_locked()
+        if state.is_broken and self._is_latecomer(self._snapshot()):
+            self._raise_broken_locked()
+        ranks = state.missed_ranks(self._parties or state.parties)
+        if ranks and (lost := self._lost(self._snapshot(), ranks)):
+            raise self._told(lost)  # only to this process: the others know, and may go on without that rank
         if state.is_broken:
-            if self._is_latecomer(self._snapshot()):
-                self._raise_broken_locked()
             return None  # this process knows, or need not know: the next round begins when all others know
         self._agree_locked()
         seats = state.seats()
@@ -268,7 +298,7 @@ class _Visit:
         # First noted here, then stored: Ctrl-C in between takes back an arrival that was never stored.
         self._mark = owner_bits(self._members.identity) | self._state.visits & VISIT
         self._round, self._seat = self._state.round, seat
-        self._state.set_seat_locked(seat, self._mark)
+        self._state.give_seat_locked(seat, self._mark, self._members.rank)
 
     def _agree_locked(self) -> None:
         """Agree on the number of parties."""
@@ -313,7 +343,7 @@ class _Visit:
         snapshot, seats = self._snapshot(), self._state.seats()
         occupants = [snapshot.occupant(value) for value in seats if value]
         gone = any(member is None or member.state != "in" for member in occupants)
-        return gone or 0 not in seats or any(map(self._is_news, snapshot.members))
+        return gone or 0 not in seats or any(map(self._is_news, snapshot.members)) or bool(self._lost(snapshot))
 
     def _snapshot(self) -> MemberSnapshot:
         return MemberSnapshot(self._members.everyone())
@@ -322,6 +352,11 @@ class _Visit:
         """Whether a member's death is to be reported to this process: not if it died before this process joined."""
         process = member.identity
         return member.state == "vanished" and process not in self._state.reported and process not in self._members.dead_before
+
+    def _lost(self, snapshot: MemberSnapshot, ranks: set[int] | None = None) -> list[Member]:
+        """Return the dead of lost ranks, or of these of them, of which this process was not told at this barrier."""
+        lost = [member for member in snapshot.lost if ranks is None or member.rank in ranks]
+        return [member for member in lost if member.identity not in self._state.reported]
 
     def _find_deaths_locked(self) -> None:
         """Free the seats of processes that left. Break the round, and raise `BarrierBroken`, if a process died that it misses."""
@@ -344,20 +379,25 @@ class _Visit:
                 state.set_seat_locked(seat, 0)
 
     def _missed(self, snapshot: MemberSnapshot, waiting: list[Member], dead: list[Member]) -> list[Member]:
-        """Return the dead members that waited here, or crossed the last time.
+        """Return the dead members that waited here, or crossed the last time, and those of lost ranks whose workers crossed then.
 
         While it is not known which processes are the parties, also the dead at the same depth as the waiting processes (such as all
-        ranks, or all workers), and any dead member if too few are left; except those that another barrier reported already."""
+        ranks, or all workers), those of lost ranks whose workers would be at it, and any dead member if too few are left; except those
+        that another barrier reported already."""
         state = self._state
         previous, parties = state.previous_seats(), self._parties or state.parties
         missed = [*dead, *snapshot.occupants(seat for seat in previous if not seat & DEAD)]  # the others are informed already
-        if len(previous) - previous.count(0) < parties:
+        if len(previous) - previous.count(0) >= parties:
+            lost = self._lost(snapshot, state.expected_ranks())
+        else:
             may_come = {member.slot for member in snapshot.live} - {member.slot for member in waiting}
             depths = {self._members.depth, *(member.depth for member in waiting)}
             too_few = len(waiting) + len(may_come) < parties
             possible = [member for member in snapshot.members if too_few or member.depth in depths]
             missed += [member for member in possible if member.identity not in state.reported_anywhere]
-        return list(dict.fromkeys(filter(self._is_news, missed)))
+            possible = [member for member in self._lost(snapshot) if member.depth < max(depths)]
+            lost = [member for member in possible if member.identity not in state.reported_anywhere]
+        return list(dict.fromkeys([*filter(self._is_news, missed), *lost]))
 
     def _break_locked(self, missed: list[Member], dead: dict[int, Member]) -> None:
         """Break the round. Each missed member gets a seat, so that processes that are informed later can name it; the seats that are still
@@ -366,9 +406,9 @@ class _Visit:
         free = [seat for seat, value in enumerate(seats) if not value]
         for member in missed:
             if member not in dead.values() and free:
-                state.set_seat_locked(free.pop(), owner_bits(member.identity) | INFORMED | DEAD)
+                state.give_seat_locked(free.pop(), owner_bits(member.identity) | INFORMED | DEAD, member.rank)
         for seat in dead:
-            state.set_seat_locked(seat, seats[seat] | INFORMED | DEAD)
+            state.give_seat_locked(seat, seats[seat] | INFORMED | DEAD, None)  # it came itself: who comes later misses no worker of it
         state.break_locked()
 
     def _raise_broken_locked(self) -> NoReturn:
@@ -378,15 +418,19 @@ class _Visit:
         if self._seat >= 0:
             state.set_seat_locked(self._seat, self._mark | INFORMED)
         elif self._is_latecomer(snapshot):
-            state.set_seat_locked(seats.index(0), owner_bits(self._members.identity) | INFORMED)
+            state.give_seat_locked(seats.index(0), owner_bits(self._members.identity) | INFORMED, self._members.rank)
         self._seat = -1
-        missing = snapshot.occupants(seat for seat in seats if seat & DEAD)  # who died since breaks the next round, for all
-        for reported in (state.reported, state.reported_anywhere):
-            reported.update(member.identity for member in missing)
+        error = self._told(snapshot.occupants(seat for seat in seats if seat & DEAD))  # who died since breaks the next round, for all
         self._settle_locked()
+        raise error
+
+    def _told(self, missing: list[Member]) -> errors.BarrierBroken:
+        """Return the error, and note that this process was told."""
+        for reported in (self._state.reported, self._state.reported_anywhere):
+            reported.update(member.identity for member in missing)
         names = [member.describe() for member in missing]
-        raise errors.BarrierBroken(
-            f"{state.label} is broken: {_listed(names) or 'a process that took part'} died",
+        return errors.BarrierBroken(
+            f"{self._state.label} is broken: {_listed(names) or 'a process that took part'} died",
             barrier=self._state.name, missing=names, waited=time.monotonic() - self._began,
         )  # fmt: skip
 
@@ -396,7 +440,7 @@ class _Visit:
         present = snapshot.occupants(state.seats())
         for member in self._missed(snapshot, [member for member in present if member.state == "in"], []):
             if member not in present and 0 in (seats := state.seats()):
-                state.set_seat_locked(seats.index(0), owner_bits(member.identity))
+                state.give_seat_locked(seats.index(0), owner_bits(member.identity), member.rank)
         if not self._untold(snapshot):
             state.next_round_locked()
 
@@ -413,7 +457,8 @@ class _Visit:
         present, previous = snapshot.occupants(seats), state.previous_seats()
         absent = [member for member in snapshot.live if member not in present and member.joined < state.broken_at]
         if previous.count(0) or len(previous) < state.parties:
-            return [member for member in absent if member.depth in {member.depth for member in present}]
+            depths = {member.depth for member in present if member not in snapshot.lost}
+            return [member for member in absent if member.depth in depths]
         return [member for member in absent if member in snapshot.occupants(previous)]
 
     def _is_latecomer(self, snapshot: MemberSnapshot) -> bool:

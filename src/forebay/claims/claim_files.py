@@ -223,13 +223,19 @@ def remove_external(directory: Path) -> None:
         host.unlink(record.beside.marker)
 
 
+def identity(status: os.stat_result) -> bytes:
+    """Return the marker of a file outside that is no copy: its contents change."""
+    return f"    file {status.st_dev} {status.st_ino}".encode()
+
+
 def _is_marker(own: str, outside: str) -> bool:
-    """Whether the file outside is the claim's marker: a link to it, or, on another file system, a copy. The first four bytes may differ:
-    see `is_released`."""
+    """Whether the file outside is the claim's marker: a link to it, or, on another file system, a copy, or what `identity` says of it. The
+    first four bytes may differ: see `is_released`."""
     try:
         ours, theirs = os.lstat(own), os.lstat(outside)
         if ours.st_dev == theirs.st_dev:
             return ours.st_ino == theirs.st_ino
-        return theirs.st_uid == ours.st_uid and Path(own).read_bytes()[4:] == Path(outside).read_bytes()[4:]
+        data = Path(own).read_bytes()
+        return theirs.st_uid == ours.st_uid and (data == identity(theirs) or data[4:] == Path(outside).read_bytes()[4:])
     except OSError:
         return False

@@ -425,6 +425,22 @@ class Registry:
             members = self._find(request, led=False)
             return members if members is not None else locked.create(request, locked.free_dead(request)[0], self._free_if_unused)
 
+    def create(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> Members:
+        """Create a claim that conflicts with no other. Raises what its `Beside` raises, `NoSpace`, `WaitTimeout`."""
+        with self.locked(timeout) as locked:
+            locked.free_dead(request)
+            return locked.create(request, self.prefixes(), self._free_if_unused)
+
+    def join_if_live(self, request: ClaimRequest, timeout: float | None = _TIMEOUT) -> Members | None:
+        """Join the claim of that job and key if a process has it; free what ended processes left of it."""
+        members = self._find(request, led=False)
+        if members is None and any(tag == request.tag for _, _, tag in parse(self._names())):
+            with self.locked(timeout) as locked:
+                members = self._find(request, led=False)
+                if members is None:
+                    locked.free_dead(request)
+        return members
+
     def attach(self, directory: Path, *, rank: int | None = None) -> Members:
         """Join the processes that have the claim in ``directory``. Raises `Closed` if it was freed."""
         try:

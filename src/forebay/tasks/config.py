@@ -15,6 +15,7 @@ from forebay._logs import logger
 log = logger("forebay.tasks")
 T = TypeVar("T")
 
+_MERGE = "tag:yaml.org,2002:merge"
 SECTIONS = {"cache": ("cache", "tags", "pin"), "bypass": ("bypass", "tags", "data")}
 """The keys below the name of a function in each section; the first of them says whether it is on."""
 
@@ -60,11 +61,12 @@ class Config:
         return {rule.name: True if rule.tags is None else [p.pattern for p in rule.tags] for rule in on}
 
 
-def load(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
+def load(source: str | os.PathLike[str] | Mapping[str, Any] | Config, *, shared: bool = False) -> Config:
     """The configuration in a YAML file, or in a mapping that is built as such a file.
 
-    Raises a `ConfigError` that names the line, what it contains and what is allowed; if the file does not exist, one that is a
-    FileNotFoundError too; `MissingExtra` without PyYAML."""
+    ``shared``: the file may have sections of other programs, which are not even checked; one whose name looks like a mistake is logged.
+    Raises a `ConfigError` that names the line, what it contains and what is allowed; if the file cannot be read, one that is an OSError
+    too, and a FileNotFoundError if it does not exist; `MissingExtra` without PyYAML."""
     if isinstance(source, Config):
         return source
     if isinstance(source, Mapping):
@@ -74,12 +76,17 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
         with open(path, "rb") as file:
             data = file.read()
     except OSError as error:
-        kind = NoConfig if isinstance(error, FileNotFoundError) else errors.ConfigError
-        raise kind(f"the configuration {path!r} cannot be read: {error.strerror}", name="config", value=path) from error
-    return _checked(_parsed(data, path))
+        kind = NoConfig if isinstance(error, FileNotFoundError) else UnreadableConfig
+        facts = {"errno": error.errno, "filename": path}
+        raise kind(f"the configuration {path!r} cannot be read: {error.strerror}", name="config", value=path, **facts) from error
+    return _checked(_parsed(data, path, shared=shared))
 
 
-class NoConfig(errors.ConfigError, FileNotFoundError):
+class UnreadableConfig(errors.ConfigError, OSError):
+    """The configuration file cannot be read."""
+
+
+class NoConfig(UnreadableConfig, FileNotFoundError):
     """The configuration file does not exist."""
 
 
@@ -191,7 +198,7 @@ class _At:
         return kind if isinstance(self.value, (dict, list, type(None))) else f"{kind} {self.value!r}"
 
 
-def _parsed(data: bytes, path: str) -> _At:
+def _parsed(data: bytes, path: str, *, shared: bool) -> _At:
     try:
         import yaml
     except ModuleNotFoundError as error:
@@ -199,6 +206,11 @@ def _parsed(data: bytes, path: str) -> _At:
     try:
         loader = yaml.SafeLoader(data)
         node = loader.get_single_node()
+        if shared and isinstance(node, yaml.MappingNode):
+            merges = any(key.tag == _MERGE for key, _ in node.value)
+            loader.flatten_mapping(node)  # what `<<` brings comes first
+            sections = [(key, value) for key, value in node.value if _is_ours(key, path)]
+            node.value = list({key.value: (key, value) for key, value in sections}.values()) if merges else sections
         return _YamlReader(loader, path).read(node) if node is not None else _At({}, path, 1)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -210,6 +222,21 @@ def _parsed(data: bytes, path: str) -> _At:
         raise
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise _At(None, path).fault(f"this is no YAML: {error}") from error
+
+
+def _is_ours(key: Any, path: str) -> bool:
+    """Whether a section is one of ours."""
+    if key.id != "scalar" or key.value not in SECTIONS:
+        if isinstance(key.value, str) and _near(key.value, SECTIONS):
+            log.warning(
+                "%s, line %d: the section %r is ignored: %s",
+                path,
+                key.start_mark.line + 1,
+                key.value,
+                _unknown("section", key.value, SECTIONS),
+            )
+        return False
+    return True
 
 
 class _YamlReader:
@@ -237,7 +264,7 @@ class _YamlReader:
     def _mapping(self, node: Any) -> dict[str, _At]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
-            if key.id == "scalar" and key.tag != "tag:yaml.org,2002:merge":
+            if key.id == "scalar" and key.tag != _MERGE:
                 line = key.start_mark.line + 1
                 if key.value in lines:
                     message = f"{key.value!r} stands here a second time; the first is in line {lines[key.value]}"
@@ -314,10 +341,14 @@ def _patterns(subject: str, entry: _At) -> tuple[re.Pattern[str], ...]:
     return tuple(patterns)
 
 
-def _unknown(what: str, entry: object, known: Any) -> str:
+def _near(entry: str, known: Any) -> list[str]:
     import difflib  # takes longer to load than the rest of this, and is needed only here
 
-    near = difflib.get_close_matches(str(entry), list(known), 1)
+    return difflib.get_close_matches(entry, list(known), 1)
+
+
+def _unknown(what: str, entry: object, known: Any) -> str:
+    near = _near(str(entry), known)
     return f"there is no {what} {str(entry)!r}{f': is {near[0]!r} meant?' if near else ''} It may be {_any_of(known)}"
 
 

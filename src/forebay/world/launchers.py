@@ -233,8 +233,9 @@ _LONGEST_PAUSE = 0.2
 def ranks() -> tuple[int, int, int]:
     """Return ``(num_nodes, ranks_per_node, rank)`` of this process: ``(1, 1, 0)`` without a launcher.
 
-    Raises `ConfigError` for impossible values. If only torch.distributed knows the ranks, but not how many a node has, they exchange
-    their nodes through its store: `WaitTimeout` if one does not call this within a minute."""
+    Raises `ConfigError` for impossible values. RANK and WORLD_SIZE without anything else mean one rank on each node. If only
+    torch.distributed knows the ranks, but not how many a node has, they exchange their nodes through its store: `WaitTimeout` if one does
+    not call this within a minute."""
     infos = _relevant()
     if not infos:
         return 1, 1, 0
@@ -243,7 +244,9 @@ def ranks() -> tuple[int, int, int]:
     if per_node is None and num_nodes:
         per_node = 0 if first.num_ranks % num_nodes else first.num_ranks // num_nodes
     if per_node is None:
-        per_node = 1 if first.num_ranks == 1 else _exchanged(first)
+        # RANK and WORLD_SIZE alone mean one rank on each node, as in MosaicML Streaming.
+        is_alone = first.num_ranks == 1 or (first.launcher == ENVIRONMENT and not _merged(infos, "rank_of_node"))
+        per_node = 1 if is_alone else _exchanged(first)
     _check(infos, per_node)
     return first.num_ranks // per_node, per_node, first.rank
 

@@ -264,7 +264,8 @@ def test_without_a_dir_it_is_a_name_of_the_nodes_cache(kind: Any, home: Path) ->
     for name in ("kept", "twice"):
         with kind(30) as cache, ReadOnlyFileCache(30) as reader:
             assert not cache.preload("none")
-            assert not reader.preload("none")
+            with pytest.raises(FileNotFoundError, match="none"):
+                reader.preload("none")
             assert cache.preload(name)
             assert reader.preload(name)
             assert cache.frozen
@@ -293,7 +294,10 @@ def test_an_incomplete_file(place: str) -> None:
     with pytest.raises(RuntimeError, match="slot 9"):
         reader.preload("kept")
     assert reader.closed
-    assert not reader.preload("none")
+    for missing in (reader, ReadOnlyFileCache(10, dir=str(Path(place, "nowhere")))):
+        with pytest.raises(FileNotFoundError, match="none") as caught:
+            missing.preload("none")
+        assert caught.value.filename == str(Path(missing.dir, "none"))
     with ReadOnlyFileCache(9, dir=place) as reader:  # so many are whole
         assert reader.preload("kept")
         assert not reader.closed
@@ -634,6 +638,23 @@ def test_a_file_cache_preloads_in_a_forked_process(place: str) -> None:
             assert in_child(lambda: cache.preload("kept") and content(cache)) == [value(i) for i in range(5)]
             assert in_child(lambda: (cache.close(), cache.closed, cache.get(0)))[1:] == (True, None)
             assert filled(cache).get(3) == value(3)
+
+
+def test_a_file_cache_preserves_in_a_forked_process(place: str) -> None:
+    """As PFIO's does; its other class refuses that."""
+    for given in (place, None):
+        with filled(FileCache(5, dir=given)) as cache:
+            assert in_child(lambda: (cache.preserve("kept"), cache.preserve("kept"), cache.frozen)) == (True, False, True)
+            assert cache.frozen
+        with FileCache(5, dir=given) as cache:
+            assert cache.preload("kept")
+            assert in_child(lambda: cache.preserve("again"))
+            assert content(cache) == [value(i) for i in range(5)]
+        with MultiprocessFileCache(5, dir=given) as cache:
+            with pytest.raises(RuntimeError, match="only in process"):
+                in_child(lambda: cache.preserve("never"))
+            assert cache.preload("again")
+            assert content(cache) == [value(i) for i in range(5)]
 
 
 def test_the_limit_is_one_for_all_processes(place: str, children: ProcessGroup) -> None:

@@ -340,6 +340,41 @@ def test_a_rank_that_is_killed(remote: Path, tmp_path: Path, node: Node) -> None
             assert f"rank 1 (process {other.pid})" in message
 
 
+def rank_with_workers(say: Say, remote: Path, local: Path, number: int, port: int, epochs: int) -> None:
+    become_rank(number, port)
+    streaming.install()
+    loader = DataLoader(data_set(remote, local), batch_size=4, num_workers=1)
+    for _ in range(epochs):
+        list(loader)
+    say("between epochs")
+    if number == 1:
+        signal.pause()
+    sys.stdin.readline()
+    began = time.monotonic()
+    try:
+        list(loader)
+    except RuntimeError as error:
+        say([time.monotonic() - began, str(error)])
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_rank_that_is_killed_while_it_has_no_workers(
+    remote: Path, tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch, epochs: int
+) -> None:
+    """The workers of the others are new, and began when it was dead."""
+    port, (read, write) = free_port(), os.pipe()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(read))
+    with Job(lambda say: rank_with_workers(say, remote, tmp_path / "local", 0, port, epochs)) as leader:
+        with Job(lambda say: rank_with_workers(say, remote, tmp_path / "local", 1, port, epochs)) as other:
+            assert [leader.said(), other.said()] == ["between epochs"] * 2
+            other.kill()
+            os.write(write, b"\n")
+            waited, message = leader.said()
+            assert f"rank 1 (process {other.pid})" in message
+            assert waited < 10  # the start of a worker included
+    os.close(write)
+
+
 # -- installing --------------------------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +21,9 @@ import pytest
 
 np = pytest.importorskip("numpy")
 
-from forebay import errors  # noqa: E402
+from forebay import claims, errors  # noqa: E402
 from forebay._kernel import host  # noqa: E402
+from forebay.adapters.streaming import clean_stale_shared_memory  # noqa: E402
 from forebay.adapters.streaming.shared import SharedArray, SharedMemory, SharedScalar  # noqa: E402
 
 SHM = Path("/dev/shm")
@@ -178,10 +181,81 @@ print(os.path.exists("/dev/shm/" + sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize(("how", "left"), [("clean", False), ("keep", True)])
-def test_the_end_of_the_maker_takes_the_name_away(name: str, how: str, left: bool) -> None:
+@pytest.mark.parametrize("how", ["clean", "keep"])
+def test_the_end_of_the_maker_takes_the_name_away(name: str, how: str) -> None:
     assert run(END, name, how).stdout == "True\n"
-    assert (SHM / name).exists() is left
+    assert not (SHM / name).exists()
+
+
+USE = """
+import os, sys, threading
+from forebay.adapters.streaming import SharedArray, SharedMemory, World, get_shm_prefix
+name, what = sys.argv[1:]
+if what == "of a number":
+    prefix, memory = get_shm_prefix(["/data/a"], [None], World(1, 1, 1, 0))
+    name = f"{prefix:06}_{name}"
+    array = SharedArray(8, "u1", name)
+else:
+    array = SharedMemory(name, None, 8, auto_cleanup=what != "kept")
+array.numpy()[0] if what == "of a number" else array.buf[0]
+print(name, flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def user(name: str, what: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process that uses a block until it is told to end, and the block's file."""
+    with subprocess.Popen([sys.executable, "-c", USE, name, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, SHM / process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("how", ["ended", "killed"])
+@pytest.mark.parametrize("what", ["kept", "of a number", "cleaned up"])
+@pytest.mark.parametrize("registry", ["in memory", "elsewhere"])
+def test_a_block_goes_with_its_last_process(
+    name: str, what: str, how: str, registry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = SHM / f"{name}-claims" if registry == "in memory" else tmp_path / "claims"
+    monkeypatch.setenv("FOREBAY_CLAIMS", str(place))
+    with user(name, what) as (maker, path):
+        first = SharedMemory(path.name, False)
+        first.buf[0] = 7
+        end = maker.kill if how == "killed" else lambda: maker.communicate("\n")
+        end()
+        assert maker.wait() == (-signal.SIGKILL if how == "killed" else 0)
+        claims.prune_claims()
+        assert path.exists() is (what != "cleaned up" or how == "killed")  # this process has it
+        if path.exists():
+            assert SharedMemory(path.name, None, 8).buf[0] == 7
+        with user(path.name, "kept") as (last, same):
+            assert same == path
+            first.cleanup()
+            SharedMemory(path.name, False).cleanup()
+            assert path.exists()
+            last.kill()
+            last.wait()
+        new = SharedMemory(path.name, True, 8)  # what the killed process left is no obstacle
+        assert new.buf[0] == 0
+        new.cleanup()
+    assert not path.exists()
+    assert claims.list_claims() == []
+    shutil.rmtree(place)
+
+
+def test_cleaning_removes_what_killed_processes_left(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_CLAIMS", str(tmp_path / "claims"))
+    with user(name, "kept") as (maker, path):
+        clean_stale_shared_memory()
+        assert path.exists()
+        maker.kill()
+        maker.wait()
+        clean_stale_shared_memory()
+        assert not path.exists()
 
 
 def _make(name: str) -> None:

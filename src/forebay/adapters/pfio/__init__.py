@@ -6,6 +6,7 @@ With ``dir=``, ``preserve`` writes a file in PFIO's own format, which both packa
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from typing import Any
@@ -18,6 +19,7 @@ from forebay.adapters.pfio.file import PfioFile
 from forebay.adapters.pfio.file import import_pfio as import_pfio
 from forebay.adapters.pfio.http import HTTPCache as HTTPCache
 from forebay.adapters.pfio.http import HTTPConnector as HTTPConnector
+from forebay.remote import as_text
 
 __all__ = ["Cache", "FileCache", "HTTPCache", "HTTPConnector", "MultiprocessFileCache", "NaiveCache", "ReadOnlyFileCache", "import_pfio"]
 
@@ -85,14 +87,14 @@ class ReadOnlyFileCache(Stored):
         raise io.UnsupportedOperation("this cache is read-only: what it reads is preserved already")
 
     def preload(self, name: str) -> bool:
-        """From now on, read what was preserved under this name; False if there is nothing. Raises RuntimeError if slots are empty or
-        damaged, `ConfigError` if there are fewer slots."""
+        """From now on, read what was preserved under this name; always True. Raises FileNotFoundError if there is nothing, RuntimeError if
+        slots are empty or damaged, `ConfigError` if there are fewer slots."""
         try:
             preserved = self._find(name)
         except errors.Damaged as error:
             raise RuntimeError(str(error)) from error
         if preserved is None:
-            return False
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.path.join(self._directory, as_text(name)))
         if isinstance(preserved, PfioFile):
             missing = preserved.incomplete()
         else:

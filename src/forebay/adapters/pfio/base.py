@@ -227,7 +227,7 @@ class Filling(Stored):
 
     _live: Samples | None  # the array that `put` fills
     _limit_first: bool  # whether a put into a filled slot counts against the limit too
-    _for_workers: bool  # whether only the process that created it can preload, and close it for all
+    _for_workers: bool  # whether only the process that created it can preserve, preload, and close it for all
 
     def __init__(
         self, length: int, do_pickle: bool, dir: str | os.PathLike[str] | None, cache_size_limit: Any, verbose: bool, trace: bool
@@ -294,8 +294,10 @@ class Filling(Stored):
         """Keep the contents under a name beyond `close`, for `preload` of any of these classes, and freeze the cache.
 
         With ``dir``, writes the file ``dir/name``, which PFIO reads too; else gives the array a name in the node's cache. False if the name
-        is taken (unless ``overwrite``), or there is no space. Raises RuntimeError in any process but the one that created this cache."""
-        self._check_creator("preserve")
+        is taken (unless ``overwrite``), or there is no space. Of a `MultiprocessFileCache`, raises RuntimeError in any process but the one
+        that created it."""
+        if self._for_workers:
+            self._check_creator("preserve")
         if self.closed:
             return False
         name, to_file = as_text(name), self._is_given or isinstance(self._source, PfioFile)
@@ -338,15 +340,18 @@ class Filling(Stored):
         return True
 
     def _name(self, name: str, overwrite: bool) -> bool:
-        """Give the array a name in the node's cache; if it has one already, give it to a copy."""
+        """Give the array a name in the node's cache; if it has one already, or another process created it, give it to a copy."""
         source = self._source
         if not isinstance(source, Samples) or source.name == name:
             return overwrite
-        if source.name is None:
+        if source.name is None and self._is_creator():
             return source.preserve(name, overwrite)
         with self._node_cache().samples(length=self.length) as copy:
             complete = all(copy.put(i, cast(memoryview, source.get(i))) for i in paced(source))
-            return complete and copy.preserve(name, overwrite)
+            kept = complete and copy.preserve(name, overwrite)
+        if kept:
+            source.freeze()
+        return kept
 
     def preload(self, name: str) -> bool:
         """From now on, read what was preserved under this name, instead of what was put here. False if there is nothing of this name,

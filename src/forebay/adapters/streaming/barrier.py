@@ -12,13 +12,11 @@ import numpy as np
 
 from forebay import claims
 from forebay._kernel.interrupts import guarded_methods
+from forebay.adapters.streaming import shared
 from forebay.adapters.streaming.prefix import claim_of, hold
 from forebay.adapters.streaming.shared import SharedArray
-from forebay.claims.conflicts import ClaimRequest
-from forebay.claims.processes import JobId
 from forebay.claims.registry import Registry
 from forebay.claims.shared import NamedLock
-from forebay.world import World
 
 
 def _stored(index: int, kind: type) -> Any:
@@ -114,8 +112,5 @@ def _own_claim(name: str) -> claims.Claim:
     claim = _own.get(name)
     if claim is None or claim.closed:
         registry = Registry()
-        members = registry.join_or_register(
-            ClaimRequest(JobId("barriers of Streaming", "all who have this barrier", "their names"), name, ())
-        )
-        _own[name] = claim = claims.opened(registry, members, World(1, 1, 1, 0))
+        _own[name] = claim = shared.opened(registry, registry.join_or_register(shared.request_of("barriers", name)))
     return claim

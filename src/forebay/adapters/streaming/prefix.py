@@ -42,7 +42,7 @@ class Locals(shared.SharedMemory):
         # Through the claim's own link to it: another job's clean-up may have removed the one in /dev/shm.
         self.shm = shared.Block.attach(names.name_of(claim.prefix, names.LOCALS), at=claim.path / MARKER, private=not is_leader)
         self.created_shms, self.opened_shms = ([self.shm], []) if is_leader else ([], [self.shm])
-        shared.claimed[claim] = names.name_of(claim.prefix, "")
+        shared.claimed[claim] = frozenset(names.name_of(claim.prefix, what) for what in names.MEMORY)
         hold(self, claim, self.shm.buf if is_leader else None)
 
     def cleanup(self) -> None:

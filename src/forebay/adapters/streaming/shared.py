@@ -2,6 +2,8 @@
 
 A block is a file of /dev/shm. It gets its name when it is complete, so no process sees a part of it. Its memory is allocated by then, so
 a full /dev/shm is an error at its creation, and kills no process later. No other library is changed, and no resource tracker warns.
+
+Each block belongs to a claim, which is freed after its last process, however that ended: to that of its data set, or to one of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +23,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from forebay import errors
+from forebay import claims, errors
 from forebay._kernel import host, interrupts, locks, mappings
 from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay._model import exact_str
-from forebay.claims import members
+from forebay.claims import claim_files, members
+from forebay.claims.claim_files import MARKER
+from forebay.claims.conflicts import Beside, ClaimRequest
+from forebay.claims.processes import JobId
+from forebay.claims.records import ExternalFiles
+from forebay.claims.registry import Registry
+from forebay.world import World
 
 T = TypeVar("T")
 
@@ -33,8 +41,8 @@ SHM = "/dev/shm"
 SIZE_TIMEOUT = 1.0
 _PAUSE = 0.001
 
-claimed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""Open claims with the prefix of the blocks that belong to each. They are freed with the claim, not when one of its processes ends."""
+claimed: weakref.WeakKeyDictionary[claims.Claim, frozenset[str]] = weakref.WeakKeyDictionary()
+"""Open claims of data sets with the blocks that belong to each. They are freed with the claim, not when one of its processes ends."""
 
 on_unpickle: Callable[[], None] | None = None
 """Called in a process that unpickles one of our objects, if it is set in the pickling process: set by `install`."""
@@ -60,35 +68,52 @@ class Block:
     def __init__(self, name: str, view: memoryview, file: tuple[int, int] | None) -> None:
         self.name, self.size, self.file = str.lstrip(name, "/"), len(view), file
         self.buf: memoryview | None = view
+        self._claim: claims.Claim | None = None  # of this block alone
 
     @classmethod
     def create(cls, name: str, size: int) -> Block:
         """Create a block of zeros. Raises FileExistsError, `NoSpace`."""
         path = path_of(name)
-        if os.path.lexists(path):  # before memory is allocated
+        if _is_taken(name):  # before memory is allocated
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
         fd = host.create_unnamed(Path(SHM), 0o600)  # until it is complete: a process that is killed in between leaves nothing
         try:
             _allocate(fd, name, size)
-            view, file = mappings.map_file(fd, size, writable=True), locks.file_of(fd)
-            host.give_name(fd, path)
+            block = cls(name, mappings.map_file(fd, size, writable=True), locks.file_of(fd))
+            if _is_of_data_set(name):
+                host.give_name(fd, path)
+            else:
+                block._use(_registered(name, fd))
         finally:
             os.close(fd)
-        return cls(name, view, file)
+        return block
 
     @classmethod
     def attach(cls, name: str, *, at: Path | None = None, private: bool = False) -> Block:
         """Open the block of this name, whichever library created it. ``at``: its path, if it is another. ``private``: stores stay in this
         process. Raises FileNotFoundError, PermissionError; ValueError if it stays empty."""
-        fd = host.open_fd(at or path_of(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        path = at or path_of(name)
+        claim = None if at is not None or _is_of_data_set(name) else _joined(name)  # before it is opened: it may be a dead process's
+        fd = host.open_fd(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            return cls(name, mappings.map_file(fd, _size_of(fd, name), writable=True, private=private), locks.file_of(fd))
+            block = cls(name, mappings.map_file(fd, _size_of(fd, name), writable=True, private=private), locks.file_of(fd))
+            block._use(claim)
+            return block
         finally:
             os.close(fd)
 
+    def _use(self, claim: claims.Claim | None) -> None:
+        self._claim = claim
+        if claim is not None:
+            _blocks.setdefault(claim, weakref.WeakSet()).add(self)
+
     def close(self) -> None:
         """Drop the memory in this process."""
-        self.buf = None
+        self.buf, claim, self._claim = None, self._claim, None
+        if claim is not None:
+            _blocks[claim].discard(self)
+            if not _blocks[claim]:
+                claim.close()
 
     def unlink(self) -> None:
         """Remove the name: the memory lasts as long as any process has it. Raises FileNotFoundError."""
@@ -100,6 +125,88 @@ class Block:
 
     def __repr__(self) -> str:
         return f"Block({self.name!r}, size={self.size})"
+
+
+# -- claims of blocks --------------------------------------------------------------------------------------------------
+
+_blocks: weakref.WeakKeyDictionary[claims.Claim, weakref.WeakSet[Block]] = weakref.WeakKeyDictionary()
+"""The open blocks of each claim that has one block alone."""
+
+
+class _Named:
+    """The block of a claim, as its `Beside`. ``fd``: of the file without a name."""
+
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd, self._path = fd, path
+
+    def check(self) -> None:
+        """No directory can be in use."""
+
+    def is_free(self, prefix: int) -> bool:
+        return True
+
+    def files(self, prefix: int) -> ExternalFiles:
+        return ExternalFiles((self._path,), self._path)
+
+    def create_marker(self, prefix: int, directory: int) -> None:
+        """The marker first: a process that is killed in between leaves nothing that nobody knows."""
+        try:
+            try:
+                host.give_name(self._fd, f"/proc/self/fd/{directory}/{MARKER}")
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                data = claim_files.identity(os.fstat(self._fd))
+                claim_files.make_file(directory, MARKER, len(data), data)
+                host.give_name(self._fd, self._path)
+            else:
+                host.link(MARKER, self._path, directory)
+        except FileExistsError:
+            raise FileExistsError(f"{self._path} exists") from None  # without a number: another claim's number would not help
+
+
+def request_of(what: str, name: str, beside: Beside | None = None) -> ClaimRequest:
+    """Return the request for the claim that all processes of this user have for one thing of this name."""
+    return ClaimRequest(JobId(f"{what} of Streaming", "all who have it", "their names"), name, (), beside=beside)
+
+
+def opened(registry: Registry, joined: members.Members) -> claims.Claim:
+    return claims.opened(registry, joined, World(1, 1, 1, 0))
+
+
+def _is_of_data_set(name: str) -> bool:
+    return any(str.lstrip(name, "/") in names for names in claimed.values())
+
+
+def _request(name: str, beside: Beside | None = None) -> ClaimRequest:
+    return request_of("memory", str.lstrip(name, "/"), beside)
+
+
+def _is_taken(name: str) -> bool:
+    """Whether there is a block of this name. What ended processes left of one is removed."""
+    path = path_of(name)
+    if not os.path.lexists(path) or _is_of_data_set(name):
+        return os.path.lexists(path)
+    joined = Registry().join_if_live(_request(name))
+    if joined is not None:
+        joined.leave()
+    return os.path.lexists(path)
+
+
+def _joined(name: str) -> claims.Claim | None:
+    """Join the claim of a block; None if another library created it. What ended processes left of it is removed."""
+    registry = Registry()
+    joined = registry.join_if_live(_request(name))
+    return None if joined is None else opened(registry, joined)
+
+
+def _registered(name: str, fd: int) -> claims.Claim:
+    """Give a file its name, with a claim. Raises FileExistsError."""
+    registry, request = Registry(), _request(name, _Named(fd, path_of(name)))
+    try:
+        return opened(registry, registry.create(request))
+    except FileExistsError as error:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from error
 
 
 def _allocate(fd: int, name: str, size: int) -> None:
@@ -137,10 +244,12 @@ def unpickle(before: Callable[[], None] | None, make: Callable[..., T], *args: A
 class SharedMemory:
     """Shared memory of this name: a new block if ``create`` is True, an existing one if False, either if None.
 
-    ``size``: bytes of a new block. ``auto_cleanup``: a block created here loses its name when this process ends. ``shm`` is the block,
-    ``buf`` its memory, ``created_shms`` or ``opened_shms`` a list of it.
+    ``size``: bytes of a new block. ``auto_cleanup``: a block created here loses its name when this process ends; without it, when the last
+    process ends that has it, as do blocks whose names begin with the number of a data set. ``shm`` is the block, ``buf`` its memory,
+    ``created_shms`` or ``opened_shms`` a list of it. What killed processes left is removed with the next claim or block.
 
-    Raises FileExistsError, FileNotFoundError, PermissionError, ValueError for a new block without a size; `NoSpace`, TypeError."""
+    Raises FileExistsError, FileNotFoundError, PermissionError, ValueError for a new block without a size; `NoSpace`, TypeError,
+    `RootRefused`, `WaitTimeout`."""
 
     def __init__(self, name: str | None = None, create: bool | None = None, size: int = 0, auto_cleanup: bool = True) -> None:
         self.created_shms: list[Block] = []
@@ -259,7 +368,7 @@ def _unlink_at_exit(block: Block) -> None:
 
 def _unlink_all() -> None:
     if _pid == os.getpid():
-        prefixes = tuple(claimed.values())
+        prefixes = tuple(f"{claim.prefix:06}_" for claim in claimed)  # others that have the claim may open these later
         for block in _to_unlink.values():
             if not block.name.startswith(prefixes):
                 _unlink(block)
