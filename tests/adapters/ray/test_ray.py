@@ -464,6 +464,29 @@ def test_what_killed_processes_left_is_removed_by_the_next(tmp_path: Path, monke
     assert {path.name for path in tmp_path.iterdir()} == {used.name, "forebay-checkpoint-of-the-user"}
 
 
+def test_a_program_that_closes_its_descriptors_gets_the_shared_directory_again(
+    checkpoint: RayCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that becomes a daemon does."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    where = checkpoint.to_directory()
+    os.close(copies._held[os.path.dirname(where)])
+    until(lambda: not os.path.exists(where))
+    assert files_of(checkpoint.to_directory()) == FILES
+
+
+def test_a_temporary_directory_that_is_missing_is_made(checkpoint: RayCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not" / "there"))
+    assert files_of(checkpoint.to_directory()) == FILES
+
+
+def test_an_embedded_interpreter_does_not_know_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", None)
+    assert copies.hold("a").is_dir()
+
+
 def test_the_shared_directory_of_another_user_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()

@@ -37,7 +37,7 @@ def hold(name: str) -> Path:
         return Path(directory)
     for _ in interrupts.turns():
         try:
-            os.mkdir(directory, 0o700)
+            os.makedirs(directory, 0o700)
             _remove_unused(but=directory)
         except FileExistsError:
             _check_own(directory)
@@ -81,7 +81,7 @@ def _remove_unused(*, but: str) -> None:
 
 def _watch(directory: str) -> None:
     """Start the process that removes the directory, unless there is one."""
-    words = [sys.executable, "-I", "-S", cleanup.__file__, directory]
+    words = [sys.executable or "python3", "-I", "-S", cleanup.__file__, directory]
     quiet = subprocess.DEVNULL
     try:
         subprocess.run(words, stdin=quiet, stdout=quiet, stderr=quiet, cwd="/", start_new_session=True, check=True)
