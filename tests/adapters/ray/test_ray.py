@@ -452,16 +452,18 @@ def test_a_child_of_a_fork_keeps_the_shared_directory(checkpoint: RayCheckpoint,
 def test_what_killed_processes_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the process that waits to remove it was killed, too: at whatever step."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    left = [tmp_path / f"{copies.PREFIX}{name}" for name in ("empty", "locked", "whole", "removing.17")]
+    left = [tmp_path / f"{copies.PREFIX}{uuid.uuid4().hex}{suffix}" for suffix in ("", "", "", ".17")]
     for folder in left:
         folder.mkdir()
     (left[1] / "lock").touch()
     (left[2] / "lock").touch()
     (left[2] / "checkpoint").mkdir()
     (left[3] / "checkpoint").mkdir()
-    (tmp_path / "forebay-checkpoint-of-the-user").mkdir()
-    used = copies.hold("new")
-    assert {path.name for path in tmp_path.iterdir()} == {used.name, "forebay-checkpoint-of-the-user"}
+    of_the_user = {"forebay-checkpoint-of-the-user", f"{copies.PREFIX}results", f"{copies.PREFIX}a1b2c3d4"}
+    for name in of_the_user:
+        (tmp_path / name).mkdir()
+    used = copies.hold(uuid.uuid4().hex)
+    assert {path.name for path in tmp_path.iterdir()} == {used.name, *of_the_user}
 
 
 def test_a_program_that_closes_its_descriptors_gets_the_shared_directory_again(
