@@ -501,7 +501,9 @@ def test_the_shared_directory_of_another_user_is_not_taken(tmp_path: Path, monke
 
 
 class Noted(RayCheckpoint):
-    """A class of the user, with a constructor and an attribute of its own."""
+    """A class of the user, with a constructor, an attribute and a slot of its own."""
+
+    __slots__ = ("slot",)
 
     def __init__(self, path: str, filesystem: Any, cache: forebay.Cache, *, note: str) -> None:
         super().__init__(path, filesystem, cache)
@@ -509,6 +511,8 @@ class Noted(RayCheckpoint):
 
 
 class NotedOfForebay(forebay.Checkpoint):
+    __slots__ = ("slot",)
+
     def __init__(self, path: str, filesystem: Any, cache: forebay.Cache, *, note: str) -> None:
         super().__init__(path, filesystem, cache)
         self.note = note
@@ -517,11 +521,11 @@ class NotedOfForebay(forebay.Checkpoint):
 @pytest.mark.parametrize("kind", [Noted, NotedOfForebay])
 def test_attributes_and_subclasses_are_pickled(kind: Any, checkpoint: RayCheckpoint, cache: forebay.Cache) -> None:
     one = kind(checkpoint.path, checkpoint.filesystem, cache, note="mine")
-    one.more = [1, 2]
+    one.more, one.slot = [1, 2], "in it"
     assert one.filesystem is not None
     there = pickle.loads(pickle.dumps(one))
     assert type(there) is kind
-    assert (there, there.note, there.more) == (one, "mine", [1, 2])
+    assert (there, there.note, there.more, there.slot) == (one, "mine", [1, 2], "in it")
     with there.as_directory() as path:
         assert files_of(path) == FILES
     (there._ours if kind is Noted else there).cache.close()
