@@ -369,6 +369,14 @@ def test_a_mark_that_cannot_be_read(place: RemoteDirectory, far: Remote, near: P
     assert there(place) == {MARKER: body}
 
 
+def test_a_mark_on_this_host_is_told_with_its_path(near: Path, tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / MARKER).write_bytes(b"{")
+    for call in (lambda: upload(locate(NO_CACHE, tmp_path / "far"), near), Checkpoint(tmp_path / "far").to_directory):
+        with pytest.raises(errors.RemoteProtocolError, match=f"{(tmp_path / 'far' / MARKER).as_uri()} is damaged"):
+            call()
+
+
 # -- it changes meanwhile --------------------------------------------------------------------------------------------
 
 

@@ -169,7 +169,7 @@ class _Upload:
 
     @property
     def _mark_key(self) -> str:
-        return f"{self._location.key}{MARK}"
+        return self._location.target(MARK).key
 
     def _read(self, name: str) -> bytes:
         sink = MarkSink(self._mark_key) if name == MARK else BufferSink()
