@@ -360,6 +360,19 @@ def can_start(remote: Remote) -> TypeGuard[StartingRemote]:
     return hasattr(remote, "start")
 
 
+class CheckingRemote(Remote, Protocol):
+    """A remote that compares versions and sends a changed object by one request."""
+
+    def fetch_changed(self, url: str, sink: Sink, known: str | None) -> Transfer | None:
+        """As `fetch`, unless the object still has the validator ``known``: then None, and nothing is passed to the sink. Has the time
+        limits of a ``stat`` of a known version until the object is described to the sink."""
+
+
+def can_check(remote: Remote) -> TypeGuard[CheckingRemote]:
+    """Whether a remote is a `CheckingRemote`."""
+    return hasattr(remote, "fetch_changed")
+
+
 class NearRemote(Remote, Protocol):
     """A remote that may need no network."""
 

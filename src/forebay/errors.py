@@ -13,6 +13,7 @@
     │   ├── WriterBusy                           another process is writing
     │   ├── NoSpace                              (ENOSPC) no room
     │   ├── ReadOnly                             (EROFS) the root is read-only
+    │   ├── NoLocks                              the kernel has no OFD locks
     │   └── Damaged                              stored bytes have changed
     ├── WaitTimeout (TimeoutError)               a wait took too long
     │   └── ConnectionsBusy (RemoteTimeout)      max_connections are in use
@@ -323,6 +324,15 @@ class ReadOnly(CacheFault):
     @classmethod
     def of(cls, path: object) -> ReadOnly:
         return cls(f"{path} is open read-only: do this as its owner, without read_only=True", path=str(path))
+
+
+class NoLocks(CacheFault):
+    """The kernel, or a sandbox around this process, refuses open-file-description (OFD) locks, without which processes cannot share a cache
+    or claims. Calls that can do without read the source."""
+
+    @classmethod
+    def of(cls, reason: str) -> NoLocks:
+        return cls(f"no open-file-description (OFD) locks here: fcntl(F_OFD_SETLK) failed: {reason}; processes cannot share anything")
 
 
 class Damaged(CacheFault):

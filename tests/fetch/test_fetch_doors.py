@@ -154,7 +154,7 @@ def test_ranges_of_a_host_that_fell_silent_are_not_waited_for(fetcher: Fetcher, 
             file.read(10)
             asked = server.gets
             with monkeypatch.context() as silent:
-                silent.setattr(fetcher.store.hosts, "silent_since", lambda host, patience: 1.0)
+                silent.setattr(fetcher.store.hosts, "trouble_with", lambda host, patience, **how: (1.0, 0))
                 with pytest.raises(errors.RemoteTimeout, match="gave no answer"):
                     file.read()
             assert server.gets == asked

@@ -359,7 +359,7 @@ def test_a_thread_that_begins_too_late_does_nothing(monkeypatch: pytest.MonkeyPa
                 patch.setattr(threading, name, lambda *args, start=start, **how: later.append(partial(start, *args, **how)))
         assert not thread.begin()
     later[0]()
-    assert thread._started.wait(WAIT)
+    assert thread._begun.wait(WAIT)
     thread.join(WAIT)
     assert not thread.is_alive()
     assert done == []

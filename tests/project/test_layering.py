@@ -18,7 +18,7 @@ PACKAGE = SRC / "forebay"
 ORDER = """
     _logs < errors < _model _config_file
     _config_file < _config
-    _kernel.interrupts < _kernel.host
+    errors < _kernel.greenlets < _kernel.interrupts < _kernel.host
     _model < _kernel.host < _kernel.locks _kernel.mappings < _kernel.waits
     _logs < _kernel.fences < _kernel.mappings
     _model _kernel.interrupts < _kernel.threads < remote

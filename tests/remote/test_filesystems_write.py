@@ -31,7 +31,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 
 def names(place: Place) -> list[str]:
-    return [info.url.removeprefix(place.base + "/") for info in place.remote.list(place.base + "/")]
+    return [info.url.removeprefix(place.base + "/") for info in place.remote.list(place.base + "/") if not info.is_folder]
 
 
 @pytest.mark.parametrize("size", [0, 1, len(BODY)])

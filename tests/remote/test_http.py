@@ -6,6 +6,7 @@ import ipaddress
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from forebay import errors
 from forebay._model import Span
-from forebay.remote import RemoteOptions
+from forebay.remote import RemoteOptions, base
 from forebay.remote.http import HttpRemote
 from forebay.testing import MemorySink, Request, ScriptedServer
 
@@ -112,12 +113,72 @@ def test_stat(server: ScriptedServer, http: HttpRemote, head: bool, body: bytes)
     assert server.sent <= 1
 
 
-@pytest.mark.parametrize("status", [400, 403, 405, 501])
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 406, 410, 418, 500, 501])
 def test_stat_where_head_is_refused(server: ScriptedServer, http: HttpRemote, status: int) -> None:
-    """A URL that was signed for GET answers 403 to HEAD."""
+    """A URL that was signed for GET answers 403 to HEAD; a server that routes GET alone 404."""
     info = http.stat(server.put("/a", BODY, statuses=[status]))
     assert info is not None
     assert info.size == len(BODY)
+    known = info.validator
+    assert http.stat(server.put("/a", BODY, statuses=[status]), known=known) is None
+
+
+def test_what_get_does_not_find_either_is_missing(server: ScriptedServer, http: HttpRemote) -> None:
+    with pytest.raises(errors.NotFound):
+        http.stat(server.put("/a", BODY, statuses=[404, 404]))
+    busy = server.put("/b", BODY, statuses=[503])
+    assert http.stat(busy) is not None
+    assert [request.method for request in server.requests] == ["HEAD", "GET", "HEAD", "HEAD"]  # who is busy is not asked otherwise
+
+
+# -- one request that compares and fetches -------------------------------------------------------------------------------
+
+
+SCRIPTS = [{}, {"etag": None}, {"etag": 'W/"1"'}, {"conditions": False}, {"etag": None, "conditions": False}]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("body", [SMALL, BODY], ids=len)
+def test_a_changed_object_takes_one_request(
+    server: ScriptedServer, http: HttpRemote, body: bytes, script: dict[str, object]
+) -> None:  # fmt: skip
+    info = http.stat(url := server.put("/a", body, head=False, **script))
+    assert info is not None
+    server.requests.clear()
+    assert http.fetch_changed(url, sink := MemorySink(), info.validator) is None
+    assert (sink.data, len(server.requests)) == (b"", 1)
+    server.put("/a", body[1:], head=False, modified=1.7e9, **{**script, "etag": script.get("etag", "") and 'W/"2"'})
+    server.requests.clear()
+    transfer = http.fetch_changed(url, sink := MemorySink(), info.validator)
+    assert sink.data == body[1:]
+    assert transfer is not None
+    assert transfer.requests == len(server.requests)
+    assert {request.method for request in server.requests} == {"GET"}
+    if len(body) <= PART:
+        assert len(server.requests) == 1
+
+
+def test_an_object_that_became_empty_or_had_no_version(server: ScriptedServer, http: HttpRemote) -> None:
+    url = server.put("/a", b"")
+    assert http.fetch_changed(url, sink := MemorySink(), '"old"') is not None
+    assert (sink.data, sink.missing) == (b"", [])
+    url = server.put("/b", SMALL)
+    assert http.fetch_changed(url, sink := MemorySink(), None) is not None
+    assert sink.data == SMALL
+
+
+def test_the_time_of_a_check_is_for_its_answer_alone(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "CHECK_TIMEOUT", 1.0)
+    http = HttpRemote(OPTIONS)
+    url = server.put("/a", BODY, etag='W/"2"', rate=len(BODY) / 2.5)  # one stream
+    transfer = http.fetch_changed(url, sink := MemorySink(), 'W/"1"')
+    assert sink.data == BODY
+    assert transfer is not None
+    assert (transfer.requests, transfer.retries) == (1, 0) or transfer.requests == 2  # it is asked as a range first
+    url, began = server.put("/b", BODY, latency=30), time.monotonic()
+    with pytest.raises(errors.RemoteTimeout):
+        http.fetch_changed(url, MemorySink(), '"1"')
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("head", [True, False])

@@ -296,12 +296,12 @@ class NotedSilence:
     def __init__(self) -> None:
         self.waits: list[float] = []
 
-    def silent_since(self, host: str, timeout: float) -> float | None:
+    def trouble_with(self, host: str, timeout: float, **how: bool) -> tuple[float, int] | None:
         return None
 
     def heard(self, host: str) -> None: ...
 
-    def silent(self, host: str, began: float, waited: float) -> None:
+    def failed(self, host: str, began: float, waited: float, trouble: int = 0) -> None:
         self.waits.append(waited)
 
 

@@ -17,7 +17,7 @@ from forebay._engine.files import table
 from forebay._engine.files.table import SilentHosts
 from forebay._model import Span
 from forebay.remote import RemoteOptions, filesystems, tracking_hosts
-from forebay.remote.base import AttemptFailed, Call, CallAborted
+from forebay.remote.base import AttemptFailed, Call, CallAborted, Trouble
 from forebay.remote.filesystems import FilesystemRemote, helper
 from forebay.remote.http import HttpRemote
 from forebay.remote.http.requests import Exchange
@@ -235,14 +235,15 @@ class Noted:
         self.told: list[str] = []
         self._known = known
 
-    def silent_since(self, host: str, patience: float) -> float | None:
-        return 1.0 if host.startswith(self._known or "-") else None
+    def trouble_with(self, host: str, patience: float, **how: bool) -> tuple[float, int] | None:
+        return (1.0, Trouble.SILENT) if host.startswith(self._known or "-") else None
 
     def heard(self, host: str) -> None:
         self.told.append(f"heard {host.partition(' ')[0]}")
 
-    def silent(self, host: str, began: float, waited: float) -> None:
-        self.told.append(f"{'no way to' if waited == math.inf else 'silent'} {host.partition(' ')[0]}")
+    def failed(self, host: str, began: float, waited: float, trouble: int = 0) -> None:
+        assert (waited < math.inf) == (trouble == Trouble.SILENT)
+        self.told.append(f"{('silent', 'no way to', 'refused', 'no such')[trouble]} {host.partition(' ')[0]}")
 
 
 def test_a_host_that_is_left_alone_is_named_without_its_password() -> None:
@@ -288,7 +289,7 @@ def test_a_name_server_that_gives_no_answer_is_silence(monkeypatch: pytest.Monke
 
         return raising
 
-    for number, told in ((socket.EAI_AGAIN, ["silent http://host.example"]), (socket.EAI_NONAME, [])):
+    for number, told in ((socket.EAI_AGAIN, ["silent http://host.example"]), (socket.EAI_NONAME, ["no such http://host.example"])):
         monkeypatch.setattr(socket, "getaddrinfo", fails(number))
         with tracking_hosts(noted := Noted()), pytest.raises(errors.RemoteUnavailable, match="cannot be resolved"):
             HttpRemote(ONCE).stat("http://host.example/a")
@@ -302,8 +303,8 @@ REFUSING, UNREACHABLE = "127.0.0.1", ("255.255.255.255", "224.0.0.1")
 @pytest.mark.parametrize(
     ("addresses", "told"),
     [
-        ((REFUSING, UNREACHABLE[0]), []),
-        ((UNREACHABLE[0], REFUSING), []),
+        ((REFUSING, UNREACHABLE[0]), ["refused http://two.example:{}"]),
+        ((UNREACHABLE[0], REFUSING), ["refused http://two.example:{}"]),
         (UNREACHABLE, ["no way to http://two.example:{}"]),
     ],
 )
@@ -359,18 +360,18 @@ def test_the_time_for_connecting_does_not_bound_a_response(both: ScriptedServer,
     [
         ("silent", errors.RemoteTimeout, "silent"),
         (UNREACHABLE[0], errors.RemoteUnavailable, "no way to"),
-        (REFUSING, errors.RemoteUnavailable, None),
+        (REFUSING, errors.RemoteUnavailable, "refused"),
     ],
 )
 def test_a_proxy_that_is_dead_is_silence(
-    monkeypatch: pytest.MonkeyPatch, scheme: str, why: str, error: type[errors.RemoteError], told: str | None
+    monkeypatch: pytest.MonkeyPatch, scheme: str, why: str, error: type[errors.RemoteError], told: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
         address = f"127.0.0.1:{full.getsockname()[1]}" if why == "silent" else f"{why}:{free_port()}"
         monkeypatch.setenv(f"{scheme}_proxy", f"http://me:SIKRIT@{address}")
         with tracking_hosts(noted := Noted()), pytest.raises(error, match="its proxy cannot be reached") as caught:
             HttpRemote(RemoteOptions(attempts=1, connect_timeout=1)).stat(f"{scheme}://host.example/a")
-    assert noted.told == ([f"{told} {scheme}://host.example"] if told else [])
+    assert noted.told == [f"{told} {scheme}://host.example"]
     assert "SIKRIT" not in str(caught.value)
 
 
@@ -385,4 +386,4 @@ def test_who_goes_through_no_proxy_does_not_mind_one_that_is_silent(raw: RawServ
                 remote.stat("https://host.example/a")
             assert "SIKRIT" not in str(caught.value)
     assert len(raw.requests) == 1
-    assert known.silent_since("https://host.example", 60) is None
+    assert known.trouble_with("https://host.example", 60) is None

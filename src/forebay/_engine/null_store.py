@@ -32,7 +32,7 @@ _nothing = _gives(lambda: None)
 class NullStore:
     """A store that keeps nothing: for ``--no-cache``, for a root that cannot be used, and as the baseline of benchmarks.
 
-    Lookups find nothing, lists are empty, and locks and writes raise `NoSpace`. It is its own ``spaces``, ``locks`` and ``seeing``."""
+    Lookups find nothing, lists are empty, and locks and writes raise ``fault``. It is its own ``spaces``, ``locks`` and ``seeing``."""
 
     keeps: Literal[False] = False
     """Tells a `NullStore` from a `Store`: ``if store.keeps`` narrows the union of both."""
@@ -61,8 +61,8 @@ class NullStore:
     first_to_go: Callable[..., list[int]] = _gives(list)
     overhead: Callable[..., dict[str, int]] = _gives(dict)
 
-    def __init__(self, why: str = "the cache is switched off") -> None:
-        self.why, self.hosts, self.limits = why, SilentHosts(), None
+    def __init__(self, why: str = "the cache is switched off", fault: type[errors.CacheFault] = errors.NoSpace) -> None:
+        self.why, self._fault, self.hosts, self.limits = why, fault, SilentHosts(), None
         self.zero_counts()
 
     @property
@@ -113,7 +113,10 @@ class NullStore:
     # -- what is refused -------------------------------------------------------------------------------------------
 
     def _refuse(self, space: str, key: str, *_: object, need: int = 0, **__: object) -> NoReturn:
-        raise errors.NoSpace(f"{key!r} cannot be stored: {self.why}", key=key, need=need, free=0, budget=0)
+        message = f"{key!r} cannot be stored: {self.why}"
+        if self._fault is errors.NoSpace:
+            raise errors.NoSpace(message, key=key, need=need, free=0, budget=0)
+        raise self._fault(message, key=key)
 
     writing = try_hold = _refuse
 

@@ -20,7 +20,7 @@ from forebay._engine.index import counters
 from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_hit
 from forebay._engine.index.records import EXPIRED
 from forebay._engine.index.settings import Settings as Settings
-from forebay._kernel import host
+from forebay._kernel import greenlets, host
 from forebay._kernel.interrupts import paced, shielded
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
@@ -584,3 +584,4 @@ class Store:
 
 # The parent's thread that was opening a root, perhaps its first, does not exist in the child.
 os.register_at_fork(after_in_child=lambda: setattr(Store, "_opening", threading.RLock()))
+greenlets.when_patched(lambda: setattr(Store, "_opening", threading.RLock()))

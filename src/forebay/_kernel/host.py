@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from forebay._kernel import interrupts
+from forebay._kernel import greenlets, interrupts
 from forebay._logs import logger
 from forebay._model import Buffer
 
@@ -170,7 +170,7 @@ def flock(fd: int, kind: int) -> None:
             fcntl.flock(fd, kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            time.sleep(min(pause, turn))
+            greenlets.sleep(min(pause, turn))
             pause = min(pause * 2, _LAST_PAUSE)
 
 
@@ -567,6 +567,7 @@ uncopied = _Uncopied()
 """``with uncopied:``: a fork by another thread waits for the end of this block, and whoever begins one during a fork, for the fork. Such
 blocks do not wait for one another, and may be nested. One may begin under any other lock; no lock that a fork takes may be taken in one.
 Two threads that both fork inside such blocks wait for each other for ever."""
+greenlets.when_patched(uncopied.after_fork_child)
 at_fork(uncopied)  # the first: it waits last, when the fork has all other locks
 
 
@@ -637,7 +638,7 @@ def _end_imports() -> None:
             _left.update(under_way)
             log.info("a fork did not wait any longer for the import of %s: a child that imports it may hang", ", ".join(under_way))
             return
-        time.sleep(0.001)
+        greenlets.sleep(0.001)
 
 
 @interrupts.ignored

@@ -27,6 +27,8 @@ from threading import get_ident
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
+from forebay._kernel import greenlets
+
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
@@ -81,6 +83,13 @@ class Delivered(BaseException):
         super().__init__(error)
         self.error: BaseException = error.error if isinstance(error, Delivered) else error
 
+
+def _follow() -> None:
+    global get_ident, _main
+    get_ident, _main = greenlets.identity()
+
+
+greenlets.when_patched(_follow)
 
 # -- handlers ----------------------------------------------------------------------------------------------------------
 
@@ -195,7 +204,7 @@ def _send_again() -> None:
 
     def send() -> None:
         while _is_ignored(sys._current_frames().get(_main or 0)):
-            time.sleep(LATER)
+            greenlets.sleep(LATER)
         for number, handler in waiting.items():
             if _signal.getsignal(number) is handler:
                 _signal.pthread_kill(_main or 0, number)
@@ -258,6 +267,16 @@ def point() -> None:
             pass
 
 
+def point_without(lock: Any) -> None:
+    """A point of a thread that holds this `threading.RLock`, which is free while handlers run: what they wait for may need it."""
+    if _noted:
+        held = lock._release_save()
+        try:
+            point()
+        finally:
+            lock._acquire_restore(held)
+
+
 def turns(seconds: float | None = None) -> Iterator[float]:
     """Split a wait of so many seconds (None: without an end) into waits of at most `TURN`, with a point after each."""
     until = math.inf if seconds is None else time.monotonic() + seconds
@@ -273,7 +292,7 @@ def turns(seconds: float | None = None) -> Iterator[float]:
 def sleep(seconds: float) -> None:
     """`time.sleep`, in `turns`."""
     for turn in turns(seconds):
-        time.sleep(turn)
+        greenlets.sleep(turn)
 
 
 def portions(items: Iterable[T]) -> Iterator[list[T]]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from forebay import errors
 from forebay._kernel import host, interrupts
 from forebay._logs import logger
 
@@ -27,6 +28,8 @@ log = logger("forebay.locks")
 
 LOOK_AGAIN = 1.0
 _BUSY = frozenset((errno.EAGAIN, errno.EACCES))
+_UNKNOWN = frozenset((errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.ENOLCK))
+"""What kernels and sandboxes without these locks answer; no call of this module is wrong in itself."""
 _LAYOUT = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, pid
 
 
@@ -43,7 +46,24 @@ def _set(fd: int, kind: int, offset: int, length: int = 1) -> bool:
     number = ctypes.get_errno()
     if number in _BUSY:
         return False
-    raise OSError(number, os.strerror(number))
+    if kind == fcntl.F_UNLCK and number in _UNKNOWN:
+        return True  # nothing is locked
+    raise _refused(OSError(number, os.strerror(number)))
+
+
+def _refused(error: OSError) -> OSError:
+    return errors.NoLocks.of(os.strerror(error.errno)) if error.errno in _UNKNOWN else error
+
+
+def are_available() -> bool:
+    """Whether this process can lock anything. Changes nothing."""
+    fd = host.open_fd(__file__, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _set(fd, fcntl.F_RDLCK, 0)
+    except errors.NoLocks:
+        return False
+    finally:
+        os.close(fd)
 
 
 def take(fd: int, start: int, length: int = 1) -> bool:
@@ -58,7 +78,11 @@ def give_back(fd: int, start: int, length: int = 1) -> None:
 
 def locked_at(fd: int, start: int, length: int = 1) -> int | None:
     """A byte of the range that is locked through another description, if there is one. The file may be open to be read only."""
-    kind, _, at, *_ = _LAYOUT.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LAYOUT.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)))
+    asked = _LAYOUT.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    try:
+        kind, _, at, *_ = _LAYOUT.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
+    except OSError as error:
+        raise _refused(error) from None
     return None if kind == fcntl.F_UNLCK else max(at, start)
 
 
@@ -379,7 +403,7 @@ class Claims:
         except OSError as error:
             if error.errno in _BUSY:
                 return False
-            raise
+            raise _refused(error) from None
         return True
 
     def let_go(self, offset: int) -> None:

@@ -65,6 +65,24 @@ def map_file(fd: int, length: int, *, offset: int = 0, writable: bool = False, p
     return view if writable else view.toreadonly()
 
 
+def read_or_map(fd: int, length: int) -> tuple[memoryview, bool]:
+    """The first ``length`` bytes of a file, mapped, or copied if this process has as many mappings as it may have; and whether they are
+    mapped. Raises OSError; EOFError if the file was cut."""
+    try:
+        return map_file(fd, length), True
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+    copy = bytearray(length)
+    at = 0
+    while at < length:
+        count = os.preadv(fd, [memoryview(copy)[at:]], at)
+        if not count:
+            raise EOFError
+        at += count
+    return memoryview(copy).toreadonly(), False
+
+
 def note_file(view: memoryview, name: str, file: os.stat_result) -> None:
     """Let `private` know what file a view of `map_file` shows. Caller: names of such files are used once."""
     cast(Any, view.obj).file = name, file.st_dev, file.st_ino

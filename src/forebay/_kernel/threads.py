@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from forebay._kernel import interrupts
+from forebay._kernel import greenlets, interrupts
 
 if TYPE_CHECKING:
     import asyncio
@@ -25,42 +25,60 @@ START = 2.0
 """Seconds after which a thread that has not begun is given up."""
 
 
-class _Begun(threading.Event):
-    """Set once a thread runs. `threading.Thread.start` waits for it; a thread that ends before, for lack of memory, never sets it."""
+class _Begun:
+    """A `threading.Event` that is set once a thread runs. `threading.Thread.start` waits for it; a thread that ends before, for lack of
+    memory, never sets it."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
 
     def wait(self, timeout: float | None = None) -> bool:
-        return super().wait(START if timeout is None else timeout)
+        return self._event.wait(START if timeout is None else timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._event, name)
 
 
-class DaemonThread(threading.Thread):
-    """A daemon thread, which is started by `begin`."""
+class DaemonThread:
+    """A daemon thread, which is started by `begin`. It has a `threading.Thread` and is none: gevent may put another class in its place."""
 
     def __init__(self, target: Callable[[], object], *, name: str) -> None:
-        super().__init__(target=target, name=name, daemon=True)
-        self._started = _Begun()
+        self._target = target
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread._started = self._begun = _Begun(threading.Event())  # type: ignore[attr-defined]
         self._may_run = [True]  # popped by the thread that begins, or by the one that gives it up
+        self.join, self.is_alive = self._thread.join, self._thread.is_alive
 
     def begin(self) -> bool:
         """Start the thread. False where that is not possible: the process has as many as it may have, or no memory, or it ends. Then
         ``target`` is never called, and the caller does the work itself, or does without."""
         try:
-            self.start()
+            self._thread.start()
         except (RuntimeError, MemoryError):
             self._take()
             return False
         except BaseException:
             self._take()
             raise
-        return self._started.is_set() or not self._take()
+        return bool(self._begun.is_set()) or not self._take()
 
-    def run(self) -> None:
+    @property
+    def ident(self) -> int | None:
+        return self._thread.ident
+
+    def _run(self) -> None:
         if self._take():
-            super().run()
+            target, self._target = self._target, _nothing  # what it refers to ends with the call
+            target()
 
     def _take(self) -> bool:
         with contextlib.suppress(IndexError):
             return self._may_run.pop()
         return False
+
+
+def _nothing() -> None:
+    """Stands for the target of a thread that has begun."""
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
@@ -145,7 +163,7 @@ def run_all(
         raise
 
 
-def _join(run: _Run, threads: Iterable[threading.Thread], on_turn: Callable[[], None] | None) -> None:
+def _join(run: _Run, threads: Iterable[DaemonThread], on_turn: Callable[[], None] | None) -> None:
     """Wait until all threads have ended, or one failed. In short turns: the thread that starts another one may be the one that gets the
     signal of Ctrl-C, and nothing would wake this one."""
     for thread in threads:
@@ -156,7 +174,7 @@ def _join(run: _Run, threads: Iterable[threading.Thread], on_turn: Callable[[], 
                 on_turn()
 
 
-def join(thread: threading.Thread, seconds: float | None = None) -> bool:
+def join(thread: DaemonThread, seconds: float | None = None) -> bool:
     """Wait for the end of a thread, at most so long, with points. Returns whether it has ended."""
     for turn in interrupts.turns(seconds):
         thread.join(turn)
@@ -171,10 +189,10 @@ class Threads(Generic[T]):
     def __init__(self, work: Callable[[T], None], most: int, *, name: str) -> None:
         """``work`` must not raise. A thread is called ``forebay-<name>-<n>``."""
         self._work, self._most, self._name = work, most, name
-        self._items: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[T | None] = greenlets.new_queue()
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()  # guards what follows
-        self._threads: list[threading.Thread] = []
+        self._threads: list[DaemonThread] = []
         self._closed = False
 
     def submit(self, item: T) -> bool:

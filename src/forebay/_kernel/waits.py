@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from forebay import errors
-from forebay._kernel import interrupts, mappings
+from forebay._kernel import greenlets, interrupts, mappings
 from forebay._kernel.host import libc
 from forebay._kernel.locks import Opener, open_plainly
 from forebay._logs import logger
@@ -72,11 +72,16 @@ class Words:
     def sleep(self, index: int, seconds: float, value: int | None = None) -> None:
         """Sleep until the word differs from ``value`` (default: its present value), at most ``seconds``; a signal ends the sleep too."""
         expected = self._words[index] if value is None else value
+        if greenlets.are_threads():
+            until = time.monotonic() + seconds
+            while self._words[index] == expected and (left := until - time.monotonic()) > 0:
+                greenlets.sleep(min(left, _LOOK))
+            return
         whole, part = divmod(max(seconds, 0.0), 1)
         limit = _Timespec(int(whole), int(part * 1e9))
         result = _syscall(_FUTEX, self._address + 4 * index, _WAIT, expected, ctypes.addressof(limit), None, 0)
         if result != 0 and ctypes.get_errno() not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
-            time.sleep(min(seconds, _LOOK))  # this machine has no such call, or a sandbox forbids it
+            greenlets.sleep(min(seconds, _LOOK))  # this machine has no such call, or a sandbox forbids it
 
 
 class time_limit:
@@ -240,7 +245,7 @@ class PollingWait(Wait):
 
     def sleep(self, what: Callable[[], tuple[str, str]]) -> None:
         """Sleep a little. ``what``: as for `turn`. Raises `WaitTimeout` when the time is up."""
-        time.sleep(min(self._pause, self.turn(what)))
+        greenlets.sleep(min(self._pause, self.turn(what)))
         self._pause = min(2 * self._pause, self._longest)
 
 

@@ -5,6 +5,7 @@ A claim lives as long as any process has it, and is then freed without any actio
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import time
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from forebay import _config, errors
+from forebay._kernel import greenlets
 from forebay._kernel.interrupts import guarded, guarded_methods, undone_by
 from forebay._model import exact_str
 from forebay.claims import conflicts, records, shared
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     import numpy
 
 PathLike: TypeAlias = str | os.PathLike[str]
+_REFUSED = frozenset((errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP))
+"""What the kernel, a sandbox or a file system answers to calls that it does not offer."""
 # Each use of these tables is a single call, which needs no lock: a forked child could inherit a held one.
 # Their keys include the rank, since a forked process may be another rank than its parent, and inherits the parent's tables.
 _counts: dict[tuple[Path, str, int], itertools.count[int]] = {}  # numbers of the claims without a name
@@ -55,7 +59,8 @@ def claim(
 
     Raises `ClaimConflict` (a ValueError) if another live claim has such a directory, or one above or below it; `ClaimMismatch` (a
     RuntimeError) if a rank's arguments differ from those of the first rank; `Closed` if the claim's directory is removed during the call;
-    `ConfigError`, `WaitTimeout`, `NoSpace`, `RootRefused`. The claim is freed when its last process closes it or ends."""
+    `ConfigError`, `WaitTimeout`, `NoSpace`, `RootRefused`, `NoLocks`. The claim is freed when its last process closes it or ends."""
+    greenlets.look()
     streams = _streams(dirs, remotes, shared)
     world = World.detect() if world is None else world
     if not isinstance(world, World):
@@ -70,7 +75,14 @@ def claim(
     else:
         raise errors.ConfigError(f"name={name!r}: must be a non-empty text", name="name", value=repr(name))
     request = ClaimRequest(identified, key, streams, world)
-    return opened(registry, registry.register(request, seconds) if world.is_local_leader else registry.join(request, seconds), world)
+    try:
+        members = registry.register(request, seconds) if world.is_local_leader else registry.join(request, seconds)
+    except OSError as error:
+        if isinstance(error, errors.ForebayError) or error.errno not in _REFUSED:
+            raise
+        message = f"{registry.path} cannot hold the claims of this node: the system refuses what they need: {error}"
+        raise errors.RootRefused(message, path=str(registry.path)) from error
+    return opened(registry, members, world)
 
 
 def _streams(

@@ -32,7 +32,7 @@ from forebay._config import (
     parse_budget,
     unused_budget,
 )
-from forebay._kernel import host, mappings
+from forebay._kernel import host, locks, mappings
 from forebay.cli.arguments import existing, opened, root_path, store_of, verb
 from forebay.cli.hints import FAILED, NoCache
 from forebay.cli.output import Output, argument_of_verbosity, count, note, print_error, styled
@@ -205,6 +205,8 @@ def check_up(path: Path) -> Iterator[Finding]:
             yield from check(path)
         except (OSError, errors.ForebayError) as error:
             name = check.__name__.strip("_").replace("_", " ")
+            if isinstance(error, errors.NoLocks):
+                continue  # `_kernel_facts` says so, and what to do
             if isinstance(error, errors.WriterBusy):
                 yield _finding(name, f"it could not be read: {error}", "run it again when other processes write less")
             else:
@@ -313,6 +315,11 @@ def _kernel_facts(path: Path) -> Iterator[Finding]:
     todo = "" if readable else "mount /proc: without it messages cannot name the process that others wait for"
     yield _finding("/proc", "readable" if readable else "not readable", todo)
     yield _finding("boot id", host.boot_id())
+    found, todo = "open-file-description locks work", ""
+    if not locks.are_available():
+        found = "no open-file-description (OFD) locks: nothing can be stored or claimed, and calls that can do without read the source"
+        todo = "run on Linux itself, a newer gVisor, or a sandbox that passes fcntl(F_OFD_SETLK) on; PRoot and old gVisor do not"
+    yield _finding("locks", found, todo, "wrong")
 
 
 def _permissions(path: Path) -> Iterator[Finding]:

@@ -69,6 +69,7 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
     (errors.NoSpace, Hint(f"raise the budget with `forebay budget SIZE`, or run `forebay prune --free SIZE`; {_IN_USE}")),
     (errors.ReadOnly, Hint("run it as the owner of the cache, or select your own with --root")),
     (errors.Damaged, Hint("`forebay verify --repair` sets damaged entries aside")),
+    (errors.NoLocks, Hint("run it on Linux itself, or in a sandbox that passes fcntl(F_OFD_SETLK) on: see `forebay doctor`")),
     (errors.WriterBusy, Hint("the cache is fine: run it again when other processes write less")),
     (errors.CacheFault, Hint("`forebay doctor` looks for the cause, `forebay verify --repair` repairs the cache")),
     (errors.ConnectionsBusy, Hint("raise FOREBAY_MAX_CONNECTIONS, or run it again when other processes transfer less")),

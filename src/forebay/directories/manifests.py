@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 from forebay import errors
 from forebay._engine.files.blobs import checksum_of
-from forebay._kernel import host, interrupts
+from forebay._kernel import greenlets, host, interrupts
 from forebay._kernel.below import why_not_below
 from forebay._model import Buffer, exact_str
 from forebay.remote.local import is_unfinished
@@ -267,7 +267,7 @@ def files_below(folder: str) -> list[LocalFile]:
     except errors.BadListing as error:
         raise _refused(folder, f"{error.name!r} is a name that readers refuse") from error
     if max(file.seen[-1] for file in files) > time.time_ns() - TICK * 1e9:
-        time.sleep(TICK)
+        greenlets.sleep(TICK)
         return [LocalFile.scanned(file.name, file.path) for file in interrupts.paced(files)]
     return files
 

@@ -18,7 +18,7 @@ from forebay._engine.index.memo import Remembered
 from forebay._engine.store import Store
 from forebay._kernel import events, host, interrupts, waits
 from forebay._logs import logger
-from forebay._model import LISTINGS, URLS, Asker, Entry, ObjectInfo, Remote, Transfer
+from forebay._model import LISTINGS, URLS, Asker, Entry, ObjectInfo, Remote, Transfer, can_check
 from forebay.fetch.opening import NO_OPTIONS, CacheHandle, CacheOptions, in_memory, others_can_write
 from forebay.fetch.request import FOREVER, POSTPONED, FetchOptions, Target, folder_of, index_key, is_same_version
 from forebay.fetch.upstream import Upstream
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from forebay._engine.index.memo import Hit
     from forebay._engine.leases import Lease
     from forebay._engine.null_store import NullStore
+    from forebay.fetch.job import JobSink
 
 log = logger("forebay.fetch")
 A = TypeVar("A", bytes, Transfer)
@@ -58,7 +59,7 @@ class Fetcher:
         self.offline, self.max_age, self.timeout = bool(opened.offline), int(min(age * 1_000_000_000, FOREVER)), opened.timeout
         # While ``store`` is a `NullStore` that a later call may replace: the root was full, or its catalog busy.
         self.reopening = waits.Turn() if opened.root is not None and opened.enabled and not store.keeps else None
-        self.warned = set() if opened.enabled else {"NoSpace"}  # the kinds of problem that were logged, or that the user caused
+        self.warned = {"NoLocks"} if opened.enabled else {"NoSpace"}  # the kinds of problem that were logged, or that the user caused
         self.unset_spaces: dict[str, dict[str, Any]] = {}  # spaces that fronts requested before there was a store
         self._options, self.realm = options, remote.Realm(options)
         self._naming, self._above = UrlNaming(_NO_ROOT, self.realm), 0  # the id of the upstream root
@@ -323,13 +324,14 @@ class Fetcher:
         self.count(Transfer(requests=1))
         return info
 
-    def validate(self, target: Target, options: FetchOptions, entry: Entry) -> ObjectInfo | None:
-        """None if the remote still has the version of ``entry``, or cannot be reached; else a description of the version that it has."""
+    def validate(self, target: Target, options: FetchOptions, entry: Entry, sink: JobSink | None = None) -> ObjectInfo | None:
+        """None if the remote still has the version of ``entry``, or cannot be reached; else a description of the version that it has.
+        ``sink``: receives that version, by the same request: see `CheckingRemote`."""
         began = self.store.now(exact=True)
         try:
-            info = self.stat(target, options, entry.validator)
+            info = self.stat(target, options, entry.validator) if sink is None else self._fetch_changed(target, options, entry, sink)
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
-            if entry.varies:
+            if entry.varies or (sink is not None and sink.info is not None):
                 raise
             self.warn_stale(target.key, "%s cannot be reached (%s): its copy from the cache is served", error)
             # Calls that wait for this answer, or come in the next seconds, need no timeout of their own. But a host that was not even
@@ -345,6 +347,16 @@ class Fetcher:
         if not entry.varies:
             self.store.set_validated([(entry, began)], began)
         return None
+
+    def _fetch_changed(self, target: Target, options: FetchOptions, entry: Entry, sink: JobSink) -> ObjectInfo | None:
+        remote = target.remote
+        assert can_check(remote), "the job has asked"
+
+        def ask() -> Transfer:
+            return remote.fetch_changed(target.url, sink, entry.validator) or Transfer(requests=1)
+
+        self.receive(target.key, ask, options)
+        return sink.info
 
     def postponed(self, options: FetchOptions) -> int:
         """Until when a remote that cannot be reached is not asked again."""

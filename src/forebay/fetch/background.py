@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forebay import errors
-from forebay._kernel import host, interrupts
+from forebay._kernel import greenlets, host, interrupts
 from forebay._kernel.threads import GRACE, TURN, DaemonThread, join
 from forebay.fetch.pipeline import Pipeline
 
@@ -39,7 +39,7 @@ class Background:
         self._lock = threading.Lock()  # guards what follows
         self._new: deque[Job] = deque()
         self._waiting: dict[Job, Callable[[Job], None]] = {}  # for the result
-        self._running: tuple[Pipeline, threading.Thread] | None = None
+        self._running: tuple[Pipeline, DaemonThread] | None = None
 
     def submit(self, job: Job, done: Callable[[Job], None]) -> None:
         """Run a job. ``done`` is called with it in the thread, and must not raise. The job comes back with ``is_busy`` if another call
@@ -98,7 +98,7 @@ def run_beside(fetcher: Fetcher, jobs: Iterable[Job], settle: Callable[[Job], No
 
     Raises what ``jobs`` or ``settle`` raises; then, and after an interrupt, gives up the other jobs."""
     background, context = Background(fetcher, "bulk", side_by_side), contextvars.copy_context()
-    settled: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    settled: queue.SimpleQueue[BaseException | None] = greenlets.new_queue()
     busy: list[Job] = []
 
     def done(job: Job) -> None:

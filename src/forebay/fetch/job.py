@@ -14,7 +14,7 @@ from forebay._engine.files.layout import CatalogBroken
 from forebay._engine.index.head import SharedBroken
 from forebay._engine.leases import Lease, in_place
 from forebay._kernel import waits
-from forebay._model import URLS, Asker, Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, Started, can_clone
+from forebay._model import URLS, Asker, Buffer, BufferSink, Entry, ObjectInfo, Partial, Sink, Span, Started, can_check, can_clone
 from forebay.fetch.request import FetchOptions, Target, is_expected, is_same_version, sha256_of
 
 if TYPE_CHECKING:
@@ -209,30 +209,44 @@ class Job:
         """Validate the entry, else fetch the object. A small one is then in `writing`, and the caller publishes it.
 
         Caller: holds the key's lock, and has looked under it. Raises `RemoteError`, `CacheFault`, `ChecksumMismatch`, `Offline`."""
-        if self.has_entry and self._is_current():
+        known = self._known() if self.has_entry else None
+        if known is not None and not self._checks() and self._is_current(known):
             return
         if self.stores or self.has_entry or self.has_partial:
-            self._fetch()
+            self._fetch(known if self._checks() else None)
         else:
             self.store.count("misses")
             self.data = self.direct()
 
-    def _is_current(self) -> bool:
-        """Serve the entry, if the remote still has this version, or cannot be reached."""
+    def _known(self) -> Entry | None:
+        """The entry, if the remote is to be asked whether it still has this version."""
         found = self._find()
-        try:
-            if found is None or not is_expected(found, self.options):
-                return False
-            self.fetcher.refuse_offline(self.target, self.options)
-            if self.fetcher.validate(self.target, self.options, found.entry) is not None:
-                return False
-            self.store.count_hit(found.entry.size)
-            return self.serve(found)
-        finally:
-            if isinstance(found, Lease) and self.lease is not found:
-                found.close()
+        if isinstance(found, Lease):
+            found.close()  # the version that replaces it may need its room
+        if found is None or not is_expected(found, self.options):
+            return None
+        self.fetcher.refuse_offline(self.target, self.options)
+        return found.entry
 
-    def _fetch(self) -> None:
+    def _checks(self) -> bool:
+        """Whether one request compares the version and fetches another."""
+        return self.fetcher.upstream is None and can_check(self.target.remote)
+
+    def _is_current(self, known: Entry, sink: JobSink | None = None) -> bool:
+        """Serve the entry, if the remote still has this version, or cannot be reached. ``sink``: see `Fetcher.validate`."""
+        if self.fetcher.validate(self.target, self.options, known, sink) is not None:
+            return False
+        found = self._find()
+        if found is None:
+            return False  # evicted meanwhile
+        self.store.count_hit(found.entry.size)
+        is_served = self.serve(found)
+        if isinstance(found, Lease) and self.lease is not found:
+            found.close()
+        return is_served
+
+    def _fetch(self, known: Entry | None = None) -> None:
+        """Fetch the object; or serve the ``known`` entry, if the remote still has this version."""
         fetcher, store, target, options = self.fetcher, self.store, self.target, self.options
         copy = fetcher.upstream_copy(target, options)
         validated = copy[1] if copy is not None else self.began or store.now(exact=True)
@@ -249,8 +263,11 @@ class Job:
                 sink.write(0, copy[0].view)
             else:
                 fetcher.refuse_offline(target, options)
+                if known is not None and self._is_current(known, sink):
+                    return
                 store.count("misses")
-                fetcher.receive(target.key, self._ask(sink), options)
+                if sink.info is None:
+                    fetcher.receive(target.key, self._ask(sink), options)
             if sink.fault is not None:
                 self.data = self._checked(sink)
                 raise sink.take_fault()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 from forebay import _config, errors, remote
 from forebay._engine.files.layout import faults
 from forebay._engine.store import Settings, Store
-from forebay._kernel import host
+from forebay._kernel import greenlets, host
 from forebay._kernel.below import LinkInTheWay
 from forebay._logs import logger
 
@@ -138,16 +138,19 @@ class CacheOptions(NamedTuple):
     def open_or_pass(self) -> Store | NullStore:
         """The store; a `NullStore` if the cache is disabled, or if its root cannot be used for now. Raises for a root that can never be
         used."""
-        why = "the cache is switched off"
+        greenlets.look()
+        why: str = "the cache is switched off"
+        fault: type[errors.CacheFault] = errors.NoSpace
         if self.enabled:
             try:
                 return self.open()
             except errors.CacheFault as error:
                 why = str(error)  # the error itself would keep its frames
+                fault = next((kind for kind in (errors.NoSpace, errors.NoLocks) if isinstance(error, kind)), errors.CacheFault)
                 log.warning("the cache in %s cannot be used, reading past it: %s", self.path, why)
         from forebay._engine.null_store import NullStore  # imported late: most programs have a store
 
-        return NullStore(why)
+        return NullStore(why, fault)
 
     def open_again(self) -> Store | None:
         """The store; None if its root still cannot be used."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from forebay import errors
 from forebay._engine.leases import Lease
-from forebay._kernel import interrupts
+from forebay._kernel import greenlets, interrupts
 from forebay._kernel.threads import Threads
 from forebay._model import can_start, is_near
 from forebay.fetch.job import AT_ONCE, NO_ENTRY, SMALL, Job, publish_singly, publish_together
@@ -63,7 +63,7 @@ class Pipeline:
         self._together = max(readers // 2, 1) if readers else GROUP  # jobs that are published together
         self._publishing: Sequence[Job] = ()
         self._handed_at = time.monotonic()
-        self._events: queue.SimpleQueue[Callable[[], Iterable[Job]]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], Iterable[Job]]] = greenlets.new_queue()
         self._under_way: set[Job] = set()
         self._collected: list[Job] = []  # have arrived, and are to be published
         self._collected_bytes = self._largest = 0

@@ -369,7 +369,7 @@ class Lookahead(Iterator[memoryview]):
     def _ask(self) -> None:
         """Have the order give its next object. Raises what it raises, and StopIteration."""
         if self._is_list:
-            interrupts.point()
+            interrupts.point_without(self._lock)
             self._came.append(next(self._urls))
             return
         lock = self._lock  # if the order forks, its child has another one

@@ -81,7 +81,7 @@ class Loader:
         self._under_way: dict[int, LoadRef] = {}
         self._number = 0
         self._pipeline: Pipeline | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: DaemonThread | None = None
 
     # -- callers ---------------------------------------------------------------------------------------------------
 
@@ -138,9 +138,12 @@ class Loader:
     def wait_until_stored(self, load: Load) -> errors.ForebayError | None:
         """Wait until an item is stored, or will not be. Returns why it is not."""
         with self._lock, self._awaited(load):
+            say_at = time.monotonic() + REPORT_AFTER
             while not load.is_settled or (load.state is State.LOADED and load.error is None):
-                if not any(map(self._settled.wait, interrupts.turns(REPORT_AFTER))):
+                interrupts.point_without(self._lock)
+                if not self._settled.wait(interrupts.TURN) and time.monotonic() >= say_at:
                     log.warning("waiting for %s to be stored", load.key)
+                    say_at += REPORT_AFTER
         error = None if isinstance(load.error, NotStored) else load.error
         may_be_there = load.state is State.DROPPED and (error is None or isinstance(error, errors.NoSpace))
         if load.state is State.STORED or (may_be_there and self._is_there(load)):
@@ -163,7 +166,7 @@ class Loader:
         with self._lock:
             with self._awaited(load):
                 while load.state is State.LOADING and not (load.job and load.job.turn) and (left := until - time.monotonic()) > 0:
-                    interrupts.point()
+                    interrupts.point_without(self._lock)
                     if not self._settled.wait(min(left, WATCH)) and left < WATCH < seconds:  # a turn comes without a word
                         log.warning("waiting for %s, which this process is reading", load.key)
             state = load.state
@@ -247,7 +250,7 @@ class Loader:
         until = time.monotonic() + STORE_WAIT
         with self._lock:
             while len(self._made) >= 2 * self._workers and not self.closed and (left := until - time.monotonic()) > 0:
-                interrupts.point()
+                interrupts.point_without(self._lock)
                 self._settled.wait(min(left, interrupts.TURN))
             data = job.collected.data if load.data is None else load.data
             is_behind = self.closed or len(self._made) >= 2 * self._workers

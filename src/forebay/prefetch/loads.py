@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from forebay._engine.leases import Lease
-from forebay._kernel import interrupts
+from forebay._kernel import greenlets, interrupts
 from forebay._model import Buffer, Entry
 from forebay.fetch.job import Job
 
@@ -100,7 +100,7 @@ class News:
 
     def reset(self) -> None:
         """Forget all news. A forked child calls it, since its parent handles them."""
-        self._news: queue.SimpleQueue[LoadRef | Entry | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[LoadRef | Entry | None] = greenlets.new_queue()
         self.wakes: Callable[[], None] | None = None
         """Called after each news while the thread waits for something else. It takes no lock either."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import numbers as numbers_abc
 import operator
@@ -13,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from operator import itemgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 from forebay import _config, errors
-from forebay._kernel import host, interrupts
+from forebay._kernel import greenlets, host, interrupts
 from forebay._kernel.threads import run_all
 from forebay._kernel.waits import SharedLimit, time_limit
 from forebay._logs import logger
@@ -275,12 +277,31 @@ def is_negotiated(vary: str) -> bool:
     return not (_OF_REQUEST | {"*"}).isdisjoint(name.strip().lower() for name in vary.split(","))
 
 
+UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH})
+"""The network has no route to a host."""
+
+
+class Trouble(IntEnum):
+    """What is the matter with a host. Processes of different versions tell each other by these numbers."""
+
+    SILENT = 0
+    NO_ROUTE = 1
+    REFUSED = 2
+    NO_NAME = 3
+
+
+_IN_WORDS: dict[int, str] = {
+    Trouble.SILENT: "gave no answer", Trouble.NO_ROUTE: "could not be reached", Trouble.REFUSED: "refused the connection",
+    Trouble.NO_NAME: "had no address (its name cannot be resolved)",
+}  # fmt: skip
+
+
 class AttemptFailed(Exception):
     """One attempt of a call failed.
 
     ``reason``: in words, without secrets. ``error``: the class to raise when no attempt is left. ``retryable``: whether another attempt may
     succeed. ``retry_after``: seconds that the remote asks to be left alone. ``status``: of the HTTP response, if there was one.
-    ``no_answer``: the wait timed out, or the network has no route to the host; ``unreachable``: the latter."""
+    ``trouble``: of the host; None if it responds, or this attempt does not show whether it does."""
 
     def __init__(
         self,
@@ -290,12 +311,11 @@ class AttemptFailed(Exception):
         retryable: bool = True,
         retry_after: float | None = None,
         status: int | None = None,
-        no_answer: bool = False,
-        unreachable: bool = False,
+        trouble: Trouble | None = None,
     ) -> None:
         super().__init__(reason)
         self.reason, self.error, self.retryable, self.retry_after, self.status = reason, error, retryable, retry_after, status
-        self.no_answer, self.unreachable = no_answer, unreachable
+        self.trouble = trouble
 
 
 class NoPermit(AttemptFailed):
@@ -307,15 +327,18 @@ class NoPermit(AttemptFailed):
 
 
 class Hosts(Protocol):
-    """The hosts that gave no answer recently, as known to all processes that share a cache. Callable from any thread; raises nothing."""
+    """The hosts that could not be asked recently, as known to all processes that share a cache. Callable from any thread; raises
+    nothing."""
 
-    def silent_since(self, host: str, timeout: float) -> float | None:
-        """How many seconds ago the host was last silent; None if a caller that would wait ``timeout`` seconds may ask it."""
+    def trouble_with(self, host: str, timeout: float, *, is_optional: bool = False) -> tuple[float, int] | None:
+        """How many seconds ago the host was last in trouble, and in which (see `Trouble`); None if the caller, which would wait
+        ``timeout`` seconds, may ask it. If that is because enough time has passed, only this caller may: it finds out for all.
+        ``is_optional``: the caller can do without the answer, and asks less and less often."""
 
     def heard(self, host: str) -> None:
         """Note that the host answers."""
 
-    def silent(self, host: str, began: float, waited: float) -> None:
+    def failed(self, host: str, began: float, waited: float, trouble: int = 0) -> None:
         """Note that a request which began at ``began`` (monotonic) received no byte in ``waited`` seconds."""
 
 
@@ -416,17 +439,32 @@ def max_age_here() -> float:
 _deferred = threading.local()
 
 
+def _defer_anew() -> None:
+    global _deferred
+    _deferred = threading.local()
+
+
+greenlets.when_patched(_defer_anew)
+
+
 @contextmanager
 def sent_together() -> Iterator[None]:
-    """Requests that this thread begins in the block may be sent at its end, so that what sends them is woken once."""
-    wakes: set[Callable[[], None]] = set()
-    _deferred.wakes = wakes
+    """Requests that this thread begins in the block may be sent at its end, so that what sends them is woken once; or earlier, at
+    `wake_now`."""
+    before: set[Callable[[], None]] | None = getattr(_deferred, "wakes", None)  # of the call that a signal handler has interrupted
+    _deferred.wakes = set()
     try:
         yield
     finally:
-        del _deferred.wakes
-        for wake in wakes:
-            wake()
+        wake_now()
+        _deferred.wakes = before
+
+
+def wake_now() -> None:
+    """Wake what `sent_together` would wake at its end. Caller: is about to wait for a response, as a signal handler may in such a block."""
+    wakes: set[Callable[[], None]] | None = getattr(_deferred, "wakes", None)
+    while wakes:
+        wakes.pop()()
 
 
 def wake_at_end(wake: Callable[[], None]) -> bool:
@@ -453,6 +491,7 @@ class Call:
         self.redirects: dict[str, str] = {}  # where redirects led: the next range goes there directly
         self.cookies: Cookies | None = None
         self.varies = False  # whether they may lead another caller elsewhere
+        self.is_optional = False  # whether its caller has a copy to serve without an answer
         self.until: float | None = None
         """The deadline by the monotonic clock; None without a limit."""
         if options.total_timeout is not None:
@@ -460,6 +499,7 @@ class Call:
         self.hosts, self.limits, self._ask_silent, self.wait, _ = _access.get()
         """Hosts that gave no answer recently; what its transfers have to stay within; how long they may wait for connections."""
         self._asked_hosts: set[str] = set()
+        self._refusal: tuple[str, float, Trouble] | None = None  # the last one of a host: which, when, and what
         self._aborted = threading.Event()
         self._lock = threading.Lock()  # guards _on_abort and the counters
         self._on_abort: set[Callable[[], None]] = set()
@@ -474,7 +514,7 @@ class Call:
         self.abort()
         successor = Call(self._url, self.options)
         successor.transfer, successor.until, successor._asked_hosts = self.transfer, self.until, self._asked_hosts
-        successor.cookies = self.cookies
+        successor.cookies, successor.is_optional = self.cookies, self.is_optional
         return successor
 
     def __enter__(self) -> Self:
@@ -501,34 +541,39 @@ class Call:
             return math.inf
         left = self.until - time.monotonic()
         if left <= 0:
-            failed = AttemptFailed(f"not done in {self.options.total_timeout:g} s", errors.RemoteTimeout)
+            failed = AttemptFailed(f"not done in {self.options.total_timeout or CHECK_TIMEOUT:g} s", errors.RemoteTimeout)
             raise self.error_of(failed, self.transfer.retries + 1)
         return left
 
     # -- hosts that do not answer ----------------------------------------------------------------------------------
 
     def check_host(self, host: str) -> None:
-        """Before the first request to a host: raises `RemoteTimeout` if it was silent recently. Later attempts of this call go on."""
+        """Before the first request to a host: raises `RemoteTimeout` if it was silent recently, and `RemoteUnavailable` if it could not be
+        connected to. Later attempts of this call go on."""
         if self.hosts is None or host in self._asked_hosts:
             return
         self._asked_hosts.add(host)
         timeout = min(self.options.connect_timeout, self.options.read_timeout, self.check())
-        ago = None if self._ask_silent else self.hosts.silent_since(host, timeout)
-        if ago is not None:
-            name = host.partition(" ")[0]
+        found = None if self._ask_silent else self.hosts.trouble_with(host, timeout, is_optional=self.is_optional)
+        if found is not None:
+            ago, trouble = found
+            name, what = host.partition(" ")[0], _IN_WORDS.get(trouble, _IN_WORDS[Trouble.SILENT])
+            kind = errors.RemoteTimeout if what == _IN_WORDS[Trouble.SILENT] else errors.RemoteUnavailable
             skipped = "so it is skipped for a few seconds; pass refresh=True to try it now"
-            message = f"{self.url}: {name} gave no answer {ago:.1f} s ago, {skipped}"
-            raise errors.RemoteTimeout(message, url=self.url, done=0, attempts=0)
+            raise kind(f"{self.url}: {name} {what} {ago:.1f} s ago, {skipped}", url=self.url, done=0, attempts=0)
 
     def host_answered(self, host: str) -> None:
         """Note that a host answers."""
         if self.hosts is not None:
             self.hosts.heard(host)
 
-    def host_silent(self, host: str, began: float, *, unreachable: bool = False) -> None:
-        """A request that began at ``began`` (monotonic) received no byte. ``unreachable``: the network has no route to the host."""
-        if self.hosts is not None:
-            self.hosts.silent(host, began, math.inf if unreachable else time.monotonic() - began)
+    def host_failed(self, host: str, began: float, trouble: Trouble) -> None:
+        """A request that began at ``began`` (monotonic) received no byte. A host that refuses connections may only be restarting: other
+        processes are told if it still does at the last attempt of this call."""
+        if trouble in (Trouble.REFUSED, Trouble.NO_NAME):
+            self._refusal = host, began, trouble
+        elif self.hosts is not None:
+            self.hosts.failed(host, began, time.monotonic() - began if trouble == Trouble.SILENT else math.inf, trouble)
 
     # -- the limits of the node ------------------------------------------------------------------------------------
 
@@ -597,17 +642,22 @@ class Call:
         with self._lock:
             self._on_abort.discard(function)
 
-    def retry(self, attempt: Callable[[], T]) -> T:
-        """``attempt()``, repeated after each `AttemptFailed` until it succeeds, no attempt is left, or the deadline is over."""
-        for number in range(1, self.options.attempts + 1):
+    def retry(self, attempt: Callable[[], T], attempts: int | None = None) -> T:
+        """``attempt()``, repeated after each `AttemptFailed` until it succeeds, no attempt is left, or the deadline is over. ``attempts``:
+        other than those of the options."""
+        attempts = attempts or self.options.attempts
+        for number in range(1, attempts + 1):
             try:
                 self.check()
                 return attempt()
             except AttemptFailed as failed:
                 if self._aborted.is_set():
                     raise CallAborted from failed
-                pause = self._pause(failed, number)
+                pause = self._pause(failed, number) if number < attempts else None
                 if pause is None:
+                    if failed.trouble is not None and self._refusal is not None and self.hosts is not None:
+                        host, began, trouble = self._refusal
+                        self.hosts.failed(host, began, math.inf, trouble)
                     raise self.error_of(failed, number) from failed.__cause__
                 announce = log.warning if pause > WARN_ABOVE else log.debug
                 announce("%s: %s; attempt %d in %.2f s", self.url, failed.reason, number + 1, pause)
@@ -623,7 +673,7 @@ class Call:
         """Seconds until the next attempt; None if there is none."""
         import random
 
-        if number == self.options.attempts or not failed.retryable:
+        if not failed.retryable:
             return None
         pause = min(MAX_PAUSE, self.options.backoff * 2 ** (number - 1)) * random.uniform(0.5, 1.0)
         if failed.retry_after is not None:

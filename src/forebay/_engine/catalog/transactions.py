@@ -38,7 +38,7 @@ from forebay._engine.files.layout import PAGE, CatalogBroken, DiskFull
 from forebay._engine.files.root import Root
 from forebay._engine.index.head import NUMBERS as NUMBERS
 from forebay._engine.index.head import SLOTS as SLOTS
-from forebay._kernel import host, interrupts, locks, waits
+from forebay._kernel import greenlets, host, interrupts, locks, waits
 from forebay._kernel.below import Below
 from forebay._logs import logger
 from forebay.errors import WriterBusy as WriterBusy
@@ -534,6 +534,7 @@ class WriterLock:
         self._root, self._words = root, words
         self.file = locks.LockFile(root.lock("writer"), root.files.open, writable=not root.read_only)
         self._turn = threading.Lock()  # one thread of a process at a time asks the kernel
+        self._thread = 0  # the one that has the turn
         self._fed = words.value(HUNGRY_WORD)
         self._path = os.fspath(root.lock("writer"))
 
@@ -550,8 +551,12 @@ class WriterLock:
         """Caller: calls `release`, in any event."""
         if self._root.read_only and not looking:
             raise errors.ReadOnly.of(self._root.path)
+        me = threading.get_ident()
         if not self._turn.acquire(blocking=False):
+            if self._thread == me:
+                raise WriterBusy("this thread is writing to the catalog already: a signal handler interrupted it", waited=0.0, holder="")
             self._wait_for_thread(_limited(timeout))
+        self._thread = me
         try:
             if not self._try():
                 timeout = _limited(timeout)
@@ -559,7 +564,7 @@ class WriterLock:
                     raise WriterBusy("the catalog is busy: another process or thread is writing", waited=0.0, holder="")
                 self._wait(timeout)
         except BaseException:
-            self._turn.release()
+            self._let_go()
             raise
         if self._stuck:
             self._stuck.pop(self._path, None)
@@ -588,7 +593,7 @@ class WriterLock:
         until = began + min(HUNGRY, timeout / 2)
         pause = PAUSE
         while time.monotonic() < until:
-            time.sleep(random.uniform(pause / 2, pause))
+            greenlets.sleep(random.uniform(pause / 2, pause))
             interrupts.point()
             if self._try():
                 waits.time_limit.spend(time.monotonic() - began)
@@ -629,9 +634,13 @@ class WriterLock:
                 self._fed = hungry
                 # Wakes the first sleeper. When that one releases the lock, it finds the word changed too, and wakes the next.
                 self._words.bump(WRITER_WORD, 1)
-                time.sleep(YIELD)  # else this thread has the lock again before the woken one runs
+                greenlets.sleep(YIELD)  # else this thread has the lock again before the woken one runs
         finally:
-            self._turn.release()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._thread = 0
+        self._turn.release()
 
     def close(self) -> None:
         self.file.close()

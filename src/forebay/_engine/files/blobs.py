@@ -112,10 +112,12 @@ def map_blob(root: Root, entry: Entry, *, copies: bool = False) -> tuple[memoryv
             raise Damaged(f"{entry.name}: it has {size} bytes, {entry.size} were stored", key=entry.key)
         if data is not None:
             return memoryview(data), status
-        view = mappings.map_file(fd, entry.size)
-        if entry.size:
+        view, is_mapped = mappings.read_or_map(fd, entry.size)
+        if entry.size and is_mapped:
             mappings.note_file(view, root.blob_name(entry.id, entry.suffix), status)
         return view, status
+    except EOFError as error:
+        raise Damaged(f"{entry.name}: it was cut", key=entry.key) from error
     finally:
         os.close(fd)
 

@@ -398,11 +398,11 @@ class Hits:
             if not maps:
                 data = os.read(fd, size)
                 return memoryview(data) if len(data) == size else None
-            view = mappings.map_file(fd, size)
-            if size:
+            view, is_mapped = mappings.read_or_map(fd, size)
+            if size and is_mapped:
                 mappings.note_file(view, path, status)
             return view
-        except OSError:  # no memory, or no mapping, is left
+        except (OSError, EOFError):  # no file descriptor is left, or the file was cut
             return None
         finally:
             os.close(fd)

@@ -133,6 +133,7 @@ class FilesystemRemote:
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`. The validator is the filesystem's ETag, else it consists of time and size."""
         with self._call(url, self._options if known is None else self._options.for_check()) as call:
+            call.is_optional = known is not None
             info, _ = self._stat(call, url)
         return None if known is not None and info.validator == known else info
 

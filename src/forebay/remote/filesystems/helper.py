@@ -8,6 +8,7 @@ sockets only.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -32,7 +33,7 @@ from forebay._kernel import host, interrupts, locks
 from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay._model import Buffer
-from forebay.remote.base import AttemptFailed, Call
+from forebay.remote.base import UNREACHABLE, AttemptFailed, Call, Trouble
 from forebay.remote.filesystems.clients import BLOCK, ArrowClient, FsspecClient, OnSent, client_of
 from forebay.remote.urls import is_url, redacted, scheme
 
@@ -91,7 +92,22 @@ def failed_by(error: Exception, url: str = "") -> AttemptFailed | errors.Missing
         return AttemptFailed(CONFLICT, errors.Conflict, retryable=False, status=status)
     if status in (404, 410):
         return AttemptFailed("there is no such object", errors.NotFound, retryable=False, status=status)
-    return AttemptFailed(reason, retryable=status is None or status in (408, 429) or status >= 500, status=status)
+    trouble = _trouble_of(error) if status is None else None
+    return AttemptFailed(reason, retryable=status is None or status in (408, 429) or status >= 500, status=status, trouble=trouble)
+
+
+def _trouble_of(error: BaseException | None) -> Trouble | None:
+    """What an error of a connection, or what caused it, says about the host."""
+    for _ in range(8):
+        if error is None:
+            break
+        if isinstance(error, socket.gaierror):
+            return Trouble.NO_NAME
+        number = getattr(error, "errno", None)
+        if number == errno.ECONNREFUSED or number in UNREACHABLE:
+            return Trouble.REFUSED if number == errno.ECONNREFUSED else Trouble.NO_ROUTE
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def status_of(error: BaseException | None) -> int | None:
@@ -104,7 +120,9 @@ def status_of(error: BaseException | None) -> int | None:
 
 def to_wire(error: AttemptFailed | errors.MissingExtra) -> bytes:
     if isinstance(error, AttemptFailed):
-        return json.dumps(errors.to_wire(error.error(error.reason, status=error.status)) | {"retryable": error.retryable}).encode()
+        return json.dumps(
+            errors.to_wire(error.error(error.reason, status=error.status)) | {"retryable": error.retryable, "trouble": error.trouble}
+        ).encode()
     return json.dumps(errors.to_wire(error)).encode()
 
 
@@ -115,7 +133,11 @@ def from_wire(wire: bytes) -> AttemptFailed | errors.MissingExtra:
         case errors.MissingExtra() as error:
             return error
         case errors.RemoteError() as error:
-            return AttemptFailed(str(error), type(error), retryable=described["retryable"], status=error.status)
+            trouble = described["trouble"]
+            return AttemptFailed(
+                str(error), type(error), retryable=described["retryable"], status=error.status,
+                trouble=None if trouble is None else Trouble(trouble),
+            )  # fmt: skip
     raise EOFError(f"the helper process sent {described['kind']!r} where an error of a remote was expected")
 
 
@@ -239,7 +261,9 @@ class InHelper:
                 case _:
                     failed = AttemptFailed(f"its helper process cannot be used: {error.strerror}")
             if host and failed.error is errors.RemoteTimeout:
-                call.host_silent(host, began)
+                call.host_failed(host, began, Trouble.SILENT)
+            elif host and failed.trouble is not None:
+                call.host_failed(host, began, failed.trouble)
             elif host and (failed.status is not None or failed.error is not errors.RemoteUnavailable):  # else it may have arisen anywhere
                 call.host_answered(host)
             raise failed from (error.__cause__ if failed is error else error)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -15,6 +17,7 @@ from forebay._model import Buffer, Content, ObjectInfo, Partial, Sink, Span, Tra
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
 from forebay.remote.http import loop
 from forebay.remote.http.requests import (
+    RETRY_STATUSES,
     AmendHeaders,
     Exchange,
     ExplainRefusal,
@@ -36,6 +39,8 @@ from forebay.remote.urls import canonical
 log = logger("forebay.remote")
 
 MAX_SMALL_BODY = 64 << 20
+_NO = frozenset(range(400, 600)) - RETRY_STATUSES | {500}
+"""Statuses by which a server may refuse HEAD itself. Those of a server that is busy are not among them."""
 MAX_CHANGES = 2  # an object that changes more often during a fetch is given up
 LARGE, FIRST_BYTES = 1 << 20, 32 << 10
 """Of an object larger than LARGE, FIRST_BYTES have to arrive before its stated size is believed and space is reserved for it. Other ranges
@@ -68,14 +73,16 @@ class HttpRemote:
         self._exchange = Exchange(self.options, sign, explain, amend, raw=raw, bundle=bundle)
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
-        """See `Remote.stat`. Sends a HEAD request, or asks for one byte where the server refuses HEAD."""
+        """See `Remote.stat`. Sends a HEAD request. Some servers know no HEAD, and refuse it as if the object did not exist: a refusal is
+        believed only if a GET request for one byte is refused, too."""
         with Call(url, self.options if known is None else self._check_options) as call:
+            call.is_optional = known is not None
             info = call.retry(lambda: self._stat(call, url, _conditions(known)))
         return None if info is None or (known is not None and is_same_validator(info.validator, known)) else info
 
     def _stat(self, call: Call, url: str, conditions: dict[str, str]) -> ObjectInfo | None:
         unchanged = (304,) if conditions else ()  # to a request without a condition it is no answer
-        with self._exchange.send(call, "HEAD", url, conditions, ok=(200, *unchanged, 400, 401, 403, 405, 501)) as response:
+        with self._exchange.send(call, "HEAD", url, conditions, ok=(200, *unchanged, *_NO)) as response:
             if response.status == 304:
                 return None
             if response.status == 200:
@@ -95,6 +102,10 @@ class HttpRemote:
     def fetch(self, url: str, sink: Sink, *, listed: ObjectInfo | None = None, describe: Describe | None = None) -> Transfer:
         """See `Remote.fetch`. ``describe``: see `HttpDownload`."""
         return HttpDownload(self._exchange, url, describe).into(sink)
+
+    def fetch_changed(self, url: str, sink: Sink, known: str | None) -> Transfer | None:
+        """See `CheckingRemote.fetch_changed`."""
+        return HttpDownload(self._exchange, url).into_if_changed(sink, known, self._check_options)
 
     def start(self, url: str, on_ready: Callable[[], None], describe: Describe | None = None) -> HttpDownload | None:
         """See `StartingRemote.start`. ``describe``: see `HttpDownload`."""
@@ -245,6 +256,7 @@ class HttpDownload:
         self._sink: Sink
         self._call = Call(url, exchange.options)
         self._sent: Sent | None = None
+        self._response: Response | None = None  # the first one, if it is there
         self._is_here = self._whole = False  # whole: ask without Range
         self._previous: Partial | None = None
         self._info = ObjectInfo(url, None)
@@ -275,7 +287,7 @@ class HttpDownload:
         """See `Started.into`."""
         self._sink, self._previous = sink, sink.partial
         try:
-            if self._previous is not None:  # another part is asked for
+            if self._previous is not None and self._response is None:  # another part is asked for
                 self.close()
             if self._is_here and self._sent is not None:
                 return self._take_what_is_here(self._sent.transfer)
@@ -295,6 +307,36 @@ class HttpDownload:
             self.close()
             del self._sink  # with the bytes that it holds
 
+    def into_if_changed(self, sink: Sink, known: str | None, options: RemoteOptions) -> Transfer | None:
+        """`into`, unless the object still has the validator ``known``: then None. ``options``: with which it is asked whether it has."""
+        call, partial = self._call, sink.partial
+        call.is_optional = True
+        until = math.inf if call.until is None else call.until
+        call.until = min(until, time.monotonic() + (options.total_timeout or math.inf))
+        first = self._first_span(partial)
+        headers = self._headers_of(first, partial) | _conditions(known)
+
+        def ask() -> Response:
+            return self._exchange.send(call, "GET", self._url, headers, ok=(200, 206, *([304] if known else []), 416))
+
+        try:
+            response = call.retry(ask, options.attempts)
+            size = response.length if response.status == 200 and not response.encoding else None
+            if response.status == 206:
+                size = content_range(response, first).total
+            is_same = known is not None and is_same_validator(info_of(self._url, response.headers, size).validator, known)
+            if response.status == 304 or (response.status in (200, 206) and is_same):  # it may ignore conditions
+                response.close()
+                call.abort()
+                return None
+        except BaseException:
+            call.abort()
+            raise
+        call.until = None if until == math.inf else until
+        response.extend(until)
+        self._response = response
+        return self.into(sink)
+
     def _take_what_is_here(self, transfer: HttpTransfer) -> Transfer:
         """The whole object, by one response: there is nothing to wait for, to repeat or to resume."""
         self._call.host_answered(transfer.request.way)
@@ -306,18 +348,13 @@ class HttpDownload:
 
     def _attempt(self) -> None:
         """Fetch one version of the object. Starts over unless it could resume by itself."""
-        part, done = self._call.options.part, False
+        done = False
         while not done:
-            first, headers = None if self._whole else Span(0, part), {}
-            if first is not None:
-                if self._previous is not None:
-                    missing = self._previous.missing[0] if self._previous.missing else Span(0, 1)
-                    first = Span(missing.start, min(missing.length, part))
-                    headers["If-Range"] = self._previous.validator
-                headers["Range"] = f"bytes={first.start}-{first.end - 1}"
+            first = None if self._whole else self._first_span(self._previous)
+            headers = {} if first is None else self._headers_of(first, self._previous)
             ok = (200,) if first is None else (200, 206, 416)
-            sent, self._sent = self._sent, None
-            with self._exchange.send(self._call, "GET", self._url, headers, ok=ok, sent=sent) as response:
+            sent, self._sent, given, self._response = self._sent, None, self._response, None
+            with given or self._exchange.send(self._call, "GET", self._url, headers, ok=ok, sent=sent) as response:
                 if first is None or response.status == 200:
                     self._take_whole(response)
                     done = True
@@ -327,6 +364,19 @@ class HttpDownload:
                     # 416: the object is empty (its validator comes only with the whole object), or shorter than what was kept of it
                     response.drain()
                     self._whole, self._previous = self._previous is None, None
+
+    def _first_span(self, previous: Partial | None) -> Span:
+        """What the first request asks for: the beginning of the object, or of what was not kept of it."""
+        part = self._call.options.part
+        if previous is None:
+            return Span(0, part)
+        missing = previous.missing[0] if previous.missing else Span(0, 1)
+        return Span(missing.start, min(missing.length, part))
+
+    @staticmethod
+    def _headers_of(first: Span, previous: Partial | None) -> dict[str, str]:
+        condition = {} if previous is None else {"If-Range": previous.validator}
+        return {"Range": f"bytes={first.start}-{first.end - 1}", **condition}
 
     def _take_whole(self, response: Response) -> None:
         size = response.length if not response.encoding else None

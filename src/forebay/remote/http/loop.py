@@ -24,11 +24,22 @@ from dataclasses import dataclass, field
 
 import pycurl
 
-from forebay._kernel import host
+from forebay._kernel import greenlets, host
 from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay.errors import RemoteTimeout
-from forebay.remote.base import LONGEST_DELAY, LOOK, AttemptFailed, CallAborted, Limits, NoPermit, Permit, PermitRequest, wake_at_end
+from forebay.remote.base import (
+    LONGEST_DELAY,
+    LOOK,
+    AttemptFailed,
+    CallAborted,
+    Limits,
+    NoPermit,
+    Permit,
+    PermitRequest,
+    Trouble,
+    wake_at_end,
+)
 from forebay.remote.http.transfers import SILENCE, CurlHandle, HttpTransfer, NotConnected
 
 log = logger("forebay.remote")
@@ -52,8 +63,8 @@ class _Loop:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._multi = pycurl.CurlMulti()
-        with select.epoll() as epoll:
-            self._epoll = select.epoll.fromfd(host.not_standard(os.dup(epoll.fileno())))
+        with greenlets.new_epoll() as epoll:
+            self._epoll = type(epoll).fromfd(host.not_standard(os.dup(epoll.fileno())))
         self._watched: set[int] = set()
         self._changed: deque[HttpTransfer] = deque()
         self._awake = False  # whether the loop will look at what changed without being woken. Only the loop sets it
@@ -71,12 +82,14 @@ class _Loop:
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._watch)
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
         self._multi.setopt(pycurl.M_MAXCONNECTS, MAX_IDLE)
-        self._stopping = False
+        self._stopping, self._driving = False, threading.Lock()
         self._thread = DaemonThread(self._run, name="http-transfers")
         self._wake = host.not_standard(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         try:
             self._epoll.register(self._wake, select.EPOLLIN)
-            if not self._thread.begin():
+            self.is_driven = not self._thread.begin()
+            # Python 3.12 starts no thread once the main one has ended, as in a function of `atexit`.
+            if self.is_driven and threading.main_thread().is_alive():
                 raise RuntimeError("can't start new thread")
         except BaseException:
             os.close(self._wake)
@@ -93,6 +106,12 @@ class _Loop:
     def _wake_up(self) -> None:
         os.eventfd_write(self._wake, 1)
 
+    def drive(self) -> None:
+        """Where the loop has no thread: do what is to be done, or wait for it a moment, in the thread that waits for a transfer."""
+        with self._driving:
+            if not self._stopping:
+                self._turn(TURN)
+
     def usable(self) -> bool:
         return self.pid == os.getpid() and not self._stopping
 
@@ -101,7 +120,8 @@ class _Loop:
         if self.usable():
             self._stopping = True
             self._wake_up()
-            self._thread.join(1.0)
+            if not self.is_driven:
+                self._thread.join(1.0)
 
     def leave_to_parent(self) -> None:
         """In a forked child: replace this process's copies of the parent's sockets, and keep libcurl's objects for ever.
@@ -143,12 +163,12 @@ class _Loop:
     def _unfinished(self) -> list[HttpTransfer]:
         return [*self._running.values(), *self._admission.waiting(), *self._resolving]
 
-    def _turn(self) -> None:
+    def _turn(self, longest: float = math.inf) -> None:
         """Wait for something to happen, and act on it."""
         self._awake = False
-        due = min(self._timer, self._next_check, self._throttle.due, self._admission.due)
+        due = min(self._timer, self._next_check, self._throttle.due, self._admission.due, time.monotonic() + longest)
         seconds = 0 if self._changed else None if due == math.inf else max(0.0, due - time.monotonic())
-        events = self._epoll.poll(seconds)
+        events = greenlets.poll_events(self._epoll, seconds)
         self._awake = True
         for descriptor, event in events:
             if descriptor == self._wake:
@@ -211,6 +231,8 @@ class _Loop:
             if transfer.head_until is not None and not transfer.handle.has_head:
                 transfer.handle.until = transfer.head_until
                 self._next_check = min(self._next_check, transfer.head_until)
+            if transfer.body_until is not None:
+                transfer.handle.until = transfer.body_until
             self.resume(transfer.handle)
 
     def _admit(self, transfer: HttpTransfer) -> None:
@@ -277,7 +299,7 @@ class _Loop:
                 handle.curl.close()
         if isinstance(error, NotConnected):
             # an address without a route says nothing about a host that another address leads to
-            if transfer.not_connected is None or transfer.not_connected.unreachable:
+            if transfer.not_connected is None or transfer.not_connected.trouble == Trouble.NO_ROUTE:
                 transfer.not_connected = error
             if transfer.addresses:
                 self.begin(transfer)
@@ -295,9 +317,9 @@ class _Loop:
         for transfer in self._unfinished():
             request, handle = transfer.request, transfer.handle
             if handle is not None:
-                due, error = handle.due(now), AttemptFailed(SILENCE, RemoteTimeout, no_answer=not handle.answered)
+                due, error = handle.due(now), AttemptFailed(SILENCE, RemoteTimeout, trouble=None if handle.answered else Trouble.SILENT)
             elif not transfer.submitted:
-                due, error = transfer.started + request.connect_timeout, AttemptFailed(SILENCE, RemoteTimeout, no_answer=True)
+                due, error = transfer.started + request.connect_timeout, AttemptFailed(SILENCE, RemoteTimeout, trouble=Trouble.SILENT)
             else:
                 due = math.inf if request.until is None else request.until
                 error = AttemptFailed("timed out waiting for a free connection (max_connections)", RemoteTimeout)
@@ -506,6 +528,10 @@ def start(transfer: HttpTransfer) -> HttpTransfer:
                 _current = loop
     transfer.attend = loop.attend
     loop.attend(transfer)
+    if loop.is_driven:
+        transfer.drive = loop.drive
+        while transfer.is_reporting and not transfer.is_done:
+            loop.drive()
     return transfer
 
 
@@ -523,4 +549,11 @@ def _leave_to_parent() -> None:
         loop.leave_to_parent()
 
 
+def _leave_to_threads() -> None:
+    """A loop that a thread runs goes on with its transfers; a greenlet runs the next one."""
+    global _current, _lock
+    _current, _lock = None, threading.Lock()
+
+
+greenlets.when_patched(_leave_to_threads)
 os.register_at_fork(after_in_child=_leave_to_parent)

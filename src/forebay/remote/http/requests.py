@@ -23,7 +23,7 @@ from forebay import errors
 from forebay._kernel.threads import DaemonThread
 from forebay._logs import escaped, logger
 from forebay._model import Buffer, ObjectInfo, Span
-from forebay.remote.base import AttemptFailed, Call, RemoteOptions, is_negotiated, replaced
+from forebay.remote.base import AttemptFailed, Call, RemoteOptions, Trouble, is_negotiated, replaced
 from forebay.remote.http import loop
 from forebay.remote.http.transfers import (
     NO_NAME,
@@ -196,7 +196,6 @@ class Exchange:
         )
         if call.cookies is not None:
             defaults = call.cookies.added_to(defaults, _place(endpoint, path))
-        call.count(requests=1)
         options = self.options
         if endpoint not in self._proxies:
             self._proxies[endpoint] = _proxy_of(endpoint) if options.proxies else None
@@ -208,6 +207,7 @@ class Exchange:
             limits=call.limits, wait=call.wait, tls=self._tls(endpoint, first_endpoint),
         )  # fmt: skip
         call.check_host(way := request.way)
+        call.count(requests=1)
         host, port = (endpoint.host, endpoint.port) if proxy is None else _address_of(proxy)
         until, addresses = self._addresses.get(way, (0.0, None))
         if until < time.monotonic():
@@ -235,8 +235,8 @@ class Exchange:
         except BaseException as error:
             transfer.close()
             call.not_on_abort(transfer.abort)
-            if isinstance(error, AttemptFailed) and error.no_answer:
-                call.host_silent(way, transfer.started + transfer.queued, unreachable=error.unreachable)
+            if isinstance(error, AttemptFailed) and error.trouble is not None:
+                call.host_failed(way, transfer.started + transfer.queued, error.trouble)
             if isinstance(error, NotConnected):
                 self._addresses.pop(way, None)
             raise
@@ -295,7 +295,8 @@ class Exchange:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except Exception as error:  # noqa: BLE001 (passed to the thread that waits for the transfer, whatever it is)
             # a name server that gives no answer takes as long as a silent host; a refusal comes at once
-            failed = AttemptFailed(NO_NAME, no_answer=getattr(error, "errno", None) == socket.EAI_AGAIN)
+            is_silent = getattr(error, "errno", None) == socket.EAI_AGAIN
+            failed = AttemptFailed(NO_NAME, trouble=Trouble.SILENT if is_silent else Trouble.NO_NAME)
             failed.__cause__ = error
             transfer.fail(failed)
             return
@@ -456,6 +457,10 @@ class Response:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def extend(self, until: float) -> None:
+        """Give the body until then, by the monotonic clock, whatever the limit of the request was."""
+        self._transfer.extend(until)
 
     def close(self) -> None:
         """Idempotent."""

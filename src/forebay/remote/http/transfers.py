@@ -18,13 +18,11 @@ import pycurl
 from forebay._kernel import interrupts
 from forebay._kernel.waits import SharedLimit
 from forebay.errors import AccessDenied, RemoteProtocolError, RemoteTimeout, RemoteUnavailable
-from forebay.remote.base import AttemptFailed, CallAborted, Limits, Permit
+from forebay.remote.base import UNREACHABLE, AttemptFailed, CallAborted, Limits, Permit, Trouble, wake_now
 from forebay.remote.urls import canonical
 
 MAX_HEAD = 256 << 10  # bytes of the headers of one response
 BUFFER = 256 << 10  # bytes read from a socket at once; a receiver gets them in pieces of at most 16 KiB
-UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH})
-"""The network has no route to a host."""
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _TARGET = re.compile(r"/[!-~]*|\*")
 _STATUS = re.compile(rb"HTTP/[0-9.]+ +([0-9]{3})(?: +([^\r\n]*))?")
@@ -161,8 +159,11 @@ class HttpTransfer:
         self._pid = os.getpid()
         # set by any thread; the loop looks at them when it attends to the transfer
         self.attend: Callable[[HttpTransfer], None]
+        self.drive: Callable[[], None] | None = None
+        """What a thread calls that waits, where the loop has no thread of its own."""
         self.ended_by: Exception | None = None
         self.head_until: float | None = None
+        self.body_until: float | None = None
         # in the thread of the loop only
         self.is_limited = self.is_done = False
         self.submitted = 0.0  # when its addresses were known
@@ -232,6 +233,11 @@ class HttpTransfer:
             raise self._error
 
     @property
+    def is_reporting(self) -> bool:
+        """Whether ``on_ready`` is yet to be called."""
+        return self._on_ready is not None
+
+    @property
     def is_complete(self) -> bool:
         """Whether the whole response has come, and no error."""
         with self._lock:
@@ -257,12 +263,18 @@ class HttpTransfer:
         """Wait until the head is complete and ``wanted`` bytes of the body may be read, or until the response has ended."""
         if self._pid != os.getpid():  # the lock may be held by a thread of the parent
             raise AttemptFailed("its response comes to the parent process")
-        with self._lock:
-            while not (self._ended or (self._has_head and self._size >= wanted)):
+        while True:
+            with self._lock:
+                if self._ended or (self._has_head and self._size >= wanted):
+                    self._wanted = _NOBODY
+                    return
                 self._wanted = wanted
-                interrupts.point()
-                self._changed.wait(interrupts.TURN)
-            self._wanted = _NOBODY
+                wake_now()
+                if self.drive is None:
+                    self._changed.wait(interrupts.TURN)
+            if self.drive is not None:
+                self.drive()
+            interrupts.point()  # without the lock: the loop takes it, and a handler may need another transfer
 
     def read(self, size: int, at_least: int = 1) -> bytes:
         """At most ``size`` bytes of the body; waits for ``at_least`` so many, or for its end. Empty: the body has ended.
@@ -301,6 +313,11 @@ class HttpTransfer:
             self._size = 0
             self._changed.notify_all()
         self.fail(CallAborted())
+
+    def extend(self, until: float) -> None:
+        """Once the head is there: give the body this time, in place of that of the request."""
+        self.body_until = until
+        self.attend(self)
 
     def abort(self) -> None:
         """As `close`; but a head that is due gets a moment to come, so that the server's work on it and the connection
@@ -423,9 +440,42 @@ class CurlHandle:
             return self.error
         if code == 0:
             return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
-        curl, proxied, no_answer = self.curl, self.request.proxy is not None, not self.answered
+        curl, proxied, silence = self.curl, self.request.proxy is not None, None if self.answered else Trouble.SILENT
         number = curl.getinfo(pycurl.OS_ERRNO)
         reason = f"the connection failed: {os.strerror(number) if number else f'CURLE {code}'}"
+        if (refused := self._certificate_failure(code, text)) is not None:
+            return refused
+        if code == pycurl.E_URL_MALFORMAT:
+            return AttemptFailed("a host that cannot be", retryable=False)
+        if code == pycurl.E_COULDNT_RESOLVE_PROXY:
+            return AttemptFailed(_NO_PROXY, trouble=Trouble.NO_NAME)
+        if code == pycurl.E_COULDNT_RESOLVE_HOST:
+            return AttemptFailed(NO_NAME, trouble=Trouble.NO_NAME)
+        if code == pycurl.E_OPERATION_TIMEDOUT:
+            if curl.getinfo(pycurl.CONNECT_TIME):
+                return AttemptFailed(SILENCE, RemoteTimeout, trouble=silence)
+            return NotConnected(_NO_PROXY if proxied else SILENCE, RemoteTimeout, trouble=silence)
+        if proxied and not self.has_head and (status := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
+            return AttemptFailed(f"its proxy answers {status}", retryable=status >= 500)
+        answer = int(curl.getinfo(pycurl.PROXY_ERROR)) if code == _E_PROXY else 0
+        if answer in _REFUSED_BY_SOCKS:
+            return AttemptFailed(_REFUSED_BY_SOCKS[answer], retryable=answer not in _FOR_GOOD)
+        if code in (pycurl.E_COULDNT_CONNECT, _E_PROXY):
+            trouble = Trouble.NO_ROUTE if number in UNREACHABLE else Trouble.REFUSED if number == errno.ECONNREFUSED else None
+            return NotConnected(_NO_PROXY if proxied else reason, trouble=trouble)
+        if code in (pycurl.E_SSL_CONNECT_ERROR, pycurl.E_SSL_CIPHER):
+            return AttemptFailed("TLS failed")
+        if code == pycurl.E_PARTIAL_FILE:
+            match = _MISSING.search(text)
+            return AttemptFailed(_CUT + (f" {int(match[1]):,} bytes before the end" if match else ""))
+        if code in (pycurl.E_GOT_NOTHING, pycurl.E_RECV_ERROR, pycurl.E_SEND_ERROR):
+            return AttemptFailed(_CUT)
+        if code in (pycurl.E_UNSUPPORTED_PROTOCOL, _E_WEIRD_SERVER_REPLY, pycurl.E_BAD_CONTENT_ENCODING, _E_TOO_LARGE):
+            return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
+        return AttemptFailed(reason)
+
+    def _certificate_failure(self, code: int, text: str) -> AttemptFailed | None:
+        """What is wrong with a certificate, the server's or the client's; None: another thing is."""
         if code == pycurl.E_PEER_FAILED_VERIFICATION:
             match = _CERTIFICATE.search(text)
             if match is None and "subject name" in text:
@@ -444,34 +494,7 @@ class CurlHandle:
             if is_refused or self._was_asked:
                 error = AccessDenied if is_refused else RemoteUnavailable
                 return AttemptFailed(about_client_certificate(self.request.tls, is_refused=is_refused), error, retryable=not is_refused)
-        if code == pycurl.E_URL_MALFORMAT:
-            return AttemptFailed("a host that cannot be", retryable=False)
-        if code == pycurl.E_COULDNT_RESOLVE_PROXY:
-            return AttemptFailed(_NO_PROXY)
-        if code == pycurl.E_COULDNT_RESOLVE_HOST:
-            return AttemptFailed(NO_NAME)
-        if code == pycurl.E_OPERATION_TIMEDOUT:
-            if curl.getinfo(pycurl.CONNECT_TIME):
-                return AttemptFailed(SILENCE, RemoteTimeout, no_answer=no_answer)
-            return NotConnected(_NO_PROXY if proxied else SILENCE, RemoteTimeout, no_answer=no_answer)
-        if proxied and not self.has_head and (refused := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
-            return AttemptFailed(f"its proxy answers {refused}", retryable=refused >= 500)
-        answer = int(curl.getinfo(pycurl.PROXY_ERROR)) if code == _E_PROXY else 0
-        if answer in _REFUSED_BY_SOCKS:
-            return AttemptFailed(_REFUSED_BY_SOCKS[answer], retryable=answer not in _FOR_GOOD)
-        if code in (pycurl.E_COULDNT_CONNECT, _E_PROXY):
-            unreachable = number in UNREACHABLE
-            return NotConnected(_NO_PROXY if proxied else reason, no_answer=unreachable, unreachable=unreachable)
-        if code in (pycurl.E_SSL_CONNECT_ERROR, pycurl.E_SSL_CIPHER):
-            return AttemptFailed("TLS failed")
-        if code == pycurl.E_PARTIAL_FILE:
-            match = _MISSING.search(text)
-            return AttemptFailed(_CUT + (f" {int(match[1]):,} bytes before the end" if match else ""))
-        if code in (pycurl.E_GOT_NOTHING, pycurl.E_RECV_ERROR, pycurl.E_SEND_ERROR):
-            return AttemptFailed(_CUT)
-        if code in (pycurl.E_UNSUPPORTED_PROTOCOL, _E_WEIRD_SERVER_REPLY, pycurl.E_BAD_CONTENT_ENCODING, _E_TOO_LARGE):
-            return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
-        return AttemptFailed(reason)
+        return None
 
     def _advice(self) -> str:
         """Which settings name the certificates that are trusted, and which of them does."""

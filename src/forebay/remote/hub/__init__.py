@@ -65,6 +65,7 @@ class HubRemote:
         if known is not None and _file_of(url).is_pinned:
             return None
         with Call(url, self.options if known is None else self.options.for_check()) as call:
+            call.is_optional = known is not None
             info = self._described(url, call)
         return None if known is not None and is_same_validator(info.validator, known) else info._replace(url=url)
 

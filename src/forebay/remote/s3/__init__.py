@@ -81,7 +81,8 @@ class S3Remote:
         self._regions: dict[str, str] = {}
         # an object may be stored with a Content-Encoding: like all S3 tools, we return what is stored
         self._http = http = HttpRemote(self.options, self._sign, self._explain, raw=True, bundle=lambda: self._account.endpoint().bundle)
-        self.stat, self.fetch, self.start, self.read = http.stat, http.fetch, http.start, http.read
+        self.stat, self.fetch, self.fetch_changed = http.stat, http.fetch, http.fetch_changed
+        self.start, self.read = http.start, http.read
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See `Remote.list`. Sends one request for each 1,000 objects, when the iterator reaches them."""
