@@ -225,8 +225,7 @@ class _Copy:
     def make(self, bring: Callable[[File, FileSink], object], jobs: int, on_progress: OnProgress | None) -> None:
         """Put all files in place."""
         if not self._look.todo and not self._new:
-            self._make_folders(self._target, [])
-            self._sweep()
+            self._move()
             return
         try:
             with self._full_disk():

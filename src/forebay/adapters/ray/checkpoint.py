@@ -14,7 +14,7 @@ from forebay._kernel import host
 from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay.adapters.ray import copies
 from forebay.cache import Cache
-from forebay.checkpoint import Checkpoint
+from forebay.checkpoint import Checkpoint, state_without
 from forebay.directories.manifests import Patterns
 
 try:
@@ -86,8 +86,8 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
         self._ours = Checkpoint(path, filesystem, self._ours._cache)
         self.__dict__.pop("_arrow", None)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_arrow"}
+    def __getstate__(self) -> Any:
+        return state_without(self, "_arrow")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RayCheckpoint):
