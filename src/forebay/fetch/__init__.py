@@ -18,7 +18,7 @@ from forebay._engine.index.memo import Remembered
 from forebay._engine.store import Store
 from forebay._kernel import events, host, interrupts, waits
 from forebay._logs import logger
-from forebay._model import LISTINGS, URLS, Asker, Entry, ObjectInfo, Remote, Transfer, can_check
+from forebay._model import LISTINGS, URLS, Asker, CheckingRemote, Entry, ObjectInfo, Remote, Transfer, can_check
 from forebay.fetch.opening import NO_OPTIONS, CacheHandle, CacheOptions, in_memory, others_can_write
 from forebay.fetch.request import FOREVER, POSTPONED, FetchOptions, Target, folder_of, index_key, is_same_version
 from forebay.fetch.upstream import Upstream
@@ -329,7 +329,10 @@ class Fetcher:
         ``sink``: receives that version, by the same request: see `CheckingRemote`."""
         began = self.store.now(exact=True)
         try:
-            info = self.stat(target, options, entry.validator) if sink is None else self._fetch_changed(target, options, entry, sink)
+            if sink is not None and can_check(source := target.remote):
+                info = self._fetch_changed(source, target, options, entry, sink)
+            else:
+                info = self.stat(target, options, entry.validator)
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             if entry.varies or (sink is not None and sink.info is not None):
                 raise
@@ -348,12 +351,11 @@ class Fetcher:
             self.store.set_validated([(entry, began)], began)
         return None
 
-    def _fetch_changed(self, target: Target, options: FetchOptions, entry: Entry, sink: JobSink) -> ObjectInfo | None:
-        remote = target.remote
-        assert can_check(remote), "the job has asked"
-
+    def _fetch_changed(
+        self, source: CheckingRemote, target: Target, options: FetchOptions, entry: Entry, sink: JobSink
+    ) -> ObjectInfo | None:  # fmt: skip
         def ask() -> Transfer:
-            return remote.fetch_changed(target.url, sink, entry.validator) or Transfer(requests=1)
+            return source.fetch_changed(target.url, sink, entry.validator) or Transfer(requests=1)
 
         self.receive(target.key, ask, options)
         return sink.info
