@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import contextlib
 import os
 import random
@@ -345,6 +346,11 @@ MEANINGS: list[tuple[Exception, type[Exception], bool]] = [
     (Foreign("x", 400), errors.RemoteUnavailable, False),
     (caused(FileNotFoundError("x"), Foreign("x", 503)), errors.RemoteUnavailable, True),
     (caused(FileNotFoundError("x"), Foreign("x", 404)), errors.NotFound, False),
+    (caused(FileNotFoundError("x"), Foreign("x")), errors.NotFound, False),
+    (caused(FileNotFoundError("x"), OSError("it does not exist")), errors.NotFound, False),
+    (caused(FileNotFoundError("x"), TimeoutError("x")), errors.RemoteTimeout, True),
+    (caused(FileNotFoundError("x"), ConnectionRefusedError(errno.ECONNREFUSED, "x")), errors.RemoteUnavailable, True),
+    (caused(FileNotFoundError("x"), OSError(errno.EHOSTUNREACH, "x")), errors.RemoteUnavailable, True),
     (ValueError("x"), errors.RemoteError, False),
     (errors.RemoteProtocolError("x"), errors.RemoteProtocolError, False),
 ]

@@ -60,8 +60,8 @@ def failed_by(error: Exception, url: str = "") -> AttemptFailed | errors.Missing
     reason = f"{type(error).__name__}: {redacted(str(error)[:MAX_TEXT])}"[:500]
     cause, what = error.__cause__, f"{scheme(url)}://" if is_url(url) else "this filesystem"
     status = status_of(error) or status_of(cause)
-    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and status_of(cause) not in (None, 404, 410):
-        return failed_by(cause, url)  # fsspec's http raises it for whatever a server answers
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _is_other_failure(cause):
+        return failed_by(cause, url)
     match error:
         case AttemptFailed():
             return error
@@ -94,6 +94,16 @@ def failed_by(error: Exception, url: str = "") -> AttemptFailed | errors.Missing
         return AttemptFailed("there is no such object", errors.NotFound, retryable=False, status=status)
     trouble = _trouble_of(error) if status is None else None
     return AttemptFailed(reason, retryable=status is None or status in (408, 429) or status >= 500, status=status, trouble=trouble)
+
+
+def _is_other_failure(cause: Exception) -> bool:
+    """Whether the cause of a FileNotFoundError is not that there is no such object: fsspec's http raises it for whatever a server answers,
+    and for a server that gives no answer."""
+    status = status_of(cause)
+    if status is not None:
+        return status not in (404, 410)
+    is_of_connection = isinstance(cause, (TimeoutError, ConnectionError)) or type(cause).__module__.startswith("aiohttp.")
+    return is_of_connection or _trouble_of(cause) is not None
 
 
 def _trouble_of(error: BaseException | None) -> Trouble | None:
