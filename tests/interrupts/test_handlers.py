@@ -517,11 +517,11 @@ def test_a_finalizer_that_runs_while_the_handlers_are_put_back() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)] == [interrupt, interrupt]
 
 
-def test_threads_that_work_for_a_handler_do_not_wait_for_what_its_thread_has(cache: forebay.Cache) -> None:
+@pytest.mark.parametrize("is_call", [True, False])
+def test_threads_that_work_for_a_handler_do_not_wait_for_what_its_thread_has(cache: forebay.Cache, is_call: bool) -> None:
     writer = cache._fetcher.store.engine.parts.catalog.writer
     refused, later = list[str](), threading.Event()
 
-    @interrupts.guarded
     def call() -> None:
         worker.start()
         worker.join(60)
@@ -541,7 +541,7 @@ def test_threads_that_work_for_a_handler_do_not_wait_for_what_its_thread_has(cac
             interrupts.point()
 
     worker = threading.Thread(target=work, daemon=True)
-    signal.signal(NUMBER, lambda *_: call())
+    signal.signal(NUMBER, lambda *_: interrupts.guarded(call)() if is_call else call())
     began = time.monotonic()
     write()
     assert later.is_set()

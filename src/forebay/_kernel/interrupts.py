@@ -366,9 +366,9 @@ def depth() -> int:
 
 
 def is_interrupted(thread: int, since: int) -> bool:
-    """Whether a thread, which had this `depth`, runs a function of the program's own since then, which has called Forebay again: what the
-    thread holds it lets go of only after that call. Callable from any thread."""
-    return thread == _main and _depth > since and _inside
+    """Whether a thread, which had this `depth` when it took something, runs a function of the program's own since then: it lets go only
+    after that, which may wait for the thread that asks. Callable from any thread."""
+    return thread == _main and _depth > since
 
 
 def _resume(raised: bool, shields: int) -> None:
