@@ -14,6 +14,7 @@ import io
 import json
 import os
 import pickle
+import re
 import select
 import signal
 import socket
@@ -48,6 +49,8 @@ SLOWEST = 100_000
 ``read_timeout``."""
 MAX_TEXT = 10_000
 """Characters of an error's text that are searched for secrets."""
+_BY_CURL = re.compile(r"(?:curlCode: |CURL error \[)([67])\b")
+"""How pyarrow's S3 and GCS say that a host has no address (6), or that no connection came about (7)."""
 CONFLICT = "it is there already: nothing was written"
 _COMMAND = "from forebay.remote.filesystems.helper import main; main()"  # with -m, Python would warn of a module that its package imports
 
@@ -116,6 +119,8 @@ def _trouble_of(error: BaseException | None) -> Trouble | None:
         number = getattr(error, "errno", None)
         if number == errno.ECONNREFUSED or number in UNREACHABLE:
             return Trouble.REFUSED if number == errno.ECONNREFUSED else Trouble.NO_ROUTE
+        if (match := _BY_CURL.search(str(error)[:MAX_TEXT])) is not None:
+            return Trouble.REFUSED if match[1] == "7" else Trouble.NO_NAME
         error = error.__cause__ or error.__context__
     return None
 
