@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,12 @@ except forebay.errors.ConfigError as error:
 """
 
 
+def needs(library: str) -> None:
+    """Skip without this library. Here it is not imported: eventlet would warn of every later fork of this process."""
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+
+
 def run(program: str, root: Path) -> None:
     with ScriptedServer() as server:
         for n in range(20):
@@ -72,18 +79,18 @@ def run(program: str, root: Path) -> None:
 @pytest.mark.parametrize("is_imported", [False, True])
 @pytest.mark.parametrize("left", ["", "select", "time", "socket", "queue", "os"])
 def test_greenlets_go_on_while_others_use_the_cache(tmp_path: Path, left: str, is_imported: bool) -> None:
-    pytest.importorskip("gevent")
+    needs("gevent")
     patch = f"from gevent import monkey; monkey.patch_all({left and left + '=False'})\n"
     run(BEFORE + (IMPORTS if is_imported else "") + patch + PROGRAM, tmp_path / "root")
 
 
 def test_a_fork_beside_the_greenlet_that_transfers(tmp_path: Path) -> None:
-    pytest.importorskip("gevent")
+    needs("gevent")
     run(BEFORE + "from gevent import monkey; monkey.patch_all()\n" + FORKS, tmp_path / "root")
 
 
 @pytest.mark.parametrize("is_imported", [False, True])
 @pytest.mark.parametrize("patch", ["import eventlet; eventlet.monkey_patch()", "from gevent import monkey; monkey.patch_all(thread=False)"])
 def test_a_cache_that_would_stop_all_greenlets_is_not_opened(tmp_path: Path, patch: str, is_imported: bool) -> None:
-    pytest.importorskip("eventlet" if "eventlet" in patch else "gevent")
+    needs("eventlet" if "eventlet" in patch else "gevent")
     run(BEFORE + (IMPORTS if is_imported else "") + patch + "\n" + REFUSED, tmp_path / "root")

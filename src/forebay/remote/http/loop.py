@@ -141,7 +141,7 @@ class _Loop:
         self._epoll.close()
         os.close(self._wake)
         if greenlets.are_threads():  # the child has a copy of the loop's, which waits for this number: gevent aborts if that is closed
-            ready = os.eventfd(1)
+            ready = host.not_standard(os.eventfd(1))
             os.dup2(ready, watched, inheritable=False)
             os.close(ready)
 
