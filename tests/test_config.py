@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import pwd
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from forebay import _config
+from forebay import Cache, _config
 from forebay._config import EnvironmentSettings, default_root, format_age, format_size, parse_age, parse_budget, parse_flag, parse_size
-from forebay.errors import ConfigError
+from forebay.checkpoint import Checkpoint
+from forebay.claims import claim
+from forebay.cli.hints import hint_for
+from forebay.errors import ConfigError, RootRefused
 
 
 @pytest.mark.parametrize(
@@ -167,3 +171,55 @@ def test_a_share_that_is_hardly_anything_is_no_budget() -> None:
     for text in ("0.0001%", "0%"):
         with pytest.raises(ConfigError, match="64 MiB minimum"):
             parse_budget(text, total=80 << 30)
+
+
+@pytest.fixture
+def no_passwd_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the arbitrary user of a container."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("FOREBAY_HOME", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("home", [None, "", "~", "relative"])
+def test_a_user_without_a_home_directory_is_told_which_variable_to_set(
+    no_passwd_entry: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    with pytest.raises(ConfigError, match="set FOREBAY_HOME") as caught:
+        Cache()
+    hint = hint_for(caught.value).todo
+    assert "export FOREBAY_HOME=" in hint
+    assert "unset" not in hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_directory_is_ever_called_tilde(no_passwd_entry: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "~")
+    for name, call in (("root", lambda: Cache("~/c")), ("dirs", lambda: claim(["~/d"])), ("path", lambda: Checkpoint("~/e"))):
+        with pytest.raises(ConfigError, match=rf"{name}='~/.' begins with ~, and this user has no home directory"):
+            call()
+    monkeypatch.setenv("FOREBAY_HOME", "~/f")
+    with pytest.raises(ConfigError, match="FOREBAY_HOME='~/f' begins with ~"):
+        Cache()
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with Cache("~/c", budget="100MB", min_free=0) as cache:
+        assert cache.put("key", b"value")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("home", ["/proc", "/dev/null"])
+def test_a_home_directory_that_cannot_hold_a_cache_is_refused_with_the_variable_to_set(monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    monkeypatch.setenv("HOME", home)
+    for name in ("FOREBAY_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RootRefused, match="FOREBAY_HOME"):
+        Cache()

@@ -339,7 +339,7 @@ def _count(text: str, name: str) -> int:
 
 _LIMITS = ("budget", "min_free", "max_rate", "max_connections")
 _READERS: dict[str, Callable[[str, str], Any]] = {
-    "home": lambda text, name: Path(text).expanduser(),
+    "home": lambda text, name: Path(expand_user(text, name)),
     "budget": lambda text, name: _checked(text, name, parse_budget),
     "min_free": lambda text, name: _checked(text, name, parse_size),
     "max_rate": lambda text, name: parse_rate(text, name=name),
@@ -383,12 +383,35 @@ def _user_cache(environ: Mapping[str, str]) -> Path:
     given = environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(given):  # the XDG standard says to ignore relative paths
         return Path(given)
-    try:
-        return Path(environ.get("HOME") or Path.home()) / ".cache"
-    except RuntimeError as error:
-        raise ConfigError(
-            "this user has no home directory: set FOREBAY_HOME to a local directory", name="FOREBAY_HOME", value=""
-        ) from error
+    if (home := home_directory(environ)) is not None:
+        return Path(home, ".cache")
+    message, todo = "this user has no home directory: set FOREBAY_HOME to a local directory", "run `export FOREBAY_HOME=/local/directory`"
+    raise ConfigError(message, name="FOREBAY_HOME", value="", todo=f"{todo}, or select one with --root")
+
+
+def home_directory(environ: Mapping[str, str] | None = None) -> str | None:
+    """The user's home directory: ``$HOME`` if that is an absolute path, else the one in the list of users; None if there is neither."""
+    home = (os.environ if environ is None else environ).get("HOME", "")
+    if not os.path.isabs(home):
+        import pwd
+
+        try:
+            home = pwd.getpwuid(os.geteuid()).pw_dir
+        except KeyError:
+            return None
+    return home if os.path.isabs(home) else None
+
+
+def expand_user(path: str, name: str = "path") -> str:
+    """``path`` with the user's home directory in place of a ``~`` at its beginning. Raises `ConfigError` about ``name`` where the user has
+    none: no directory is ever called ``~``."""
+    tilde, slash, below = path.partition("/")
+    if tilde != "~":
+        return os.path.expanduser(path)
+    if (home := home_directory()) is None:
+        message = f"{name}={path!r} begins with ~, and this user has no home directory: give an absolute path, or set HOME"
+        raise ConfigError(message, name=name, value=path, todo=f"give an absolute path for {name}, or set HOME")
+    return os.path.join(home, below) if slash else home
 
 
 def _nearest(path: Path) -> Path:

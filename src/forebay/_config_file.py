@@ -71,7 +71,7 @@ def _parsed(path: Path, data: bytes) -> ConfigFile:
         if text is None:
             message = f"{path}: {key} must be text, a number, true or false: a setting has no tables, lists or dates"
             faults.append(ConfigError(message, name=f"{path}: {key}", value=str(value)))
-        elif key in PATHS and text and not os.path.isabs(os.path.expanduser(text)):
+        elif key in PATHS and text and not (os.path.isabs(text) or text.startswith("~")):
             message = f"{path}: {key}={text!r} is not valid: use an absolute path, or one that begins with ~"
             faults.append(ConfigError(message, name=f"{path}: {key}", value=text))
         else:

@@ -66,12 +66,12 @@ class Checkpoint(metaclass=_Kind):
         self._given, self._cache = filesystem, cache
         check_either(self.url, filesystem)
         if filesystem is None and not remote.is_url(self.url):
-            self.url = remote.absolute_path(os.path.expanduser(self.url))
+            self.url = remote.absolute_path(remote.expand_user(self.url))
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str], cache: Cache | None = None) -> Self:
         """A handle to a directory on this host."""
-        return cls(remote.absolute_path(os.path.expanduser(remote.as_text(path))), None, cache)
+        return cls(remote.absolute_path(remote.expand_user(remote.as_text(path))), None, cache)
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -141,8 +141,8 @@ class Checkpoint(metaclass=_Kind):
     def __hash__(self) -> int:
         return hash(self._compared())
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_arrow", "_source")}
+    def __getstate__(self) -> Any:
+        return state_without(self, "_arrow", "_source")
 
     def __fspath__(self) -> NoReturn:
         raise TypeError("a Checkpoint is no path: use `with checkpoint.as_directory() as path`, or `checkpoint.to_directory()`")
@@ -253,6 +253,14 @@ class Checkpoint(metaclass=_Kind):
             return self.upload(
                 directory, url, filesystem=filesystem, delete=delete, keep=keep, cache=self._cache, on_progress=on_progress
             )  # fmt: skip
+
+
+def state_without(checkpoint: object, *names: str) -> Any:
+    """What is pickled of it, with the slots of a user's class, but without these attributes."""
+    state = object.__getstate__(checkpoint)
+    fields, slots = state if isinstance(state, tuple) else (state, None)
+    kept = {name: value for name, value in fields.items() if name not in names}
+    return kept if slots is None else (kept, slots)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -30,6 +30,7 @@
     └── RemoteError (OSError)                    the source failed
         ├── NotFound (FileNotFoundError)         no such object
         ├── AccessDenied (PermissionError)       credentials not accepted
+        ├── Archived                             in a tier that must be restored
         ├── RemoteTimeout (TimeoutError)         nothing arrived for too long
         ├── RemoteUnavailable (ConnectionError)  all retries failed
         ├── RemoteChanged                        changed while being read
@@ -462,6 +463,15 @@ class AccessDenied(RemoteError, PermissionError):
 
     callers_own = True
     errno = errno.EACCES
+
+
+class Archived(RemoteError):
+    """The object is in an archive tier (S3 Glacier or Deep Archive, Azure's archive tier): it cannot be read until it is restored there,
+    which takes minutes to hours. ``tier``: as the remote names it, else empty. ``names``: of a directory, the names of those of its files
+    that are known to be archived."""
+
+    tier: str = ""
+    names: Sequence[str] = ()
 
 
 class RemoteTimeout(RemoteError, TimeoutError):

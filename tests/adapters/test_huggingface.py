@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import forebay.remote
 from forebay import Cache, errors
 from forebay.adapters import huggingface
 from forebay.adapters.huggingface import Snapshot, hf_hub_download, snapshot_download
+from tests.processes import forked
 from tests.servers.hub import Hub, hub
 
 FILES = {"config.json": b"{}", "weights.bin": bytes(range(256)) * 100, "sub/a[1].txt": b"a", "sub/b.txt": b"b"}
@@ -37,6 +39,11 @@ def there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 def files_below(path: str) -> dict[str, bytes]:
     return {str(p.relative_to(path)): p.read_bytes() for p in Path(path).rglob("*") if p.is_file()}
+
+
+def leased(cache: Cache) -> list[str]:
+    """The names of the directories that are in use."""
+    return [f"{entry.id:016x}" for entry in cache.entries("directories") if entry.leased]
 
 
 def test_a_snapshot_is_the_directory_of_the_real_client(there: Hub, cache: Cache, tmp_path: Path) -> None:
@@ -65,19 +72,18 @@ def test_patterns_select_what_the_real_client_selects(
 
 
 def test_a_path_stays_until_the_process_ends_and_with_lets_it_go(there: Hub, cache: Cache) -> None:
-    name = f"directories:hf://{MODEL}@main/"
-    path = str(snapshot_download(MODEL, cache=cache))  # the lease outlives the object
-    entry = cache.entry(name)
-    assert entry is not None
-    assert entry.leased
-    assert files_below(path) == FILES
     with snapshot_download(MODEL, cache=cache, allow_patterns="*.json"):
-        pass
-    part = next(entry for entry in cache.entries("directories") if "include" in entry.key)
-    assert not part.leased
+        assert leased(cache) != []
+    assert leased(cache) == []
+    path = str(snapshot_download(MODEL, cache=cache))  # the lease outlives the object
+    assert leased(cache) == [Path(path).name]
+    cache.clear().execute()
+    assert files_below(path) == FILES
     (lease,) = huggingface._held.values()
     huggingface._held.clear()
     lease.close()
+    cache.clear().execute()
+    assert not Path(path).exists()
 
 
 def test_a_snapshot_pickles_as_its_path(there: Hub, cache: Cache) -> None:
@@ -110,6 +116,136 @@ def test_one_file_has_its_own_name(there: Hub, cache: Cache) -> None:
     assert there.sent == 1
     with pytest.raises(errors.NotFound):
         hf_hub_download(MODEL, "none.txt", cache=cache)
+
+
+# -- files of one commit lie side by side ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def release() -> Iterator[None]:
+    """The leases of paths that a test does not close."""
+    yield
+    for lease in list(huggingface._held.values()):
+        lease.close()
+    huggingface._held.clear()
+
+
+def in_another_process(cache: Cache, name: str, **how: str) -> str:
+    """The path that another process got, which has ended since."""
+    program = "import sys, forebay; from forebay.adapters.huggingface import *; how = eval(sys.argv[3])\n"
+    program += f"print(hf_hub_download({MODEL!r}, sys.argv[2], cache=forebay.Cache(sys.argv[1]), **how))"
+    command = [sys.executable, "-c", program, str(cache.path), name, repr(how)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+@pytest.mark.parametrize("names", [sorted(FILES), sorted(FILES, reverse=True)])
+@pytest.mark.usefixtures("release")
+def test_files_that_are_fetched_one_by_one_lie_side_by_side(there: Hub, cache: Cache, names: list[str]) -> None:
+    first = hf_hub_download(MODEL, names[0], cache=cache)
+    top = Path(first.removesuffix(names[0]))
+    for number, name in enumerate(names[1:], 2):
+        path = hf_hub_download(MODEL, name, cache=cache) if number % 2 else in_another_process(cache, name)
+        assert path == f"{top}/{name}"
+        assert files_below(str(top)) == {each: FILES[each] for each in names[:number]}
+    count = len(there.asked)
+    assert in_another_process(cache, names[0], revision="main") == first
+    assert len(there.asked) <= count + 1  # of another process: which commit the branch is
+    assert cache.check(deep=True) == []
+    for name in names:
+        assert not os.access(os.path.dirname(f"{top}/{name}"), os.W_OK) or os.geteuid() == 0
+        assert os.stat(os.path.dirname(f"{top}/{name}")).st_mode & 0o777 == 0o555
+
+
+@pytest.mark.usefixtures("release")
+def test_a_branch_and_its_commit_share_a_directory_and_a_snapshot_is_in_it(there: Hub, cache: Cache) -> None:
+    commit = there.commit(MODEL, FILES)
+    config = hf_hub_download(MODEL, "config.json", cache=cache)
+    top = os.path.dirname(config)
+    assert hf_hub_download(MODEL, "a[1].txt", subfolder="sub", revision=commit, cache=cache) == f"{top}/sub/a[1].txt"
+    assert snapshot_download(MODEL, allow_patterns="sub/", cache=cache) == top
+    assert files_below(top).keys() == {"config.json", "sub/a[1].txt", "sub/b.txt"}
+    assert snapshot_download(MODEL, revision=commit, cache=cache) == top
+    assert files_below(top) == FILES
+    assert in_another_process(cache, "weights.bin", revision=commit) == f"{top}/weights.bin"
+    assert cache.check(deep=True) == []
+
+
+@pytest.mark.usefixtures("release")
+def test_another_commit_is_another_directory(there: Hub, cache: Cache) -> None:
+    old = hf_hub_download(MODEL, "weights.bin", cache=cache)
+    there.commit(MODEL, FILES | {"config.json": b"[]"})
+    how = {"cache": cache, "force_download": True}
+    new = [hf_hub_download(MODEL, name, **how) for name in ("weights.bin", "config.json")]  # one is cached, the other is not
+    assert os.path.dirname(old) != os.path.dirname(new[0]) == os.path.dirname(new[1])
+    assert files_below(os.path.dirname(old)) == {"weights.bin": FILES["weights.bin"]}
+    assert files_below(os.path.dirname(new[0])) == {"weights.bin": FILES["weights.bin"], "config.json": b"[]"}
+
+
+def test_the_directory_of_an_older_commit_goes_when_it_is_in_use_no_more(there: Hub, cache: Cache) -> None:
+    with hf_hub_download(MODEL, "weights.bin", cache=cache) as old:
+        pass
+    there.commit(MODEL, {"weights.bin": b"new"})
+    with hf_hub_download(MODEL, "weights.bin", cache=cache, force_download=True) as new:
+        assert Path(new).read_bytes() == b"new"
+        assert not Path(old).exists()
+    assert sum(entry.size for entry in cache.entries("urls")) == 3
+
+
+def test_a_path_stays_while_it_is_held_however_full_the_cache_is(there: Hub, tmp_path: Path) -> None:
+    with Cache(tmp_path / "small", budget=1_000_000, min_free=0) as cache:
+        with hf_hub_download(MODEL, "weights.bin", cache=cache) as first:
+            beside = in_another_process(cache, "config.json")
+            for number in range(30):
+                cache.put(f"filler {number}", bytes(100_000))
+            assert Path(first).read_bytes() == FILES["weights.bin"]
+            assert Path(beside).read_bytes() == FILES["config.json"]
+            assert cache.check(deep=True) == []
+        for number in range(30):
+            cache.put(f"filler {number}", bytes(100_000))
+        assert not Path(first).exists()
+
+
+@pytest.mark.usefixtures("release")
+def test_threads_and_a_forked_child_get_the_same_directory(there: Hub, cache: Cache) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        paths = list(threads.map(lambda name: hf_hub_download(MODEL, name, cache=cache), [*FILES] * 3))
+    assert {path.removesuffix(name) for path, name in zip(paths, [*FILES] * 3, strict=True)} == {paths[0].removesuffix("config.json")}
+    there.commit(MODEL, FILES | {"more": b"more"})
+    path = hf_hub_download(MODEL, "more", cache=cache, force_download=True)
+    child = forked(lambda: os.path.dirname(hf_hub_download(MODEL, "config.json", cache=cache)) == os.path.dirname(path))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert files_below(os.path.dirname(path)) == {"more": b"more", "config.json": b"{}"}
+
+
+@pytest.mark.usefixtures("release")
+@pytest.mark.parametrize("how", ["removed", "written to", "replaced"])
+def test_a_file_that_was_changed_is_put_right(there: Hub, cache: Cache, how: str) -> None:
+    first = hf_hub_download(MODEL, "config.json", cache=cache)
+    path = Path(hf_hub_download(MODEL, "weights.bin", cache=cache))
+    path.parent.chmod(0o755)
+    if how == "written to":
+        path.chmod(0o644)
+        path.write_bytes(b"damaged")
+    else:
+        path.unlink()
+        if how == "replaced":
+            path.write_bytes(FILES["weights.bin"])
+    again = hf_hub_download(MODEL, "weights.bin", cache=cache)
+    assert Path(again).read_bytes() == FILES["weights.bin"]
+    assert (again == str(path)) is (how == "removed")
+    assert os.path.dirname(hf_hub_download(MODEL, "config.json", cache=cache)) == os.path.dirname(again)
+    assert Path(first).read_bytes() == b"{}"
+    for lease in list(huggingface._held.values()):
+        lease.close()
+    cache.repair()
+    assert cache.check(deep=True) == []
+
+
+def test_a_root_that_can_only_be_read_gives_what_it_has(there: Hub, cache: Cache) -> None:
+    for name in FILES:
+        hf_hub_download(MODEL, name, cache=cache).close()
+    with Cache(cache.path, read_only=True) as reader, hf_hub_download(MODEL, "config.json", cache=reader, local_files_only=True) as path:
+        assert files_below(os.path.dirname(path)) == FILES
 
 
 def test_a_revision_and_a_kind_are_those_of_the_real_client(there: Hub, cache: Cache) -> None:

@@ -15,6 +15,10 @@ import pytest
 import forebay
 from forebay._engine.store import Store
 from forebay._kernel import host
+from forebay.cache import fetcher_of
+from forebay.directories import trees
+from forebay.directories.location import locate
+from forebay.fetch.request import FetchOptions
 from forebay.remote import RemoteOptions
 from forebay.reports import Progress
 from tests import parts
@@ -120,6 +124,28 @@ def test_a_part_and_then_the_rest(scene: NewScene, shelf: Shelf) -> None:
 
     fetch = fetching(there, shelf)
     there.play(before, fetch, fetch, least=8)
+
+
+def test_a_file_is_put_beside_others(scene: NewScene, shelf: Shelf) -> None:
+    """The directory of a file that another process got grows by the next one; a killed process leaves nothing that is not counted."""
+    shelf.fill(CKPT, FILES)
+    there = scene(2 * MiB)
+
+    def beside(name: str) -> Path:
+        with opened_cache(there.place) as cache:
+            fetcher = fetcher_of(cache)
+            location, options = locate(fetcher, CKPT, shelf.fsspec(), name), FetchOptions.of(fetcher)
+            with trees.beside(location, trees.lease(location, options), "bucket/", options) as path:
+                assert Path(path, name).read_bytes() == FILES[name]
+                return Path(path)
+
+    def after(store: Store) -> None:
+        assert {str(file.relative_to(path)) for path in [beside("small")] for file in path.rglob("*") if file.is_file()} >= {"small"}
+        assert beside("sub/large") == beside("small")
+        assert files_of(str(beside("small"))) == FILES
+
+    deaths = there.play(lambda store: beside("small"), lambda store: beside("sub/large"), after, least=8)
+    assert {"link", "mkdir", "chmod", "commit"} <= {death.split()[0] for death in deaths}
 
 
 def test_a_copy_of_ones_own(scene: NewScene, shelf: Shelf) -> None:

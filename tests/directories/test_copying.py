@@ -335,6 +335,19 @@ def test_links_in_the_target_are_not_followed(source: Path, tmp_path: Path, kind
     assert found(outside) == {"notes.txt": b"elsewhere"}
 
 
+@pytest.mark.parametrize("bodies", [{}, BODIES], ids=["alone", "beside files"])
+def test_a_file_in_the_way_of_an_empty_directory(source: Path, tmp_path: Path, bodies: dict[str, bytes]) -> None:
+    manifest, target = Manifest(listed(bodies).files, ("none", "with/none")), tmp_path / "copy"
+    copy(source, target, bodies)
+    write(target, {"none": b"of the user", "with": b"of the user"})
+    with pytest.raises(errors.Foreign, match="none"):
+        copy_tree(source, manifest, target)
+    copy_tree(source, manifest, target, overwrite=True)
+    assert found(target) == bodies
+    assert (target / "none").is_dir()
+    assert (target / "with" / "none").is_dir()
+
+
 def test_what_lies_behind_a_link_is_not_taken_for_ours(source: Path, tmp_path: Path) -> None:
     target, outside = tmp_path / "copy", tmp_path / "other"
     copy(source, outside)

@@ -78,12 +78,19 @@ def test_what_is_no_metadata_is_refused_before_anything_is_written(cache: foreba
 @pytest.mark.parametrize("damage", [b"", b'{"step": 1', b"[1, 2]", b"\xff\xfe\xfd"])
 def test_damage_is_told(cache: forebay.Cache, remote: Remote, damage: bytes) -> None:
     remote.put(".metadata.json", damage)
-    with pytest.raises(errors.RemoteProtocolError, match=r"step_100/.*\.metadata\.json is damaged.*set_metadata"):
+    with pytest.raises(errors.RemoteProtocolError, match=r"step_100/\.metadata\.json[^/]* is damaged.*set_metadata"):
         at(cache, remote).get_metadata()
     with pytest.raises(errors.RemoteProtocolError):
         at(cache, remote).update_metadata({"step": 1})
     at(cache, remote).set_metadata({"step": 2})
     assert at(cache, remote).get_metadata() == {"step": 2}
+
+
+def test_damage_on_this_host_is_told_with_its_path(tmp_path: Path) -> None:
+    path = tmp_path / ".metadata.json"
+    path.write_bytes(b"{")
+    with pytest.raises(errors.RemoteProtocolError, match=f"{path.as_uri()} is damaged"):
+        Checkpoint(tmp_path).get_metadata()
 
 
 def count_up(where: str, url: str, worker: int, times: int, **how: Any) -> None:

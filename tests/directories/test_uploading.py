@@ -320,6 +320,18 @@ def test_objects_for_directories_do_no_harm(request: pytest.FixtureRequest, cach
     assert upload(locate(NO_CACHE, far.url), near, delete=True).removed == ("bad/",)
 
 
+def test_a_linked_directory_is_written_to_but_nothing_in_it_is_removed(tmp_path: Path) -> None:
+    near, far, linked = (tmp_path / name for name in ("near", "far", "linked"))
+    for folder in (near / "deep", far, linked):
+        folder.mkdir(parents=True)
+    (far / "deep").symlink_to(linked)
+    (linked / "of_another").write_bytes(b"mine")
+    (far / "old").write_bytes(b"old")
+    (near / "deep" / "a").write_bytes(b"new")
+    assert upload(locate(NO_CACHE, str(far)), near, delete=True).removed == ("old",)
+    assert sorted(os.listdir(linked)) == ["a", "of_another"]
+
+
 def test_http(near: Path, server: ScriptedServer) -> None:
     with pytest.raises(errors.Unsupported, match="over HTTP"):
         upload(locate(NO_CACHE, f"{server.url}/run/"), near)
@@ -355,6 +367,14 @@ def test_a_mark_that_cannot_be_read(place: RemoteDirectory, far: Remote, near: P
     with pytest.raises(errors.RemoteProtocolError, match=told):
         upload(place, near)
     assert there(place) == {MARKER: body}
+
+
+def test_a_mark_on_this_host_is_told_with_its_path(near: Path, tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / MARKER).write_bytes(b"{")
+    for call in (lambda: upload(locate(NO_CACHE, tmp_path / "far"), near), Checkpoint(tmp_path / "far").to_directory):
+        with pytest.raises(errors.RemoteProtocolError, match=f"{(tmp_path / 'far' / MARKER).as_uri()} is damaged"):
+            call()
 
 
 # -- it changes meanwhile --------------------------------------------------------------------------------------------

@@ -126,6 +126,19 @@ def test_list(tmp_path: Path, local: LocalRemote) -> None:
     assert names("/none/") == []
 
 
+def test_what_lies_behind_links_is_listed_once(tmp_path: Path, local: LocalRemote) -> None:
+    for name in ("top/a/1", "top/b/2", "elsewhere/sub/3"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    for name in ("top/only", "top/none"):
+        (tmp_path / name).mkdir()
+    links = {"a/to_b": "../b", "b/to_a": "../a", "b/self": ".", "b/up": "../..", "far": "../elsewhere", "only/broken": "nothing"}
+    for name, to in links.items():
+        (tmp_path / "top" / name).symlink_to(to)
+    found = [info.url.removeprefix(f"file://{tmp_path}/top/") for info in local.list(f"{tmp_path}/top/")]
+    assert found == ["a/1", "a/to_b/2", "b/2", "b/to_a/1", "far/sub/3", "none/", "only/"]
+
+
 def test_what_goes_while_it_is_listed_is_left_out(tmp_path: Path, local: LocalRemote) -> None:
     for name in ("a", "b", "c/1", "d/1", "e"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

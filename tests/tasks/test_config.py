@@ -114,7 +114,7 @@ WRONG = [
     ("cache:\n  f: yes please\n", 2, "cache: f: the text 'yes please' stands where true, false or the keys 'cache', 'tags' or 'pin'"),
     ("cache:\n  f:\n", 2, "cache: f: nothing stands"),
     ("cache:\n  f:\n    cahce: true\n", 3, "cache: f: there is no key 'cahce': is 'cache' meant?"),
-    ("cache:\n  f:\n    cache: true\n    data: x\n", 4, "cache: f: there is no key 'data'"),
+    ("cache:\n  f:\n    cache: true\n    data: x\n", 4, "cache: f: there is no key 'data'. It may be 'cache', 'tags' or 'pin'"),
     ("bypass:\n  f: {bypass: true, pin: true}\n", 2, "bypass: f: there is no key 'pin'"),
     ("bypass:\n  f:\n    bypass: 'true'\n", 3, "bypass: f: bypass is the text 'true', where true or false is expected"),
     ("cache:\n  f:\n    cache: true\n    pin: x\n", 4, "cache: f: pin is the text 'x'"),

@@ -202,15 +202,15 @@ def _check_entry(root: Root, catalog: Catalog, entry: Entry, deep: bool) -> Iter
 
 def _check_tree(root: Root, catalog: Catalog, entry: Entry) -> Iterator[Problem]:
     """Check that a tree holds links to its files under their names, and nothing else."""
-    files = {name: root.blob_name(member.id, member.suffix) for name, member in entries.members(catalog, entry.id)}
     try:
-        names = set(interrupts.paced(blobs.list_files(root, entry.id)))
+        names = set(interrupts.paced(blobs.list_files(root, entry.id)))  # first: of what is added meanwhile the rows come first
+        files = {name: root.blob_name(member.id, member.suffix) for name, member in entries.members(catalog, entry.id)}
         others = {
             name for name in interrupts.paced(names & set(files)) if not _is_one_file(root, f"{root.tree(entry.id)}/{name}", files[name])
         }
     except FileNotFoundError:
         return  # evicted meanwhile; a directory that is lost is reported by its name
-    wrong = sorted((names ^ set(files)) | others)
+    wrong = sorted((names - set(files) if blobs.grows(entry.meta) else names ^ set(files)) | others)
     if wrong and entries.by_id(catalog, entry.id) is not None:  # else it is being removed
         yield Problem("damaged", entry.name, f"{wrong[0]!r} in it has changed since it was stored", entry.key, entry.id)
 

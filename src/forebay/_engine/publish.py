@@ -278,6 +278,35 @@ class Publisher:
             lambda id: blobs.remove(self.root, id, keyhash=keyhash), validator=validator, members=[(name, e.id) for name, e in members],
         )  # fmt: skip
 
+    def extend_tree(self, tree: Entry, part: Entry) -> tuple[list[str], list[tuple[str, Entry]]]:
+        """Add the files of a tree to another one, which `grows`. Returns the names that cannot be added, and those files that were there
+        already and are other entries.
+
+        The rows come first: then the files are kept from eviction, and counted, before they have the names. Caller: holds leases on both,
+        and no other process extends the tree. Raises `NoSpace` or another `CacheFault`."""
+        with faults(tree.key):
+            given = dict(entries.members(self.catalog, part.id))
+            there = {name for name, _ in entries.members(self.catalog, tree.id, part.id)}
+            added = [(name, member.id) for name, member in given.items() if name not in there]
+            if added:
+                block = host.disk(self.root.path).block
+                more = blobs.growth(self.root, tree.id, [name for name, _ in added], block)
+                request = SpaceRequest(tree.space, tree.key, 0, more, charged=-(-more // block) * block, entries=0)
+                if not self.budget.with_room(request, partial(self._link_more, tree=tree.id, added=added, more=more)):
+                    return list(given), []
+            files = entries.members(self.catalog, tree.id, part.id)
+            wrong = blobs.extend(self.root, tree.id, [(name, self.root.blob_name(one.id, one.suffix)) for name, one in files])
+            return wrong, [(name, one) for name, one in files if one.id != given[name].id]
+
+    def _link_more(self, txn: Txn, tree: int, added: Sequence[tuple[str, int]], more: int) -> bool:
+        """False if the tree is served no more."""
+        if (found := entries.with_space(txn, tree)) is None:
+            return False
+        space, entry = found
+        entries.link(txn, tree, added)
+        entries.resize(txn, space, entry, entry.size + more, self.budget.room.charge_published(entry.size + more))
+        return True
+
     def name(self, id: int, label: Label, *, overwrite: bool) -> bool:
         """Give an entry that lived as long as it was held a name, under which it stays. False if the name is taken, unless ``overwrite``.
 

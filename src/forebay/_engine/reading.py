@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 
 from forebay import errors
 from forebay._engine.catalog import entries
@@ -158,12 +159,20 @@ class Reading:
         self.note_tree(lease, files)
         return True
 
+    def is_extended(self, tree: Lease, wrong: Sequence[str], others: Sequence[tuple[str, Entry]]) -> bool:
+        """Whether no name in a tree that was extended is ``wrong``, and the ``others``, which were there, are sound; else it is set
+        aside."""
+        wrong = [*wrong, *(name for name, one in interrupts.paced(others) if not self._member_is_sound(f"{tree.path}/{name}", one))]
+        if wrong:
+            self.set_aside(tree.entry, f"{tree.entry.name}: {wrong[0]!r} in it was changed or added")
+        return not wrong
+
     def _changed_in(self, path: str, tree: Entry, files: dict[str, tuple[int, int, int]]) -> list[str]:
         """The names in a tree that are not what was published."""
         members = dict(entries.members(self._catalog, tree.id))
         names = [*members, *(blobs.folders_of(tree.meta) or [])]
         expected = members.keys() | {name[: at + 1] for name in interrupts.paced(names) for at, part in enumerate(name) if part == "/"}
-        changed = files.keys() ^ expected
+        changed = files.keys() - expected if blobs.grows(tree.meta) else files.keys() ^ expected
         every = interrupts.paced(members.items())
         changed |= {name for name, member in every if name in files and not self._member_is_sound(f"{path}/{name}", member)}
         return sorted(changed)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forebay import errors
 from forebay._engine.engine import Engine, open_directory, recover_and_retry
+from forebay._engine.files import blobs
 from forebay._engine.files.layout import CatalogBroken, DiskFull, faults, key_hash
 from forebay._engine.files.root import Root, foreign
 from forebay._engine.files.table import SilentHosts
@@ -358,6 +359,20 @@ class Store:
         tree = self.engine.parts.writers.publisher.publish_tree(label, entries_of, validator)
         self.engine.parts.reading.note_tree(tree)
         return tree
+
+    def holds(self, tree: Lease, part: Lease) -> bool:
+        """Whether a leased tree has all files of another one."""
+        with faults(tree.entry.key):
+            return blobs.holds(self.root, tree.path, part.path)
+
+    @recover_and_retry
+    def extend_tree(self, tree: Lease, part: Lease) -> bool:
+        """Add the files of a leased tree, which is sound, to another one, which was published with the ``meta`` that `blobs.grows` knows.
+        False if that one is damaged: it is set aside, and the caller makes a new one.
+
+        Caller: no other process extends the tree. The files are not evicted while it exists. Raises `NoSpace` or another `CacheFault`."""
+        parts = self.engine.parts
+        return parts.reading.is_extended(tree, *parts.writers.publisher.extend_tree(tree.entry, part.entry))
 
     @recover_and_retry
     def members(self, tree: Entry) -> list[tuple[str, Entry]]:

@@ -137,7 +137,8 @@ def _lease(
     options = _options(fetcher, token, headers)
     location = locate(fetcher, url, None, *part, options=options if headers else None)
     location = replace(location, remote=remote.resolve(url, options, location.realm))
-    return trees.lease(location, FetchOptions.of(fetcher, refresh=refresh, offline=local_only or is_offline() or None))
+    asked = FetchOptions.of(fetcher, refresh=refresh, offline=local_only or is_offline() or None)
+    return trees.beside(location, trees.lease(location, asked), f"{location.key.rpartition('@')[0]}/", asked)
 
 
 def _options(fetcher: Fetcher, token: str | bool | None, headers: Mapping[str, str] | None) -> remote.RemoteOptions:

@@ -128,7 +128,7 @@ def _directory(value: Any) -> ClaimedPath:
             f"dirs: {path!r} is a URL: pass the local directories first, then the remotes they are filled from", name="dirs", value=path
         )
     try:
-        return records.canonical(os.path.expanduser(path))
+        return records.canonical(_config.expand_user(path, "dirs"))
     except (OSError, UnicodeEncodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error.reason
         message = f"dirs: {path[:100]!r} cannot be read: {why}"

@@ -87,6 +87,7 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
     (errors.BadListing, Hint("rename or remove that object at the source")),
     (errors.Foreign, Hint("move the file away, use another directory, or pass --overwrite")),
     (errors.AccessDenied, Hint("check the credentials in this shell (environment, ~/.netrc, ~/.aws) and the rights on the object")),
+    (errors.Archived, Hint("restore it in its store and repeat the command then, or leave it out with --exclude")),
     (errors.RemoteTimeout, _RESUMES),
     (errors.RemoteUnavailable, _RESUMES),
     (errors.RemoteChanged, Hint("run it again when the source no longer changes")),

@@ -90,7 +90,10 @@ def _bring(location: RemoteDirectory, options: FetchOptions, target: Path, *, ov
 
     def fetch(file: File, sink: FileSink) -> None:
         ask = functools.partial(location.remote.fetch, location.object(file.name), sink)
-        fetcher.receive(location.target(file.name).key, ask, options)
+        try:
+            fetcher.receive(location.target(file.name).key, ask, options)
+        except errors.Archived as error:
+            raise location.archived(error, file.name, manifest.files) from error
 
     manifest, budget = trees.chosen(location, options), fetcher.store.spaces.budget()
     fetch_tree(manifest, target, fetch, overwrite=overwrite, budget=budget, on_progress=options.on_progress)
@@ -101,7 +104,7 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     text = remote.as_text(path)
     if not text or "\0" in text:
         raise errors.ConfigError(f"to_directory needs a path, not {text!r}", name="path", value=text)
-    text = os.path.expanduser(text)
+    text = remote.expand_user(text)
     remote.absolute_path(text)  # raises if there is no working directory
     return Path(os.path.realpath(text))
 
@@ -222,8 +225,7 @@ class _Copy:
     def make(self, bring: Callable[[File, FileSink], object], jobs: int, on_progress: OnProgress | None) -> None:
         """Put all files in place."""
         if not self._look.todo and not self._new:
-            self._make_folders(self._target, [])
-            self._sweep()
+            self._move()
             return
         try:
             with self._full_disk():

@@ -132,7 +132,7 @@ def _listed_by_mark(location: RemoteDirectory) -> Iterator[File]:
 
 def _noted(location: RemoteDirectory, present: set[str] | None) -> Mapping[str, MarkedFile]:
     """The files in the marker of an upload. ``present``: the names that are there, if known. Raises `Incomplete`."""
-    where = f"{location.key}{MARK}"
+    where = location.target(MARK).key
     sink = MarkSink(where, location.fetcher.most)
     location.fetcher.count(location.remote.fetch(location.object(MARK), sink))
     mark = UploadMarker.parse(where, sink.data)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forebay import errors, remote
 from forebay._kernel.interrupts import paced
 from forebay._model import ObjectInfo, Remote
-from forebay.directories.manifests import Part, Patterns
+from forebay.directories.manifests import File, Part, Patterns
 from forebay.fetch import Fetcher
 from forebay.fetch.prefix import Prefix
 from forebay.fetch.request import Target
 
 if TYPE_CHECKING:
     from forebay.remote import FilesystemRemote, Realm
+
+
+SHOWN = 5
+"""Names that the text of an error has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,19 @@ class RemoteDirectory:
                 raise errors.BadListing(f"{self.key}: it lists {info.url!r}, which does not lie below it", url=self.key, name=info.url)
             name = self.prefix.name_of(info.url + "-")[:-1]  # as it is, a local path would lose the slash at its end
             yield name, info
+
+    def archived(self, error: errors.Archived, name: str, files: Iterable[File]) -> errors.Archived:
+        """The error of a directory of which the file ``name`` cannot be read, since it is archived, as may be others of ``files``."""
+        found = {name}
+        if (archived := getattr(self.remote, "archived", None)) is not None:
+            with contextlib.suppress(errors.RemoteError):
+                found.update(map(self.prefix.name_of, paced(archived(self.prefix.folder))))
+        cold = sorted(found.intersection(file.name for file in paced(files)))
+        patterns = [glob.escape(name) for name in cold[:SHOWN]]
+        more = f", and {len(cold) - SHOWN:,} more: the error's `names` has them all" if cold[SHOWN:] else ""
+        todo = f"restore them first, or leave them out with exclude={patterns}{more}"
+        message = f"{self.key}: archived files cannot be read: {todo} ({error})"
+        return errors.Archived(message, url=self.key, status=error.status, tier=error.tier, names=cold)
 
     def is_object(self) -> bool:
         """Whether there is an object with the directory's own name. Raises `RemoteError`, except `NotFound`."""

@@ -126,8 +126,8 @@ def _parsed(location: RemoteDirectory, data: bytes) -> dict[str, Any]:
     try:
         metadata = json.loads(data)
         if not isinstance(metadata, dict):
-            raise ValueError(f"a {type(metadata).__name__} instead of an object")
+            raise ValueError(f"it is no object, but {type(metadata).__name__}")
     except (ValueError, RecursionError) as error:
-        message = f"{location.key}{METADATA} is damaged ({error}): set_metadata() replaces it"
+        message = f"{location.target(METADATA).key} is damaged ({error}): set_metadata() replaces it"
         raise errors.RemoteProtocolError(message, url=location.key) from error
     return metadata

@@ -8,6 +8,7 @@ tree       links to the files, under the directory's key         a crash leaves 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ from forebay.fetch.request import FetchOptions, Target, is_same_version
 DISK_FULL = "the disk is full: free some of it, or lower min_free"
 LOOKS = 3
 """Trees that one call looks up or creates before it fails because all of them were damaged."""
+GROWS = '{"grows": true}'
+"""The ``meta`` of a tree that is extended."""
 CHANGES = 2
 """How often one call lists a directory again because files changed while it fetched them; then it fails."""
 
@@ -72,6 +75,41 @@ def manifest_of(location: RemoteDirectory, tree: Lease, options: FetchOptions) -
     every = tuple(File(name, file.size, file.validator) for name, file in members)
     folders = [name.removesuffix("/") for name in blobs.folders_of(tree.entry.meta) or []]
     return Manifest(every, tuple(folders if folders or every else [""]))
+
+
+def beside(location: RemoteDirectory, part: Lease, key: str, options: FetchOptions) -> Lease:
+    """A lease on the directory ``key#version``, where the files of one version of a directory lie side by side, whichever calls asked for
+    them. ``part``: the files that this call asked for, from `lease`; they are added, and ``part`` is closed. A path in the directory stays
+    as long as any lease on it.
+
+    In a root that can only be read, ``part`` is returned if the files are not there. Raises `CacheFault`, `WaitTimeout`."""
+    store, folder = location.fetcher.store, f"{key}#"
+    if not store.keeps:
+        return part
+    with contextlib.ExitStack() as stack:
+        stack.callback(part.close)
+        key = folder + json.loads(part.entry.meta)["listing"]
+        whole = store.take_many(DIRECTORIES, [key]).get(key)
+        if whole is not None:
+            if store.holds(whole, part):
+                return whole
+            whole.close()
+        if store.root.read_only:
+            stack.pop_all()
+            return part
+        with store.locks.named(f"directory {key}", timeout=options.timeout, on_wait=options.on_wait):
+            for _ in range(LOOKS):
+                whole = store.take_many(DIRECTORIES, [key]).get(key)
+                if whole is None:
+                    older = itertools.takewhile(lambda entry: entry.key.startswith(folder), store.seeing.page(DIRECTORIES, folder))
+                    store.remove([Victim.of(entry) for entry in older])  # but those in use; the files stay
+                    whole = store.publish_tree(DIRECTORIES, key, [], meta=GROWS)
+                with contextlib.ExitStack() as unless_complete:
+                    unless_complete.callback(whole.close)
+                    if store.extend_tree(whole, part):
+                        unless_complete.pop_all()
+                        return whole
+    raise errors.Damaged(f"{key} is damaged, and was damaged again after it was recreated: see `forebay verify`", key=key)
 
 
 def keep(location: RemoteDirectory, files: Sequence[tuple[File, str]]) -> None:
@@ -158,8 +196,10 @@ class _Tree:
         now = self._location.part.choose(self._location.key, listing.manifest)
         if now.version != tree.entry.validator:
             return False
-        if not self._store.root.read_only and tree.entry.meta != _meta(listing, now):
-            self._store.set_meta(tree.entry, _meta(listing, now))
+        if tree.entry.meta != (meta := _meta(listing, now)):
+            if not self._store.root.read_only:
+                self._store.set_meta(tree.entry, meta)
+            tree.entry = tree.entry._replace(meta=meta)
         return True
 
     # -- one process at a time -------------------------------------------------------------------------------------
@@ -270,6 +310,8 @@ class _Tree:
             with contextlib.closing(Pipeline(self._fetcher, on_turn=tell).run(jobs)) as fetched:
                 for job in fetched:
                     file = missing[job.number]
+                    if isinstance(job.error, errors.Archived):
+                        raise self._location.archived(job.error, file.name, missing) from job.error
                     leases[file.name] = stack.enter_context(contextlib.closing(self._listed_version(file, job)))
                     came.append(leases[file.name])
             return leases

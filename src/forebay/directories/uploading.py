@@ -125,7 +125,8 @@ class _Upload:
         files = {file.name: file for file in files_below(self._local)}
         there = {name: info for name, info in self._location.list() if not is_folder(name, info.size)}
         before = self._mark_there(there.pop(MARK, None))
-        gone = tuple(sorted(set(there) - set(files) - {METADATA})) if delete else ()
+        others = set(there) - set(files) - {METADATA}
+        gone = tuple(sorted(name for name in others if not self._is_behind_link(name))) if delete else ()
         check_names(self._location.key, sorted(set(files) | set(there) - set(gone)))
         digests, missing = self._compared(files, before, there)
         todo = [file for name, file in files.items() if name in missing]
@@ -168,7 +169,7 @@ class _Upload:
 
     @property
     def _mark_key(self) -> str:
-        return f"{self._location.key}{MARK}"
+        return self._location.target(MARK).key
 
     def _read(self, name: str) -> bytes:
         sink = MarkSink(self._mark_key) if name == MARK else BufferSink()
@@ -292,6 +293,11 @@ class _Upload:
         except errors.SourceChanged:
             self._location.remote.delete(url)  # else the next attempt might mistake it for the earlier file
             raise
+
+    def _is_behind_link(self, name: str) -> bool:
+        """Whether a file on this host is in a linked directory, and so not in this one alone."""
+        top = self._location.local
+        return top is not None and any(Path(top, above).is_symlink() for above in Path(name).parents[:-1])
 
     def _remove(self, those: Iterable[str]) -> None:
         names = list(those)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from forebay import _config, errors, remote
 from forebay._engine.files.layout import faults
+from forebay._engine.files.root import ANOTHER
 from forebay._engine.store import Settings, Store
 from forebay._kernel import greenlets, host
 from forebay._kernel.below import LinkInTheWay
@@ -64,6 +65,9 @@ class CacheOptions(NamedTuple):
         given_root, upstream = (None if path is None else remote.as_text(path) for path in (self.root, self.upstream))
         if given_root == "":
             raise errors.ConfigError("root must not be empty (use '.' for the current directory)", name="root", value="")
+        given_root, upstream = (
+            None if path is None else _config.expand_user(path, name) for name, path in (("root", given_root), ("upstream", upstream))
+        )
         for name, path in (("root", given_root), ("upstream", upstream)):
             if path is not None and not _is_path(path):
                 raise errors.ConfigError(f"{name}={path!r} cannot be the path of a directory", name=name, value=repr(path))
@@ -101,7 +105,7 @@ class CacheOptions(NamedTuple):
                 if isinstance(error, errors.ForebayError) or not (isinstance(error, _REFUSALS) or error.errno == errno.EROFS):
                     raise
                 expected, problem = "a directory that can be created and written to", error.strerror or type(error).__name__
-                message = f"{self.path}: expected {expected}, found '{problem}': choose another directory"
+                message = f"{self.path}: expected {expected}, found '{problem}': {ANOTHER}"
                 raise errors.RootRefused(message, path=str(self.path), wanted=expected, found=problem) from error
 
     def _open(self) -> Store:

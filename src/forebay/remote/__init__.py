@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from forebay._config import expand_user as expand_user
 from forebay.remote.urls import PUBLIC_HUB, UrlRealm, hub_endpoint, scheme
 from forebay.remote.urls import UrlNaming as UrlNaming
 from forebay.remote.urls import absolute as absolute

@@ -141,7 +141,7 @@ class RemoteOptions:
         values, faults = numbers(given)
         if faults:
             raise faults[0]
-        files = {name: os.path.expanduser(given[name].text) for name in _FILES if name in given}
+        files = {name: _config.expand_user(given[name].text, given[name].name) for name in _FILES if name in given}
         return cls(**values, **files)  # type: ignore[arg-type]
 
     @property
@@ -275,6 +275,20 @@ def is_negotiated(vary: str) -> bool:
 
     Other headers are in the key, are the same in each request of Forebay's, or are never sent."""
     return not (_OF_REQUEST | {"*"}).isdisjoint(name.strip().lower() for name in vary.split(","))
+
+
+_OF_ARCHIVES = re.compile(
+    r"\b(?:InvalidObjectState|INVALID_OBJECT_STATE|BlobArchived|BlobBeingRehydrated)\b"
+    "|not valid for the object's storage class|not permitted on an archived blob"
+)
+
+
+RESTORE = "it is in an archive tier of its store and cannot be read (restore it there, which takes minutes to hours, then read it again)"
+
+
+def is_of_archive(text: str) -> bool:
+    """Whether a store refuses an object since it is in an archive tier, by the code or the text of its answer: that of S3, or of Azure."""
+    return _OF_ARCHIVES.search(text) is not None
 
 
 UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH})

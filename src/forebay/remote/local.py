@@ -9,6 +9,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from forebay import errors
 from forebay._kernel import host, interrupts, locks
@@ -117,8 +118,8 @@ class LocalRemote:
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """All files whose path begins with that of ``url``, in order of path, without unfinished ones and those that are removed meanwhile;
-        and the directories without any entry. Symbolic links to directories are not followed. Raises `AccessDenied` or another
-        `RemoteError`."""
+        and the directories without any file or directory. Follows symbolic links, except those to a directory that they lie below. Raises
+        `AccessDenied` or another `RemoteError`."""
         prefix = _path(url) + ("/" if os.fspath(url).endswith("/") and _path(url) != "/" else "")
         yield from _walk(os.path.dirname(prefix), prefix)
 
@@ -226,18 +227,33 @@ def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
             # a directory is sorted with a slash at its end, as its files are
             every = interrupts.paced(entries)
             known = (entry for entry in every if not is_unfinished(entry.name))
-            paths = sorted((entry.path + "/" if entry.is_dir(follow_symlinks=False) else entry.path, entry) for entry in known)
+            paths = sorted((entry.path + "/" if _is_folder(entry) else entry.path, entry) for entry in known)
     except errors.NotFound:  # perhaps since its parent was listed
         return
-    if not paths and f"{folder}/".startswith(prefix):
-        yield ObjectInfo(canonical(folder) + "/", 0)
+    is_empty = f"{folder}/".startswith(prefix)
     for name, entry in paths:
         if not (name.startswith(prefix) or (name.endswith("/") and prefix.startswith(name))):
             continue
         if name.endswith("/"):
+            is_empty = False
             yield from _walk(entry.path, prefix)
         elif (status := _status_of(entry)) is not None:
+            is_empty = False
             yield _info(canonical(entry.path), status)
+    if is_empty:
+        yield ObjectInfo(canonical(folder) + "/", 0)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a directory, or a link to one that it does not lie below. Its files are listed under the name of the link."""
+    if not entry.is_symlink():
+        return entry.is_dir()
+    try:
+        target = os.stat(entry.path)
+        above = (os.stat(path) for path in Path(entry.path).parents)
+        return stat.S_ISDIR(target.st_mode) and not any(os.path.samestat(target, each) for each in above)
+    except OSError:
+        return False  # it leads to nothing
 
 
 def _status_of(entry: os.DirEntry[str]) -> os.stat_result | None:

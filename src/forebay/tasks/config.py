@@ -349,7 +349,7 @@ def _near(entry: str, known: Any) -> list[str]:
 
 def _unknown(what: str, entry: object, known: Any) -> str:
     near = _near(str(entry), known)
-    return f"there is no {what} {str(entry)!r}{f': is {near[0]!r} meant?' if near else ''} It may be {_any_of(known)}"
+    return f"there is no {what} {str(entry)!r}{f': is {near[0]!r} meant?' if near else '.'} It may be {_any_of(known)}"
 
 
 def _any_of(known: Any) -> str:

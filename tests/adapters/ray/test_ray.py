@@ -452,16 +452,41 @@ def test_a_child_of_a_fork_keeps_the_shared_directory(checkpoint: RayCheckpoint,
 def test_what_killed_processes_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the process that waits to remove it was killed, too: at whatever step."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    left = [tmp_path / f"{copies.PREFIX}{name}" for name in ("empty", "locked", "whole", "removing.17")]
+    left = [tmp_path / f"{copies.PREFIX}{uuid.uuid4().hex}{suffix}" for suffix in ("", "", "", ".17")]
     for folder in left:
         folder.mkdir()
     (left[1] / "lock").touch()
     (left[2] / "lock").touch()
     (left[2] / "checkpoint").mkdir()
     (left[3] / "checkpoint").mkdir()
-    (tmp_path / "forebay-checkpoint-of-the-user").mkdir()
-    used = copies.hold("new")
-    assert {path.name for path in tmp_path.iterdir()} == {used.name, "forebay-checkpoint-of-the-user"}
+    of_the_user = {"forebay-checkpoint-of-the-user", f"{copies.PREFIX}results", f"{copies.PREFIX}a1b2c3d4"}
+    for name in of_the_user:
+        (tmp_path / name).mkdir()
+    used = copies.hold(uuid.uuid4().hex)
+    assert {path.name for path in tmp_path.iterdir()} == {used.name, *of_the_user}
+
+
+def test_a_program_that_closes_its_descriptors_gets_the_shared_directory_again(
+    checkpoint: RayCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that becomes a daemon does."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    where = checkpoint.to_directory()
+    os.close(copies._held[os.path.dirname(where)])
+    until(lambda: not os.path.exists(where))
+    assert files_of(checkpoint.to_directory()) == FILES
+
+
+def test_a_temporary_directory_that_is_missing_is_made(checkpoint: RayCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not" / "there"))
+    assert files_of(checkpoint.to_directory()) == FILES
+
+
+def test_an_embedded_interpreter_does_not_know_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", None)
+    assert copies.hold("a").is_dir()
 
 
 def test_the_shared_directory_of_another_user_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,7 +501,9 @@ def test_the_shared_directory_of_another_user_is_not_taken(tmp_path: Path, monke
 
 
 class Noted(RayCheckpoint):
-    """A class of the user, with a constructor and an attribute of its own."""
+    """A class of the user, with a constructor, an attribute and a slot of its own."""
+
+    __slots__ = ("slot",)
 
     def __init__(self, path: str, filesystem: Any, cache: forebay.Cache, *, note: str) -> None:
         super().__init__(path, filesystem, cache)
@@ -484,6 +511,8 @@ class Noted(RayCheckpoint):
 
 
 class NotedOfForebay(forebay.Checkpoint):
+    __slots__ = ("slot",)
+
     def __init__(self, path: str, filesystem: Any, cache: forebay.Cache, *, note: str) -> None:
         super().__init__(path, filesystem, cache)
         self.note = note
@@ -492,11 +521,11 @@ class NotedOfForebay(forebay.Checkpoint):
 @pytest.mark.parametrize("kind", [Noted, NotedOfForebay])
 def test_attributes_and_subclasses_are_pickled(kind: Any, checkpoint: RayCheckpoint, cache: forebay.Cache) -> None:
     one = kind(checkpoint.path, checkpoint.filesystem, cache, note="mine")
-    one.more = [1, 2]
+    one.more, one.slot = [1, 2], "in it"
     assert one.filesystem is not None
     there = pickle.loads(pickle.dumps(one))
     assert type(there) is kind
-    assert (there, there.note, there.more) == (one, "mine", [1, 2])
+    assert (there, there.note, there.more, there.slot) == (one, "mine", [1, 2], "in it")
     with there.as_directory() as path:
         assert files_of(path) == FILES
     (there._ours if kind is Noted else there).cache.close()

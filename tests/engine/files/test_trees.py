@@ -57,11 +57,36 @@ def test_a_member_of_the_group_links_and_removes_what_another_stored(
     def other() -> None:
         as_user(4243, 4242)
         blobs.build(root, ID, [("a/b", one)])  # where hard links are protected, only who may write to a file may link it
+        assert blobs.extend(root, 7, [("a/c", str(one)), ("d/e/f", str(one)), ("g", str(one))]) == []
+        assert sorted(blobs.list_files(root, 7)) == ["a/b", "a/c", "d/e/f", "g"]
         assert blobs.remove(root, 7)
 
     assert children(other).wait() == 0
     assert os.listdir(root.trees_dir) == [f"{ID:016x}"]
     assert blobs.remove(root, ID)
+
+
+def test_a_tree_is_extended_by_links_and_is_read_only_again(root: Root, members: list[tuple[str, Path]]) -> None:
+    more = [(name, str(path)) for name, path in sorted(members)]
+    path = blobs.build(root, ID, members[:1])
+    for _ in range(2):
+        assert blobs.extend(root, ID, more) == []
+        assert {str(p.relative_to(path)): p.read_text() for p in path.rglob("*") if p.is_file()} == {name: name for name, _ in members}
+        assert {stat.S_IMODE(p.stat().st_mode) for p in (path, *path.rglob("*")) if p.is_dir()} == {0o555}
+
+
+def test_what_lies_in_the_way_of_an_added_file_stays(root: Root, members: list[tuple[str, Path]], tmp_path: Path) -> None:
+    path, other = blobs.build(root, ID, []), str(blob(root, 9))
+    path.chmod(0o755)
+    (path / "file").write_bytes(b"")
+    (path / "outside").symlink_to(tmp_path)
+    names = ["file", "file/below", "new", "outside", "outside/below"]
+    assert blobs.extend(root, ID, [(name, other) for name in names]) == ["file", "file/below", "outside", "outside/below"]
+    assert os.listdir(tmp_path) == ["root"]
+    assert (path / "new").samefile(other)
+    assert blobs.extend(root, ID + 1, [("name", other)]) == ["name"]  # no such tree
+    with pytest.raises(ValueError, match="cannot be the name"):
+        blobs.extend(root, ID, [("../escape", other)])
 
 
 def test_a_removed_tree_leaves_its_blobs(root: Root, members: list[tuple[str, Path]]) -> None:

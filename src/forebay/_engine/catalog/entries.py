@@ -420,11 +420,18 @@ def link(txn: Txn, tree: int, members: Iterable[tuple[str, int]]) -> None:
         txn.run("INSERT INTO links VALUES (?, ?, ?)", tree, name, member)
 
 
-def members(rows: Rows, tree: int) -> list[tuple[str, Entry]]:
-    """The files of a tree, whatever has become of their names: (name, entry)."""
-    linked = rows.all(
-        f"SELECT {_COLUMNS}, l.name FROM links l JOIN entries e ON e.id = l.member JOIN spaces s ON s.id = e.space WHERE l.tree = ?", tree
-    )
+def resize(txn: Txn, space: int, entry: Entry, size: int, charge: int) -> None:
+    """Set the size and the charge of a live entry that is no small value."""
+    txn.run("UPDATE entries SET size = ?, charge = ? WHERE id = ?", size, charge, entry.id)
+    txn.run(COUNT, size - entry.size, charge - entry.charge, 0, 0, space)
+
+
+def members(rows: Rows, tree: int, like: int | None = None) -> list[tuple[str, Entry]]:
+    """The files of a tree, whatever has become of their names: (name, entry), by name. ``like``: only those of whose names the tree with
+    this id has a file, too."""
+    chosen, values = (" AND l.name IN (SELECT name FROM links WHERE tree = ?)", (tree, like)) if like is not None else ("", (tree,))
+    joined = "links l JOIN entries e ON e.id = l.member JOIN spaces s ON s.id = e.space"
+    linked = rows.all(f"SELECT {_COLUMNS}, l.name FROM {joined} WHERE l.tree = ?{chosen}", *values)
     if not all(checked.is_member(row[-1]) for row in interrupts.paced(linked)):
         rows.report_unreadable("entries", (tree,), f"the directory {tree:x}, since the name of a file in it leads out of it")
         return []

@@ -4,9 +4,11 @@ And directories that are handed out: their files are hard links to blobs, so tha
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -200,12 +202,78 @@ def folders_of(meta: str) -> list[str] | None:
     return folders if is_sound and not any(why_not_below(name[:-1]) for name in folders) else None
 
 
+def extend(root: Root, id: int, members: Iterable[tuple[str, str]]) -> list[str]:
+    """Link more files, sorted by name, into the tree ``id``; returns the names under which another file lies there, or none can lie.
+
+    Each file appears at once; a killed call leaves some of them. Caller: holds leases on the tree and the members, whose names its rows
+    have, and no other process extends the tree."""
+    top, wrong = str(root.tree(id)), list[str]()
+    for folder, files in itertools.groupby(interrupts.paced(members), key=_folder_of):
+        missing = list[tuple[str, str]]()
+        for name, blob in files:
+            try:
+                if not os.path.samestat(root.files.lstat(f"{top}/{name}"), root.files.lstat(blob)):
+                    wrong.append(name)
+            except FileNotFoundError:
+                missing.append((name, blob))
+            except (NotADirectoryError, LinkInTheWay):
+                wrong.append(name)
+        try:
+            if missing:
+                with _unlocked(root, top, folder) as fd:
+                    for name, blob in missing:
+                        root.files.link(blob, f"{top}/{name}", fd)
+        except (FileNotFoundError, FileExistsError, NotADirectoryError, LinkInTheWay):
+            wrong += [name for name, _ in missing]
+    return wrong
+
+
+@contextlib.contextmanager
+def _unlocked(root: Root, top: str, folder: str) -> Iterator[int]:
+    """A descriptor of a directory of a tree, which is made if it is missing, and can be written to inside the block."""
+    parts = folder.split("/") if folder else []
+    paths = [top, *("/".join((top, *parts[:depth])) for depth in range(1, len(parts) + 1))]
+    try:
+        for path in paths:
+            if path != top and not root.files.is_directory(path):
+                _make_directory(root, path)
+            if not root.shared:
+                root.files.chmod(path, root.tree_mode | stat.S_IWUSR)
+        with root.files.directory(paths[-1]) as fd:
+            yield fd
+    finally:
+        for path in reversed(paths):
+            if not root.shared and root.files.is_directory(path):
+                root.files.chmod(path, root.tree_mode)
+
+
+def holds(root: Root, tree: str, part: str) -> bool:
+    """Whether all files of the tree at the path ``part`` lie in the one at ``tree``, too."""
+    files = sorted((name, state) for name, state in interrupts.paced(look(root, part).items()) if not name.endswith("/"))
+    try:
+        for folder, some in itertools.groupby(files, key=lambda file: file[0].rpartition("/")[0]):
+            with root.files.directory(f"{tree}/{folder}".removesuffix("/")) as fd:
+                for name, state in some:
+                    status = os.stat(name.rpartition("/")[2], dir_fd=fd, follow_symlinks=False)
+                    if (status.st_ino, status.st_size, status.st_mtime_ns) != state:
+                        return False
+    except (FileNotFoundError, NotADirectoryError, LinkInTheWay):
+        return False
+    return True
+
+
 def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
     """Remove the tree ``id`` with all that is in it, and what a killed `build` of it left; False if nothing was there.
 
     Caller: holds the lock of ``id`` exclusively. Symbolic links are removed, never followed. May be repeated after a crash.
     """
     return root.files.remove_whole(root.tree(id)) | root.files.remove_whole(root.tmp(keyhash, id, ".tree"))
+
+
+def grows(meta: str) -> bool:
+    """Whether files are added to a tree of this ``meta``. A process that was killed between may have left rows of files without links,
+    which nobody was given."""
+    return (noted(meta) or {}).get("grows") is True
 
 
 def list_files(root: Root, id: int) -> Iterator[str]:
@@ -250,6 +318,17 @@ def footprint(names: Iterable[str], block: int) -> int:
             if depth < len(above):
                 sizes["/".join(above[: depth + 1])] = 0
     return sum(max(-(-size // block), 1) * block for size in sizes.values())
+
+
+def growth(root: Root, id: int, names: Iterable[str], block: int) -> int:
+    """As `footprint`, of names that are added to a tree."""
+    top, known, size = str(root.tree(id)), set[str](), 0
+    for name in interrupts.paced(names):
+        size += 2 * len(os.fsencode(name.rpartition("/")[2])) + 24
+        while (name := name.rpartition("/")[0]) and name not in known:
+            known.add(name)
+            size += 0 if root.files.is_directory(f"{top}/{name}") else block
+    return size
 
 
 def _link_all(root: Root, top: str, members: Iterable[tuple[str, str | Path]], folders: Iterable[str]) -> None:

@@ -49,6 +49,7 @@ _VERSION = rb"forebay ([1-9][0-9]{0,8}) "
 _FORMAT = rb"forebay [1-9][0-9]{0,8} ([0-9a-f]{16})\n"
 _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This directory is a cache of Forebay: backups need not keep it.\n"
 _FANS = frozenset(FANS)
+ANOTHER = "choose another directory, with root= or FOREBAY_HOME"
 _LOCK_FILES = frozenset({*LOCKS, "words"})
 # The directories of a root, and whether a name in one is Forebay's: used where FORMAT is missing.
 _DIRECTORIES: dict[str, Callable[[str], object]] = {
@@ -106,7 +107,7 @@ def _open_to_write(directory: Path, shared: bool, id_in_catalog: Callable[[Path]
     if not (root.is_same() and _stores_in_place(root)):
         _bring_up(root)
     if shared and not root.shared:
-        _refuse(directory, "a root for a group", "a root for its owner only", "choose another directory, or remove it first")
+        _refuse(directory, "a root for a group", "a root for its owner only", f"{ANOTHER}, or remove it first")
     _complete(root)
     _unshare(root)
     return root
@@ -127,7 +128,7 @@ def _resolved(path: str | os.PathLike[str]) -> Path:
         return directory
     if parent.st_mode & stat.S_IWOTH and status.st_uid not in (0, os.geteuid(), parent.st_uid):
         found = f"a link of user {status.st_uid} in a directory that everybody may write to"
-        _refuse(directory, "a directory, or a link of this user", found, "choose another directory, or remove the link")
+        _refuse(directory, "a directory, or a link of this user", found, f"{ANOTHER}, or remove the link")
     return Path(os.path.realpath(directory))
 
 
@@ -137,7 +138,7 @@ def _check_trust(root: Root, shared: bool) -> None:
         group = root.path.stat().st_gid
         _refuse(
             root.path, "a root that only its owner can write to", f"one that group {group} can write to",
-            "pass shared=True, or set FOREBAY_SHARED=1, if you trust all members of that group; else choose another directory",
+            f"pass shared=True, or set FOREBAY_SHARED=1, if you trust all members of that group; else {ANOTHER}",
         )  # fmt: skip
 
 
@@ -242,12 +243,12 @@ def _read_format(directory: Path) -> int | None:
     path = directory / "FORMAT"
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
-            _refuse(directory, "a root of Forebay", "a FORMAT that is not a plain file", "choose another directory, or remove this one")
+            _refuse(directory, "a root of Forebay", "a FORMAT that is not a plain file", f"{ANOTHER}, or remove this one")
         text = host.read_small(path, LONGEST_FORMAT)
     except FileNotFoundError:
         return None
     except NotADirectoryError:
-        _refuse(directory, "a directory", "something else", "choose another directory")
+        _refuse(directory, "a directory", "something else", ANOTHER)
     if text is None:
         return _DAMAGED  # it is too long
     if not text.strip(b"\0"):
@@ -255,7 +256,7 @@ def _read_format(directory: Path) -> int | None:
     version = re.match(_VERSION, text)  # what follows it may be another in a newer format
     found = int(version[1]) if version else VERSION
     if found > VERSION:
-        message = f"{directory} has format {found}, this Forebay reads format {VERSION} at most: upgrade it, or choose another directory"
+        message = f"{directory} has format {found}, this Forebay reads format {VERSION} at most: upgrade it, or {ANOTHER}"
         raise NewerFormat(message, path=str(directory), found=found, known=VERSION)
     match = re.fullmatch(_FORMAT, text)
     return int(match[1], 16) if match else _DAMAGED
@@ -327,15 +328,13 @@ def _make_directory(directory: Path) -> None:
 def _check_owner(directory: Path, shared: bool) -> None:
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        _refuse(directory, "a directory", "something else", "choose another directory")
+        _refuse(directory, "a directory", "something else", ANOTHER)
     if status.st_mode & stat.S_IWOTH and _has_format(directory):
         _refuse(directory, "a root that only its owner or group may write to", "one that everybody may write to", f"chmod o-w {directory}")
     if status.st_uid == os.geteuid() or (_fits_group(status) and (shared or _has_format(directory))):
         return
     owner = f"one of user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}"
-    _refuse(
-        directory, f"a directory of user {os.geteuid()}", owner, "choose another directory, or have its owner create it with shared=True"
-    )
+    _refuse(directory, f"a directory of user {os.geteuid()}", owner, f"{ANOTHER}, or have its owner create it with shared=True")
 
 
 def _create(new: Root) -> int:
@@ -377,7 +376,7 @@ def _id_without_format(directory: Path, found: int, id_in_catalog: Callable[[Pat
     in_catalog = id_in_catalog(directory / "catalog.sqlite")
     if in_catalog is None or not _is_of_owner(directory) or id_left(directory, id_in_catalog) != in_catalog:
         text = _start_of_format(directory)
-        _refuse(directory, "a root of Forebay", f"a FORMAT file containing {text!r}", "choose another directory, or remove this one")
+        _refuse(directory, "a root of Forebay", f"a FORMAT file containing {text!r}", f"{ANOTHER}, or remove this one")
     return in_catalog
 
 

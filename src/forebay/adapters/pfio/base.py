@@ -30,7 +30,7 @@ from forebay._kernel.locks import LockFile
 from forebay._logs import logger
 from forebay.adapters.pfio.file import RECORD, PfioFile, write_array
 from forebay.cache import Cache as NodeCache
-from forebay.remote import absolute_path, as_text
+from forebay.remote import absolute_path, as_text, expand_user
 from forebay.samples import Samples
 
 log = logger("forebay.pfio")
@@ -454,7 +454,7 @@ def _locked(path: str) -> Iterator[int]:
 
 def default_dir() -> str:
     """The directory in which PFIO itself would keep its files."""
-    return os.path.join(os.getenv("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pfio")
+    return os.path.join(os.getenv("XDG_CACHE_HOME") or expand_user("~/.cache", "cache_dir"), "pfio")
 
 
 def check_local(directory: str) -> None:

@@ -9,12 +9,12 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from forebay import errors
+from forebay import errors, remote
 from forebay._kernel import host
 from forebay._kernel.interrupts import guarded, guarded_methods
 from forebay.adapters.ray import copies
 from forebay.cache import Cache
-from forebay.checkpoint import Checkpoint
+from forebay.checkpoint import Checkpoint, state_without
 from forebay.directories.manifests import Patterns
 
 try:
@@ -86,8 +86,8 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
         self._ours = Checkpoint(path, filesystem, self._ours._cache)
         self.__dict__.pop("_arrow", None)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_arrow"}
+    def __getstate__(self) -> Any:
+        return state_without(self, "_arrow")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RayCheckpoint):
@@ -125,7 +125,7 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
         that got the handle share one directory in the temporary directory, which is removed when the last of them has ended. Each call
         asks the remote whether the files are current, unless ``max_age`` accepts an older answer. For ``overwrite=False``, ``options``
         and errors see `Checkpoint.to_directory`."""
-        target = copies.hold(self._uuid.hex) / "checkpoint" if path is None else os.path.normpath(os.path.expanduser(os.fspath(path)))
+        target = copies.hold(self._uuid.hex) / "checkpoint" if path is None else os.path.normpath(remote.expand_user(os.fspath(path)))
         self._ours.to_directory(target, overwrite=overwrite, max_age=max_age, **options)
         return str(target)
 

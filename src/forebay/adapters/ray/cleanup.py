@@ -18,10 +18,10 @@ FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def is_named(fd: int, path: str) -> bool:
-    """Whether the open file still has this path."""
+    """Whether the open file still has this path. False if the program has closed it."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
+    except OSError:
         return False
 
 

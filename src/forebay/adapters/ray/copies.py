@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -23,21 +24,23 @@ from forebay.adapters.ray import cleanup
 log = logger("forebay.ray")
 
 PREFIX = "forebay-ray-"
+_OURS = re.compile(re.escape(PREFIX) + r"[0-9a-f]{32}(\.\d+)?")
+"""Names of these directories, also while they are removed."""
 
 _held: dict[str, int] = {}
 """The locks that this process holds, by directory, until it ends."""
 
 
 def hold(name: str) -> Path:
-    """The directory of this name in the temporary directory, which only this user can read: created if it is missing, and kept until all
-    processes that called this, and the children that they forked since, have ended. Raises `Foreign`, OSError."""
+    """The directory of this name (32 hex digits) in the temporary directory, which only this user can read: created if it is missing, and
+    kept until all processes that called this, and the children that they forked since, have ended. Raises `Foreign`, OSError."""
     directory = os.path.join(tempfile.gettempdir(), PREFIX + name)
     lock = os.path.join(directory, cleanup.LOCK)
     if (held := _held.get(directory)) is not None and cleanup.is_named(held, lock):
         return Path(directory)
     for _ in interrupts.turns():
         try:
-            os.mkdir(directory, 0o700)
+            os.makedirs(directory, 0o700)
             _remove_unused(but=directory)
         except FileExistsError:
             _check_own(directory)
@@ -72,7 +75,7 @@ def _check_own(directory: str) -> None:
 def _remove_unused(*, but: str) -> None:
     """Remove what killed processes left, whose watching process was killed too."""
     with os.scandir(os.path.dirname(but)) as scan:
-        names = [entry.path for entry in scan if entry.name.startswith(PREFIX) and entry.path != but]
+        names = [entry.path for entry in scan if _OURS.fullmatch(entry.name) and entry.path != but]
     for path in interrupts.paced(names):
         with contextlib.suppress(OSError):  # another user's, or just removed
             if os.lstat(path).st_uid == os.geteuid():
@@ -81,7 +84,7 @@ def _remove_unused(*, but: str) -> None:
 
 def _watch(directory: str) -> None:
     """Start the process that removes the directory, unless there is one."""
-    words = [sys.executable, "-I", "-S", cleanup.__file__, directory]
+    words = [sys.executable or "python3", "-I", "-S", cleanup.__file__, directory]
     quiet = subprocess.DEVNULL
     try:
         subprocess.run(words, stdin=quiet, stdout=quiet, stderr=quiet, cwd="/", start_new_session=True, check=True)

@@ -91,7 +91,7 @@ class FilesystemRemote:
             self.identity = f"{kind.__qualname__} {os.getpid()} {id(filesystem)}"
             self._fixed = InProcess(filesystem, bound=not is_here)
             if not is_here:
-                log.warning("%s cannot be pickled (%s): it can be used in this process, not in forks of it", kind.__name__, error)
+                log.warning("%s cannot be pickled (%s): it can be used in this process, not in forks of it", kind.__name__, str(error))
         else:
             self.identity = hashlib.blake2b(content, digest_size=32).hexdigest()
             self._fixed = InProcess(filesystem) if is_here else helper.InHelper(content)

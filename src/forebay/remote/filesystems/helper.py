@@ -34,7 +34,7 @@ from forebay._kernel import host, interrupts, locks
 from forebay._kernel.threads import DaemonThread
 from forebay._logs import logger
 from forebay._model import Buffer
-from forebay.remote.base import UNREACHABLE, AttemptFailed, Call, Trouble
+from forebay.remote.base import RESTORE, UNREACHABLE, AttemptFailed, Call, Trouble, is_of_archive
 from forebay.remote.filesystems.clients import BLOCK, ArrowClient, FsspecClient, OnSent, client_of
 from forebay.remote.urls import is_url, redacted, scheme
 
@@ -65,6 +65,8 @@ def failed_by(error: Exception, url: str = "") -> AttemptFailed | errors.Missing
     status = status_of(error) or status_of(cause)
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _is_other_failure(cause):
         return failed_by(cause, url)
+    if not isinstance(error, (AttemptFailed, errors.RemoteError)) and any(map(is_of_archive, _texts_of(error, cause))):
+        return AttemptFailed(RESTORE, errors.Archived, retryable=False, status=status)
     match error:
         case AttemptFailed():
             return error
@@ -123,6 +125,14 @@ def _trouble_of(error: BaseException | None) -> Trouble | None:
             return Trouble.REFUSED if match[1] == "7" else Trouble.NO_NAME
         error = error.__cause__ or error.__context__
     return None
+
+
+def _texts_of(*several: BaseException | None) -> Iterator[str]:
+    """The texts of errors, and the codes of the stores' answers: Azure's and botocore's errors have them as attributes."""
+    for error in several:
+        response = getattr(error, "response", None)
+        code = response.get("Error", {}).get("Code") if isinstance(response, dict) else getattr(error, "error_code", "")
+        yield f"{error} {code}"
 
 
 def status_of(error: BaseException | None) -> int | None:

@@ -23,7 +23,7 @@ from forebay import errors
 from forebay._kernel.threads import DaemonThread
 from forebay._logs import escaped, logger
 from forebay._model import Buffer, ObjectInfo, Span
-from forebay.remote.base import AttemptFailed, Call, RemoteOptions, Trouble, is_negotiated, replaced
+from forebay.remote.base import RESTORE, AttemptFailed, Call, RemoteOptions, Trouble, is_negotiated, is_of_archive, replaced
 from forebay.remote.http import loop
 from forebay.remote.http.transfers import (
     NO_NAME,
@@ -286,6 +286,8 @@ class Exchange:
         if explained is None and response.status == 400 and b"SSL certificate" in body:  # nginx says so after the handshake
             reason = about_client_certificate(response.tls)
             return errors.AccessDenied(f"{call.url}: {reason}", url=call.url, status=400)
+        if explained is None and response.status in (403, 409) and is_of_archive(body.decode(errors="replace")):
+            return errors.Archived(f"{call.url}: {RESTORE}", url=call.url, status=response.status)
         return explained or error_for_status(call.url, response.status, response.reason, response.headers)
 
     def _resolve(self, transfer: HttpTransfer, host: str, port: int) -> None:

@@ -443,6 +443,39 @@ class CurlHandle:
         curl, proxied, silence = self.curl, self.request.proxy is not None, None if self.answered else Trouble.SILENT
         number = curl.getinfo(pycurl.OS_ERRNO)
         reason = f"the connection failed: {os.strerror(number) if number else f'CURLE {code}'}"
+        if (refused := self._certificate_failure(code, text)) is not None:
+            return refused
+        if code == pycurl.E_URL_MALFORMAT:
+            return AttemptFailed("a host that cannot be", retryable=False)
+        if code == pycurl.E_COULDNT_RESOLVE_PROXY:
+            return AttemptFailed(_NO_PROXY, trouble=Trouble.NO_NAME)
+        if code == pycurl.E_COULDNT_RESOLVE_HOST:
+            return AttemptFailed(NO_NAME, trouble=Trouble.NO_NAME)
+        if code == pycurl.E_OPERATION_TIMEDOUT:
+            if curl.getinfo(pycurl.CONNECT_TIME):
+                return AttemptFailed(SILENCE, RemoteTimeout, trouble=silence)
+            return NotConnected(_NO_PROXY if proxied else SILENCE, RemoteTimeout, trouble=silence)
+        if proxied and not self.has_head and (status := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
+            return AttemptFailed(f"its proxy answers {status}", retryable=status >= 500)
+        answer = int(curl.getinfo(pycurl.PROXY_ERROR)) if code == _E_PROXY else 0
+        if answer in _REFUSED_BY_SOCKS:
+            return AttemptFailed(_REFUSED_BY_SOCKS[answer], retryable=answer not in _FOR_GOOD)
+        if code in (pycurl.E_COULDNT_CONNECT, _E_PROXY):
+            trouble = Trouble.NO_ROUTE if number in UNREACHABLE else Trouble.REFUSED if number == errno.ECONNREFUSED else None
+            return NotConnected(_NO_PROXY if proxied else reason, trouble=trouble)
+        if code in (pycurl.E_SSL_CONNECT_ERROR, pycurl.E_SSL_CIPHER):
+            return AttemptFailed("TLS failed")
+        if code == pycurl.E_PARTIAL_FILE:
+            match = _MISSING.search(text)
+            return AttemptFailed(_CUT + (f" {int(match[1]):,} bytes before the end" if match else ""))
+        if code in (pycurl.E_GOT_NOTHING, pycurl.E_RECV_ERROR, pycurl.E_SEND_ERROR):
+            return AttemptFailed(_CUT)
+        if code in (pycurl.E_UNSUPPORTED_PROTOCOL, _E_WEIRD_SERVER_REPLY, pycurl.E_BAD_CONTENT_ENCODING, _E_TOO_LARGE):
+            return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
+        return AttemptFailed(reason)
+
+    def _certificate_failure(self, code: int, text: str) -> AttemptFailed | None:
+        """What is wrong with a certificate, the server's or the client's; None: another thing is."""
         if code == pycurl.E_PEER_FAILED_VERIFICATION:
             match = _CERTIFICATE.search(text)
             if match is None and "subject name" in text:
@@ -461,34 +494,7 @@ class CurlHandle:
             if is_refused or self._was_asked:
                 error = AccessDenied if is_refused else RemoteUnavailable
                 return AttemptFailed(about_client_certificate(self.request.tls, is_refused=is_refused), error, retryable=not is_refused)
-        if code == pycurl.E_URL_MALFORMAT:
-            return AttemptFailed("a host that cannot be", retryable=False)
-        if code == pycurl.E_COULDNT_RESOLVE_PROXY:
-            return AttemptFailed(_NO_PROXY, trouble=Trouble.NO_NAME)
-        if code == pycurl.E_COULDNT_RESOLVE_HOST:
-            return AttemptFailed(NO_NAME, trouble=Trouble.NO_NAME)
-        if code == pycurl.E_OPERATION_TIMEDOUT:
-            if curl.getinfo(pycurl.CONNECT_TIME):
-                return AttemptFailed(SILENCE, RemoteTimeout, trouble=silence)
-            return NotConnected(_NO_PROXY if proxied else SILENCE, RemoteTimeout, trouble=silence)
-        if proxied and not self.has_head and (refused := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
-            return AttemptFailed(f"its proxy answers {refused}", retryable=refused >= 500)
-        answer = int(curl.getinfo(pycurl.PROXY_ERROR)) if code == _E_PROXY else 0
-        if answer in _REFUSED_BY_SOCKS:
-            return AttemptFailed(_REFUSED_BY_SOCKS[answer], retryable=answer not in _FOR_GOOD)
-        if code in (pycurl.E_COULDNT_CONNECT, _E_PROXY):
-            trouble = Trouble.NO_ROUTE if number in UNREACHABLE else Trouble.REFUSED if number == errno.ECONNREFUSED else None
-            return NotConnected(_NO_PROXY if proxied else reason, trouble=trouble)
-        if code in (pycurl.E_SSL_CONNECT_ERROR, pycurl.E_SSL_CIPHER):
-            return AttemptFailed("TLS failed")
-        if code == pycurl.E_PARTIAL_FILE:
-            match = _MISSING.search(text)
-            return AttemptFailed(_CUT + (f" {int(match[1]):,} bytes before the end" if match else ""))
-        if code in (pycurl.E_GOT_NOTHING, pycurl.E_RECV_ERROR, pycurl.E_SEND_ERROR):
-            return AttemptFailed(_CUT)
-        if code in (pycurl.E_UNSUPPORTED_PROTOCOL, _E_WEIRD_SERVER_REPLY, pycurl.E_BAD_CONTENT_ENCODING, _E_TOO_LARGE):
-            return AttemptFailed("an answer that is not HTTP", RemoteProtocolError)
-        return AttemptFailed(reason)
+        return None
 
     def _advice(self) -> str:
         """Which settings name the certificates that are trusted, and which of them does."""

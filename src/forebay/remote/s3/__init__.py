@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import os
 import re
+import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -37,6 +38,7 @@ MAX_EMPTY_PAGES = 1000
 
 _NUMBER = re.compile(r"[0-9]{1,19}\Z")
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]|&#x?[01]?[0-9a-fA-F];")
+_ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})  # GLACIER_IR is read at once
 _EXPIRED = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired"})
 _HINTS = {
     "SignatureDoesNotMatch": "the secret key does not fit the access key",
@@ -86,11 +88,22 @@ class S3Remote:
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See `Remote.list`. Sends one request for each 1,000 objects, when the iterator reaches them."""
+        return (_info_of(bucket, contents) for bucket, contents in self._contents(url))
+
+    def archived(self, url: str) -> Iterator[str]:
+        """The URLs below ``url`` of objects that are in an archive tier, and not restored. As many requests as `list`. A listing does not
+        tell which objects of INTELLIGENT_TIERING are."""
+        for bucket, item in self._contents(url, {"x-amz-optional-object-attributes": "RestoreStatus"}):
+            if item.findtext("{*}StorageClass") in _ARCHIVES and not item.findtext("{*}RestoreStatus/{*}RestoreExpiryDate"):
+                yield f"s3://{bucket}/{s3_name(_key_in(item))}"
+
+    def _contents(self, url: str, headers: Mapping[str, str] | None = None) -> Iterator[tuple[str, ElementTree.Element]]:
+        """The items of all pages of a listing, each with its bucket."""
         bucket, prefix, _ = S3Name.of(url)
         query, pages = {"list-type": "2", "encoding-type": "url", "prefix": prefix}, _PageGuard(url)
         while True:
-            page = _xml_of(url, self.request("GET", f"s3://{bucket}/", query=query))
-            yield from (_info_of(bucket, contents) for contents in page.iterfind("{*}Contents"))
+            page = _xml_of(url, self.request("GET", f"s3://{bucket}/", query=query, headers=headers))
+            yield from ((bucket, item) for item in page.iterfind("{*}Contents"))
             token = page.findtext("{*}NextContinuationToken")
             if not token:
                 return
@@ -165,6 +178,8 @@ class S3Remote:
             return errors.Unsupported(f"{shown}: this server cannot do that: S3 answers {code}", url=shown, status=status)
         if status == 404 or (status == 405 and headers.get("x-amz-delete-marker") == "true"):
             return errors.NotFound(f"{shown}: S3 answers {code or status}: there is no such object", url=shown, status=status)
+        if code == "InvalidObjectState":
+            return _archived(url, _text_in(body, "StorageClass"), status)
         if status in (401, 403) or code in _EXPIRED:
             return errors.AccessDenied(f"{shown}: S3 answers {code or status}: {self._hint(code)}", url=shown, status=status)
         return None
@@ -221,6 +236,17 @@ def _number_in(url: str, item: ElementTree.Element, tag: str) -> int:
     if not _NUMBER.match(text) or int(text) > MAX_SIZE:
         raise _invalid(url, tag)
     return int(text)
+
+
+def _archived(url: str, tier: str, status: int) -> errors.Archived:
+    """The error of an object that has to be restored first."""
+    name, request = S3Name.of(url), "{}" if tier.startswith("INTELLIGENT") else "Days=7"
+    words = ["aws", "s3api", "restore-object", "--bucket", name.bucket, "--key", name.key, "--restore-request", request]
+    words += ["--version-id", name.version] if name.version else []
+    todo = f"restore it (`{shlex.join(words)}`), which takes minutes to hours, then read it again"
+    what = f"the storage class {tier}" if tier else "an archive tier"
+    message = f"{canonical(url)}: it is archived in {what} and cannot be read: {todo}"
+    return errors.Archived(message, url=canonical(url), status=status, tier=tier)
 
 
 def _invalid(url: str, tag: str) -> errors.RemoteProtocolError:
