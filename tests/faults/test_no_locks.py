@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import forebay
 from forebay import errors
 from forebay._kernel import locks
+from forebay.cli.arguments import opened
 from forebay.cli.checkup import doctor
 from forebay.testing import ScriptedServer
 
@@ -46,6 +47,20 @@ def test_what_needs_a_store_raises_an_error_that_names_the_locks(tmp_path: Path,
         assert bytes(cache.get_or_put("key", lambda: b"value")) == b"value"
         with pytest.raises(errors.NoLocks, match="OFD"):
             cache.local(url)
+
+
+def test_so_does_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with forebay.Cache(tmp_path / "root", budget="100MB") as cache, pytest.raises(errors.NoLocks, match="OFD"):
+        cache.directory(tmp_path / "data", force=True)
+
+
+def test_a_verb_gives_the_reason_as_an_error_of_its_own(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir(mode=0o700)
+    (root / "FORMAT").write_bytes(b"")
+    with pytest.raises(errors.NoLocks, match="OFD"), opened(root, change=True):
+        pass
 
 
 def test_a_claim_raises_an_error_that_names_the_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,17 @@ def test_a_host_that_refuses_is_asked_by_one_call(cache: forebay.Cache, asked: l
     assert len(asked) == 7
 
 
+def test_a_proxy_that_refuses_is_named(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("http_proxy", proxy.replace("//", "//user:secret@"))
+    monkeypatch.setenv("no_proxy", "")
+    with pytest.raises(errors.RemoteUnavailable, match="its proxy cannot be reached"):
+        cache.read("http://data.example/a")
+    with pytest.raises(errors.RemoteUnavailable, match=f"the proxy http://...@{proxy[7:]} refused the connection") as caught:
+        cache.read("http://data.example/b")
+    assert "secret" not in str(caught.value)
+
+
 def test_a_server_that_only_restarts_is_left_alone_by_nobody(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """It refuses the first attempt of a call, and listens before the next."""
     port, told, servers = free_port(), list[str](), list[ScriptedServer]()

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 import forebay
+from forebay import errors
 from forebay._kernel import interrupts
 from forebay.testing import ScriptedServer
 from tests import parts
@@ -513,3 +515,37 @@ def test_a_finalizer_that_runs_while_the_handlers_are_put_back() -> None:
     finally:
         interrupts._saved = saved
     assert [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)] == [interrupt, interrupt]
+
+
+@pytest.mark.parametrize("is_call", [True, False])
+def test_threads_that_work_for_a_handler_do_not_wait_for_what_its_thread_has(cache: forebay.Cache, is_call: bool) -> None:
+    writer = cache._fetcher.store.engine.parts.catalog.writer
+    refused, later = list[str](), threading.Event()
+
+    def call() -> None:
+        worker.start()
+        worker.join(60)
+
+    def work() -> None:
+        try:
+            with writer():
+                pass
+        except errors.WriterBusy as error:
+            refused.append(str(error))
+        later.set()
+
+    @interrupts.guarded
+    def write() -> None:
+        with writer():
+            signal.raise_signal(NUMBER)
+            interrupts.point()
+
+    worker = threading.Thread(target=work, daemon=True)
+    signal.signal(NUMBER, lambda *_: interrupts.guarded(call)() if is_call else call())
+    began = time.monotonic()
+    write()
+    assert later.is_set()
+    assert [each for each in refused if "a signal handler interrupted it" in each]
+    assert time.monotonic() - began < 5  # a wait for another thread takes 10
+    assert interrupts.depth() == 0
+    assert cache.put("key", b"value")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import select
@@ -23,7 +24,7 @@ import pytest
 from forebay import errors
 from forebay._model import Span
 from forebay.remote import RemoteOptions
-from forebay.remote.base import AttemptFailed
+from forebay.remote.base import AttemptFailed, Trouble
 from forebay.remote.filesystems import FilesystemRemote, helper
 from forebay.testing import MemorySink, ScriptedServer
 from tests.processes import fork, in_child
@@ -345,9 +346,29 @@ MEANINGS: list[tuple[Exception, type[Exception], bool]] = [
     (Foreign("x", 400), errors.RemoteUnavailable, False),
     (caused(FileNotFoundError("x"), Foreign("x", 503)), errors.RemoteUnavailable, True),
     (caused(FileNotFoundError("x"), Foreign("x", 404)), errors.NotFound, False),
+    (caused(FileNotFoundError("x"), Foreign("x")), errors.NotFound, False),
+    (caused(FileNotFoundError("x"), OSError("it does not exist")), errors.NotFound, False),
+    (caused(FileNotFoundError("x"), TimeoutError("x")), errors.RemoteTimeout, True),
+    (caused(FileNotFoundError("x"), ConnectionRefusedError(errno.ECONNREFUSED, "x")), errors.RemoteUnavailable, True),
+    (caused(FileNotFoundError("x"), OSError(errno.EHOSTUNREACH, "x")), errors.RemoteUnavailable, True),
     (ValueError("x"), errors.RemoteError, False),
     (errors.RemoteProtocolError("x"), errors.RemoteProtocolError, False),
 ]
+
+
+@pytest.mark.parametrize(
+    ("text", "trouble"),
+    [
+        ("AWS Error NETWORK_CONNECTION during HeadObject operation: curlCode: 7, Could not connect to server", Trouble.REFUSED),
+        ("AWS Error NETWORK_CONNECTION during HeadObject operation: curlCode: 6, Could not resolve host: x", Trouble.NO_NAME),
+        ("UNAVAILABLE: PerformWork() - CURL error [7]=Couldn't connect to server", Trouble.REFUSED),
+        ("AWS Error NETWORK_CONNECTION during HeadObject operation: curlCode: 77, Problem with the SSL CA cert", None),
+    ],
+)
+def test_hosts_that_refuse_pyarrow_are_recognized(text: str, trouble: Trouble | None) -> None:
+    failed = helper.failed_by(OSError(text))
+    assert isinstance(failed, AttemptFailed)
+    assert failed.trouble == trouble
 
 
 @pytest.mark.parametrize(("error", "means", "again"), MEANINGS, ids=lambda value: repr(value))

@@ -62,7 +62,7 @@ class NullStore:
     overhead: Callable[..., dict[str, int]] = _gives(dict)
 
     def __init__(self, why: str = "the cache is switched off", fault: type[errors.CacheFault] = errors.NoSpace) -> None:
-        self.why, self._fault, self.hosts, self.limits = why, fault, SilentHosts(), None
+        self.why, self.fault, self.hosts, self.limits = why, fault, SilentHosts(), None
         self.zero_counts()
 
     @property
@@ -113,10 +113,14 @@ class NullStore:
     # -- what is refused -------------------------------------------------------------------------------------------
 
     def _refuse(self, space: str, key: str, *_: object, need: int = 0, **__: object) -> NoReturn:
+        raise self.refusal(key, need)
+
+    def refusal(self, key: str, need: int = 0) -> errors.CacheFault:
+        """The error that says why an object of ``need`` bytes is not stored."""
         message = f"{key!r} cannot be stored: {self.why}"
-        if self._fault is errors.NoSpace:
-            raise errors.NoSpace(message, key=key, need=need, free=0, budget=0)
-        raise self._fault(message, key=key)
+        if self.fault is errors.NoSpace:
+            return errors.NoSpace(message, key=key, need=need, free=0, budget=0)
+        return self.fault(message, key=key)
 
     writing = try_hold = _refuse
 

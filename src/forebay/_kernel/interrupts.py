@@ -63,6 +63,8 @@ _inside = False
 """Whether a guarded call runs in the main thread, and no function of the program's own inside it."""
 _raised = False
 """Whether a handler has raised in this call."""
+_depth = 0
+"""How many blocks of guarded calls are interrupted by functions of the program's own, such as handlers."""
 _shields = 0
 """How many blocks are entered in which no handler may run."""
 _saved: dict[int, tuple[Any, bytes]] = {}
@@ -109,10 +111,13 @@ class _Note:
             self.handler(number, frame)
         elif now - _noted.setdefault(number, now) >= PATIENCE:
             _noted.pop(number, None)
+            depth = _deeper()
             try:
                 self.handler(number, frame)
             except BaseException as error:  # noqa: BLE001 (raised at the end of the call)
                 raise Delivered(error) from None
+            finally:
+                _back_to(depth)
 
 
 def _begin() -> None:
@@ -321,24 +326,49 @@ def digest(file: BinaryIO, digest: Any) -> str:
 class outside:
     """Around a function of the program's own that makes a value: the program's handlers are in place."""
 
-    __slots__ = ("_before",)
+    __slots__ = ("_before", "_depth")
 
     def __enter__(self) -> None:
         self._before = (_raised, _shields) if _inside and get_ident() == _main else None
         if self._before is not None:
+            self._depth = _deeper()
             try:
                 _end()
             except BaseException as error:  # noqa: BLE001 (raised at the end of the call)
+                _back_to(self._depth)
                 _resume(True, self._before[1])
                 raise Delivered(error) from None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._before is not None:
             raised, shields = self._before
+            _back_to(self._depth)
             is_delivered = isinstance(error, Exception) and is_of_handler(trace)
             _resume(raised or is_delivered or (kind is not None and not issubclass(kind, Exception)), shields)
             if is_delivered and error is not None:  # else it would be taken for an error of the program's function
                 raise Delivered(error) from None
+
+
+def _deeper() -> int:
+    global _depth
+    _depth += 1
+    return _depth - 1
+
+
+def _back_to(depth: int) -> None:
+    global _depth
+    _depth = depth
+
+
+def depth() -> int:
+    """How many functions of the program's own, such as handlers, the main thread runs inside of guarded calls."""
+    return _depth
+
+
+def is_interrupted(thread: int, since: int) -> bool:
+    """Whether a thread, which had this `depth` when it took something, runs a function of the program's own since then: it lets go only
+    after that, which may wait for the thread that asks. Callable from any thread."""
+    return thread == _main and _depth > since
 
 
 def _resume(raised: bool, shields: int) -> None:
@@ -381,10 +411,10 @@ class shielded:
 
 def after_fork_child() -> None:
     """In a child, which has one thread: that runs the handlers from now on. What was noted is the parent's."""
-    global _main
+    global _main, _depth
     _noted.clear()
     if get_ident() != _main:
-        _main = get_ident()
+        _main, _depth = get_ident(), 0
         _end()
 
 

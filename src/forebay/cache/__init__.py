@@ -619,9 +619,12 @@ def fetcher_of(cache: Cache) -> Fetcher:
     return cache._fetcher
 
 
-def fault_of(cache: Cache) -> str | None:
+def fault_of(cache: Cache) -> errors.CacheFault | None:
     """Why a cache cannot be used, so that calls are served from the source; None if it works."""
-    return None if cache._store.keeps else cache._store.why
+    store = cache._store
+    if store.keeps:
+        return None
+    return errors.NoLocks(store.why) if store.fault is errors.NoLocks else errors.CacheFault(store.why)
 
 
 @guarded

@@ -19,7 +19,7 @@ from click.shell_completion import BashComplete, CompletionItem, add_completion_
 from forebay._config import EnvironmentSettings, default_root, parse_age, parse_size, without_limits
 from forebay.cli.hints import ABSENT, NoCache, NoSuchSpace
 from forebay.cli.output import print_error, shown_name
-from forebay.errors import CacheFault, ConfigError, NotCached
+from forebay.errors import ConfigError, NotCached
 
 if TYPE_CHECKING:
     from forebay._engine.store import Store
@@ -234,7 +234,7 @@ def opened(root: Path | None, *, change: bool = False) -> Iterator[Cache]:
     with without_limits(Cache, path, shared=bool(path.stat().st_mode & stat.S_IWGRP), read_only=read_only) as cache:
         fault = fault_of(cache)
         if fault is not None:  # a job bypasses it; here an empty result would be wrong
-            raise CacheFault(f"the cache in {path} cannot be read: {fault}")
+            raise type(fault)(f"the cache in {path} cannot be read: {fault}")
         yield cache
 
 

@@ -48,7 +48,7 @@ def lease(location: RemoteDirectory, options: FetchOptions) -> Lease:
         return tree
     store = location.fetcher.store
     if not store.keeps:
-        raise errors.NoSpace(f"{location.key} cannot be stored: {store.why}", key=location.key, need=0, free=0, budget=0)
+        raise store.refusal(location.key)
     with waits.time_limit(options.timeout):
         return _Tree(location, store, options).lease()
 

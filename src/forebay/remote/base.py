@@ -572,6 +572,8 @@ class Call:
         if found is not None:
             ago, trouble = found
             name, what = host.partition(" ")[0], _IN_WORDS.get(trouble, _IN_WORDS[Trouble.SILENT])
+            if trouble != Trouble.SILENT and (proxy := host.partition(" by ")[2]):
+                name = f"the proxy {proxy}"
             kind = errors.RemoteTimeout if what == _IN_WORDS[Trouble.SILENT] else errors.RemoteUnavailable
             skipped = "so it is skipped for a few seconds; pass refresh=True to try it now"
             raise kind(f"{self.url}: {name} {what} {ago:.1f} s ago, {skipped}", url=self.url, done=0, attempts=0)

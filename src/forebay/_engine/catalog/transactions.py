@@ -522,6 +522,7 @@ PAUSE, LONGEST_PAUSE = 0.002, 0.032
 """Seconds, at most, before the first try again, and before any."""
 YIELD = 0.0003
 WRITER_WORD, HUNGRY_WORD = 0, 2
+_INTERRUPTED = "this thread is writing to the catalog already: a signal handler interrupted it"
 
 
 class WriterLock:
@@ -534,7 +535,7 @@ class WriterLock:
         self._root, self._words = root, words
         self.file = locks.LockFile(root.lock("writer"), root.files.open, writable=not root.read_only)
         self._turn = threading.Lock()  # one thread of a process at a time asks the kernel
-        self._thread = 0  # the one that has the turn
+        self._thread = self._depth = 0  # the one that has the turn, and how deep it was in its calls when it took it
         self._fed = words.value(HUNGRY_WORD)
         self._path = os.fspath(root.lock("writer"))
 
@@ -554,9 +555,9 @@ class WriterLock:
         me = threading.get_ident()
         if not self._turn.acquire(blocking=False):
             if self._thread == me:
-                raise WriterBusy("this thread is writing to the catalog already: a signal handler interrupted it", waited=0.0, holder="")
+                raise WriterBusy(_INTERRUPTED, waited=0.0, holder="")
             self._wait_for_thread(_limited(timeout))
-        self._thread = me
+        self._thread, self._depth = me, interrupts.depth()
         try:
             if not self._try():
                 timeout = _limited(timeout)
@@ -571,7 +572,13 @@ class WriterLock:
 
     def _wait_for_thread(self, timeout: float) -> None:
         began = time.monotonic()
-        got = any(self._turn.acquire(timeout=turn) for turn in interrupts.turns(timeout))
+        got = False
+        for turn in interrupts.turns(timeout):
+            if got := self._turn.acquire(timeout=turn):
+                break
+            # M takes the lock / a handler interrupts M, and reads several objects / T, which works for that, would wait for M.
+            if interrupts.is_interrupted(self._thread, self._depth):
+                raise WriterBusy(_INTERRUPTED, waited=time.monotonic() - began, holder="")
         waited = time.monotonic() - began
         waits.time_limit.spend(waited)
         if not got:

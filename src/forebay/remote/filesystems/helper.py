@@ -14,6 +14,7 @@ import io
 import json
 import os
 import pickle
+import re
 import select
 import signal
 import socket
@@ -48,6 +49,8 @@ SLOWEST = 100_000
 ``read_timeout``."""
 MAX_TEXT = 10_000
 """Characters of an error's text that are searched for secrets."""
+_BY_CURL = re.compile(r"(?:curlCode: |CURL error \[)([67])\b")
+"""How pyarrow's S3 and GCS say that a host has no address (6), or that no connection came about (7)."""
 CONFLICT = "it is there already: nothing was written"
 _COMMAND = "from forebay.remote.filesystems.helper import main; main()"  # with -m, Python would warn of a module that its package imports
 
@@ -60,8 +63,8 @@ def failed_by(error: Exception, url: str = "") -> AttemptFailed | errors.Missing
     reason = f"{type(error).__name__}: {redacted(str(error)[:MAX_TEXT])}"[:500]
     cause, what = error.__cause__, f"{scheme(url)}://" if is_url(url) else "this filesystem"
     status = status_of(error) or status_of(cause)
-    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and status_of(cause) not in (None, 404, 410):
-        return failed_by(cause, url)  # fsspec's http raises it for whatever a server answers
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _is_other_failure(cause):
+        return failed_by(cause, url)
     if not isinstance(error, (AttemptFailed, errors.RemoteError)) and any(map(is_of_archive, _texts_of(error, cause))):
         return AttemptFailed(RESTORE, errors.Archived, retryable=False, status=status)
     match error:
@@ -98,6 +101,16 @@ def failed_by(error: Exception, url: str = "") -> AttemptFailed | errors.Missing
     return AttemptFailed(reason, retryable=status is None or status in (408, 429) or status >= 500, status=status, trouble=trouble)
 
 
+def _is_other_failure(cause: Exception) -> bool:
+    """Whether the cause of a FileNotFoundError is not that there is no such object: fsspec's http raises it for whatever a server answers,
+    and for a server that gives no answer."""
+    status = status_of(cause)
+    if status is not None:
+        return status not in (404, 410)
+    is_of_connection = isinstance(cause, (TimeoutError, ConnectionError)) or type(cause).__module__.startswith("aiohttp.")
+    return is_of_connection or _trouble_of(cause) is not None
+
+
 def _trouble_of(error: BaseException | None) -> Trouble | None:
     """What an error of a connection, or what caused it, says about the host."""
     for _ in range(8):
@@ -108,6 +121,8 @@ def _trouble_of(error: BaseException | None) -> Trouble | None:
         number = getattr(error, "errno", None)
         if number == errno.ECONNREFUSED or number in UNREACHABLE:
             return Trouble.REFUSED if number == errno.ECONNREFUSED else Trouble.NO_ROUTE
+        if (match := _BY_CURL.search(str(error)[:MAX_TEXT])) is not None:
+            return Trouble.REFUSED if match[1] == "7" else Trouble.NO_NAME
         error = error.__cause__ or error.__context__
     return None
 

@@ -137,8 +137,13 @@ class _Loop:
                         os.dup2(nothing.fileno(), descriptor, inheritable=False)
                 except OSError:
                     continue  # libcurl had closed it
+        watched = self._epoll.fileno()
         self._epoll.close()
         os.close(self._wake)
+        if greenlets.are_threads():  # the child has a copy of the loop's, which waits for this number: gevent aborts if that is closed
+            ready = host.not_standard(os.eventfd(1))
+            os.dup2(ready, watched, inheritable=False)
+            os.close(ready)
 
     # -- in the thread of the loop -------------------------------------------------------------------------------------
 
@@ -149,6 +154,8 @@ class _Loop:
             for transfer in self._unfinished():
                 self.finish(transfer, CallAborted())
         except Exception as error:
+            if self.pid != os.getpid():  # a greenlet in a forked child
+                return
             log.exception("the loop of HTTP transfers failed")
             self._stopping = True
             for transfer in self._unfinished():
