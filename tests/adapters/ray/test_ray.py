@@ -30,7 +30,7 @@ import ray.train
 from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
 import forebay
-from forebay.adapters.ray import RayCheckpoint, copies, from_ray, get_checkpoint, report, to_ray
+from forebay.adapters.ray import RayCheckpoint, cleanup, copies, from_ray, get_checkpoint, report, to_ray
 from forebay.reports import Progress
 from tests.harness import QUICK_RAY
 from tests.items import until
@@ -56,7 +56,7 @@ def no_copy_is_held() -> Iterator[None]:
 def no_longer_used() -> None:
     """As if this process had ended, to the shared directories."""
     while copies._held:
-        os.close(copies._held.popitem()[1])
+        copies._close(copies._held.popitem()[1])
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_a_failed_to_directory_leaves_nothing(cache: forebay.Cache, tmp_path: Pa
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     with pytest.raises(FileNotFoundError):
         RayCheckpoint(tmp_path / "none", None, cache).to_directory()
-    assert list(files_of(tmp_path / "tmp").values()) == [b"", b""]  # the locks, which go when this process has ended
+    assert list(files_of(tmp_path / "tmp").values()) == [b""]  # the lock, which goes when this process has ended
 
 
 def test_report_takes_what_ray_s_takes_in_its_order(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,14 +452,14 @@ def test_a_child_of_a_fork_keeps_the_shared_directory(checkpoint: RayCheckpoint,
 def test_what_killed_processes_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the process that waits to remove it was killed, too: at whatever step."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    left = [tmp_path / f"{copies.PREFIX}{uuid.uuid4().hex}{suffix}" for suffix in ("", "", "", ".17")]
+    left = [tmp_path / f"{cleanup.PREFIX}{uuid.uuid4().hex}{suffix}" for suffix in ("", "", "", ".17")]
     for folder in left:
         folder.mkdir()
     (left[1] / "lock").touch()
     (left[2] / "lock").touch()
     (left[2] / "checkpoint").mkdir()
     (left[3] / "checkpoint").mkdir()
-    of_the_user = {"forebay-checkpoint-of-the-user", f"{copies.PREFIX}results", f"{copies.PREFIX}a1b2c3d4"}
+    of_the_user = {"forebay-checkpoint-of-the-user", f"{cleanup.PREFIX}results", f"{cleanup.PREFIX}a1b2c3d4"}
     for name in of_the_user:
         (tmp_path / name).mkdir()
     used = copies.hold(uuid.uuid4().hex)
@@ -473,9 +473,37 @@ def test_a_program_that_closes_its_descriptors_gets_the_shared_directory_again(
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     where = checkpoint.to_directory()
-    os.close(copies._held[os.path.dirname(where)])
+    os.close(copies._held[os.path.dirname(where)][0])
     until(lambda: not os.path.exists(where))
     assert files_of(checkpoint.to_directory()) == FILES
+
+
+def test_a_process_goes_through_many_directories(
+    shelf: Shelf, cache: forebay.Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process watches them all, and what the caller has removed is held no longer."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    shelf.fill(CKPT, {"a": b"1"})
+    filesystem = shelf.arrow()
+    kept = RayCheckpoint(CKPT, filesystem, cache).to_directory()
+    for _ in range(5):
+        shutil.rmtree(RayCheckpoint(CKPT, filesystem, cache).to_directory())
+    copies.hold(uuid.uuid4().hex)
+    assert len(copies._held) == 2
+    until(lambda: len([path for path in tmp_path.iterdir() if path.name.startswith(cleanup.PREFIX)]) == 2)
+
+    def watching() -> int:
+        of_all = [words_of(process) for process in Path("/proc").glob("[0-9]*")]
+        return sum(words[-1:] == [str(tmp_path)] and words[-2].endswith("cleanup.py") for words in of_all)
+
+    until(lambda: watching() == 1)
+    assert files_of(kept) == {"a": b"1"}
+
+
+def words_of(process: Path) -> list[str]:
+    with contextlib.suppress(OSError):  # gone meanwhile
+        return (process / "cmdline").read_text().rstrip("\0").split("\0")
+    return []
 
 
 def test_a_temporary_directory_that_is_missing_is_made(checkpoint: RayCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,8 +520,8 @@ def test_an_embedded_interpreter_does_not_know_its_program(tmp_path: Path, monke
 def test_the_shared_directory_of_another_user_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / f"{copies.PREFIX}a").symlink_to("elsewhere")
-    (tmp_path / f"{copies.PREFIX}b").touch()
+    (tmp_path / f"{cleanup.PREFIX}a").symlink_to("elsewhere")
+    (tmp_path / f"{cleanup.PREFIX}b").touch()
     for name in "ab":
         with pytest.raises(forebay.errors.Foreign):
             copies.hold(name)

@@ -125,9 +125,15 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
         that got the handle share one directory in the temporary directory, which is removed when the last of them has ended. Each call
         asks the remote whether the files are current, unless ``max_age`` accepts an older answer. For ``overwrite=False``, ``options``
         and errors see `Checkpoint.to_directory`."""
-        target = copies.hold(self._uuid.hex) / "checkpoint" if path is None else os.path.normpath(remote.expand_user(os.fspath(path)))
-        self._ours.to_directory(target, overwrite=overwrite, max_age=max_age, **options)
-        return str(target)
+        if path is not None:
+            target = os.path.normpath(remote.expand_user(os.fspath(path)))
+            self._ours.to_directory(target, overwrite=overwrite, max_age=max_age, **options)
+            return target
+        shared = copies.hold(self._uuid.hex)
+        try:
+            return self._ours.to_directory(shared / copies.CONTENT, overwrite=overwrite, max_age=max_age, **options)
+        finally:
+            copies.settle(shared)
 
     def get_metadata(self) -> dict[str, Any]:
         """See `Checkpoint.get_metadata`. Raises `DamagedMetadata` if it is not JSON."""
