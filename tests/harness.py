@@ -22,6 +22,7 @@ import pytest
 
 from forebay._engine.store import Settings, Store
 from forebay._kernel import waits
+from forebay.testing import ScriptedServer
 
 T = TypeVar("T")
 
@@ -89,6 +90,12 @@ QUICK_RAY = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "250", "RAY_worker_register_timeout_seconds": "250",
 }  # fmt: skip
 """Settings of a Ray that tests start."""
+
+
+def answers_of(server: ScriptedServer) -> tuple[int, int]:
+    """The GET requests that a server answered with an object, and the requests that found the object unchanged."""
+    gets = sum(request.method == "GET" and request.status in (200, 206) for request in server.requests)
+    return gets, sum(request.status == 304 for request in server.requests)
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from forebay import Cache
 from forebay.testing import ScriptedServer
+from tests.harness import answers_of
 from tests.remote_directories import FILES, http_directory
 
 from .conftest import Run
@@ -19,7 +20,7 @@ VERBS = pytest.mark.parametrize("verb", ["pull", "warm"])
 def test_what_would_be_fetched_is_shown_with_sizes(run: Run, cache: Cache, server: ScriptedServer, verb: str) -> None:
     there, new, none = server.put("/there", bytes(1000)), server.put("/new", bytes(2000)), f"{server.url}/none"
     cache.read(there)
-    gets = server.gets
+    gets, _ = answers_of(server)
     ran = run(verb, "--dry-run", there, new, none)
     assert [line.split() for line in ran.lines[1:]] == [
         ["1", "kB", "in", "the", "cache", "already", there],
@@ -27,7 +28,7 @@ def test_what_would_be_fetched_is_shown_with_sizes(run: Run, cache: Cache, serve
         ["?", "failed", none],
         ["1", "URL", "would", "be", "fetched,", "2", "kB"],
     ]
-    assert (ran.code, none in ran.err, server.gets) == (1, True, gets)
+    assert (ran.code, none in ran.err, answers_of(server)[0]) == (1, True, gets)
     assert [(one["url"], one["state"], one["size"]) for one in run(verb, "-n", "--json", there, new).json] == [
         (there, "kept", 1000), (new, "fetch", 2000),
     ]  # fmt: skip

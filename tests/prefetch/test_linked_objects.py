@@ -20,7 +20,7 @@ from forebay._kernel import host
 from forebay.prefetch.loader import Loader
 from forebay.sources import UrlSource
 from forebay.testing import ScriptedServer
-from tests.harness import MiB
+from tests.harness import MiB, answers_of
 from tests.items import files_below, until
 from tests.processes import fork
 from tests.remote_objects import NAMES, SIZE, assert_a_cache_that_fails_fails_no_item, body, put
@@ -220,8 +220,7 @@ def test_with_a_version_what_was_fetched_since_is_not_asked_for_again(tmp_path: 
             for _ in range(3):
                 assert pool.warm(["0.bin"]).failed == ()
                 until(lambda: cache.entries("prefetch") == [], "its end")
-        assert server.gets == 1
-        assert server.heads == (0 if version else 2)
+        assert answers_of(server) == (1, 0 if version else 2)
 
 
 def test_an_item_of_a_version_is_never_asked_for_again(root: Path, server: ScriptedServer, children: Start) -> None:
@@ -255,7 +254,7 @@ def test_until_it_is_linked_an_object_is_served_from_the_file_of_urls(
         assert fork(same.get).result() == body("0.bin")
         other.say("go on")
         assert pool.warm(["0.bin"]).failed == ()
-    assert server.gets == 2
+    assert answers_of(server)[0] == 2
 
 
 def test_a_file_that_is_damaged_before_it_is_linked_is_fetched_again(cache: forebay.Cache, server: ScriptedServer, on_step: Any) -> None:

@@ -17,6 +17,7 @@ from forebay._engine.store import Store
 from forebay.cache import fetcher_of
 from forebay.sources import TarSource, UrlSource
 from forebay.testing import ScriptedServer
+from tests.harness import answers_of
 from tests.items import until
 
 SIZE = 300_000
@@ -49,7 +50,7 @@ def test_objects_that_were_read_are_linked(
     with forebay.Cache(root, budget=64 << 20, min_free=0) as cache:
         for name, body in bodies.items():
             assert cache.read(f"{server.url}/data/{name}") == body
-        gets = server.gets
+        gets, _ = answers_of(server)
 
         def rank() -> dict[str, bytes]:
             with forebay.Cache(root) as cache, cache.prefetcher(UrlSource(f"{server.url}/data", version=version), **options) as pool:
@@ -60,7 +61,7 @@ def test_objects_that_were_read_are_linked(
                 return {name: lazy.get() for name, lazy in lazies.items()}
 
         assert children(rank).result() == bodies
-        assert server.gets == gets
+        assert answers_of(server)[0] == gets
         assert cache.stats().fallbacks == 0
         if not options.get("keep", True):
             cache.put("next", b"x")  # who writes next sweeps what the child held
@@ -77,7 +78,7 @@ def test_a_linked_item_outlives_the_object(cache: forebay.Cache, server: Scripte
         cache.evict(f"{server.url}/data/0.bin")
         assert cache.stats().bytes_used < used, "each name is charged"
         assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
-    assert server.gets == 1
+    assert answers_of(server)[0] == 1
 
 
 def test_what_changed_is_fetched(cache: forebay.Cache, server: ScriptedServer) -> None:
@@ -89,7 +90,7 @@ def test_what_changed_is_fetched(cache: forebay.Cache, server: ScriptedServer) -
     server.put("/data/0.bin", new)
     with cache.prefetcher(UrlSource(f"{server.url}/data", version="2")) as pool:
         assert pool.get_lazy("0.bin").get() == new
-    assert (server.gets, server.heads) == (2, 1)
+    assert answers_of(server) == (2, 0)
 
 
 def test_within_max_age_nobody_is_asked_and_then_once(tmp_path: Path, server: ScriptedServer) -> None:
@@ -99,14 +100,14 @@ def test_within_max_age_nobody_is_asked_and_then_once(tmp_path: Path, server: Sc
         cache.read(url)
         with cache.prefetcher(UrlSource(f"{server.url}/data")) as pool:
             assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
-        assert (server.gets, server.heads) == (1, 0)
+        assert answers_of(server) == (1, 0)
         cache.invalidate(url)
         with cache.prefetcher(UrlSource(f"{server.url}/data"), name="again") as pool:
             assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
-        assert (server.gets, server.heads) == (1, 1)
+        assert answers_of(server) == (1, 1)
         with cache.prefetcher(UrlSource(f"{server.url}/data"), name="third") as pool:
             assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
-        assert (server.gets, server.heads) == (1, 1)
+        assert answers_of(server) == (1, 1)
 
 
 def test_offline_what_was_pulled_is_enough(tmp_path: Path, server: ScriptedServer) -> None:
@@ -131,7 +132,7 @@ def test_decoded_items_are_made_of_what_is_there(cache: forebay.Cache, server: S
         assert pool.warm(bodies).failed == ()
         files = inodes(cache)
         assert files["raw"] == files["urls"], "the object's own bytes are kept"
-    assert server.gets == 1
+    assert answers_of(server)[0] == 1
 
 
 def test_where_two_names_have_no_room_the_bytes_are_taken(tmp_path: Path, server: ScriptedServer) -> None:
@@ -142,7 +143,7 @@ def test_where_two_names_have_no_room_the_bytes_are_taken(tmp_path: Path, server
             lazy = pool.get_lazy("0.bin")
             until(lambda: pool.count == 1, "the item, for which the object made way")
             assert lazy.get() == bodies["0.bin"]
-        assert server.gets == 1
+        assert answers_of(server)[0] == 1
         assert cache.check(deep=True) == []
 
 
@@ -234,7 +235,7 @@ def test_members_of_a_shard_that_was_pulled(cache: forebay.Cache, server: Script
         keys = list(pool.source.keys())
         found = {key.rpartition("/")[2]: data for key, data in zip(keys, pool.get_many(keys), strict=True)}
     assert found == bodies
-    assert server.gets == 1
+    assert answers_of(server)[0] == 1
     server.put("/shard.tar", packed.getvalue() + b"x")
     with cache.prefetcher(TarSource(url), name="again") as pool:  # what the index says is of the version before
         assert pool.get_lazy(keys[0]).get() in bodies.values()
@@ -325,4 +326,4 @@ def test_a_key_that_leads_out_of_the_source_fails_alone(cache: forebay.Cache, se
         assert (set(report.done), [key for key, _ in report.failed]) == (set(bodies), ["../x"])
         with pytest.raises(errors.ConfigError):
             pool.get_lazy("../x").get()
-    assert server.gets == 3
+    assert answers_of(server)[0] == 3
