@@ -189,6 +189,7 @@ def test_a_claim_is_left_if_its_unpickling_is_interrupted(place: Place, monkeypa
 
 
 @pytest.mark.frameworks
+@pytest.mark.keeps("shared memory of a name of one's own stays until the process ends")
 def test_what_unpickling_calls_is_guarded_in_adapters(place: Place, tmp_path: Path) -> None:
     from forebay.adapters import energon, pfio, ray, streaming, torch
 

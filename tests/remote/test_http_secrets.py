@@ -272,7 +272,7 @@ def failures(server: ScriptedServer, tmp_path: Path) -> list[str]:
 
 
 def test_errors_logs_and_reprs_hold_no_secret(server: ScriptedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger="forebay")
     options = RemoteOptions(attempts=2, backoff=0.01, read_timeout=0.5, token=SECRET, headers={"X-Key": SECRET})
     http = HttpRemote(options)
     urls = failures(server, tmp_path)

@@ -274,12 +274,14 @@ def point() -> None:
 
 def point_without(lock: Any) -> None:
     """A point of a thread that holds this `threading.RLock`, which is free while handlers run: what they wait for may need it."""
-    if _noted:
-        held = lock._release_save()
-        try:
-            point()
-        finally:
-            lock._acquire_restore(held)
+    if not _noted:
+        point()
+        return
+    held = lock._release_save()
+    try:
+        point()
+    finally:
+        lock._acquire_restore(held)
 
 
 def turns(seconds: float | None = None) -> Iterator[float]:
