@@ -28,7 +28,7 @@ from forebay._kernel.threads import run_all
 from forebay._model import Buffer, ObjectInfo, Partial, Span
 from forebay.directories import trees
 from forebay.directories.location import RemoteDirectory
-from forebay.directories.manifests import File, Manifest
+from forebay.directories.manifests import File, Manifest, folders_above
 from forebay.fetch.request import FetchOptions, is_same_version
 
 if TYPE_CHECKING:
@@ -248,8 +248,8 @@ class _Copy:
         if check and not self._new and not top.is_dir():
             raise _foreign(top, "no directory")
         names = [*(file.name for file in interrupts.paced(files)), *self._folders]
-        for name in interrupts.paced(sorted({above for each in interrupts.paced(names) for above in _above(each)})):
-            if not closed.isdisjoint(_above(name)):
+        for name in interrupts.paced(sorted({above for each in interrupts.paced(names) for above in folders_above(each)})):
+            if not closed.isdisjoint(folders_above(name)):
                 closed.add(name)
             elif (status := self._lstat(top / name)) is None or not stat.S_ISDIR(status.st_mode):
                 closed.add(name)
@@ -257,7 +257,7 @@ class _Copy:
                     self._check_mine(top / name, check, "no directory")
                     in_the_way.append(top / name)
         for file in interrupts.paced(files):
-            status = self._lstat(top / file.name) if closed.isdisjoint(_above(file.name)) else None
+            status = self._lstat(top / file.name) if closed.isdisjoint(folders_above(file.name)) else None
             if status is not None and self._is_done(file, status):
                 continue
             todo.append(file)
@@ -369,7 +369,7 @@ class _Copy:
     def _make_folders(self, top: Path, files: Iterable[File]) -> None:
         """Create the directories of these files below ``top``, and the empty ones."""
         names = [*(file.name for file in files), *self._folders]
-        for name in interrupts.paced(sorted({above for each in names for above in _above(each)})):
+        for name in interrupts.paced(sorted({above for each in names for above in folders_above(each)})):
             self._files.mkdir(top / name, 0o777)
 
     def _clear(self, path: Path) -> None:
@@ -390,7 +390,7 @@ class _Copy:
 
     def _prune(self, top: Path, names: set[str], prefix: str = "") -> None:
         """Remove everything but these files and their directories."""
-        directories = {above for name in interrupts.paced(names) for above in _above(name)}
+        directories = {above for name in interrupts.paced(names) for above in folders_above(name)}
         with self._files.listing(top) as fd, os.scandir(fd) as scan:
             entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in scan]
         for last, is_directory in interrupts.paced(entries):
@@ -406,12 +406,6 @@ def _beside(name: str) -> str:
     if len(os.fsencode(name)) > 200:
         name = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
     return f".{name}{PART}"
-
-
-def _above(name: str) -> list[str]:
-    """The directories above a name, the topmost first."""
-    parts = name.split("/")
-    return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 def _foreign(path: Path, what: str) -> errors.Foreign:

@@ -62,7 +62,7 @@ class Manifest:
         files.sort(key=lambda file: file.name)
         if folders:
             names = [file.name for file in interrupts.paced(files)]
-            used = {above for name in interrupts.paced([*names, *folders]) for above in _above(name)}.union(names)
+            used = {above for name in interrupts.paced([*names, *folders]) for above in folders_above(name)}.union(names)
             used |= {""} if names or folders != {""} else set()
             folders = {name for name in folders - used if not name or not why_not_below(name)}
         return cls(tuple(files), tuple(sorted(folders)))
@@ -180,7 +180,7 @@ def _find_bad(names: Sequence[str]) -> tuple[str, str] | None:
     for name in interrupts.paced(names):
         if why := why_not_below(name):
             return name, why
-        folders.update(_above(name))
+        folders.update(folders_above(name))
     for before, name in itertools.pairwise(names):
         if before == name:
             return name, "it is there twice"
@@ -190,7 +190,7 @@ def _find_bad(names: Sequence[str]) -> tuple[str, str] | None:
     return None
 
 
-def _above(name: str) -> Iterator[str]:
+def folders_above(name: str) -> Iterator[str]:
     """The directories above a name, the deepest first."""
     while name := name.rpartition("/")[0]:
         yield name

@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from forebay._model import BufferSink, ObjectInfo
 from forebay.directories import trees
 from forebay.directories.listings import MarkedFile, MarkSink, UploadMarker
 from forebay.directories.location import RemoteDirectory
-from forebay.directories.manifests import MARK, File, LocalFile, check_names, files_below, is_folder
+from forebay.directories.manifests import MARK, File, LocalFile, check_names, files_below, folders_above, is_folder
 from forebay.directories.metadata import METADATA, forget
 from forebay.fetch.request import is_same_version
 from forebay.remote.local import prune, sweep
@@ -349,13 +349,8 @@ def _is_told(
 
 def _in_the_way(gone: Iterable[str], files: Mapping[str, object]) -> set[str]:
     """Of the files to remove: those at the path of a new directory, and those below the path of a new file."""
-    folders = {folder for name in interrupts.paced(files) for folder in _above(name)}
-    return {name for name in interrupts.paced(gone) if name in folders or any(folder in files for folder in _above(name))}
-
-
-def _above(name: str) -> Iterator[str]:
-    while name := name.rpartition("/")[0]:
-        yield name
+    folders = {folder for name in interrupts.paced(files) for folder in folders_above(name)}
+    return {name for name in interrupts.paced(gone) if name in folders or any(folder in files for folder in folders_above(name))}
 
 
 def _state(info: ObjectInfo | None) -> str | None:

@@ -210,10 +210,12 @@ class Job:
 
         Caller: holds the key's lock, and has looked under it. Raises `RemoteError`, `CacheFault`, `ChecksumMismatch`, `Offline`."""
         known = self._known() if self.has_entry else None
-        if known is not None and not self._checks() and self._is_current(known):
-            return
+        if known is not None and not self._checks():
+            if self._is_current(known):
+                return
+            known = None
         if self.stores or self.has_entry or self.has_partial:
-            self._fetch(known if self._checks() else None)
+            self._fetch(known)
         else:
             self.store.count("misses")
             self.data = self.direct()

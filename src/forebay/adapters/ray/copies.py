@@ -81,7 +81,7 @@ def _release_removed() -> None:
 
 
 def _close(held: tuple[int, os.stat_result] | None) -> None:
-    """Let a lock go, if the program has not closed it, and its number is another file's by now."""
+    """Let a lock go, unless the program has closed it: its number may be another file's by now."""
     if held is not None:
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(held[0]), held[1]):
