@@ -71,10 +71,14 @@ def pytest_configure(config: pytest.Config) -> None:
         refuse()
     if not config.getoption("on_disk") and MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= ROOM:
         os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
+    disk = shutil.disk_usage(tempfile.gettempdir())
+    if disk.free - disk.total // 20 < ROOM // 4:  # caches leave 5% of a disk free: hundreds of tests would find nothing cached
+        raise pytest.UsageError(f"{tempfile.gettempdir()} has {disk.free >> 30} of {disk.total >> 30} GiB free: make room, or set TMPDIR")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    return [f"temporary files: {tempfile.gettempdir()}", parts.choose(config.getoption("part"))]
+    place = tempfile.gettempdir()
+    return [f"temporary files: {place} ({shutil.disk_usage(place).free >> 30} GiB free)", parts.choose(config.getoption("part"))]
 
 
 def frameworks_wanted(config: pytest.Config) -> str:
@@ -281,7 +285,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def public(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory that other users can get into, unlike `tmp_path`."""
-    place = Path(f"/tmp/forebay-public-{os.getpid()}-{time.monotonic_ns()}")
+    place = Path(tempfile.gettempdir(), f"forebay-public-{os.getpid()}-{time.monotonic_ns()}")
     place.mkdir()
     place.chmod(0o755)
     yield place

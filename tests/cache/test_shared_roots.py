@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def test_a_pickle_of_anothers_is_a_miss(shared: Cache, tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_what_another_user_keeps_is_not_executed() -> None:
-    place = Path("/tmp") / f"forebay-test-{os.getpid()}"
+    place = Path(tempfile.gettempdir(), f"forebay-test-{os.getpid()}")
     place.mkdir(mode=0o700)
     try:
         os.chown(place, A, 61_003)
