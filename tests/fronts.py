@@ -42,6 +42,7 @@ class Fronts:
     def acts(self, cache: forebay.Cache) -> list[Callable[[int], None]]:
         samples = cache.samples("samples", self.slots)
         compute = cache.tasks("tasks").cached(task)
+        filesystem = self.shelf.fsspec()
 
         def object_(key: int) -> None:
             assert cache.read(self.urls[key]) == content(f"object {key}")
@@ -68,7 +69,7 @@ class Fronts:
                 assert Path(path).read_bytes() == content(f"object {key}")
 
         def directory(key: int) -> None:
-            with cache.directory(f"bucket/{key % 3}", filesystem=self.shelf.fsspec()) as path:
+            with cache.directory(f"bucket/{key % 3}", filesystem=filesystem) as path:
                 assert files_of(path) == {name: content(f"{key % 3} {name}") for name in ("a", "b/c", "d")}
 
         def eviction(key: int) -> None:

@@ -16,7 +16,11 @@ import forebay
 OURS = str(Path(forebay.__file__).parent) + os.sep
 
 
-class Interrupt(TimeoutError, KeyError, IndexError, ValueError, TypeError, RuntimeError):
+class Interrupted(Exception):
+    """What the handler raises where the code of a test runs, too: of a class that no library takes for an error of its own."""
+
+
+class Interrupt(Interrupted, TimeoutError, KeyError, IndexError, ValueError, TypeError, RuntimeError):
     """What the handler raises: of many classes, so that code that takes it for an error of its own shows."""
 
 

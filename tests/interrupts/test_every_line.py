@@ -106,7 +106,8 @@ def _copy_directory(place: Place) -> Any:
     name = place.new()
     for file in "ab":
         place.files.pipe(f"/runs/{name}/{file}", file.encode() * 30_000)
-    return lambda: place.cache.copy_directory(f"/runs/{name}", place.folder / name, filesystem=place.files)
+    target = place.folder / name  # pathlib takes an `Interrupt` for a TypeError of its own
+    return lambda: place.cache.copy_directory(f"/runs/{name}", target, filesystem=place.files)
 
 
 def _look_ahead(place: Place) -> Any:
@@ -157,7 +158,8 @@ def _to_directory(place: Place) -> Any:
     name = place.new()
     place.files.pipe(f"/runs/{name}/a", b"a" * 30_000)
     checkpoint = forebay.Checkpoint(f"/runs/{name}", filesystem=place.files, cache=place.cache)
-    return lambda: checkpoint.to_directory(place.folder / name)
+    target = place.folder / name  # pathlib takes an `Interrupt` for a TypeError of its own
+    return lambda: checkpoint.to_directory(target)
 
 
 def _claimed(place: Place, name: str) -> None:

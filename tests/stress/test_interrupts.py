@@ -23,7 +23,7 @@ from forebay.testing import ScriptedServer
 from tests import parts
 from tests.fronts import Fronts
 from tests.harness import MiB, assert_counted, data_usage
-from tests.interrupts.every_line import Interrupt, held_locks, interrupt
+from tests.interrupts.every_line import Interrupt, Interrupted, held_locks, interrupt
 from tests.interrupts.test_every_line import CALLS, Place, opened_place
 from tests.items import until
 from tests.processes import Child, ProcessGroup, in_child
@@ -63,7 +63,7 @@ class Alarm:
                     sender.cancel()
                     with contextlib.suppress(RuntimeError):  # it was interrupted before it was started
                         sender.join()
-        except Interrupt:
+        except Interrupted:
             return True
         return False
 
@@ -139,6 +139,7 @@ def look_at_what_stays(cache: forebay.Cache, number: int) -> None:
 def live(it: Fronts, versions: Versions, place: int, seed: int, seconds: float) -> int:
     """Use a root until the time is up, interrupted all the time, and compare each byte; gives how often a handler raised. ``place``: which
     keys this process writes."""
+    interrupt.kind = Interrupted
     for number in (signal.SIGALRM, signal.SIGINT):
         signal.signal(number, interrupt)
     chance, seen, interrupts = random.Random(seed), dict[int, int](), 0
@@ -164,7 +165,7 @@ def live(it: Fronts, versions: Versions, place: int, seed: int, seconds: float) 
                 with contextlib.suppress(errors.CacheFault):  # no room beside what others have in use
                     act(key)
 
-            with contextlib.suppress(Interrupt):  # a signal that came just after the call
+            with contextlib.suppress(Interrupted):  # a signal that came just after the call
                 interrupts += alarm.around(call, 0.02)
     return interrupts
 
