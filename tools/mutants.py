@@ -165,7 +165,7 @@ MUTANTS = (
         "engine/index/test_records.py::test_what_is_replaced_while_it_is_read_is_not_served",
     ),
     Mutant(
-        3, "the wait of a dead process counts as a deadlock", "_engine.files.table:Waiters.every",
+        3, "the wait of a dead process counts as a deadlock", "_engine.files.waiters:Waiters.every",
         "self.locks.locked_among(range(RECORDS))", "list(range(RECORDS))",
         "engine/locks/test_nesting.py::test_what_a_killed_waiter_noted_counts_for_nothing",
     ),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forebay import Cache
-from forebay._engine.files.table import Waiters
+from forebay._engine.files.waiters import Waiters
 from forebay.codecs import Codec, codec
 from tests.items import until
 

@@ -9,7 +9,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.files.table import SilentHosts
+from forebay._engine.files.silent_hosts import SilentHosts
 from forebay._model import Victim
 from forebay.cache import fetcher_of
 from forebay.fetch import Fetcher

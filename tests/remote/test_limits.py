@@ -16,7 +16,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.files.table import SilentHosts
+from forebay._engine.files.silent_hosts import SilentHosts
 from forebay._engine.store import Settings, Store
 from forebay._kernel import waits
 from forebay._model import Partial, Span

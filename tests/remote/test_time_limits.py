@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from forebay import errors
-from forebay._engine.files import table
-from forebay._engine.files.table import SilentHosts
+from forebay._engine.files import silent_hosts
+from forebay._engine.files.silent_hosts import SilentHosts
 from forebay._model import Span
 from forebay.remote import RemoteOptions, filesystems, tracking_hosts
 from forebay.remote.base import AttemptFailed, Call, CallAborted, Trouble
@@ -377,7 +377,7 @@ def test_a_proxy_that_is_dead_is_silence(
 
 def test_who_goes_through_no_proxy_does_not_mind_one_that_is_silent(raw: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:
     raw.answer = lambda connection, head: raw.ended.wait(60) and None
-    monkeypatch.setattr(table, "PERIOD", 600.0)
+    monkeypatch.setattr(silent_hosts, "PERIOD", 600.0)
     monkeypatch.setenv("HTTPS_PROXY", raw.url.replace("//", "//me:SIKRIT@"))
     remote = HttpRemote(RemoteOptions(connect_timeout=1, read_timeout=1, attempts=1))
     with tracking_hosts(known := SilentHosts()):

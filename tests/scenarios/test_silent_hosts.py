@@ -15,7 +15,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.files import table
+from forebay._engine.files import silent_hosts
 from forebay.remote import RemoteOptions
 from forebay.sources import UrlSource
 from tests.servers.raw import RawServer
@@ -30,7 +30,7 @@ WELL = b'HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: "1"\r\nConnection: close\
 @pytest.fixture(autouse=True)
 def longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is crowded takes more than 5 s for less."""
-    monkeypatch.setattr(table, "PERIOD", 600.0)
+    monkeypatch.setattr(silent_hosts, "PERIOD", 600.0)
 
 
 def silent(server: RawServer) -> None:
@@ -54,9 +54,9 @@ def opened(root: Path, options: RemoteOptions = OPTIONS, **how: object) -> foreb
 CHILD = """
 import sys, forebay
 from forebay import errors
-from forebay._engine.files import table
+from forebay._engine.files import silent_hosts
 from forebay.remote import RemoteOptions
-table.PERIOD = 600.0
+silent_hosts.PERIOD = 600.0
 options = RemoteOptions(connect_timeout=10, read_timeout=float(sys.argv[3]), attempts=1)
 with forebay.Cache(sys.argv[1], remote_options=options) as cache:
     try:
@@ -120,7 +120,7 @@ def test_after_a_while_it_is_asked_again(raw: RawServer, tmp_path: Path, monkeyp
     with opened(tmp_path / "root", IMPATIENT) as cache, pytest.raises(errors.RemoteTimeout):
         cache.read(f"{raw.url}/a")
     well(raw)
-    monkeypatch.setattr(table, "PERIOD", 0.0)
+    monkeypatch.setattr(silent_hosts, "PERIOD", 0.0)
     with opened(tmp_path / "root") as cache:
         assert cache.read(f"{raw.url}/a") == b"12345"
 

@@ -21,7 +21,7 @@ from forebay._engine.catalog import failures, reservations
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.layout import CatalogBroken, faults, key_hash
 from forebay._engine.files.stages import progress_of
-from forebay._engine.files.table import Entered, KeyWaiter
+from forebay._engine.files.waiters import Entered, KeyWaiter
 from forebay._engine.index.counters import WAIT_NS_LOCK, WAITS
 from forebay._kernel import events, interrupts, locks, waits
 from forebay._logs import logger

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from forebay import errors
-from forebay._engine.files.table import SilentHosts
+from forebay._engine.files.silent_hosts import SilentHosts
 from forebay._engine.index.counters import NAMES
 from forebay._engine.index.memo import Find, Hit, finds_nothing, no_hit
 from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim

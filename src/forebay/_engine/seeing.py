@@ -17,7 +17,7 @@ from forebay._engine.catalog.transactions import FREE, Wal
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.layout import FANS, LEASE_FILES
 from forebay._engine.files.stages import progress_of
-from forebay._engine.files.table import Waiters
+from forebay._engine.files.waiters import Waiters
 from forebay._engine.index.adaptive import Standing
 from forebay._engine.index.counters import HOURS, MINUTES, NAMES
 from forebay._engine.spaces import Spaces

@@ -16,7 +16,7 @@ from forebay._engine.engine import Engine, open_directory, recover_and_retry
 from forebay._engine.files import blobs
 from forebay._engine.files.layout import CatalogBroken, DiskFull, faults, key_hash
 from forebay._engine.files.root import Root, foreign
-from forebay._engine.files.table import SilentHosts
+from forebay._engine.files.silent_hosts import SilentHosts
 from forebay._engine.index import counters
 from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_hit
 from forebay._engine.index.records import EXPIRED

@@ -13,7 +13,7 @@ from forebay._engine.catalog.transactions import Txn
 from forebay._engine.files import blobs
 from forebay._engine.files.layout import faults
 from forebay._engine.files.root import Root
-from forebay._engine.files.table import Waiters
+from forebay._engine.files.waiters import Waiters
 from forebay._engine.index.adaptive import AdaptiveSpaces
 from forebay._engine.index.counters import Counters
 from forebay._engine.index.head import PAIRS

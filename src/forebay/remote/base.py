@@ -304,7 +304,7 @@ class Trouble(IntEnum):
     NO_NAME = 3
 
 
-_IN_WORDS: dict[int, str] = {
+_IN_WORDS = {
     Trouble.SILENT: "gave no answer", Trouble.NO_ROUTE: "could not be reached", Trouble.REFUSED: "refused the connection",
     Trouble.NO_NAME: "had no address (its name cannot be resolved)",
 }  # fmt: skip
@@ -570,13 +570,14 @@ class Call:
         timeout = min(self.options.connect_timeout, self.options.read_timeout, self.check())
         found = None if self._ask_silent else self.hosts.trouble_with(host, timeout, is_optional=self.is_optional)
         if found is not None:
-            ago, trouble = found
-            name, what = host.partition(" ")[0], _IN_WORDS.get(trouble, _IN_WORDS[Trouble.SILENT])
-            if trouble != Trouble.SILENT and (proxy := host.partition(" by ")[2]):
+            ago, number = found
+            trouble = Trouble(number) if number in _IN_WORDS else Trouble.SILENT  # a newer version may know of more
+            name, proxy = host.partition(" ")[0], host.partition(" by ")[2]
+            if proxy and trouble != Trouble.SILENT:
                 name = f"the proxy {proxy}"
-            kind = errors.RemoteTimeout if what == _IN_WORDS[Trouble.SILENT] else errors.RemoteUnavailable
+            kind = errors.RemoteTimeout if trouble == Trouble.SILENT else errors.RemoteUnavailable
             skipped = "so it is skipped for a few seconds; pass refresh=True to try it now"
-            raise kind(f"{self.url}: {name} {what} {ago:.1f} s ago, {skipped}", url=self.url, done=0, attempts=0)
+            raise kind(f"{self.url}: {name} {_IN_WORDS[trouble]} {ago:.1f} s ago, {skipped}", url=self.url, done=0, attempts=0)
 
     def host_answered(self, host: str) -> None:
         """Note that a host answers."""

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from forebay._engine.files import table
+from forebay._engine.files import silent_hosts
 from forebay._engine.files.layout import Root
-from forebay._engine.files.table import HEADER, SilentHosts
+from forebay._engine.files.shared_table import HEADER
+from forebay._engine.files.silent_hosts import SilentHosts
 from tests.processes import in_child
 
 HOST, OTHER = "http://store:9000", "http://store:9001"
@@ -28,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(table, "time", clock)
+    monkeypatch.setattr(silent_hosts, "time", clock)
     return clock
 
 

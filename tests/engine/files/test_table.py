@@ -12,7 +12,7 @@ import pytest
 from forebay import errors
 from forebay._engine.files.layout import Root
 from forebay._engine.files.root import open_root
-from forebay._engine.files.table import FREE, HEADER, SharedTable
+from forebay._engine.files.shared_table import FREE, HEADER, SharedTable
 from forebay._kernel.below import Below
 from tests.processes import in_child
 

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from forebay._engine.files import table as module
+from forebay._engine.files import waiters as module
 from forebay._engine.files.root import Root
-from forebay._engine.files.table import Waiters
+from forebay._engine.files.waiters import Waiters
 from tests.processes import Line, talk_to
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay._engine.files.table import KeyWaiter, Waiters
+from forebay._engine.files.waiters import KeyWaiter, Waiters
 from forebay._engine.flight import Busy, KeyHold, leads_to
 from forebay._engine.store import Settings, Store
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from forebay._engine.files.table import SharedTable
+from forebay._engine.files.shared_table import SharedTable
 from forebay._engine.index import adaptive
 from forebay._engine.index.adaptive import BIMODAL, LRU, AdaptiveSpace, hash_of
 from forebay._engine.store import Store

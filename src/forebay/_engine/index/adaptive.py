@@ -24,7 +24,7 @@ from typing import NamedTuple
 import xxhash
 
 from forebay._engine.files.layout import PAGE, ROW, Root
-from forebay._engine.files.table import FREE, HEADER, SharedTable
+from forebay._engine.files.shared_table import FREE, HEADER, SharedTable
 from forebay._engine.index.records import EntryIndex
 from forebay._kernel import host
 from forebay._logs import logger

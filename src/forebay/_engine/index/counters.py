@@ -28,7 +28,7 @@ from typing import NamedTuple
 import xxhash
 
 from forebay._engine.files.layout import Root
-from forebay._engine.files.table import FREE, HEADER, SharedTable
+from forebay._engine.files.shared_table import FREE, HEADER, SharedTable
 from forebay._kernel import host, interrupts, locks, mappings
 from forebay._logs import logger
 from forebay.errors import CacheFault

@@ -20,7 +20,7 @@ from typing import Protocol
 import xxhash
 
 from forebay._engine.files.layout import HEAD_MAGIC, Root
-from forebay._engine.files.table import FREE, HEADER, SharedTable
+from forebay._engine.files.shared_table import FREE, HEADER, SharedTable
 from forebay._kernel import host
 from forebay.errors import CacheFault
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from forebay._engine.files import blobs
 from forebay._engine.files.root import Root
-from forebay._engine.files.table import SilentHosts
+from forebay._engine.files.silent_hosts import SilentHosts
 from forebay._engine.index.adaptive import AdaptiveSpaces, Sample, charge_of
 from forebay._engine.index.counters import BYTES_HIT, HITS, Counters, History
 from forebay._engine.index.head import SharedHead

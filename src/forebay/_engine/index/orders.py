@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 
 from forebay._engine.files.layout import Root
-from forebay._engine.files.table import FREE, HEADER, SharedTable
+from forebay._engine.files.shared_table import FREE, HEADER, SharedTable
 from forebay._kernel import host, locks
 from forebay._logs import logger
 from forebay.errors import CacheFault

@@ -34,7 +34,7 @@ import xxhash
 
 from forebay._engine.files.blobs import mark_of, seal_of
 from forebay._engine.files.layout import PAGE, Root, is_suffix
-from forebay._engine.files.table import HEADER, SharedTable
+from forebay._engine.files.shared_table import HEADER, SharedTable
 from forebay._engine.index.head import SharedBroken as SharedBroken
 from forebay._engine.index.head import SharedHead, SharedReplaced
 from forebay._engine.index.values import ValueCells
