@@ -526,11 +526,11 @@ def test_s08_a_stopped_writer_does_not_stop_others_for_ever(quick_path: Path, ch
     said.wait()
 
     def reader() -> None:
-        from forebay._engine.catalog import transactions
+        from forebay._engine.catalog import writer_lock
 
-        assert transactions.LONGEST_WAIT == 10.0
+        assert writer_lock.LONGEST_WAIT == 10.0
         with opened(place) as store:
-            transactions.LONGEST_WAIT = 0.0  # whoever waits for it is refused at once
+            writer_lock.LONGEST_WAIT = 0.0  # whoever waits for it is refused at once
             keys = [entry.key for entry in store.seeing.entries("v")]
             assert len(keys) == 8
             for key in keys:
@@ -542,11 +542,11 @@ def test_s08_a_stopped_writer_does_not_stop_others_for_ever(quick_path: Path, ch
                     lease.close()
             store.seeing.counts(), store.seeing.usage()
             assert bytes_of(store, "none", space="no such space") is None
-            transactions.LONGEST_WAIT = transactions.LONG = 0.5
+            writer_lock.LONGEST_WAIT = writer_lock.LONG = 0.5
             with pytest.raises(errors.WriterBusy, match=rf"busy.*waited .* s .*process {child.pid} ") as found:
                 store.put("v", "new", b"x")
             assert found.value.waited >= 0.5
-            transactions.LONGEST_WAIT = 1000.0
+            writer_lock.LONGEST_WAIT = 1000.0
             for _ in range(3):
                 with pytest.raises(errors.WriterBusy, match=rf"still busy.*process {child.pid} "):
                     store.put("v", "new", b"x")

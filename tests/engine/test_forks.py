@@ -19,7 +19,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._engine import publish
-from forebay._engine.catalog import connection, transactions
+from forebay._engine.catalog import connection
 from forebay._engine.space import budget
 from forebay._engine.store import Store
 from forebay._kernel import host
@@ -65,7 +65,7 @@ def _target(fd: str) -> str:
 def fork_while_threads_work(place: Path, forks: int) -> None:
     stop = threading.Event()
     faults: list[BaseException] = []
-    budget.PATIENCE = publish.PATIENCE = transactions.LONGEST_WAIT = (
+    budget.PATIENCE = publish.PATIENCE = writer_lock.LONGEST_WAIT = (
         HANG  # on a busy machine many wait for one lock, and nobody is to give up
     )
 

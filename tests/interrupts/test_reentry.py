@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay._engine.catalog.transactions import WriterLock
+from forebay._engine.catalog.writer_lock import WriterLock
 from forebay._kernel import interrupts
 from forebay.testing import ScriptedServer, Served
 from tests.harness import MiB, writer_lock
@@ -153,7 +153,7 @@ def test_a_put_in_a_handler_while_its_thread_waits_to_write_stores_nothing_and_s
         wait(self, timeout)
 
     cache.put("first", b"x" * 30_000)
-    monkeypatch.setattr("forebay._engine.catalog.transactions.LONGEST_WAIT", 5.0)
+    monkeypatch.setattr("forebay._engine.catalog.writer_lock.LONGEST_WAIT", 5.0)
     before = signal.signal(NUMBER, handler)
     try:
         with writer_lock(cache.path), monkeypatch.context() as patch, caplog.at_level(logging.WARNING):

@@ -10,7 +10,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.catalog import transactions
+from forebay._engine.catalog import writer_lock
 from forebay._engine.store import Store
 from forebay._kernel import locks
 from forebay._model import ObjectInfo
@@ -40,7 +40,7 @@ def test_text_that_is_none_is_a_fault_of_the_cache(cache: forebay.Cache) -> None
 
 def test_an_id_needs_no_catalog_and_ends_with_its_process(tmp_path: Path) -> None:
     with opened(tmp_path / "root", MiB) as store:
-        other, owners = transactions.WriterLock(store.root, store.engine.parts.words), locks.LockFile(store.root.lock("owners"))
+        other, owners = writer_lock.WriterLock(store.root, store.engine.parts.words), locks.LockFile(store.root.lock("owners"))
         other.take(0)  # another process writes
         me = store.engine.parts.owners.me()
         assert owners.is_locked(me)

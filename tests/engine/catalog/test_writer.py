@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
-from forebay._engine.catalog import transactions as module
+from forebay._engine.catalog import writer_lock as module
 from forebay._engine.catalog.transactions import IDS
 from forebay._engine.store import Store
 from forebay._kernel import host, locks, waits

@@ -14,7 +14,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._engine.catalog import recovery
-from forebay._engine.catalog.transactions import WriterLock
+from forebay._engine.catalog.writer_lock import WriterLock
 from forebay._engine.files.root import Root
 from forebay._engine.index import records as module
 from forebay._engine.index.head import PAIRS, SharedBroken, SharedHead

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay._engine.catalog import transactions
+from forebay._engine.catalog import writer_lock
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.space import budget, free_space, ranking
 from forebay._engine.space.free_space import SpaceRequest
@@ -169,7 +169,7 @@ def test_nobody_gets_the_room_of_files_that_are_yet_to_be_unlinked(quick_path: P
             store.put("v", "k0", bytes(100 * KiB if how == "replaces" else 300 * KiB))
 
     def other() -> None:
-        transactions.LONGEST_WAIT = 0.3
+        writer_lock.LONGEST_WAIT = 0.3
         with opened(place) as store:
             for n in range(3):
                 with pytest.raises(errors.WriterBusy):
@@ -225,17 +225,17 @@ def test_what_was_replaced_is_not_counted_for_people(store: Store) -> None:
 
 
 @pytest.fixture
-def other(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[transactions.WriterLock]:
+def other(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[writer_lock.WriterLock]:
     """Another process that writes, as this one sees it; nobody waits for it long."""
-    monkeypatch.setattr(transactions, "LONGEST_WAIT", 0.05)
-    found = transactions.WriterLock(store.root, store.engine.parts.words)
+    monkeypatch.setattr(writer_lock, "LONGEST_WAIT", 0.05)
+    found = writer_lock.WriterLock(store.root, store.engine.parts.words)
     yield found
     found.close()
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError], ids=["busy", "another fault"])
 def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
-    store: Store, other: transactions.WriterLock, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
+    store: Store, other: writer_lock.WriterLock, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
 ) -> None:
     """A large write has its room in several batches, and another process writes between two of them."""
     for n in range(9):
@@ -262,7 +262,7 @@ def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
     assert reserved_ids(store) == []
 
 
-def test_a_reservation_is_given_back_once_the_catalog_is_free(store: Store, other: transactions.WriterLock) -> None:
+def test_a_reservation_is_given_back_once_the_catalog_is_free(store: Store, other: writer_lock.WriterLock) -> None:
     store.put("v", "k", b"x")
     reserved = store.engine.parts.writers.budget.reserve(SpaceRequest("v", "a", 7, 100 * KiB))
     other.take(0)
@@ -302,7 +302,7 @@ def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypa
 
 
 def test_a_lower_limit_that_met_a_busy_catalog_is_applied_by_the_next_write(
-    store: Store, other: transactions.WriterLock, monkeypatch: pytest.MonkeyPatch
+    store: Store, other: writer_lock.WriterLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))

@@ -23,17 +23,16 @@ from forebay._engine.catalog import schema, transactions
 from forebay._engine.catalog.transactions import (
     LEAST_BALLAST,
     Ballast,
-    Holding,
     LogFiles,
     Txn,
     UnreadableRows,
     Wal,
-    WriterLock,
     fetched,
     no_room,
     number_of_space,
     translated,
 )  # fmt: skip
+from forebay._engine.catalog.writer_lock import Holding, WriterLock
 from forebay._engine.files.layout import FULL, CatalogBroken, DiskFull
 from forebay._engine.files.root import Root
 from forebay._engine.index.head import CHANGED, NEXT, SharedHead
