@@ -19,7 +19,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._engine import publish
-from forebay._engine.catalog import connection
+from forebay._engine.catalog import connection, writer_lock
 from forebay._engine.space import budget
 from forebay._engine.store import Store
 from forebay._kernel import host
